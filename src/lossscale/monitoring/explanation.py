@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 LARGEST = 65504.0
@@ -256,16 +255,24 @@ def not_finite_argument(name: str) -> Explanation:
     return Explanation(Cause.BATCH, reason, "no loss scale helps: check the data", name)
 
 
-def not_finite_weights(names: Sequence[str]) -> Explanation:
+def not_finite_weights(name: str) -> Explanation:
     """Returns the explanation of weights that are not finite.
 
     Args:
-        names: The names of the parameters and buffers.
+        name: The name of the parameter or buffer.
     """
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    reason = f"{shown} of the model {'is' if len(names) == 1 else 'are'} not finite"
-    advice = "no later step can be finite: load a checkpoint"
-    return Explanation(Cause.WEIGHTS, reason, advice, module=names[0])
+    reason, advice = f"{name} of the model is not finite", "no later step can be: load a checkpoint"
+    return Explanation(Cause.WEIGHTS, reason, advice, module=name)
+
+
+def infinity_in_the_loss(line: str) -> Explanation:
+    """Returns the explanation of a loss with an infinity that the program has set.
+
+    Args:
+        line: Where, in words; "" if it is not known.
+    """
+    reason = f"an infinity that the program sets{line and f', {line},'} reaches the loss"
+    return Explanation(Cause.LOSS, reason, "check the targets and the loss function")
 
 
 def scaled_outputs(infs: int, scale: float, *, is_sure: bool = True) -> Explanation:

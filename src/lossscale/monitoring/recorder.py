@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from lossscale.checks import checked_count, checked_truth
 from lossscale.errors import ArgumentError, ArgumentTypeError, TrainingHaltedError
-from lossscale.monitoring.explanation import Explanation
+from lossscale.monitoring.explanation import Cause, Explanation
 from lossscale.monitoring.record import NonfiniteTensor, StepRecord, is_lowest, skip_reason
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule
@@ -246,7 +246,9 @@ class Recorder:
                 f"{record.step} (max_consecutive_skips={most}). {_evidence(record)}"
             )
         if record.loss is not None and not math.isfinite(record.loss):
-            if not self._warned_of_loss:
+            found = record.explanation
+            # Otherwise the monitor has said more.
+            if not self._warned_of_loss and (found is None or found.cause is Cause.UNKNOWN):
                 self._warned_of_loss = True
                 warn(
                     f"The loss of step {record.step} is {record.loss}, which no loss scale can "

@@ -30,7 +30,7 @@ _WHERE = {
     "LossScaleOptimizer": "optimizer",
     "Monitor": "monitor",
     "diagnose": ".diagnosis.torch",
-    "explain": "explain",
+    "explain": "repeated_step",
     "guard": "scheduler",
     "install": "amp_install",
     "report_skips_to_accelerate": "scheduler",
@@ -41,10 +41,10 @@ _WHERE = {
 if TYPE_CHECKING:
     from lossscale.diagnosis.torch import diagnose as diagnose
     from lossscale.torch.amp_install import install as install
-    from lossscale.torch.explain import explain as explain
     from lossscale.torch.grad_scaler import GradScaler as GradScaler
     from lossscale.torch.monitor import Monitor as Monitor
     from lossscale.torch.optimizer import LossScaleOptimizer as LossScaleOptimizer
+    from lossscale.torch.repeated_step import explain as explain
     from lossscale.torch.scheduler import guard as guard
     from lossscale.torch.scheduler import report_skips_to_accelerate as report_skips_to_accelerate
     from lossscale.torch.scheduler import unguard as unguard

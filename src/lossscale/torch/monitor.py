@@ -14,10 +14,10 @@ from lossscale.monitoring.explanation import Cause, Explanation, with_loss
 from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
 from lossscale.packages import warn
-from lossscale.torch.explain import DEFAULT_BYTES, CallRecorder
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.optimizer import LossScaleOptimizer
 from lossscale.torch.overflow_tracker import LoopOverflowTracker
+from lossscale.torch.repeated_step import DEFAULT_BYTES, CallRecorder
 
 _SINGLE_SKIPS = 5
 """Single skips because of the scale that count as explained steps."""

@@ -122,12 +122,19 @@ class Watch(TorchDispatchMode):
             origin = Origin(name=name, is_weight=is_weight, is_mask=is_mask(tensor))
             self._origins[_key(tensor)] = origin
 
-    def origin(self, tensors: Iterable[Any]) -> Origin | None:
-        """Returns the origin of the first tensor that is not finite."""
+    def origin(self, tensors: Iterable[Any], *, masks: bool = False) -> Origin | None:
+        """Returns the origin of the first tensor that is not finite.
+
+        Args:
+            tensors: The tensors.
+            masks: Whether infinities count that the model sets itself, as in masked outputs.
+        """
+        unnamed = Origin(FailedOperation("an operation", in_backward=self._in_backward))
         for tensor in tensors:
             if not is_finite(tensor):
-                unnamed = Origin(FailedOperation("an operation", in_backward=self._in_backward))
-                return self._origins.get(_key(tensor), unnamed)
+                found = self._origins.get(_key(tensor), unnamed)
+                if masks or not found.is_mask:
+                    return found
         return None
 
     def restore(self) -> None:
@@ -161,7 +168,9 @@ class Watch(TorchDispatchMode):
                 for t, b in was
                 if not is_finite(b)
             ]
-            origin = _passed_on(taken, tensor, name, args)
+            origin = _passed_on(taken, tensor, name, args, self._in_backward)
+            if origin is not None and origin.is_mask:
+                origin = Origin(is_mask=True, line=origin.line or place.line)
             if origin is None:
                 call = func, args, kwargs, before
                 failed = self._failed(call, name, place, node, [b for _, b in was], inputs)
@@ -228,7 +237,9 @@ class Watch(TorchDispatchMode):
         )
 
 
-def _passed_on(taken: list[Any], result: Any, name: str, args: Any) -> Origin | None:
+def _passed_on(
+    taken: list[Any], result: Any, name: str, args: Any, in_backward: bool
+) -> Origin | None:
     """Returns the origin of what an operation only passes on; None if it makes something new."""
     real: list[Origin] = [origin for origin, _ in taken if not origin.is_mask]
     if real:
@@ -236,6 +247,8 @@ def _passed_on(taken: list[Any], result: Any, name: str, args: Any) -> Origin | 
     is_set = any(isinstance(a, float) and not math.isfinite(a) for a in args)
     if is_set or (name in _SETTERS and not taken):
         return Origin(is_mask=True)
+    if in_backward:
+        return None
     if taken and (not bool(result.isnan().any()) or any(bool(b.isnan().any()) for _, b in taken)):
         masked: Origin = taken[0][0]
         return masked

@@ -31,6 +31,7 @@ from lossscale.monitoring.explanation import (
     Explanation,
     explained,
     in_the_loss,
+    infinity_in_the_loss,
     not_finite_argument,
     not_finite_weights,
     scaled_outputs,
@@ -113,6 +114,9 @@ def explain(
         _mark(watch, batch, "batch")
         with watch.forward():
             outputs = [_called(model, tensors, run)]
+        origin = watch.origin(outputs, masks=True)
+        if origin is not None and origin.is_mask:
+            return infinity_in_the_loss(origin.line)
         found = _examined(watch, outputs, roots, [torch.full_like(outputs[0], scale)], scale)
     return found or unknown(f"the forward and the backward pass are finite at a scale of {scale:g}")
 
@@ -368,11 +372,7 @@ def _of_forward(origin: Origin) -> Explanation:
     """The explanation of something that is not finite in a forward pass."""
     if origin.failed is not None:
         return _with_line(explained(origin.failed), origin)
-    if origin.is_weight:
-        return not_finite_weights([origin.name])
-    if origin.name:
-        return not_finite_argument(origin.name)
-    return unknown("the model itself puts infinities into its outputs")
+    return (not_finite_weights if origin.is_weight else not_finite_argument)(origin.name)
 
 
 def _with_line(found: Explanation, origin: Origin) -> Explanation:
