@@ -21,7 +21,7 @@ from benchmarks.frameworks import Framework
 from benchmarks.frameworks.torch import Step, devices
 from benchmarks.methods import SCALE
 from benchmarks.rows import Row
-from lossscale.torch.backward import engines
+from lossscale.torch.scaled_gradients import all_engines, register
 
 CLIP = 1.0
 FLAGS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}
@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class _Step(Step):
-    """A step of a program that has one wrapper or one scaler: the others of a row are hidden."""
+    """A step of a program that has one wrapper: the others of a row are hidden."""
 
     def __init__(self, run: Callable[[], None], owner: Any, *arguments: Any) -> None:
         super().__init__(run, *arguments, shared=True)
@@ -42,10 +42,11 @@ class _Step(Step):
 
     def prepare(self) -> None:
         super().prepare()
-        mine = getattr(self._owner, "_engines", None)
+        for each in all_engines():
+            each._forget()
         engine = getattr(self._owner, "_engine", None)
-        engines.clear()
-        engines.update(mine.values() if mine is not None else [engine] if engine else [])
+        if engine is not None:
+            engine._forget = register(engine, engine.info().ids)
 
 
 class _Filled(torch.autograd.Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import lossscale.registry as registry
 from lossscale.errors import ArgumentTypeError
@@ -12,8 +12,10 @@ from lossscale.members import DocumentedMembers
 from lossscale.rules import ScaleRule
 
 if TYPE_CHECKING:
-    import keras
     import torch
+
+    import lossscale.keras
+    import lossscale.torch
 
 
 def refuse_subclass(cls: type[Any], package: str, frameworks: Sequence[registry.Framework]) -> None:
@@ -92,21 +94,7 @@ class LossScaleOptimizer(DocumentedMembers, abc.ABC):
     @overload
     def __new__(
         cls,
-        inner_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        dynamic: bool = True,
-        initial_scale: float | None = None,
-        dynamic_growth_steps: int | None = None,
-        *,
-        rule: ScaleRule | None = None,
-        clip_norm: float | None = None,
-        process_group: Any = None,
-        decide: str = "host",
-        name: str | None = None,
-    ) -> AroundTorch: ...
-    @overload
-    def __new__(  # type: ignore[overload-cannot-match]
-        cls,
-        inner_optimizer: keras.optimizers.Optimizer,
+        inner_optimizer: _OfKeras,
         dynamic: bool = True,
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
@@ -115,16 +103,19 @@ class LossScaleOptimizer(DocumentedMembers, abc.ABC):
         name: str | None = None,
     ) -> AroundKeras: ...
     @overload
-    def __new__(  # type: ignore[overload-cannot-match]
+    def __new__(
         cls,
-        inner_optimizer: Any,
+        inner_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         dynamic: bool = True,
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
         *,
         rule: ScaleRule | None = None,
+        clip_norm: float | None = None,
+        process_group: Any = None,
+        decide: Literal["host", "device"] = "host",
         name: str | None = None,
-    ) -> Self: ...
+    ) -> AroundTorch: ...
 
     def __new__(
         cls,
@@ -173,16 +164,20 @@ class LossScaleOptimizer(DocumentedMembers, abc.ABC):
 
 if TYPE_CHECKING:
 
-    class AroundTorch(LossScaleOptimizer, torch.optim.Optimizer):
-        """The wrapper of a PyTorch optimizer, for type checkers."""
+    class _OfKeras(Protocol):
+        """An optimizer of Keras 3 or tf_keras.
 
-        def scale_loss(self, loss: Any) -> torch.Tensor: ...
-        @property
-        def loss_scale(self) -> torch.Tensor: ...
-        @property
-        def steps_skipped(self) -> torch.Tensor: ...
-        @property
-        def last_step_skipped(self) -> torch.Tensor: ...
+        By what it has, because its class would be any class where that Keras is not installed.
+        """
 
-    class AroundKeras(LossScaleOptimizer, keras.optimizers.LossScaleOptimizer):
-        """The wrapper of a Keras 3 optimizer, for type checkers."""
+        def apply_gradients(self, grads_and_vars: Any) -> Any: ...
+
+    class AroundKeras(lossscale.keras.LossScaleOptimizer, LossScaleOptimizer, Any):
+        """The wrapper of an optimizer of Keras 3 or tf_keras.
+
+        Any, because tf_keras has other base classes, and because neither Keras has annotations: a
+        type checker takes the optimizer of `compile` for a string, the type of its default.
+        """
+
+    class AroundTorch(lossscale.torch.LossScaleOptimizer, LossScaleOptimizer):
+        """The wrapper of a PyTorch optimizer."""

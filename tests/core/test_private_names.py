@@ -39,7 +39,7 @@ def test_this_release_of_a_framework_has_every_name(framework, monkeypatch):
 @pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
 def test_the_fallback_of_pytorch_does_the_same_in_two_passes(bad):
     torch = pytest.importorskip("torch")
-    from lossscale.torch.overflow_check import _in_two_passes, _kernel
+    from lossscale.torch.gradients import _in_two_passes, _kernel
 
     assert _kernel is not _in_two_passes
     for check in (_kernel, _in_two_passes):

@@ -76,9 +76,18 @@ def update(
             jnp.asarray(each, jnp.asarray(old).dtype) for each, old in zip(new, kept, strict=True)
         ]
 
+    def branched() -> list[Any]:
+        return list(jax.lax.cond(finite, lambda: list(map(jnp.asarray, kept)), of_this_step))
+
+    def selected() -> list[Any]:
+        pairs = zip(of_this_step(), kept, strict=True)
+        return [jnp.where(finite, jnp.asarray(old), new) for new, old in pairs]
+
     # `last_scale` stays outside, because what passes through a branch may be copied.
     if is_traced([finite]):
-        kept = jax.lax.cond(finite, lambda: list(map(jnp.asarray, kept)), of_this_step)
+        # On a GPU the host would wait in each step to read which branch runs. On a CPU a select
+        # would read the gradients once more in each step.
+        kept = jax.lax.platform_dependent(default=branched, cuda=selected, rocm=selected)
     elif not bool(finite):
         kept = of_this_step()
     return TrackedSteps(last_scale, *kept)

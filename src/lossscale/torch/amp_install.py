@@ -10,8 +10,7 @@ from torch import distributed
 
 from lossscale.common.monkeypatch import Installation, replace
 from lossscale.packages import warn
-from lossscale.torch.grad_scaler import GradScaler
-from lossscale.torch.scaler_arguments import DEFAULTS
+from lossscale.torch.grad_scaler import DEFAULTS, GradScaler
 
 
 class _OfOneDevice(GradScaler):

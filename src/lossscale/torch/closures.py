@@ -16,8 +16,8 @@ import torch
 
 from lossscale.errors import ArgumentTypeError, GradientsError
 from lossscale.torch import fused, ranks
-from lossscale.torch.backward import was_scaled
 from lossscale.torch.engine import StepDecision
+from lossscale.torch.scaled_gradients import was_scaled
 from lossscale.torch.scaling import real_parts
 
 
@@ -115,7 +115,7 @@ def _evaluate(
     """
     engine, record = optimizer._engine, optimizer._record
     while True:
-        record.reset()
+        record.clear(engine.info())
         with torch.enable_grad():
             loss = closure()
         _check_loss(loss, optimizer.inner_optimizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -12,7 +12,7 @@ from lossscale.common.checks import check_named, checked_pairs, flat_list
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError
 from lossscale.members import Wrapper
 from lossscale.torch import fused, ranks
-from lossscale.torch.backward import versions_of
+from lossscale.torch.scaled_gradients import versions_of
 from lossscale.torch.scaling import CPU, unscaled
 
 _NOT_UNSCALED = (
@@ -25,6 +25,11 @@ _NOT_UNSCALED = (
 
 class DocumentedVerbs(Wrapper):
     """`minimize`, `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`."""
+
+    @overload
+    def get_scaled_loss(self, loss: torch.Tensor | float) -> torch.Tensor: ...
+    @overload
+    def get_scaled_loss(self, loss: Callable[[], Any]) -> Callable[[], torch.Tensor]: ...
 
     def get_scaled_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale, for gradients that you unscale yourself.
@@ -41,7 +46,9 @@ class DocumentedVerbs(Wrapper):
         self._record.by_hand = True
         return scaled
 
-    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
+    def get_unscaled_gradients(
+        self, grads: Iterable[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
         """Divides gradients by the loss scale.
 
         Args:
@@ -67,19 +74,21 @@ class DocumentedVerbs(Wrapper):
         scale = self._engine.scale.on(device).scale
         result = unscaled(given, scale, self._rule.powers_of_two)
         record = self._record
-        record.scaled_by, record.by_hand = record.scaled_by or self._engine.scale, False
+        record.by_hand = False
+        if record.scaled_by is None:
+            record.unseen = self._engine.scale
         before = [each for each in record.divided or () if each[0]() is not None]
         record.divided = before + versions_of(g for g in given if g is not None)
         return result
 
     def apply_gradients(
         self,
-        grads_and_vars: Iterable[tuple[Any, Any]],
+        grads_and_vars: Iterable[tuple[torch.Tensor | None, torch.Tensor]],
         name: str | None = None,
         *third: Any,
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
-    ) -> Any:
+    ) -> int | torch.Tensor:
         """Applies unscaled gradients to parameters, or skips the step; updates the loss scale.
 
         The `.grad` of the parameters does not change.
@@ -106,36 +115,41 @@ class DocumentedVerbs(Wrapper):
         _check_fit(given, variables, parameters)
         if record.by_hand:
             self._warn(_NOT_UNSCALED)
-        before = by, by_hand, divided = record.scaled_by, record.by_hand, record.divided
-        are_unscaled = by is None or by_hand or divided is not None
-        if by is not None and by is not engine.scale:
-            # Gradients in `.grad` stay there, unscaled.
-            engine.end()
+        by = record.scaled_by
+        before = record.unseen, record.by_hand, record.divided
+        are_unscaled = by is None or record.by_hand or record.divided is not None
+        # Copies, because a step changes gradients in place.
+        given = [
+            None if gradient is None else gradient.detach().to(variable.dtype, copy=True)
+            for gradient, variable in zip(given, variables, strict=True)
+        ]
+        # Gradients in `.grad` stay there, unscaled.
+        record.unseen = None
+        engine.settle()
         with _own_gradients(parameters):
             for gradient, variable in zip(given, variables, strict=True):
                 if gradient is not None:
-                    # A copy, because a step changes gradients in place.
-                    variable.grad = gradient.detach().to(variable.dtype, copy=True)
+                    variable.grad = gradient
             record.reset()
-            record.scaled_by = engine.scale if are_unscaled else by
+            record.unseen = engine.scale if are_unscaled else by
             record.divided = [] if are_unscaled else None
             try:
                 self._take_step()
             except BaseException:
                 record.reset()
-                record.scaled_by, record.by_hand, record.divided = before
+                record.unseen, record.by_hand, record.divided = before
                 record.has_own_loss = by is not None
                 raise
         return self.iterations
 
     def minimize(
         self,
-        loss: Any,
-        var_list: Any = None,
-        grad_loss: Any = None,
+        loss: Callable[[], torch.Tensor],
+        var_list: Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]] | None = None,
+        grad_loss: torch.Tensor | None = None,
         name: str | None = None,
-        tape: Any = None,
-    ) -> Any:
+        tape: None = None,
+    ) -> int | torch.Tensor:
         """Minimizes a loss: scales it, computes and unscales gradients, applies them.
 
         Calls `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`, which a subclass

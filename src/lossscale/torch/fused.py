@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from lossscale.packages import warn
+from lossscale.errors import UnsupportedError
 from lossscale.torch.several import Several
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -66,11 +67,6 @@ def steps_as_torch(inner: Any) -> bool:
 def _steps_of_torch() -> list[Any]:
     # Read each time: PyTorch wraps the `step` of a class when it makes the first instance.
     return [cls.step for cls in FUSED]
-
-
-def skips_by_itself(inner: Any) -> bool:
-    """Whether an optimizer skips its own step if `found_inf` is set on it."""
-    return can_skip(inner) and not takes_a_scaler(type(inner).step)
 
 
 def expects_attributes(inner: Any) -> bool:
@@ -142,10 +138,48 @@ def takes_a_scaler(step: Any) -> bool:
 
 
 def check_signature(inner: Any) -> None:
-    """Warns if `step` of an optimizer takes a `grad_scaler`."""
-    if takes_a_scaler(type(inner).step):
-        warn(
-            f"{type(inner).__name__}.step takes a `grad_scaler`. The wrapper passes none: it "
-            "divides the gradients before it calls step.",
-            FutureWarning,
+    """Refuses an optimizer whose `step` takes a `grad_scaler`.
+
+    Raises:
+        UnsupportedError: If it does.
+    """
+    if takes_a_scaler(inner.step):
+        raise UnsupportedError(
+            f"{type(inner).__name__}.step takes a `grad_scaler`, which PyTorch has deprecated: a "
+            "step is skipped here. Remove the argument; a fused kernel reads the attributes "
+            "`grad_scale` and `found_inf` instead."
         )
+
+
+def has_state(inner: Any, parameter: Any, group: dict[str, Any]) -> bool:
+    """Whether an optimizer has the state of a parameter, or needs none."""
+    # Without momentum it keeps none; RMSprop without momentum does.
+    if isinstance(inner, torch.optim.SGD) and not group["momentum"]:
+        return True
+    state = inner.state.get(parameter)
+    return bool(state) and state.get("momentum_buffer", state) is not None
+
+
+class KnownStates:
+    """Remembers of which parameters an optimizer has the state, because a look takes long."""
+
+    def __init__(self) -> None:
+        # The states of the optimizers, the number of entries in each, and the ids of parameters.
+        self._seen: tuple[list[Any], list[int], set[int]] = ([], [], set())
+
+    def are_made(self, optimizers: Sequence[Any], parameters: Sequence[Any]) -> bool:
+        """Whether no parameter with a gradient takes its first step."""
+        states = [each.state for each in optimizers]
+        sizes = list(map(len, states))
+        before, sizes_before, ids = self._seen
+        if sizes != sizes_before or not all(map(operator.is_, states, before)):
+            # A state was made, loaded or cleared.
+            ids = {
+                id(parameter)
+                for each in optimizers
+                for group in each.param_groups
+                for parameter in group["params"]
+                if has_state(each, parameter, group)
+            }
+            self._seen = states, sizes, ids
+        return all(p.grad is None or id(p) in ids for p in parameters)

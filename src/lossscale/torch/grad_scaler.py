@@ -1,29 +1,33 @@
-"""`GradScaler`: a drop-in for PyTorch's, without its defects.
+"""`GradScaler`: PyTorch's class, with its defects mended.
 
-The scale is a Python number, and two tensors on a device have the same value. Compiled code, CUDA
-graphs and other libraries keep references to the tensors, so they are changed in place and never
-replaced. Other code may write to them. PyTorch counts writes to a tensor, so the host reads it back
-only after such a write.
+Everything that PyTorch's class calls on itself is called as it calls it. Nothing is known of losses
+and gradients: `scale` multiplies, `unscale_` and `step` divide.
 """
+
+# Without PyTorch's types, a tensor and a list of them are the same here.
+# mypy: disable-error-code="overload-cannot-match"
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import itertools
+import math
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, overload
 
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.utils.hooks import RemovableHandle
 
-from lossscale.checks import checked_truth, checks_keywords
+from lossscale.arguments import checked_rule
+from lossscale.checks import SMALLEST_SCALE, checked_number, checked_truth, checks_keywords
 from lossscale.common.checks import warned_at_floor
 from lossscale.errors import (
     AlreadyWrappedError,
+    ArgumentError,
     ArgumentTypeError,
     CallOrderError,
     ScalerArgumentError,
@@ -31,20 +35,93 @@ from lossscale.errors import (
 )
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.packages import warn
-from lossscale.rules import ScaleRule, ScaleState, StatsRequest
-from lossscale.torch import buffers, fused, gradient_stats, gradients, overflow_check, ranks
+from lossscale.rules import DynamicScale, ScaleRule, StatsRequest
+from lossscale.torch import buffers, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
-from lossscale.torch.backward import divide, is_seen, multiply, watch
-from lossscale.torch.engine import Engine, StepDecision
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
-from lossscale.torch.scale import Counts, Multiplier, update_on_host
-from lossscale.torch.scaler_arguments import (
-    DEFAULTS,
-    as_of_a_scaler,
-    new_scale_of,
-    rule_of_a_scaler,
-)
-from lossscale.torch.scaling import CPU, read, scalar, scaled, uncompiled
+from lossscale.torch.scale import update_on_host
+from lossscale.torch.scaled_gradients import unscale
+from lossscale.torch.scaling import is_captured, read, scalar, scaled, uncompiled
+from lossscale.torch.skip_count import FirstSteps, SkipCount
+
+# --- Checks of the arguments of a gradient scaler -----------------------------------------------
+
+DEFAULTS = DynamicScale(initial_scale=2.0**16, min_scale=SMALLEST_SCALE)
+"""The defaults of PyTorch's scaler, and the lowest safe scale."""
+
+
+@contextlib.contextmanager
+def as_of_a_scaler() -> Iterator[None]:
+    """Raises an `ArgumentError` as one that is also an `AssertionError`, as PyTorch's are."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise ScalerArgumentError(str(error)) from None
+
+
+def rule_of_a_scaler(rule: Any, **numbers: Any) -> ScaleRule:
+    """Returns the rule that the arguments describe.
+
+    Args:
+        rule: A rule, or None.
+        numbers: By the names of `DynamicScale`; None for its limits stands for the widest.
+
+    Raises:
+        ScalerArgumentError: If a number cannot be used, or is given beside a rule.
+        ArgumentTypeError: If `rule` is not a rule.
+    """
+    if rule is None:
+        if numbers["min_scale"] is None:
+            numbers["min_scale"] = DEFAULTS.min_scale
+        with as_of_a_scaler():
+            return DynamicScale(**numbers)
+    checked = checked_rule(rule)
+    usual = {**DEFAULTS.get_config(), "min_scale": None}
+    given = {name: value for name, value in numbers.items() if value != usual[name]}
+    if given:
+        raise ScalerArgumentError(
+            "`rule` already says how the scale moves; leave out what else does. Received: "
+            f"rule={rule!r}, and {', '.join(f'{name}={value!r}' for name, value in given.items())}."
+        )
+    return checked
+
+
+def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:
+    """Returns the number that `update(new_scale)` sets.
+
+    Args:
+        new_scale: A number, or a tensor with one element that needs no gradient.
+        rule: The rule, whose range it must lie in.
+
+    Raises:
+        ScalerArgumentError: If it is none of these.
+    """
+    if isinstance(new_scale, torch.Tensor):
+        if new_scale.numel() != 1 or new_scale.requires_grad or new_scale.is_complex():
+            raise ScalerArgumentError(
+                "`new_scale` must be a number, or a tensor with one element and without "
+                f"requires_grad. Received: new_scale={new_scale!r}."
+            )
+        new_scale = new_scale.item()
+    with as_of_a_scaler():
+        number = checked_number("new_scale", new_scale)
+    if not rule.moves:
+        raise ScalerArgumentError(
+            f"update() cannot set the scale of this scaler: its rule fixes it at "
+            f"{rule.init().scale:g}. Received: new_scale={new_scale!r}. Make the scaler with "
+            "another `rule`."
+        )
+    restored = rule.restored(rule.init()._replace(scale=number))
+    if float(rule.loss_scale(restored)) != number:
+        limits = ""
+        if isinstance(rule, DynamicScale):
+            limits = f", from {rule.min_scale:g} to {rule.ceiling:g}"
+        raise ScalerArgumentError(
+            f"`new_scale` must lie in the range of the scaler's rule{limits}. "
+            f"Received: new_scale={new_scale!r}."
+        )
+    return number
+
 
 _CLIPPED = "torch.nn.utils.clip_grad_norm_(parameters, {value!r}) after scaler.unscale_(optimizer)"
 _INSTEAD = {
@@ -52,12 +129,16 @@ _INSTEAD = {
     "dynamic": "rule=lossscale.FixedScale(scale) for a scale that stays",
 }
 
-_OF_ONE_SCALER = frozenset(
-    {"_engines", "_skipped_hooks", "_multiplier", "_start", "_unowned", "_unowned_by", "_watcher"}
-)
+_OF_ONE_SCALER = frozenset({"_known", "_skipped_hooks", "_watcher", "_constants", "_range"})
 """Attributes that a copy does not share."""
 
-_READY, _UNSCALED, _STEPPED = OptState.READY, OptState.UNSCALED, OptState.STEPPED
+
+class _Known:
+    """What a scaler knows of an optimizer: its parameters, and how many steps were skipped."""
+
+    def __init__(self, parameters: Any, process_group: Any) -> None:
+        self.info, self.count = ParameterInfo(parameters, process_group), SkipCount()
+        self.first_steps, self.states = FirstSteps(), fused.KnownStates()
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -70,7 +151,7 @@ class GradScaler(torch.amp.GradScaler):
     ```
 
     The scale and its reciprocal are always normal float32 numbers, so no sequence of overflows
-    destroys the parameters. A skipped step does not call the optimizer, not even a fused one.
+    destroys the parameters.
 
     Args:
         device: The type of device, such as "cuda" or "cpu".
@@ -114,19 +195,21 @@ class GradScaler(torch.amp.GradScaler):
     # Compiled code and other libraries read these, and may write to them.
     _scale: Any
     _growth_tracker: Any
-    _init_scale: float
-    _init_growth_tracker: int
+    _per_optimizer_states: Any
+
+    _state: Any
+    """The state of the rule; what the tensors hold may be newer."""
 
     _watcher: Any = None
     """The monitor that is notified of each decision."""
 
-    _warned_at_floor = False
+    _range: tuple[float, float, Any, Any] = (0.0, math.inf, None, None)
+    """What `_remember` writes."""
 
-    on_device = False
-    """False: a `GradScaler` decides on the host whether a step is skipped."""
-    is_unseen = False
-    """Whether a loss was scaled since `update` whose backward pass cannot be observed."""
-    _multiplier: Multiplier | None = None
+    _updates = 0
+    """How many times PyTorch's operator has moved the scale since it was set."""
+
+    _warned_at_floor = False
 
     @checks_keywords("GradScaler", _INSTEAD)
     def __init__(
@@ -168,78 +251,48 @@ class GradScaler(torch.amp.GradScaler):
             enabled = False
         # If enabled, PyTorch's constructor would check the numbers by its own rules.
         super().__init__(device, enabled=False)
-        self._enabled = enabled
-        self._process_group = process_group
-        self._rule = made
-        self._state: ScaleState = made.init()
-        self._init_scale = self._number = float(made.loss_scale(self._state))
-        self._init_growth_tracker = 0
+        self._enabled, self._rule, self._process_group = enabled, made, process_group
         self._scale = self._growth_tracker = None
-        self._written: tuple[Any, ...] | None = None
-        self._per_optimizer_states: Any = defaultdict(_refresh_per_optimizer_state)
-        self._scaled_since_update = False
-        self._steps_skipped, self._last_step_skipped = 0, False
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._scaled_since_update, self._skips = False, SkipCount()
         self._forget()
+        self._put(made.init())
+
+    def _forget(self) -> None:
+        """Forgets optimizers and hooks, which a copy does not share."""
+        self._known: dict[int, _Known] = {}
+        self._skipped_hooks: dict[int, Any] = OrderedDict()
+        self._constants: dict[float, Any] = {}
 
     def __repr__(self) -> str:
         if not self.is_enabled():
             return "<GradScaler, not enabled>"
         return f"<GradScaler: loss scale {self.get_scale():g}, {self.steps_skipped} steps skipped>"
 
-    def _forget(self) -> None:
-        """Forgets optimizers, parameters and hooks, which a copy does not share."""
-        self._multiplier, self._start = None, Counts(0, 0, False)
-        # Tensors with gradients that belong to no optimizer that was used here yet; their scale.
-        self._unowned: dict[int, Any] = {}
-        self._unowned_by: Multiplier | None = None
-        self._is_graph = False
-        self._engines: dict[int, Engine] = {}
-        self._skipped_hooks: dict[int, Any] = OrderedDict()
-
-    def _engine_of(self, optimizer: Any) -> Engine:
-        """The engine of an optimizer."""
-        key, engine = id(optimizer), self._engines.get(id(optimizer))
-        if engine is None:
-            engines, reference = self._engines, lambda: optimizer
+    def _of(self, optimizer: Any) -> _Known:
+        """What is known of an optimizer."""
+        key, parameters = id(optimizer), parameters_of(optimizer)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _Known(parameters, self._process_group)
+            every = self._known
             # With `__slots__` it cannot be referred to weakly.
             with contextlib.suppress(TypeError):
-                # Called when the optimizer is gone.
-                reference = weakref.ref(optimizer, lambda _: engines.pop(key, None))
-            engine = engines[key] = Engine(reference, self, process_group=self._process_group)
-            engine.shares_overflows = False
-            engine.watch_steps(_warn_of_scaled_gradients)
-            info = engine.info()
-            if engine.end_others(info):
-                engine.record.remember(info)
-            known = self._unowned.keys() & info.ids
-            if known:
-                if any(p.grad is not None and id(p) not in known for p in info.parameters):
-                    part = [p for p in info.parameters if id(p) in known]
-                    engine.record.part = ParameterInfo(part, [])
-                self._unowned = {k: ref for k, ref in self._unowned.items() if k not in known}
-                engine.record.scaled_by, engine.record.is_graph = self._unowned_by, self._is_graph
-        return engine
-
-    def track_unowned(self, rest: Sequence[Any], by: Multiplier) -> None:
-        """Called before gradients are added to tensors of no optimizer that was used here yet."""
-        known = {key: t for key, ref in self._unowned.items() if (t := ref()) is not None}
-        new = [t for t in rest if id(t) not in known]
-        if self._unowned_by is not by:
-            multiply(ParameterInfo(list(known.values()), []), by, self._unowned_by)
-        multiply(ParameterInfo(new, []), by)
-        self._unowned = {id(t): weakref.ref(t) for t in (*known.values(), *new)}
-        self._unowned_by, self._is_graph = by, self._is_graph or torch.is_grad_enabled()
-
-    @property
-    def multiplier(self) -> Multiplier:
-        """The current loss scale; the same object until it changes."""
-        number = self.get_scale()
-        if self._multiplier is None or self._multiplier.number != number:
-            scale = scalar(number, self._scale.device)
-            self._multiplier = Multiplier(scale, self._rule, number)
-        return self._multiplier
+                weakref.finalize(optimizer, every.pop, key, None).atexit = False
+        elif not known.info.is_of(parameters):
+            known.info = ParameterInfo(parameters, self._process_group)
+        return known
 
     # --- The calls of a training loop ---------------------------------------------------------
+
+    @overload
+    def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
+    @overload
+    def scale(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]: ...
+    @overload
+    def scale(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]: ...
+    @overload
+    def scale(self, outputs: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]: ...
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies losses by the scale, in float32 or wider.
@@ -257,17 +310,11 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return outputs
 
+        # Not PyTorch's method, which the compiler refuses to trace.
         def scaled_one(loss: Any) -> Any:
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(loss.device)
-            # Compiled code and CUDA graphs read the tensor that is changed in place.
-            if torch.compiler.is_compiling() or not is_seen(loss):
-                self.is_unseen = True
-                return scaled(loss, self._scale)
-            by = self.multiplier
-            multiplied = scaled(loss, by.on(loss.device).scale)
-            watch(multiplied, loss, by, None, self)
-            return multiplied
+            return scaled(loss, self._scale)
 
         result = _mapped(scaled_one, outputs)
         self._scaled_since_update = True
@@ -276,8 +323,6 @@ class GradScaler(torch.amp.GradScaler):
     @uncompiled
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the gradients of an optimizer by the scale, in place, for example to clip them.
-
-        They are divided by the scale that multiplied the loss, even if it has changed since.
 
         Args:
             optimizer: The optimizer, whose next `step` takes the gradients as they are.
@@ -290,93 +335,77 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         _check_optimizer(optimizer)
-        self._check_something_scaled("unscale_()", optimizer)
-        entry = self._per_optimizer_states[id(optimizer)]
-        if entry["stage"] is _UNSCALED:
+        stage = self._stage_of(optimizer)
+        if stage is OptState.UNSCALED:
             raise CallOrderError(
                 "unscale_() was called twice on this optimizer since the last update(). Call it "
                 "once for each step, after the last backward(). If a step is left out, call "
                 "update() in its place."
             )
-        if entry["stage"] is _STEPPED:
+        if stage is OptState.STEPPED:
             raise CallOrderError(
                 "unscale_() was called after step(). Call it before, or update() in between."
             )
-        self._unscale(optimizer, entry)
+        if self._scale is not None:
+            self._measure(optimizer)
+        super().unscale_(optimizer)
+        entry = self._per_optimizer_states[id(optimizer)]
+        if entry.get("is_empty"):
+            # Those of a later backward pass still have to be unscaled.
+            entry["stage"] = OptState.READY
 
-    def _unscale(self, optimizer: Any, entry: dict[str, Any], leaves_half: bool = False) -> None:
-        """Divides gradients by the scale that multiplied them, and stores whether they overflowed.
+    def _stage_of(self, optimizer: Any) -> Any:
+        # The dictionary makes an entry for what it is asked for by index.
+        entry = self._per_optimizer_states.get(id(optimizer))
+        return OptState.READY if entry is None else entry["stage"]
 
-        Args:
-            optimizer: The optimizer.
-            entry: Its entry in `_per_optimizer_states`.
-            leaves_half: Whether float16 gradients may be left to the kernel of the optimizer,
-                which divides them in float32.
-        """
-        engine, device = self._engine_of(optimizer), self._scale.device
-        record, info = engine.record, engine.info()
-        engine.end_others(info)
-        if record.part is not None:
-            # A wrapper's loss has reached some of the parameters.
-            engine.end(record.part)
-        by: Any = record.scaled_by or self.multiplier
-        # Gradients that stay after a step are unscaled, as long as nothing was added to them.
-        are_unscaled = (
-            self._scaled_since_update and not self.is_unseen and record.is_as_it_was(info)
+    def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Any]:
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        self._measure(optimizer)
+        found: dict[Any, Any] = self._unscale_grads_(
+            optimizer, self._constant(1.0), scalar(0.0, scale.device), True
         )
-        number = 1.0 if are_unscaled and record.scaled_by is None else by.number
-        if entry["stage"] is _READY:
-            self._measure(engine, entry)
-        if leaves_half and info.has_half and fused.can_skip(optimizer):
-            unscaled = self._check_inf_per_device(optimizer)
-            entry["divisor"] = scalar(number, device)
-            if number < 1 and unscaled:
-                given = gradients.collect(info, allow_float16=True)
-                quotients = overflow_check.check_quotients(given, entry["divisor"].to)
-                if any(map(read, quotients.values())):
-                    next(iter(unscaled.values())).fill_(1)
-        else:
-            inverse, found = scalar(1.0 / number, device), scalar(0.0, device)
-            unscaled = self._unscale_grads_(optimizer, inverse, found, False)
-        for overflow in unscaled.values() if record.found is not None else ():
-            torch.maximum(overflow, record.found.to(overflow.device), out=overflow)
-        # Also without a gradient on this process: others may have some.
-        entry["groups"], entry["found_inf_per_device"] = info.groups, unscaled
-        record.scaled_by, record.is_graph = None, False
-        record.found = overflow_check.any_overflow(dict(unscaled), device)
-        record.remember(info)
-        # Without gradients, those of a later backward pass still have to be unscaled.
-        if unscaled or info.first_gradient() is not None:
-            entry["stage"] = _UNSCALED
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        return found
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _measure(self, engine: Engine, entry: dict[str, Any]) -> None:
+    def _measure(self, optimizer: Any) -> None:
         """Stores the statistics that the rule needs besides overflow, of scaled gradients."""
         if self._rule.needs != StatsRequest():
-            info, by = engine.info(), engine.record.scaled_by or self.multiplier
+            info = self._of(optimizer).info
             given = gradients.collect(info, allow_float16=True)
-            entry["measured"] = engine.measured(given, info, by, are_scaled=True)
+            self._per_optimizer_states[id(optimizer)]["measured"] = gradients.measure_everywhere(
+                self._rule.needs, given.grads, info, self._scale, are_scaled=True
+            )
 
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
     ) -> dict[Any, Any]:
-        engine, checks = self._engine_of(optimizer), self._rule.checks_gradients
-        info, on_host = engine.info(), inv_scale.device.type == "cpu"
-        number = 1.0 / inv_scale.item() if on_host else self.get_scale()
-        by_device: dict[Any, Any] = divide(
-            info,
-            Multiplier(inv_scale.reciprocal(), DEFAULTS, number, inv_scale),
-            graph=engine.record.is_graph,
-            checks=checks,
-            allow_float16=allow_fp16,
-            found=found_inf,
+        info, entry = self._of(optimizer).info, self._per_optimizer_states.get(id(optimizer), {})
+        rule, device = self._rule, found_inf.device
+        # An optimizer that skips by itself is given no second look, for which the host would wait.
+        recheck = not _skips_by_itself(optimizer) and self._may_overflow()
+        by_device = unscale(
+            info, inv_scale.to, recheck=recheck, found=found_inf, float16=allow_fp16, sums=False
         )
-        if not info.groups or not checks:
-            return by_device
-        overflow = overflow_check.any_overflow(by_device, found_inf.device)
-        overflow, _ = ranks.agreed(overflow, bool(by_device), True, info.groups)
+        here = bool(by_device)
+        found = gradients.any_overflow(by_device, device).to(device)
+        if not rule.checks_gradients:
+            found.zero_()
+        elif info.groups:
+            found, _ = ranks.agreed(found, here, True, info.groups)
+            here = here or found.item() >= 0
         # A step in which no process has a gradient does not count.
-        return {overflow.device: overflow} if by_device or overflow.item() >= 0 else {}
+        entry["is_empty"] = not here
+        return {device: found if here else torch.zeros_like(found)}
+
+    @overload
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None: ...
+    @overload
+    def step(
+        self, optimizer: Sequence[torch.optim.Optimizer], *args: Any, **kwargs: Any
+    ) -> list[float | None]: ...
 
     @uncompiled
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -384,7 +413,9 @@ class GradScaler(torch.amp.GradScaler):
 
         A step without any gradient is applied, and the scale stays. Several optimizers may share
         the scaler. Those that are unscaled by `unscale_` before the first of them steps are all
-        applied or all skipped: their gradients may have been clipped together.
+        applied or all skipped: their gradients may have been clipped together. An optimizer that
+        skips its own step, such as `torch.optim.AdamW(parameters, fused=True)`, is called on a
+        skipped step, too, so that the host does not wait.
 
         Args:
             optimizer: An optimizer, or a list of them, which are all applied or all skipped.
@@ -401,107 +432,143 @@ class GradScaler(torch.amp.GradScaler):
             TypeError: If it is not an optimizer, or a LossScaleOptimizer.
         """
         if isinstance(optimizer, (list, tuple)):
-            if self._enabled:
-                self._unscale_several(optimizer)
+            self._unscale_several(optimizer)
             return [self.step(each, *args, **kwargs) for each in optimizer]
         if not self._enabled:
-            return optimizer.step(*args, **kwargs)
+            return super().step(optimizer, *args, **kwargs)
         _check_optimizer(optimizer)
         _refuse_closure(args, kwargs)
-        if (
-            not self._scaled_since_update
-            and fused.is_dummy_step(optimizer)
-            and (self._process_group is None or _has_only_zeros(optimizer))
-        ):
-            # It only creates the optimizer's state, before a checkpoint is loaded into it.
-            self._per_optimizer_states[id(optimizer)]["stage"] = _STEPPED
+        if self._only_makes_state(optimizer):
+            self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
             return optimizer.step(*args, **kwargs)
-        self._check_something_scaled("step()", optimizer)
-        engine, entry = self._engine_of(optimizer), self._per_optimizer_states[id(optimizer)]
-        if entry["stage"] is _STEPPED:
+        stage = self._stage_of(optimizer)
+        if stage is OptState.STEPPED:
             raise CallOrderError(
                 "step() was called twice on this optimizer since the last update(). Call update() "
                 "once after the steps of all optimizers."
             )
-        is_its_own = fused.can_skip(optimizer) and not fused.steps_as_torch(optimizer)
-        if is_its_own and fused.takes_a_scaler(optimizer.step):
-            result = self._step_of_its_own(optimizer, engine, entry, args, kwargs)
-        else:
-            if entry["stage"] is _READY or engine.record.scaled_by is not None:
-                # Also if a backward() came after unscale_().
-                self._unscale(optimizer, entry, leaves_half=True)
-                self._decide([entry])
-            result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
-        entry["stage"] = _STEPPED
-        engine.record.reset()
-        engine.record.remember(engine.info())
+        if stage is OptState.UNSCALED:
+            self._join(self._per_optimizer_states)
+        alone = _skips_by_itself(optimizer) and not fused.takes_a_scaler(optimizer.step)
+        step = self._step_that_skips_by_itself if alone else super().step
+        result = step(optimizer, *args, **kwargs)
+        entry = self._per_optimizer_states[id(optimizer)]
+        if "skipped" not in entry:
+            self._count(optimizer, next(iter(entry["found_inf_per_device"].values()), False))
+        self._of(optimizer).first_steps.made(optimizer, entry.get("is_empty", False))
+        return result
+
+    def _only_makes_state(self, optimizer: Any) -> bool:
+        """Whether a step only makes the optimizer's state, into which a checkpoint is loaded."""
+        return (
+            not self._scaled_since_update
+            and fused.is_dummy_step(optimizer)
+            and (self._process_group is None or _has_only_zeros(optimizer))
+        )
+
+    def _step_that_skips_by_itself(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """A step of an optimizer that reads `grad_scale` and `found_inf`, as PyTorch makes it."""
+        self._check_scale_growth_tracker("step")
+        entry = self._per_optimizer_states[id(optimizer)]
+        is_scaled = entry["stage"] is OptState.READY
+        if is_scaled and "is_joined" not in entry:
+            self._check_inf_per_device(optimizer)
+        scale, grad_scale = self._get_scale_async(), getattr(optimizer, "grad_scale", None)
+        if is_scaled:
+            grad_scale = scale if grad_scale is None else scale * grad_scale
+        # The kernel skips if it is exactly 1, and a subclass may have added some up.
+        found = gradients.any_overflow(entry["found_inf_per_device"]).to(scale.device).clamp(max=1)
+        known = self._of(optimizer)
+        is_first = isinstance(optimizer, fused.FUSED) and not known.states.are_made(
+            [optimizer], known.info.parameters
+        )
+        if is_first or self._watcher is not None or self._skipped_hooks:
+            divisor = scale if is_scaled else None
+            if self._is_skipped(optimizer, entry, divisor) and is_first:
+                # A kernel of SGD would keep uninitialized memory as the momentum.
+                entry["stage"] = OptState.STEPPED
+                return None
+        optimizer.grad_scale, optimizer.found_inf = grad_scale, found
+        try:
+            result = optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+        entry["stage"] = OptState.STEPPED
         return result
 
     def _unscale_several(self, optimizers: Sequence[Any]) -> None:
-        """Unscales the gradients of optimizers that are all applied or all skipped."""
+        """Unscales or checks the gradients of optimizers that are all applied or all skipped."""
+        if not self._enabled:
+            return
         for each in optimizers:
             _check_optimizer(each, is_one_of_several=True)
-            self._check_something_scaled("step()", each)
+        self._check_scale_growth_tracker("step")
         for each in optimizers:
-            entry = self._per_optimizer_states[id(each)]
-            if entry["stage"] is _READY:
-                self._unscale(each, entry, leaves_half=True)
+            if self._stage_of(each) is OptState.READY:
+                # A fused kernel divides by itself, float16 gradients too.
+                check = self._check_inf_per_device if _skips_by_itself(each) else self.unscale_
+                check(each)
+        self._join(list(map(id, optimizers)), ready=True)
 
-    def _check_something_scaled(self, call: str, optimizer: Any) -> None:
-        """Checks that a loss was scaled; with a process group, maybe on another process."""
-        if self._scale is None and self._process_group is not None:
-            for parameter in parameters_of(optimizer)[:1]:
-                self._lazy_init_scale_growth_tracker(parameter.device)
-        self._check_scale_growth_tracker(call)
+    def _join(self, keys: Iterable[int], ready: bool = False) -> None:
+        """Optimizers that are unscaled by now see the overflows of all.
 
-    def _step_of_its_own(
-        self, optimizer: Any, engine: Engine, entry: dict[str, Any], args: Any, kwargs: Any
-    ) -> Any:
-        """A step of an optimizer that takes the scaler, as PyTorch's did before 2.0."""
-        warn(
-            "The step of this optimizer has an argument `grad_scaler`, which is deprecated: it "
-            "can read the attributes `grad_scale` and `found_inf` instead.",
-            FutureWarning,
-        )
-        if entry["stage"] is _READY:
-            self._measure(engine, entry)
-        result = optimizer.step(*args, **kwargs, grad_scaler=self)
-        self._decide([entry])
-        self._note(optimizer, engine, entry)
-        return result
+        Args:
+            keys: The ids of optimizers.
+            ready: Whether also those whose kernel still has to divide.
+        """
+        some = {
+            key: entry
+            for key in keys
+            if (entry := self._per_optimizer_states[key])["stage"] is OptState.UNSCALED
+            or (ready and entry["stage"] is OptState.READY)
+            if "is_joined" not in entry
+        }
+        found = [t for entry in some.values() for t in entry["found_inf_per_device"].values()]
+        if len(found) < 2:
+            return
+        device = self._scale.device
+        joined = gradients.any_overflow(dict(enumerate(found)), device).to(device)
+        groups = [self._known[key].info.groups for key in some if key in self._known]
+        union = tuple(dict.fromkeys(itertools.chain(*groups)))
+        if any(len(own) < len(union) for own in groups):
+            # One optimizer may be sharded over more processes than another.
+            joined, _ = ranks.agreed(joined, True, True, union)
+        for entry in some.values():
+            entry.update(found_inf_per_device={device: joined}, is_joined=True)
 
     def _maybe_opt_step(
         self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        engine, entries = self._engine_of(optimizer), self._per_optimizer_states.values()
-        if "skipped" not in optimizer_state:
-            # The gradients of all that are unscaled by now may have been clipped together.
-            unscaled = [e for e in entries if "groups" in e and e["stage"] is not _STEPPED]
-            self._decide(unscaled or [optimizer_state])
-        self._note(optimizer, engine, optimizer_state)
-        decision = StepDecision(
-            not optimizer_state["skipped"],
-            divisor=optimizer_state.get("divisor"),
-            empty=engine.info().first_gradient() is None,
-        )
-        return engine.apply(decision, *args, **kwargs)
+        # PyTorch's method would wait once more.
+        if self._is_skipped(optimizer, optimizer_state):
+            return None
+        return optimizer.step(*args, **kwargs)
 
-    def _decide(self, entries: Sequence[dict[str, Any]]) -> None:
-        """Decides whether some optimizers are all applied or all skipped."""
-        found = [number for entry in entries for number in entry["found_inf_per_device"].values()]
-        skipped = any(map(read, found))
-        groups = [entry["groups"] for entry in entries if "groups" in entry]
-        union = tuple(dict.fromkeys(itertools.chain(*groups)))
-        if any(len(own) < len(union) for own in groups):
-            # One optimizer may be sharded over more processes than another.
-            here = scalar(float(skipped), CPU)
-            skipped = ranks.agreed(here, True, True, union)[0].item() > 0
-        for entry in entries:
-            # It may have been skipped with others before it had gradients.
-            entry["skipped"] = skipped or entry.get("skipped", False)
+    def _is_skipped(self, optimizer: Any, entry: dict[str, Any], divisor: Any = None) -> bool:
+        """Waits for the decision on a step, counts it, and notifies the monitor and the hooks."""
+        skipped = any(map(read, entry["found_inf_per_device"].values()))
+        entry["skipped"] = skipped
+        if self._watcher is not None:
+            self._watcher.decided(
+                optimizer.param_groups,
+                scale=self.get_scale(),
+                applied=not skipped,
+                divisor=divisor,
+            )
+        self._count(optimizer, skipped)
+        for hook in list(self._skipped_hooks.values()) if skipped else ():
+            hook(optimizer)
+        return skipped
+
+    def _count(self, optimizer: Any, flag: Any) -> None:
+        self._skips.add(flag)
+        self._of(optimizer).count.add(flag)
+        # Others may have computed on the same forward passes, which `update` ends.
+        buffers.note_step(self, flag, is_end=False)
 
     @uncompiled
-    def update(self, new_scale: Any = None) -> None:
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Updates the scale, once after the steps of all optimizers: down if any overflowed.
 
         Args:
@@ -513,58 +580,126 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        if new_scale is not None:
+        if new_scale is None:
+            self._move()
+        else:
             number = new_scale_of(new_scale, self._rule)
-            self._put(self._read()._replace(scale=number))
-        elif not self._per_optimizer_states:
+            if self._scale is not None:
+                self._check_scale_growth_tracker("update")
+            self._put_scale(number)
+        buffers.note_step(self, False)
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._scaled_since_update = False
+
+    def _move(self) -> None:
+        """Moves the scale by what the optimizers have found."""
+        rule: Any = self._rule
+        entries = [e for e in self._per_optimizer_states.values() if not e.get("is_empty")]
+        by_tensor = {id(t): t for e in entries for t in e["found_inf_per_device"].values()}
+        as_torch = bool(by_tensor) and rule.moves and _is_torchs(rule)
+        if not as_torch:
+            # PyTorch's method calls this, too.
+            self._check_scale_growth_tracker("update")
+        if not self._per_optimizer_states:
             raise CallOrderError(
                 "update() was called without a step. Call scaler.step(optimizer) before it."
             )
-        else:
-            self._move_by(list(self._per_optimizer_states.values()))
-        buffers.note_step(self, False)
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._scaled_since_update = self.is_unseen = False
-        for engine in self._engines.values():
-            engine.record.found = None
-
-    def _move_by(self, entries: Sequence[dict[str, Any]]) -> None:
-        # A step without gradients does not count.
-        if self._rule.checks_gradients and not any(e["found_inf_per_device"] for e in entries):
+        if not by_tensor or not rule.moves:
             return
-        for entry in entries:
-            # A decision that `step` has read is not waited for again.
-            if "skipped" not in entry:
-                self._decide([entry])
-        skipped = any(entry["skipped"] for entry in entries)
-        measured = [entry["measured"] for entry in entries if "measured" in entry]
-        seen = gradient_stats.together(measured) if measured else None
-        before = self._read()
-        stats = gradient_stats.as_stats(self._rule.needs, seen, not skipped)
-        self._put(update_on_host(self._rule, before, stats))
-        if skipped and not self._warned_at_floor:
+        found = gradients.any_overflow(by_tensor)
+        skipped: bool | None = None
+        if found.device.type == "cpu":
+            skipped = bool(found)
+        elif all("skipped" in e for e in entries):
+            # Each optimizer has waited.
+            skipped = any(e["skipped"] for e in entries)
+        if skipped:
+            self._warn_at_floor(float(self._scale))
+        if as_torch:
+            self._move_as_torch(found, skipped, rule)
+            return
+        measured = [e["measured"] for e in entries if "measured" in e]
+        seen = gradients.together(measured) if measured else None
+        stats = gradients.as_stats(rule.needs, seen, not read(found))
+        self._put(update_on_host(rule, self._read(), stats))
+
+    def _move_as_torch(self, found: Any, skipped: bool | None, rule: DynamicScale) -> None:
+        """Moves the scale by PyTorch's operator, which knows no limits, and keeps it in these."""
+        scale, (least, most) = self._scale, self._bounds()
+        # Where it would pass the highest, it stays, as the rule says.
+        before = None if most * rule.growth_factor <= rule.ceiling else scale.clone()
+        # One tensor: PyTorch adds up the others in the first one, which is still read here.
+        self._per_optimizer_states = {0: {"found_inf_per_device": {found.device: found}}}
+        super().update()
+        if before is not None:
+            scale.copy_(torch.where(scale > rule.ceiling, before.clamp_(max=rule.ceiling), scale))
+        # Unlike `clamp_` it replaces a NaN that other code has written.
+        torch.fmax(scale, self._constant(rule.min_scale), out=scale)
+        self._updates += 1
+        grew = self._updates % rule.growth_interval == 1 or rule.growth_interval == 1
+        least = 0.0 if skipped is None else least * rule.backoff_factor**skipped
+        self._remember(least, most * (rule.growth_factor if grew else 1.0))
+
+    def _warn_at_floor(self, number: float) -> None:
+        if not self._warned_at_floor:
             write = "GradScaler(min_scale=2.0**-24)"
-            self._warned_at_floor = warned_at_floor(self._rule, before.scale, write)
+            self._warned_at_floor = warned_at_floor(self._rule, number, write)
+
+    # --- What the host knows of the scale without a wait --------------------------------------
+
+    def _remember(self, least: float, most: float) -> None:
+        """Remembers between which numbers the scale is now, until other code writes to it."""
+        scale = self._scale
+        self._range = least, most, scale, None if scale is None else scale._version
+
+    def _bounds(self) -> tuple[float, float]:
+        """Between which numbers the scale is."""
+        scale, (least, most, known, version) = self._scale, self._range
+        if scale.device.type == "cpu":
+            number = scale.item()
+            return number, number
+        # A graph is replayed unseen.
+        if scale is not known or scale._version != version or is_captured(scale):
+            return 0.0, math.inf
+        return least, most
+
+    def _may_overflow(self) -> bool:
+        """Whether the scale is below 1; waits only if it may have come down so far."""
+        if self._bounds()[0] < 1.0 and self._scale.device.type != "cpu":
+            number = self.get_scale()
+            self._remember(number, number)
+        return self._bounds()[0] < 1.0
+
+    def _constant(self, number: float) -> Any:
+        """A number on the device of the scale, made once."""
+        kept = self._constants.get(number)
+        if kept is None or kept.device != self._scale.device:
+            kept = self._constants[number] = scalar(number, self._scale.device)
+        return kept
 
     # --- Skips --------------------------------------------------------------------------------
 
     @property
     def last_step_skipped(self) -> bool:
-        """Whether the last call of `step` did not apply its optimizer."""
-        return self._last_step_skipped
+        """Whether the last call of `step` did not apply its optimizer; waits for the device."""
+        return self._skips.last_skipped
 
-    def last_step_skipped_of(self, optimizer: Any) -> bool:
+    def last_step_skipped_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the last call of `step` with this optimizer did not apply it."""
-        engine = self._engines.get(id(optimizer))
-        return engine is not None and engine.counts.last_step_skipped
+        known = self._known.get(id(optimizer))
+        return known is not None and known.count.last_skipped
 
     @property
     def steps_skipped(self) -> int:
         """How many calls of `step` did not apply their optimizer, of all optimizers together."""
-        return self._steps_skipped
+        return self._skips.skipped
 
-    def register_step_skipped_hook(self, hook: Callable[[Any], Any]) -> Any:
+    def register_step_skipped_hook(
+        self, hook: Callable[[torch.optim.Optimizer], object]
+    ) -> RemovableHandle:
         """Registers a function that is called with each optimizer whose step is skipped.
+
+        Each step then waits for the device.
 
         Returns:
             A handle with a method `remove`.
@@ -573,25 +708,6 @@ class GradScaler(torch.amp.GradScaler):
         self._skipped_hooks[handle.id] = hook
         return handle
 
-    def _note(self, optimizer: Any, engine: Engine, entry: dict[str, Any]) -> None:
-        """Counts a step, and notifies the monitor and the hooks."""
-        skipped = self._last_step_skipped = entry["skipped"]
-        if self._watcher is not None:
-            self._watcher.decided(
-                optimizer.param_groups,
-                scale=self._number,
-                applied=not skipped,
-                divisor=entry.get("divisor"),
-            )
-        engine.counts = engine.counts.plus(skipped)
-        # Others may have computed on the same forward passes, which `update` ends.
-        buffers.note_step(self, skipped, is_end=False)
-        if not skipped:
-            return
-        self._steps_skipped += 1
-        for hook in list(self._skipped_hooks.values()):
-            hook(optimizer)
-
     # --- The scale ----------------------------------------------------------------------------
 
     @property
@@ -599,104 +715,75 @@ class GradScaler(torch.amp.GradScaler):
         """The rule that moves the loss scale."""
         return self._rule
 
-    def get_growth_factor(self) -> float:
-        """The factor by which the scale grows."""
-        return float(state_dicts.setting(self._rule, "growth_factor"))
+    def _setting(name: str) -> Any:  # noqa: N805
+        """A number of PyTorch's scaler, which is one of the rule; setting it checks it."""
 
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Sets the growth factor, above 1."""
-        self._set(growth_factor=new_factor)
+        def put(self: Any, value: Any) -> None:
+            with as_of_a_scaler():
+                self._rule = state_dicts.with_settings(self._rule, **{name: value})
+            # PyTorch tests equality, so a shorter interval would never be reached.
+            most = self._growth_interval - 1
+            self._init_growth_tracker = min(self._init_growth_tracker, most)
+            if self._growth_tracker is not None:
+                self._growth_tracker.clamp_(max=most)
 
-    def get_backoff_factor(self) -> float:
-        """The factor by which the scale backs off after an overflow."""
-        return float(state_dicts.setting(self._rule, "backoff_factor"))
+        return property(lambda self: state_dicts.setting(self._rule, name), put)
 
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Sets the backoff factor, between 0 and 1."""
-        self._set(backoff_factor=new_factor)
-
-    def get_growth_interval(self) -> int:
-        """The number of finite steps in a row that raise the scale."""
-        return int(state_dicts.setting(self._rule, "growth_interval"))
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Sets the growth interval, in steps; a shorter one takes effect on the next step."""
-        self._set(growth_interval=new_interval)
-
-    def _set(self, **settings: Any) -> None:
-        with as_of_a_scaler():
-            self._rule = state_dicts.with_settings(self._rule, **settings)
-        self._put(state_dicts.before_growth(self._rule, self._read()))
-
-    _growth_factor = property(get_growth_factor, set_growth_factor)
-    _backoff_factor = property(get_backoff_factor, set_backoff_factor)
-    _growth_interval = property(get_growth_interval, set_growth_interval)
-
-    def get_scale(self) -> float:
-        """The loss scale; 1 if disabled. Waits for no device."""
-        if not self._enabled:
-            return 1.0
-        self._read()
-        return self._number
-
-    def _get_growth_tracker(self) -> int:
-        return getattr(self._read(), "good_steps", 0) if self._enabled else 0
+    _growth_factor = _setting("growth_factor")
+    _backoff_factor = _setting("backoff_factor")
+    _growth_interval = _setting("growth_interval")
 
     def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
         # Accelerate calls it after it loads a state, whether or not there are tensors.
         if self._scale is None or self._growth_tracker is None:
             self._scale = scalar(self._init_scale, dev)
             self._growth_tracker = scalar(self._init_growth_tracker, dev, torch.int32)
+            self._remember(self._init_scale, self._init_scale)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Any, Any]:
+        if self._scale is None and self._process_group is not None:
+            # Another process may have scaled a loss.
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
         if self._scale is None or self._growth_tracker is None:
             raise CallOrderError(
-                f"{funcname} was called before anything was scaled. Call "
+                f"{funcname}() was called before anything was scaled. Call "
                 "scaler.scale(loss).backward() first."
             )
         return self._scale, self._growth_tracker
 
-    def _read(self) -> ScaleState:
+    def _read(self) -> Any:
         """The state of the rule, as Python numbers."""
-        scale, tracker, left = self._scale, self._growth_tracker, self._written
-        if scale is None or tracker is None:
-            self._take(self._init_scale, self._init_growth_tracker)
-        elif scale.device.type == "cpu" or left != _version_of(scale) + _version_of(tracker):
-            # Writes through `.data` or NumPy do not change the version; reading a CPU is cheap.
-            self._take(scale.item(), tracker.item())
-            self._remember_written()
-        return self._state
+        return self._adopt(self.get_scale(), self._get_growth_tracker())
 
-    def _remember_written(self) -> None:
-        self._written = _version_of(self._scale) + _version_of(self._growth_tracker)
-
-    def _take(self, scale: float, good_steps: int) -> None:
-        if scale != self._number:
-            self._number, self._state = scale, self._state._replace(scale=scale)
+    def _adopt(self, number: float, good_steps: int) -> Any:
+        """The state of the rule with what the tensors hold."""
+        if number != float(self._rule.loss_scale(self._state)):
+            self._state = self._state._replace(scale=number)
         if good_steps != getattr(self._state, "good_steps", good_steps):
             self._state = self._state._replace(good_steps=good_steps)
+        return self._state
 
-    def _put(self, state: ScaleState) -> None:
-        """Writes a state to the tensors where it differs from them."""
-        before, number = self._read(), float(self._rule.loss_scale(state))
-        good_steps = getattr(state, "good_steps", 0)
+    def _put(self, state: Any) -> None:
+        self._state, self._init_growth_tracker = state, getattr(state, "good_steps", 0)
+        if self._growth_tracker is not None:
+            self._growth_tracker.fill_(self._init_growth_tracker)
+        self._put_scale(float(self._rule.loss_scale(state)))
+
+    def _put_scale(self, number: float) -> None:
+        self._init_scale, self._updates = number, 0
         if self._scale is not None:
-            # A NaN differs from itself, and is written again.
-            if number != self._number:
-                self._scale.fill_(number)
-            if good_steps != getattr(before, "good_steps", 0):
-                self._growth_tracker.fill_(good_steps)
-            self._remember_written()
-        self._state, self._number = state, number
-        self._init_scale, self._init_growth_tracker = number, good_steps
+            self._scale.fill_(number)
+        self._remember(number, number)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as Python numbers, which PyTorch's own scaler loads too; empty if disabled."""
         if not self._enabled:
             return {}
-        return state_dicts.scaler_state(self._rule, self._read(), self._number, self._steps_skipped)
+        state = self._read()
+        scale = float(self._rule.loss_scale(state))
+        return state_dicts.scaler_state(self._rule, state, scale, self.steps_skipped)
 
-    def load_state_dict(self, state_dict: Any) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this class, of PyTorch's or of Apex; does nothing if disabled.
 
         Args:
@@ -715,22 +802,23 @@ class GradScaler(torch.amp.GradScaler):
         self._rule = read.rule
         self._put(read.state)
         if read.steps_skipped is not None:
-            self._steps_skipped = read.steps_skipped
+            self._skips = SkipCount(read.steps_skipped)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._per_optimizer_states:
+        if self._enabled and self._per_optimizer_states:
             raise CallOrderError(
                 "A GradScaler can be copied or pickled only between steps: before scale(), or "
                 "after update()."
             )
-        self._read()
-        state = {name: v for name, v in vars(self).items() if name not in _OF_ONE_SCALER}
-        number, good_steps = self._number, self._get_growth_tracker()
-        state.update(_scale=None, _growth_tracker=None, _written=None)
-        return {**state, "_init_scale": number, "_init_growth_tracker": good_steps}
+        state = {**super().__getstate__(), "_skips": SkipCount(self._skips.skipped)}
+        if self._enabled:
+            state["_state"] = self._adopt(state["_init_scale"], state["_init_growth_tracker"])
+        return {name: value for name, value in state.items() if name not in _OF_ONE_SCALER}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        # Older pickles have a number in its place.
+        self._skips = SkipCount(state.get("_steps_skipped", 0))
+        super().__setstate__(state)
         self._forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
@@ -741,10 +829,13 @@ class GradScaler(torch.amp.GradScaler):
         return made
 
 
-def _version_of(tensor: Any) -> tuple[int, int, int]:
-    # Within `torch.func` a tensor has no address.
-    place = 0 if tensor.device.type == "cpu" else tensor.data_ptr()
-    return id(tensor), place, tensor._version
+def _is_torchs(rule: ScaleRule) -> bool:
+    """Whether PyTorch's kernel moves the scale as the rule says."""
+    return type(rule) is DynamicScale and rule.overflows_before_backoff == 1
+
+
+def _skips_by_itself(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def _mapped(function: Callable[[Any], Any], outputs: Any) -> Any:
@@ -786,18 +877,6 @@ def _check_optimizer(optimizer: Any, is_one_of_several: bool = False) -> None:
             "A GradScaler unscales and steps an optimizer, such as "
             f"torch.optim.AdamW(model.parameters()). Received: {optimizer!r} of type "
             f"{type(optimizer).__name__}."
-        )
-
-
-def _warn_of_scaled_gradients(engine: Engine, optimizer: Any) -> None:
-    """Warns, once, of a direct step of an optimizer on scaled gradients."""
-    # No error: PyTorch's scaler allows it, and a program may have divided them by hand.
-    if not engine.record.warned:
-        engine.record.warned = True
-        warn(
-            f"{type(optimizer).__name__}.step() was called on scaled gradients, unless you divided "
-            "them by hand. Call scaler.step(optimizer) in its place, or "
-            "scaler.unscale_(optimizer) before it."
         )
 
 

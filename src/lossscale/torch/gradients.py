@@ -7,15 +7,17 @@ are unscaled in place: the values that can be read are those that are applied.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from lossscale.errors import GradientsError
+from lossscale.rules import GradientStats, StatsRequest
 from lossscale.torch import ranks
-from lossscale.torch.scaling import CPU
+from lossscale.torch.ranks import ParameterInfo, largest_and_added, local
+from lossscale.torch.scaling import CPU, real_parts, scalar, unscaled, widened
 
 _DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
 _IS_NEGATED = torch.Tensor.is_neg
@@ -44,7 +46,9 @@ class Gradients(NamedTuple):
         return self.dense_groups[0][0].device if self.dense_groups else CPU
 
 
-def collect(info: ranks.ParameterInfo, *, allow_float16: bool = False) -> Gradients:
+def collect(
+    info: ranks.ParameterInfo, *, allow_float16: bool = False, sums: bool = True
+) -> Gradients:
     """Returns the gradients of parameters, ready to be changed in place.
 
     A gradient that cannot be changed in place is replaced in `.grad`. So is a `Partial` one, by its
@@ -53,13 +57,14 @@ def collect(info: ranks.ParameterInfo, *, allow_float16: bool = False) -> Gradie
     Args:
         info: The parameters, whose `.grad` may be None.
         allow_float16: Whether some may be in float16: to be checked, and not divided.
+        sums: Whether to add up sparse values with the same index, whose sum can overflow.
 
     Raises:
         GradientsError: If one is in float16, where dividing it would flush it to zero. Nothing was
             changed.
     """
     grads = [gradient for p in info.parameters if (gradient := p.grad) is not None]
-    if info.is_due(len(grads)) and _shares_memory(grads):
+    if (info.is_due(len(grads)) or _has_one_twice(grads)) and _shares_memory(grads):
         info.always_due = True
         grads = _each_its_own(info)
     if grads and len(info.devices) == 1 and _PLAIN_TYPES.issuperset(map(type, grads)):
@@ -72,8 +77,13 @@ def collect(info: ranks.ParameterInfo, *, allow_float16: bool = False) -> Gradie
     if not allow_float16:
         for parameter in owning:
             _check_can_be_widened(parameter)
-    pairs = [_dense(parameter, allow_float16) for parameter in owning]
+    pairs = [_dense(parameter, allow_float16, sums) for parameter in owning]
     return _grouped(pairs)
+
+
+def _has_one_twice(grads: Sequence[Any]) -> bool:
+    """Whether one tensor is the gradient of two parameters, which is quick to see."""
+    return len(set(map(id, grads))) < len(grads)
 
 
 def _shares_memory(grads: Sequence[Any]) -> bool:
@@ -119,15 +129,15 @@ def _grouped(pairs: Sequence[tuple[Any, Any]]) -> Gradients:
     )
 
 
-def _dense(parameter: Any, allow_float16: bool) -> tuple[Any, Any]:
+def _dense(parameter: Any, allow_float16: bool, sums: bool) -> tuple[Any, Any]:
     """The gradient of a parameter, and the dense tensor of real numbers that it is stored in."""
     gradient = parameter.grad
     if gradient.dtype in ranks.HALF and not allow_float16:
         parameter.grad = gradient = gradient.to(parameter.dtype)
     if ranks.is_part_of_sum(gradient):
         parameter.grad = gradient = ranks.added_up(gradient, parameter)
-    if gradient.layout == torch.sparse_coo and not gradient.is_coalesced():
-        # Values with the same index are added, and their sum can overflow.
+    sums = sums or gradient.dtype in ranks.HALF
+    if sums and gradient.layout == torch.sparse_coo and not gradient.is_coalesced():
         parameter.grad = gradient = gradient.coalesce()
     if gradient.is_conj() or gradient.is_neg():
         # A lazy conjugate or negative cannot be changed in place.
@@ -155,3 +165,265 @@ def _check_can_be_widened(parameter: Any) -> None:
             f"Received: a parameter of shape {tuple(parameter.shape)} and dtype "
             f"{parameter.dtype}. Set `parameter.grad_dtype = None`."
         )
+
+
+# --- The 2-norm of all gradients together, and clipping to it -----------------------------------
+
+_SMALLER = 2.0**-80
+"""Brings any float32 number into the range where its square is finite."""
+
+
+def grad_norm(
+    gradients: Gradients, info: ranks.ParameterInfo, *, shrink: bool = False, wide: bool = False
+) -> Any:
+    """The 2-norm of all gradients together: a float32 or float64 scalar tensor.
+
+    Args:
+        gradients: The gradients that this process has.
+        info: Their parameters, with the process groups that they are sharded over.
+        shrink: Whether to shrink a copy first, because squares overflow.
+        wide: Whether to add up in float32, because the norm overflows in float16.
+
+    Returns:
+        The norm, the same in all processes; 0 if none has a gradient.
+    """
+    groups = gradients.dense_groups
+    if shrink:
+        groups = [torch._foreach_mul(group, _SMALLER) for group in groups]
+    dtype = torch.float32 if wide else None
+    norms = [norm for group in groups for norm in torch._foreach_norm(group, 2.0, dtype)]
+    device = gradients.device
+    if not info.groups:
+        norm = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+    else:
+        squares = scalar(0.0, device, torch.float64)
+        owners = [gradient for group in gradients.owners for gradient in group]
+        for gradient, part in zip(owners, norms, strict=True):
+            squares += part.to(device, torch.float64) ** 2 / info.copies(gradient)
+        norm = ranks.added(squares, info.groups).sqrt()
+    return norm.double() / _SMALLER if shrink else norm
+
+
+def coefficient(norm: Any, clip_norm: float) -> Any:
+    """The factor that clips gradients of a norm, as in `torch.nn.utils.clip_grad_norm_`."""
+    return torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
+
+
+# --- Checks and unscales gradients in one pass over memory --------------------------------------
+
+_OF_THE_KERNEL = frozenset({torch.float32, torch.float64, torch.float16})
+"""The dtypes that the kernel supports on every accelerator."""
+
+
+def _in_two_passes(tensors: Sequence[Any], found: Any, factor: Any) -> None:
+    for tensor in tensors:
+        found.copy_(torch.maximum(found, (~torch.isfinite(tensor).all()).to(found.dtype)))
+        tensor.mul_(factor)
+
+
+# Not documented, so that a release may have another name for it.
+_kernel: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", _in_two_passes)
+
+
+def unscale_and_check_(
+    gradients: Gradients,
+    factor: Callable[[Any], Any],
+    *,
+    divide: bool = False,
+    recheck: bool = False,
+    found: Any = None,
+) -> dict[Any, Any]:
+    """Checks each number of gradients, and unscales them in place.
+
+    Args:
+        gradients: The gradients.
+        factor: Returns what they are multiplied by, on a device: float32 scalar tensor.
+        divide: Whether they are divided by it instead: by a scale that is no power of two, whose
+            reciprocal is not exact.
+        recheck: Whether to check what comes out, too. A scale below 1 makes some infinite.
+        found: A tensor to write into, for the device that it is on.
+
+    Returns:
+        By device, whether any number was infinite or NaN: float32 scalar tensor, 1 or 0. Empty if
+        there was none to check.
+    """
+    by_device: dict[Any, Any] = {}
+    for group in gradients.dense_groups:
+        device = group[0].device
+        if device not in by_device:
+            own = found is not None and found.device == device
+            zero = found if own else torch.zeros((), dtype=torch.float32, device=device)
+            by_device[device] = zero
+        multiplier = factor(device)
+        if divide:
+            torch._foreach_div_(group, multiplier)
+            multiplier = scalar(1.0, device)
+        _check_and_multiply_(group, by_device[device], multiplier)
+        if recheck:
+            _check_and_multiply_(group, by_device[device], scalar(1.0, device))
+    return by_device
+
+
+def check(gradients: Gradients, found: Any = None) -> dict[Any, Any]:
+    """Checks gradients as `unscale_and_check_` does, and changes none."""
+    return unscale_and_check_(gradients, lambda device: scalar(1.0, device), found=found)
+
+
+def unscale_(gradients: Gradients, factor: Callable[[Any], Any], *, divide: bool = False) -> None:
+    """Unscales gradients in place without a check, which takes less time."""
+    for group in gradients.dense_groups:
+        multiply = torch._foreach_div_ if divide else torch._foreach_mul_
+        multiply(group, factor(group[0].device))
+
+
+def _check_and_multiply_(group: list[Any], found: Any, factor: Any) -> None:
+    if found.device.type == "cpu" or group[0].dtype in _OF_THE_KERNEL:
+        _kernel(group, found, factor)
+        return
+    _check_largest(group, found, 1.0)
+    torch._foreach_mul_(group, factor)
+
+
+def check_quotients(gradients: Gradients, divisor: Callable[[Any], Any]) -> dict[Any, Any]:
+    """Checks quotients of gradients that a kernel will divide; changes none, waits for no device.
+
+    Args:
+        gradients: The gradients.
+        divisor: Returns on a device what they are divided by: float32 scalar tensor. Below 1 it
+            makes infinities of finite numbers.
+
+    Returns:
+        As `unscale_and_check_`.
+    """
+    by_device: dict[Any, Any] = {}
+    for group in gradients.dense_groups:
+        device = group[0].device
+        _check_largest(group, by_device.setdefault(device, scalar(0.0, device)), divisor(device))
+    return by_device
+
+
+def _check_largest(group: list[Any], found: Any, divisor: Any) -> None:
+    # The largest magnitude of finite numbers is finite in any dtype.
+    largest = widened(torch.stack(torch._foreach_norm(group, float("inf")))) / divisor
+    torch.maximum(found, largest.isfinite().all().logical_not().to(found), out=found)
+
+
+def any_overflow(by_device: dict[Any, Any], device: Any = CPU) -> Any:
+    """Joins the results of all devices: float32 scalar tensor on the first, or on `device`."""
+    found = list(by_device.values())
+    for other in found[1:]:
+        found[0] = torch.maximum(found[0], other.to(found[0].device))
+    return found[0] if found else scalar(0.0, device)
+
+
+def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool = True) -> Any:
+    """Whether every element of every gradient is finite once it is unscaled; changes none.
+
+    Args:
+        gradients: Tensors of any dtype and layout (of sparse ones the values are looked at) or
+            None (skipped).
+        scale: What they will be divided by; None if they are unscaled already.
+        powers_of_two: As for `unscaled`.
+
+    Returns:
+        A boolean scalar tensor.
+    """
+    if scale is not None:
+        gradients = unscaled(gradients, scale, powers_of_two)
+    parts = [p for gradient in gradients for p in real_parts(gradient) if p.numel()]
+    if not parts:
+        return scalar(True, CPU, torch.bool)
+    device = parts[0].device
+    if not torch.compiler.is_compiling():
+        # A norm is one fast pass, and not finite if an element is not. But the norm of finite
+        # elements can overflow too: then each element is checked.
+        groups = of_tensors(map(widened, parts)).dense_groups
+        norms = [norm.to(device) for group in groups for norm in torch._foreach_norm(group, 2.0)]
+        fits = torch.stack([norm.float() for norm in norms]).isfinite().all()
+        if bool(fits):
+            return fits
+    return torch.stack([part.isfinite().all().to(device) for part in parts]).all()
+
+
+# --- Statistics of gradients that a rule may need besides overflow: how large they are ----------
+
+
+def measure(needs: StatsRequest, gradients: Sequence[Any], scale: Any, *, are_scaled: bool) -> Any:
+    """Measures gradients; statistics that a rule does not need stay 0.
+
+    Args:
+        needs: What the rule needs, something.
+        gradients: Tensors or None.
+        scale: The loss scale of the step, float32 scalar tensor.
+        are_scaled: Whether the gradients still have to be divided by it.
+    """
+    parts = [widened(p) for gradient in gradients for p in real_parts(gradient) if p.numel()]
+    device = parts[0].device if parts else CPU
+    measured = scalar(0.0, device).repeat(2 + len(needs.counts_from))
+    if needs.largest and parts:
+        maxima = [part.abs().amax().to(device, torch.float32) for part in parts]
+        largest = torch.stack(maxima).amax()
+        measured[0] = largest / scale if are_scaled else largest
+    if needs.counts_from:
+        measured[1] = float(sum(part.numel() for part in parts))
+        magnitudes = [part.abs() * (1.0 if are_scaled else scale) for part in parts]
+        for place, edge in enumerate(needs.counts_from, 2):
+            for part in magnitudes:
+                measured[place] += (part >= edge).sum().to(device)
+    return measured
+
+
+def measure_everywhere(
+    needs: StatsRequest,
+    gradients: Sequence[Any],
+    info: ParameterInfo,
+    scale: Any,
+    *,
+    are_scaled: bool,
+) -> Any:
+    """Measures the gradients of parameters on all processes that must agree."""
+    if not info.groups:
+        return measure(needs, gradients, scale, are_scaled=are_scaled)
+    by_copies: dict[int, list[Any]] = {}
+    for gradient in gradients:
+        by_copies.setdefault(info.copies(gradient), []).append(local(gradient))
+    numbers = scalar(0.0, scale.device, torch.float64).repeat(2 + len(needs.counts_from))
+    for copies, alike in by_copies.items():
+        here = measure(needs, alike, scale, are_scaled=are_scaled).to(numbers)
+        numbers[0] = torch.maximum(numbers[0], here[0])
+        numbers[1:] += here[1:] / copies
+    numbers = largest_and_added(numbers, info.groups)
+    # Counts divided by the number of copies add up to whole numbers.
+    numbers[1:] = numbers[1:].round()
+    return numbers.to(torch.float32)
+
+
+def together(several: Sequence[Any]) -> Any:
+    """Joins the measurements of several optimizers, on the host."""
+    stacked = torch.stack([measured.cpu() for measured in several])
+    return torch.cat([stacked[:, :1].amax(0), stacked[:, 1:].sum(0)])
+
+
+def as_stats(needs: StatsRequest, measured: Any, finite: Any) -> GradientStats:
+    """Returns the statistics that a rule receives.
+
+    Args:
+        needs: What the rule needs.
+        measured: What `measure` returned; None for a rule that needs nothing.
+        finite: Whether all gradients are finite: a bool or a boolean scalar tensor.
+    """
+    if measured is None:
+        return GradientStats(finite)
+    largest = None
+    if needs.largest:
+        verdict = torch.as_tensor(finite, device=measured.device)
+        largest = torch.where(verdict, measured[0], torch.inf)
+    counts = tuple(measured[2:])
+    return GradientStats(finite, largest, counts, measured[1] if counts else None)
+
+
+def compute(
+    needs: StatsRequest, finite: Any, gradients: Sequence[Any], scale: Any, *, are_scaled: bool
+) -> GradientStats:
+    """Returns the statistics of gradients that only this process has."""
+    return as_stats(needs, measure(needs, gradients, scale, are_scaled=are_scaled), finite)

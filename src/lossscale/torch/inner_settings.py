@@ -29,7 +29,7 @@ _OF_SCALERS = {
 _OWN_ATTRIBUTES = frozenset({"name"})
 
 
-def _shared(name: str, doc: str = "") -> property:
+def _shared(name: str, doc: str = "") -> Any:
     """A property that reads and writes an attribute of the inner optimizer."""
 
     def read(self: Any) -> Any:
@@ -53,9 +53,13 @@ def _setting(name: str) -> property:
 class InnerSettings:
     """The inner optimizer's hyperparameters (`lr`, `momentum`, ...), hooks and methods."""
 
-    param_groups = _shared("param_groups", "The parameter groups of the inner optimizer.")
-    state = _shared("state", "The state of the inner optimizer, by parameter.")
-    defaults = _shared("defaults", "The default settings of parameter groups.")
+    param_groups: list[dict[str, Any]] = _shared(
+        "param_groups", "The parameter groups of the inner optimizer."
+    )
+    state: dict[torch.Tensor, Any] = _shared(
+        "state", "The state of the inner optimizer, by parameter."
+    )
+    defaults: dict[str, Any] = _shared("defaults", "The default settings of parameter groups.")
     learning_rate = _setting("lr")
     lr = _setting("lr")
 

@@ -6,8 +6,8 @@ import copy
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Literal, TypeVar, overload
 
 import torch
 from torch.distributed.algorithms import join
@@ -25,27 +25,25 @@ from lossscale.errors import (
 )
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
-from lossscale.rules import StatsRequest
+from lossscale.rules import ScaleRule, StatsRequest
 from lossscale.torch import buffers, closures, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
-from lossscale.torch.backward import (
-    ONE_FOR_SEVERAL,
-    GradientRecord,
-    divide,
-    engines,
-    is_seen,
-    multiply,
-    reached,
-    remember_scaled,
-    share,
-    was_scaled,
-    watch,
-)
 from lossscale.torch.documented_verbs import DocumentedVerbs
 from lossscale.torch.engine import Engine, StepDecision
 from lossscale.torch.inner_settings import InnerSettings
 from lossscale.torch.scale import DeviceLossScale, LossScale
-from lossscale.torch.scaling import CPU, WIDE, scalar, uncompiled, widened
+from lossscale.torch.scaled_gradients import (
+    ONE_FOR_SEVERAL,
+    GradientRecord,
+    begin,
+    divide,
+    is_seen,
+    multiply,
+    remember_scaled,
+    was_scaled,
+    watch,
+)
+from lossscale.torch.scaling import CPU, WIDE, never_compiled, scalar, uncompiled, widened
 from lossscale.torch.several import Several, parts_of, with_parts, zero_grad
 
 _NOTHING_SCALED = (
@@ -59,6 +57,9 @@ _NOTHING_TO_UNSCALE = (
     "gradients stay as they are. Call optimizer.scale_loss(loss).backward() before it, or "
     "optimizer.backward(loss) without unscale_()."
 )
+
+
+Loss = TypeVar("Loss")
 
 
 @FrontDoor.register
@@ -126,15 +127,17 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     @checks_keywords("LossScaleOptimizer")
     def __init__(
         self,
-        inner_optimizer: Any,
-        dynamic: Any = True,
-        initial_scale: Any = None,
-        dynamic_growth_steps: Any = None,
+        inner_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        dynamic: bool = True,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
         *,
-        rule: Any = None,
+        rule: ScaleRule | None = None,
         clip_norm: float | None = None,
-        process_group: Any = None,
-        decide: str = "host",
+        process_group: torch.distributed.ProcessGroup
+        | Sequence[torch.distributed.ProcessGroup]
+        | None = None,
+        decide: Literal["host", "device"] = "host",
         name: str | None = None,
     ) -> None:
         # `Optimizer.__init__` is not called: groups, state and hooks belong to the inner optimizer.
@@ -184,15 +187,15 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
 
     # --- Backward -----------------------------------------------------------------------------
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_compiled
     def backward(
         self,
-        loss: Any,
-        gradient: Any = None,
+        loss: torch.Tensor,
+        gradient: torch.Tensor | None = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
-        inputs: Any = None,
-    ) -> Any:
+        inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """Computes unscaled gradients of a loss; call it in place of `loss.backward()`.
 
         The loss is multiplied by the loss scale, and the gradients in `.grad` are divided by it,
@@ -242,32 +245,22 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             )
         self._adopt_written()
         by = engine.scale.multiplier
-        beside = [each for each in engines if each.record is not record]
-        others, rest = reached(loss, beside, inputs, info)
+        sets, rest = begin(loss, by, engine, inputs=inputs)
         free = ranks.ParameterInfo(rest, []) if rest else None
-        for each, theirs, _ in others:
-            each.begin(by, theirs)
         if free is not None:
             multiply(free, by)
-        engine.begin(by, own_loss=True)
         record.in_backward = True
         try:
             _backpropagate(loss, by, gradient, retain_graph, create_graph, inputs)
         finally:
-            record.in_backward, record.is_graph = False, create_graph
-            found = {engine: engine.end()}
-            for each, theirs, sure in others:
-                each.record.is_graph = create_graph
-                one = each.end(theirs)
-                if sure:
-                    found[each] = one
-            if len(found) > 1:
-                share(list(found.values()), found)
+            record.in_backward = False
+            for each in sets:
+                each.settle(whole=True)
             if free is not None:
-                divide(free, by, graph=create_graph, checks=False, allow_float16=True)
-        return record.found == 0
+                divide(free, by, checks=False, allow_float16=True)
+        return scalar(True, CPU, torch.bool) if record.found is None else record.found == 0
 
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiplies the loss by the loss scale, before `.backward()` of the result.
 
         `step` divides the gradients by it. `backward` does both, and is the usual way. Scale each
@@ -309,7 +302,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
                 ) from None
         if torch.compiler.is_compiling():
             # In compiled code too this is a tensor, never a number that it would be compiled for.
-            record.scaled_by, record.is_settled, record.has_own_loss = scale, False, True
+            record.unseen, record.is_settled, record.has_own_loss = scale, False, True
             return widened(loss) * scale.on(loss.device).scale
         if was_scaled(loss):
             raise GradientsError(
@@ -322,10 +315,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             by = scale.multiplier
             scaled = widened(loss) * by.on(loss.device).scale
             watch(scaled, loss, by, self._engine)
+        elif not torch.is_grad_enabled():
+            # No gradient will come, so that there is nothing to remember.
+            return widened(loss) * scale.on(loss.device).scale
         else:
             scaled = widened(loss) * scale.on(loss.device).scale
-            if record.scaled_by is None:
-                record.scaled_by = scale
+            record.unseen = scale
             record.is_settled, record.has_own_loss = False, True
         remember_scaled(scaled)
         return scaled
@@ -337,15 +332,15 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def _settle(self) -> None:
         """Accounts for the backward pass of a scaled loss that could not be observed."""
         record, engine = self._record, self._engine
-        if record.scaled_by is not engine.scale or record.found is None:
+        if record.unseen is None or record.found is None:
             return
         info = engine.info()
         if record.are_gone(info):
             self._leave_out()
             record.reset()
-            record.scaled_by, record.has_own_loss = engine.scale, True
+            record.unseen, record.has_own_loss = engine.scale, True
         elif record.is_as_it_was(info):
-            record.scaled_by = None
+            record.unseen = None
         else:
             raise CallOrderError(
                 "unscale_() was called before the last backward(), which added scaled gradients "
@@ -366,6 +361,11 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             )
 
     # --- Step ---------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None, **more: Any) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], Loss], **more: Any) -> Loss: ...
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None, **more: Any) -> Any:
@@ -417,6 +417,11 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
                 return self._step_as_given(decision, **more)
             # If the optimizer raises, the gradients are unscaled already.
             self._decided(decision)
+        elif engine.info().without(record.decided_on.ids).first_gradient() is not None:
+            raise CallOrderError(
+                "A parameter group with gradients was added between unscale_() and step(): nobody "
+                "knows what multiplies these. Add it after step(), or call zero_grad() before."
+            )
         decision = record.decision
         if record.clips and decision.apply is not False:
             engine.clip_()
@@ -431,8 +436,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def _decided(self, decision: StepDecision) -> None:
         """Remembers what all processes have decided."""
         record = self._record
-        record.scaled_by, record.divided, record.clips = None, None, False
-        record.decision = decision
+        record.unseen, record.divided, record.clips = None, None, False
+        record.decision, record.decided_on = decision, self._engine.info()
 
     def _finish(self, decision: StepDecision, *, keep: bool = False) -> None:
         """Moves the scale and counts the step, once it was applied or is to be skipped."""
@@ -443,6 +448,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         if not keep:
             # If a kernel has divided the gradients, it has divided those in `.grad`.
             self._record.reset()
+            if decision.apply is False:
+                # Infinite ones that stay are no overflow of a later loss.
+                self._record.remember(engine.info())
         skipped = decision.overflow if decision.apply is None else not decision.apply
         buffers.note_step(self, skipped)
         if decision.apply is False:
@@ -491,17 +499,19 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         """
         record = self._record
         # The `backward` of a loss that nobody sees is still to come.
-        unseen = record.scaled_by is self._engine.scale
+        unseen = record.unseen
         by_hand, checked = record.by_hand, record.found is not None
         settled = checked and record.has_own_loss
         if checked:
             self._leave_out()
-        record.reset()
-        record.scaled_by, record.has_own_loss = self._engine.scale if unseen else None, unseen
+        record.clear(self._engine.info())
+        record.unseen, record.has_own_loss = unseen, unseen is not None
         record.by_hand, record.is_settled = by_hand, settled
         zero_grad(self.inner_optimizer, set_to_none)
 
-    def register_step_skipped_hook(self, hook: Callable[[Any], Any]) -> Any:
+    def register_step_skipped_hook(
+        self, hook: Callable[[LossScaleOptimizer], object]
+    ) -> RemovableHandle:
         """Registers a function that is called with this optimizer after each skipped step.
 
         The step hooks of PyTorch run on applied steps only.
@@ -529,7 +539,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         self._skipped_hooks[handle.id] = hook
         return handle
 
-    def unscale_(self) -> Any:
+    def unscale_(self) -> bool | torch.Tensor:
         """Divides the gradients in `.grad` by the loss scale, before `step`.
 
         For code that reads or changes gradients of `scale_loss(loss).backward()` before `step`:
@@ -554,7 +564,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         decision = self._unscale_(_NOTHING_TO_UNSCALE)
         return decision.overflow == 0 if decision.apply is None else decision.apply
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_compiled
     def _unscale_(self, warning: str) -> StepDecision:
         """Unscales the gradients before the step, for code that reads or changes them.
 
@@ -603,12 +613,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     # --- Properties ---------------------------------------------------------------------------
 
     @property
-    def loss_scale(self) -> Any:
+    def loss_scale(self) -> torch.Tensor:
         """The current loss scale, a 0-d float32 tensor."""
         return self._engine.scale.tensor
 
     @property
-    def dynamic_counter(self) -> Any:
+    def dynamic_counter(self) -> int | torch.Tensor | None:
         """The finite steps since the scale last changed; None if the scale is fixed.
 
         An int; with `decide="device"` a 0-d tensor, like the counts below.
@@ -618,22 +628,22 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         )
 
     @property
-    def steps_skipped(self) -> Any:
+    def steps_skipped(self) -> int | torch.Tensor:
         """The number of steps that were skipped so far."""
         return _copied(self._engine.scale.counts.steps_skipped)
 
     @property
-    def last_step_skipped(self) -> Any:
+    def last_step_skipped(self) -> bool | torch.Tensor:
         """Whether the last step was skipped."""
         return _copied(self._engine.scale.counts.last_step_skipped)
 
     @property
-    def iterations(self) -> Any:
+    def iterations(self) -> int | torch.Tensor:
         """The number of steps, skipped ones included. It can be set."""
         return _copied(self._engine.scale.counts.iterations)
 
     @iterations.setter
-    def iterations(self, value: Any) -> None:
+    def iterations(self, value: int | torch.Tensor) -> None:
         scale = self._engine.scale
         scale.set_numbers({**scale.numbers(), "iterations": int(value)})
 
@@ -650,12 +660,14 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         self._record.clips = self._record.clips and checked is not None
 
     @property
-    def process_group(self) -> Any:
+    def process_group(
+        self,
+    ) -> torch.distributed.ProcessGroup | Sequence[torch.distributed.ProcessGroup] | None:
         """The process group that was given, or None."""
         return self._engine.process_group
 
     @property
-    def decide(self) -> str:
+    def decide(self) -> Literal["host", "device"]:
         """Whether the "host" or the "device" decides to skip a step."""
         return "device" if self._engine.scale.on_device else "host"
 
@@ -722,7 +734,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             >>> optimizer.state_dict()["param_groups"][0]["loss_scale"]
             32768.0
         """
-        return state_dicts.with_numbers(self.inner_optimizer.state_dict(), self._engine.scale)
+        saved = self.inner_optimizer.state_dict()
+        return state_dicts.with_numbers(saved, self._engine.scale, self._engine.scaled_by())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` of a LossScaleOptimizer or of a plain optimizer returned.
@@ -741,9 +754,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         scale, inner = self._engine.scale, self.inner_optimizer
         rest, numbers = state_dicts.without_numbers(state_dict, scale, inner)
         inner.load_state_dict(rest)
-        if self._record.scaled_by is not None:
-            self._engine.end()
-        self._record.reset()
+        self._engine.restart(numbers.pop("of_gradients", None))
         state_dicts.restore(scale, numbers)
         state_dicts.reserve_names(scale, inner)
 
@@ -774,6 +785,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             "process_group": engine.process_group,
             "decide": self.decide,
             "numbers": engine.scale.numbers(),
+            "scaled_by": engine.scaled_by(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -781,7 +793,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         inner, rule, clip_norm, process_group, decide, name, numbers = map(state.pop, _PICKLED)
         scale = _new_scale(rule, inner, decide)
         scale.set_numbers(numbers)
-        self._start(Engine(inner, scale, clip_norm, process_group), name)
+        engine = Engine(inner, scale, clip_norm, process_group)
+        engine.restart(state.pop("scaled_by", None))
+        self._start(engine, name)
         self.__dict__.update(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -790,15 +804,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         # Process groups are not copied: the copy talks to the same processes.
         memo[id(self.process_group)] = self.process_group
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        mine, its = self._record, copied._record
-        its.__dict__.update(
-            vars(mine), scaled_by=mine.scaled_by and copied._engine.scale.multiplier
-        )
-        if mine.scaled_by is not None and mine.scaled_by is not self._engine.scale.multiplier:
-            its.scaled_by = mine.scaled_by
-        if mine.scaled_by is self._engine.scale:
-            its.scaled_by = copied._engine.scale
-        its.remember(copied._engine.info())
+        self._record.copy_to(copied._record, self._engine, copied._engine)
         return copied
 
     def __reduce__(self) -> Any:
@@ -918,7 +924,7 @@ def _check_decide(decide: Any, inner: Any) -> None:
             "decide='device' needs an optimizer with parameters. Received: one without."
         )
     for part in parts_of(inner):
-        if not fused.skips_by_itself(part):
+        if not fused.can_skip(part):
             raise UnsupportedError(
                 f"decide='device' needs an optimizer that can skip its own step. This "
                 f"{type(part).__name__} cannot. Make it with fused=True (and capturable=True for a "

@@ -12,7 +12,7 @@ from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
 from lossscale.monitoring.recorder import SkippedStep
 from lossscale.torch.ranks import local
-from lossscale.torch.scaling import CPU, real_parts
+from lossscale.torch.scaling import CPU, never_compiled, real_parts
 
 
 class OverflowTracker(overflow_tracker.OverflowTracker):
@@ -28,7 +28,7 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
         self._step = step
 
     # Compiled, it would be recompiled for each number that it writes.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_compiled
     def _track(self, step: CheckedStep) -> None:
         # `step.finite` is a Python bool.
         self._step += 1

@@ -12,7 +12,6 @@ divides its part by the number of processes that hold a copy.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import operator
@@ -90,8 +89,10 @@ class ParameterInfo:
         is_given: Whether the user passed process groups: their processes may run different code.
         is_sharded: Whether the model computes with other tensors, as FSDP does.
         always_due: Whether gradients were found to share memory.
+        owners: What `scaled_gradients.owners` keeps.
     """
 
+    owners: tuple[int, list[Any]] | None = None
     always_due = False
     _times = _before = 0
 
@@ -117,6 +118,12 @@ class ParameterInfo:
             # `model.to` and `model.half` change all parameters in place.
             and (not mine or (mine[0].device, mine[0].dtype) == (self.devices[0], self._dtype))
         )
+
+    def without(self, ids: Any) -> ParameterInfo:
+        """Facts about the parameters that are not among some."""
+        if self.ids.isdisjoint(ids):
+            return self
+        return ParameterInfo([p for p in self.parameters if id(p) not in ids], [])
 
     def is_due(self, gradients: int) -> bool:
         """Whether to check again if gradients share memory, which takes half as long as a step.
@@ -192,17 +199,6 @@ def groups_of(tensors: Iterable[Any], process_group: Any = None) -> tuple[Any, .
         return ()
     # A process without parameters can derive no group, and must use the given ones.
     return (*given, *(group for group in _derived(tensors) if not _is_in_any(group, given)))
-
-
-def is_in_zero(engine: Any) -> bool:
-    """Whether a `ZeroRedundancyOptimizer` made the wrapper of an engine, for one process's part."""
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if module is None or not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return False
-    # It passes nothing of itself on: only a search finds it, once in a program.
-    kind = module.ZeroRedundancyOptimizer
-    found = [each for each in gc.get_objects() if issubclass(type(each), kind)]
-    return any(getattr(each.optim, "_engine", None) is engine for each in found)
 
 
 def _is_in_any(group: Any, others: Sequence[Any]) -> bool:

@@ -30,13 +30,15 @@ class Multiplier:
         scale: float32 scalar tensor that is never changed.
         rule: The rule of the loss scale.
         number: The scale as a Python float; None if only the device knows it.
-        reciprocal: Its reciprocal; None to compute it.
+
+    Attributes:
+        gradients: The `ScaledGradients` that it multiplies, or None.
     """
 
-    def __init__(
-        self, scale: Any, rule: ScaleRule, number: float | None, reciprocal: Any = None
-    ) -> None:
-        self._scale, self.rule, self.number, self._reciprocal = scale, rule, number, reciprocal
+    gradients: Any = None
+
+    def __init__(self, scale: Any, rule: ScaleRule, number: float | None) -> None:
+        self._scale, self.rule, self.number = scale, rule, number
         self._factors: dict[Any, Factors] = {}
 
     def on(self, device: Any) -> Factors:
@@ -44,9 +46,7 @@ class Multiplier:
         factors = self._factors.get(device)
         if factors is None:
             scale = self._scale.to(device)
-            given = self._reciprocal
-            reciprocal = scale.reciprocal() if given is None else given.to(device)
-            factors = self._factors[device] = Factors(scale, reciprocal)
+            factors = self._factors[device] = Factors(scale, scale.reciprocal())
         return factors
 
 
@@ -113,7 +113,7 @@ class LossScale:
         shown: The values by their names in a state dictionary, tensors that are kept up to date.
     """
 
-    on_device = is_unseen = False
+    on_device = False
     _multiplier: Multiplier | None = None
 
     def __init__(self, rule: ScaleRule, devices: Iterable[Any]) -> None:

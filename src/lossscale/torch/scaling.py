@@ -35,26 +35,47 @@ def uncompiled(method: _Function) -> _Function:
     return called  # type: ignore[return-value]
 
 
-def scalar(value: float, device: Any, dtype: Any = torch.float32) -> Any:
+def never_compiled(method: _Function) -> _Function:
+    """`torch.compiler.disable`, with the type of the method."""
+    disabled: _Function = torch.compiler.disable(method)
+    return disabled
+
+
+def scalar(value: float, device: Any, dtype: Any = torch.float32) -> torch.Tensor:
     """Returns a new 0-d tensor that may be changed in place, also in inference mode."""
     with torch.inference_mode(False):
         return torch.full((), value, dtype=dtype, device=device)
 
 
 def read(tensor: Any) -> float:
-    """Reads a number from a tensor, which waits for its device.
+    """Reads a number from a tensor; see `read_all`."""
+    _check_readable(tensor)
+    number: float = tensor.item()
+    return number
+
+
+def read_all(tensor: Any) -> Any:
+    """Copies a tensor to the CPU, which waits for its device.
 
     Raises:
         UnsupportedError: While a CUDA graph is captured.
     """
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+    _check_readable(tensor)
+    return tensor.cpu()
+
+
+def is_captured(tensor: Any) -> bool:
+    """Whether a CUDA graph records what is computed with a tensor."""
+    return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _check_readable(tensor: Any) -> None:
+    if is_captured(tensor):
         raise UnsupportedError(
             "step() cannot run while a CUDA graph is captured: the host reads from the GPU whether "
             "to skip the step. Make the optimizer with decide='device', or capture backward() and "
             "call step() after the graph."
         )
-    number: float = tensor.item()
-    return number
 
 
 def stored(gradient: Any) -> Any:

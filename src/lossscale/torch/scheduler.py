@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeVar, overload
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar, overload
 
 import torch
 
-from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, CallOrderError
+from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
 from lossscale.torch import ranks
 from lossscale.torch.buffers import guard_average, guard_model, unguard_average, unguard_model
 from lossscale.torch.grad_scaler import GradScaler
@@ -15,22 +15,6 @@ from lossscale.torch.optimizer import LossScaleOptimizer
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 Scheduler = TypeVar("Scheduler")
-
-_NEVER_STEPPED = 10
-"""Steps after which a scheduler of an optimizer that the scaler never stepped is an error."""
-
-
-class _Steps(NamedTuple):
-    """Number of steps, number of applied ones, and the counts at the last load or copy."""
-
-    made: int
-    applied: int
-    start: Any
-
-    def since_start(self) -> _Steps:
-        """The counts to compare later ones with, after a state was loaded or a scaler copied."""
-        start = self.start
-        return _Steps(start.iterations, start.iterations - start.steps_skipped, start)
 
 
 class GuardedScheduler:
@@ -42,11 +26,11 @@ class GuardedScheduler:
         scheduler: The scheduler.
     """
 
-    _OWN = frozenset({"scheduler", "_watched", "_seen", "_held", "_unused_steps"})
+    _OWN = frozenset({"scheduler", "_watched", "_seen", "_held"})
 
     def __init__(self, scheduler: Any, optimizer: Any) -> None:
         self.scheduler, self._watched = scheduler, optimizer
-        self._seen, self._held, self._unused_steps = self._steps(), False, 0
+        self._seen, self._held = self._steps(), False
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Steps the scheduler, unless every step since its last one was skipped."""
@@ -54,41 +38,29 @@ class GuardedScheduler:
 
     def _holds(self) -> bool:
         now = self._steps()
-        before = self._seen if self._seen.start is now.start else now.since_start()
+        # Counts that were loaded, or are those of a copy, begin again.
+        made, applied = self._seen if now >= self._seen else (0, 0)
         # Accelerate steps a scheduler once per process: all these calls belong to one step.
-        if now != before:
-            self._held = now.made > before.made and now.applied == before.applied
+        if now != self._seen:
+            self._held = now[0] > made and now[1] == applied
         self._seen = now
         return self._held
 
-    def _steps(self) -> _Steps:
+    def _steps(self) -> tuple[int, int]:
+        """The number of steps, and of applied ones, since the last load or copy."""
         watched = self._watched
         if not isinstance(watched, GradScaler):
-            made = int(watched.iterations)
-            return _Steps(made, made - int(watched.steps_skipped), watched._engine.scale.start)
-        engines = list(watched._engines.values())
+            start = watched._engine.scale.start
+            made = int(watched.iterations) - start.iterations
+            return made, made - int(watched.steps_skipped) + start.steps_skipped
+        known = list(watched._known.values())
         optimizer = getattr(self.scheduler, "optimizer", None)
-        if optimizer is not None and engines:
+        if optimizer is not None:
             # Compared by parameters, because Accelerate and others wrap the optimizer.
             ids = set(map(id, ranks.parameters_of(optimizer)))
-            engines = [each for each in engines if not ids.isdisjoint(each.info().ids)]
-            self._check_is_used(engines)
-        made = sum(each.counts.iterations for each in engines)
-        return _Steps(
-            made, made - sum(each.counts.steps_skipped for each in engines), watched._start
-        )
-
-    def _check_is_used(self, engines: list[Any]) -> None:
-        if "_unused_steps" not in self.__dict__:
-            return
-        self._unused_steps = 0 if engines else self._unused_steps + 1
-        if self._unused_steps == _NEVER_STEPPED:
-            raise CallOrderError(
-                f"{type(self.scheduler).__name__} was made for a "
-                f"{type(self.scheduler.optimizer).__name__} that the scaler has never stepped; it "
-                "has stepped others. Make the scheduler for the optimizer that you pass to "
-                "scaler.step()."
-            )
+            known = [each for each in known if not ids.isdisjoint(each.info.ids)] or known
+        made = sum(each.count.made for each in known)
+        return made, made - sum(each.count.skipped for each in known)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -120,7 +92,12 @@ def _blank() -> GuardedScheduler:
 
 
 @overload
-def guard(scheduler: Module, optimizer: Any, *, buffers: Iterable[str] | None = None) -> Module: ...
+def guard(
+    scheduler: Module,
+    optimizer: LossScaleOptimizer | GradScaler | Sequence[LossScaleOptimizer | GradScaler],
+    *,
+    buffers: Iterable[str] | None = None,
+) -> Module: ...
 
 
 @overload

@@ -217,6 +217,10 @@ def with_parts(inner: Any) -> list[Any]:
 
 def zero_grad(optimizer: Any, set_to_none: bool) -> None:
     """Calls `zero_grad` of an optimizer, which may take no arguments."""
+    plain = torch.optim.Optimizer.zero_grad
+    if type(optimizer).zero_grad is plain and "zero_grad" not in vars(optimizer):
+        optimizer.zero_grad(set_to_none)
+        return
     try:
         takes = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
     except (TypeError, ValueError):

@@ -27,6 +27,8 @@ _PREFIX = "loss_scale"
 _COUNTS = ("iterations", "steps_skipped")
 _OVERFLOWS = f"{_PREFIX}_overflows"
 """The key of a count that only some rules save. The others ignore it in a dictionary."""
+_OF_GRADIENTS = f"{_PREFIX}_of_gradients"
+"""The key of what multiplies the gradients, if a state was saved before they were unscaled."""
 _OF_A_SCALER = {
     "scale": _PREFIX,
     "_growth_tracker": f"{_PREFIX}_good_steps",
@@ -46,13 +48,24 @@ def numbers_of(scale: LossScale) -> dict[str, Any]:
     return {name: values[meant] for name, meant in scale.names.items()}
 
 
-def with_numbers(saved: Mapping[str, Any], scale: LossScale) -> dict[str, Any]:
-    """Adds the values of a loss scale to the state dictionary of its optimizer."""
+def with_numbers(
+    saved: Mapping[str, Any], scale: LossScale, scaled_by: float | None = None
+) -> dict[str, Any]:
+    """Adds the values of a loss scale to the state dictionary of its optimizer.
+
+    Args:
+        saved: The state dictionary.
+        scale: The loss scale.
+        scaled_by: What multiplies the gradients, or None.
+    """
+    numbers = numbers_of(scale)
+    if scaled_by is not None:
+        numbers[_OF_GRADIENTS] = scaled_by
     if not saved.get("param_groups"):
         # The optimizer writes a format of its own.
-        return {**saved, _PREFIX: numbers_of(scale)}
+        return {**saved, _PREFIX: numbers}
     first, *others = saved["param_groups"]
-    return {**saved, "param_groups": [{**first, **numbers_of(scale)}, *others]}
+    return {**saved, "param_groups": [{**first, **numbers}, *others]}
 
 
 def without_numbers(
@@ -85,7 +98,7 @@ def without_numbers(
             "several parts, load the optimizer's."
         )
     groups = known["param_groups"]
-    ours = {*scale.names, _OVERFLOWS}
+    ours = {*scale.names, _OVERFLOWS, _OF_GRADIENTS}
     without = [{k: v for k, v in group.items() if k not in ours} for group in groups]
     return {**known, "param_groups": without}, checked_numbers(groups[0], scale)
 
@@ -119,7 +132,7 @@ def take_numbers(scale: LossScale, inner: Any) -> dict[str, float]:
     # A tensor is a live value of a wrapper that no longer exists.
     saved = {name: value for name, value in group.items() if not torch.is_tensor(value)}
     numbers = checked_numbers(saved, scale)
-    for name in (*scale.names, _OVERFLOWS):
+    for name in (*scale.names, _OVERFLOWS, _OF_GRADIENTS):
         group.pop(name, None)
     return numbers
 
@@ -131,7 +144,7 @@ def checked_numbers(found: Any, scale: LossScale) -> dict[str, float]:
         ArgumentError: If one of them is not a number.
     """
     checked = {}
-    for name, meant in scale.names.items():
+    for name, meant in (*scale.names.items(), (_OF_GRADIENTS, "of_gradients")):
         if found.get(name) is None:
             continue
         try:

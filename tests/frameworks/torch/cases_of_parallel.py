@@ -15,7 +15,7 @@ from torch import distributed
 
 from frameworks.torch import stand_ins
 from frameworks.torch.support import OURS, bits, wrapped
-from lossscale.torch import clipping, gradients, ranks
+from lossscale.torch import gradients, ranks
 from pages import programs
 
 # Those before them are lines for a training loop, which cases_of_processes.py has in one.
@@ -155,7 +155,7 @@ def norms(folder):
     found = []
     for group in given:
         info = ranks.ParameterInfo(parameters, group)
-        found.append(float(clipping.grad_norm(gradients.collect(info), info) / whole))
+        found.append(float(gradients.grad_norm(gradients.collect(info), info) / whole))
     return found
 
 

@@ -148,13 +148,16 @@ def test_sparse_complex_wide_and_shared(dtype):
     assert_same_without_scaling(run)
 
 
-def test_no_gradient_is_kept():
-    weight = parameter()
-    optimizer = wrapped(sgd([weight]))
-    optimizer.backward(weight.sum())
-    gradient = weakref.ref(weight.grad)
-    weight.grad = None
-    assert gradient() is None
+def test_only_the_last_gradient_is_kept_until_the_step():
+    given = [parameter(), parameter()]
+    optimizer = wrapped(sgd(given))
+    optimizer.backward(given[0].sum() + given[1].sum())
+    gradients = [weakref.ref(p.grad) for p in given]
+    given[0].grad = None
+    assert gradients[0]() is None
+    optimizer.step()
+    given[1].grad = None
+    assert gradients[1]() is None
 
 
 class Sam(torch.optim.SGD):

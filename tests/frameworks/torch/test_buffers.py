@@ -241,7 +241,6 @@ def run(name, way, bad, guarded, call=lambda model: None, compiled=False):
 PAIRS = [("norm", way) for way in WAYS] + [
     (name, way) for name in MODELS if name != "norm" for way in ("backward", "device", "scaler")
 ]
-PAIRS.remove(("reentrant", "scaler"))  # Its gradients are divided too late, guarded or not.
 
 
 @pytest.mark.parametrize(("name", "way"), PAIRS)

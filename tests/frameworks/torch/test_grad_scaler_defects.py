@@ -1,6 +1,5 @@
 """Each defect of PyTorch's scaler: what it does where that is cheap to show, and what ours does."""
 
-import gc
 import pathlib
 
 import pytest
@@ -17,7 +16,6 @@ from frameworks.torch.scaling import (
     scale_and_tracker,
 )
 from lossscale.errors import ArgumentError, CallOrderError, LossScaleWarning
-from lossscale.torch import backward
 from lossscale.torch.grad_scaler import GradScaler
 
 both = pytest.mark.parametrize(
@@ -208,25 +206,25 @@ def test_d7_d24_a_closure_by_place_is_refused(make, mended, optimizer):
 
 @both
 @pytest.mark.parametrize("name", ["adam", "adam-fused", "sgd-fused", "adagrad-fused"])
-def test_d8_a_skipped_step_does_not_call_the_optimizer(make, mended, name):
+def test_only_an_optimizer_that_skips_by_itself_is_called_on_a_skip(make, mended, name):
     weights, optimizer, scaler = made(name, make)
     calls = []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    for slope in (torch.inf, 1.0, torch.inf):
+    for slope in (1.0, torch.inf, 1.0):
+        before = numbers(weights)
         one_step(scaler, optimizer, weights, slope)
-    assert len(calls) == (1 if mended or name == "adam" else 3)
+        assert (numbers(weights) == before) == (slope == torch.inf)
+    assert len(calls) == (2 if name == "adam" else 3)
 
 
 @both
-@pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
-def test_d20_a_scale_below_one_lets_no_infinity_through(make, mended, name):
-    weights, optimizer, scaler = made(name, make, init_scale=2.0**-20)
+def test_d20_a_scale_below_one_lets_no_infinity_through(make, mended):
+    weights, optimizer, scaler = made("sgd", make, init_scale=2.0**-20)
     scaler.scale(weights[0].sum()).backward()
     weights[0].grad = torch.full((3,), 3e38)
     scaler.step(optimizer)
     scaler.update()
-    if name == "sgd":
-        assert is_finite(weights) == mended
+    assert is_finite(weights) == mended
     if mended:
         assert numbers(weights) == [[1.0] * 3]
         assert scaler.get_scale() == 2.0**-21
@@ -325,52 +323,6 @@ def test_overflows_at_the_lowest_scale_are_warned_of_once():
     package = pathlib.Path(lossscale.__file__).parent
     assert not pathlib.Path(warned[0].filename).is_relative_to(package)
     one_step(scaler, optimizer, weights, torch.inf)
-
-
-def test_a_scaler_whose_optimizer_has_gone_disturbs_no_other():
-    weights, optimizer, scaler = made("sgd", GradScaler)
-    one_step(scaler, optimizer, weights)
-    # A traceback, or a cycle that is not collected yet, may keep it.
-    kept = scaler._engine_of(optimizer)
-    del optimizer, weights
-    assert kept.inner is None
-    for wrap in (GradScaler, None):
-        weight = torch.nn.Parameter(torch.ones(2))
-        inner = torch.optim.SGD([weight], lr=0.5)
-        if wrap is not None:
-            other = wrap("cpu")
-            other.scale(weight.sum()).backward()
-            other.step(inner)
-        else:
-            wrapped = lossscale.LossScaleOptimizer(inner)
-            wrapped.backward(weight.sum())
-            wrapped.step()
-        assert weight.tolist() == [0.5, 0.5]
-
-
-@pytest.mark.parametrize("verb", ["backward", "scale_loss"])
-def test_an_optimizer_that_is_collected_during_a_backward_pass(verb, monkeypatch):
-    weights, optimizer, scaler = made("sgd", GradScaler)
-    one_step(scaler, optimizer, weights)
-    kept = [optimizer], scaler._engine_of(optimizer)
-    del optimizer
-    found = backward._leaves
-
-    def collects(loss):
-        kept[0].clear()
-        gc.collect()
-        assert kept[1].inner is None
-        return found(loss)
-
-    monkeypatch.setattr(backward, "_leaves", collects)
-    weight = torch.nn.Parameter(torch.ones(2))
-    other = lossscale.LossScaleOptimizer(torch.optim.SGD([weight], lr=0.5))
-    if verb == "backward":
-        other.backward(weight.sum())
-    else:
-        other.scale_loss(weight.sum()).backward()
-    other.step()
-    assert weight.tolist() == [0.5, 0.5]
 
 
 @both

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import torch
 import lossscale.torch
 from frameworks.torch.scaling import MAKERS, OPTIMIZERS, made, numbers, one_step, parameters
 from lossscale import DynamicScale, FixedScale, LossScaleError, LossScaleWarning
-from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, CallOrderError
+from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
 from lossscale.torch.grad_scaler import GradScaler
 
 
@@ -153,67 +152,9 @@ class WithoutHooks:
                 weight -= 0.5 * weight.grad
 
 
-def stepped_once(optimizer, weights):
-    """A scaler that has stepped an optimizer, and gradients that it has scaled."""
-    scaler = GradScaler("cpu", init_scale=8.0)
-    one_step(scaler, optimizer, weights, 2.0**-10)
-    optimizer.zero_grad()
-    scaler.scale(weights[0].sum()).backward()
-    return scaler
-
-
-def warned(call):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    return [str(each.message) for each in caught if each.category is LossScaleWarning]
-
-
-@pytest.mark.parametrize("closure", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_by_itself_on_scaled_gradients_is_warned_of_once(name, closure):
-    weights = parameters(1)
-    optimizer = OPTIMIZERS[name](weights)
-    scaler = stepped_once(optimizer, weights)
-    arguments = [lambda: 1.0] if closure else []
-    (said,) = warned(lambda: optimizer.step(*arguments))
-    assert f"{type(optimizer).__name__}.step()" in said
-    assert "scaler.step(optimizer)" in said
-    assert warned(lambda: optimizer.step(*arguments)) == []
-    assert warned(lambda: scaler.step(optimizer)) == []
-
-
-STEPS_THAT_ARE_RIGHT = {
-    "unscaled": lambda s, o, w: s.unscale_(o),
-    "by the scaler": lambda s, o, w: (s.step(o), s.update()),
-    "cleared": lambda s, o, w: o.zero_grad(),
-}
-
-
-@pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
-@pytest.mark.parametrize("case", STEPS_THAT_ARE_RIGHT)
-def test_a_step_by_itself_on_true_gradients_is_not_warned_of(case, name):
-    weights = parameters(1)
-    optimizer = OPTIMIZERS[name](weights)
-    scaler = stepped_once(optimizer, weights)
-    STEPS_THAT_ARE_RIGHT[case](scaler, optimizer, weights)
-    assert warned(optimizer.step) == []
-
-
 def test_an_optimizer_without_hooks_is_stepped_as_ever():
     weights = parameters(1)
     optimizer, scaler = WithoutHooks(weights), GradScaler("cpu", init_scale=8.0)
     scaler.scale(weights[0].sum()).backward()
     scaler.step(optimizer)
     assert numbers(weights) == [[0.5] * 3]
-
-
-def test_a_wrapper_made_later_refuses_what_the_scaler_warned_of():
-    weights = parameters(1)
-    inner = OPTIMIZERS["sgd"](weights)
-    scaler = GradScaler("cpu")
-    one_step(scaler, inner, weights)
-    optimizer = lossscale.torch.LossScaleOptimizer(inner)
-    optimizer.scale_loss(weights[0].sum()).backward()
-    with pytest.raises(CallOrderError, match="multiplied by the loss scale"):
-        inner.step()

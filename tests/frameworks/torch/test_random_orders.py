@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from frameworks.torch.support import bits
 from lossscale import DynamicScale, FixedScale
-from lossscale.torch import GradScaler, LossScaleOptimizer
+from lossscale.torch import LossScaleOptimizer
 
 PROGRAMS = int(os.environ.get("LOSSSCALE_SOAK_PROGRAMS", "1")) * 30
 OPTIMIZERS = {
@@ -38,7 +38,6 @@ CLEARS = ["optimizer", "inner", "first part", "model", "in place", "none"]
 
 losses = st.sampled_from(["both", "first", "second", "derived later", "overflows"])
 of_wrapper = st.tuples(st.sampled_from(["verb", "scale_loss", "plain"]), losses)
-of_scaler = st.tuples(st.just("scale"), losses)
 
 
 def steps(of):
@@ -67,14 +66,12 @@ class Program:
         self.parameters = list(self.model.parameters())
         self.inner = self.optimizer = make(self.parameters)
         self.parts = self.inner if isinstance(self.inner, list) else [self.inner]
-        self.way, self.scaler, self.pending, self.seed = way, None, [], 0
+        self.way, self.pending, self.seed = way, [], 0
         self.is_scaled, self.has_left_out, self.skipped = False, False, 0
         # An infinity that nobody looks for would end the comparison.
         self.may_overflow = rule.checks_gradients
         if way == "wrapper":
             self.optimizer = LossScaleOptimizer(self.inner, rule=rule, decide=decide)
-        if way == "scaler":
-            self.scaler = GradScaler("cpu", rule=rule)
 
     def loss(self, part):
         self.seed += 1
@@ -110,8 +107,6 @@ class Program:
             return
         if self.way == "wrapper" and verb == "scale_loss":
             loss = self.optimizer.scale_loss(loss)
-        if self.way == "scaler":
-            loss = self.scaler.scale(loss)
         if part == "derived later" and verb != "plain":
             self.pending.append(loss)
         else:
@@ -122,8 +117,6 @@ class Program:
         self.is_scaled = False
         if self.way == "wrapper":
             self.optimizer.unscale_()
-        elif self.way == "scaler":
-            self.scaler.unscale_(self.inner)
 
     def run(self, program):
         for backwards, action, clear, late in program:
@@ -153,16 +146,12 @@ class Program:
             if action != "left out":
                 self.step(overflows)
             self.has_left_out = overflows and action == "left out"
-            if self.scaler is not None:
-                self.scaler.update()
             # An overflow that stays would be of each step that follows.
             self.clear("model" if overflows else clear)
         return bits(self.parameters)
 
     def step(self, overflows):
-        if self.scaler is not None:
-            self.scaler.step(self.inner)
-        elif self.way is not None:
+        if self.way is not None:
             self.optimizer.step()
         elif not overflows:
             for part in self.parts:
@@ -210,10 +199,3 @@ def test_the_wrapper(name, program, rule):
 @hypothesis.given(program=steps(of_wrapper), rule=rules)
 def test_the_wrapper_where_the_device_decides(name, program, rule):
     check(OPTIMIZERS[name], "wrapper", program, rule, "device")
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@tries
-@hypothesis.given(program=steps(of_scaler), rule=rules)
-def test_the_scaler(name, program, rule):
-    check(OPTIMIZERS[name], "scaler", program, rule)

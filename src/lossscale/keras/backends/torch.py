@@ -19,8 +19,8 @@ from lossscale.keras.backends.backend import Backend, OverflowCheck, Step, check
 from lossscale.keras.private_names import in_stateless_scope
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.rules import GradientStats, ScaleRule, ScaleState, host_can_update, updates_on_host
-from lossscale.torch import gradient_stats, overflow_check, scaling
-from lossscale.torch.gradients import of_tensors
+from lossscale.torch import gradients as torch_gradients
+from lossscale.torch import scaling
 
 
 class TorchBackend(Backend):
@@ -28,10 +28,10 @@ class TorchBackend(Backend):
 
     # Functions of Keras take a few times as long in eager mode.
     namespace = torch
-    gradient_stats = staticmethod(gradient_stats.compute)
+    gradient_stats = staticmethod(torch_gradients.compute)
     scaled = staticmethod(scaling.scaled)
     unscaled = staticmethod(scaling.unscaled)
-    all_finite = staticmethod(overflow_check.all_finite)
+    all_finite = staticmethod(torch_gradients.all_finite)
     no_gradients = staticmethod(torch.no_grad)
 
     # --- One step -----------------------------------------------------------------------------
@@ -64,12 +64,12 @@ class TorchBackend(Backend):
         for index, copy in zip(dense, copies, strict=True):
             gradients[index] = copy
         scale = torch.as_tensor(step.divisor, dtype=torch.float32, device=copies[0].device)
-        given, reciprocal = of_tensors(copies), scale.reciprocal()
+        given, reciprocal = torch_gradients.of_tensors(copies), scale.reciprocal()
         if not rule.checks_gradients:
-            overflow_check.unscale_(given, reciprocal.to)
+            torch_gradients.unscale_(given, reciprocal.to)
             return OverflowCheck(True, unscaled)
-        found = overflow_check.unscale_and_check_(given, reciprocal.to)
-        found_inf: Any = overflow_check.any_overflow(found, scale.device)
+        found = torch_gradients.unscale_and_check_(given, reciprocal.to)
+        found_inf: Any = torch_gradients.any_overflow(found, scale.device)
         if others:
             found_inf = found_inf + torch.logical_not(self.all_finite(others)).to(found_inf)
         state = None

@@ -1,0 +1,570 @@
+"""Which gradients a scale multiplies, and which parameters a loss reaches.
+
+Every scaled `.grad` is in exactly one `ScaledGradients`: those that one number of one wrapper's
+scale multiplies. Before a backward pass adds to gradients, `begin` puts them into the set of that
+number, and multiplies what is there. If one of them must be unscaled, the whole set is settled. So
+gradients of different scales are never added, and each is divided once.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from lossscale.errors import GradientsError
+from lossscale.torch import gradients, ranks
+from lossscale.torch.scale import Multiplier
+from lossscale.torch.scaling import CPU, real_parts
+
+lock = threading.RLock()
+"""Held while gradients join or leave a set: autograd runs hooks in a thread for each device."""
+
+ONE_FOR_SEVERAL = "Make one for both: LossScaleOptimizer([optimizer, other])."
+
+_MARK = "_is_scaled_by_lossscale"
+
+
+def remember_scaled(loss: Any) -> None:
+    """Marks a loss as scaled, by any optimizer."""
+    setattr(loss, _MARK, True)
+
+
+def was_scaled(loss: Any) -> bool:
+    """Whether this tensor is a scaled loss."""
+    return hasattr(loss, _MARK)
+
+
+# --- Whose a parameter is ---------------------------------------------------------------------
+
+_living: set[weakref.ref[Any]] = set()
+_owners: dict[int, tuple[weakref.ref[Any], ...]] = {}
+"""The engines that have a parameter, by its id, which lives as long as one of them."""
+_changes = [0]
+"""How many times an engine came, went or got other parameters."""
+
+
+def register(engine: Any, ids: frozenset[int]) -> Callable[[], None]:
+    """Remembers whose parameters those of an engine are; returns what forgets it."""
+
+    def forget(ref: weakref.ref[Any]) -> None:
+        with lock:
+            _changes[0] += 1
+            _living.discard(ref)
+            for key in ids:
+                rest = tuple(each for each in _owners.get(key, ()) if each is not ref)
+                if rest:
+                    _owners[key] = rest
+                else:
+                    _owners.pop(key, None)
+
+    with lock:
+        _changes[0] += 1
+        ref = weakref.ref(engine, forget)
+        _living.add(ref)
+        for key in ids:
+            _owners[key] = (*_owners.get(key, ()), ref)
+    return lambda: forget(ref)
+
+
+def owners(info: ranks.ParameterInfo) -> list[Any]:
+    """The engines that have some of these parameters."""
+    if info.owners is None or info.owners[0] != _changes[0]:
+        with lock:
+            refs = {ref: None for key in info.ids for ref in _owners.get(key, ())}
+            info.owners = _changes[0], list(refs)
+    return [engine for ref in info.owners[1] if (engine := ref()) is not None]
+
+
+def all_engines() -> list[Any]:
+    """The engines of all optimizers, with the parameters that they have now."""
+    living = [engine for ref in list(_living) if (engine := ref()) is not None]
+    for each in living:
+        each.info()
+    return living
+
+
+# --- What multiplies them ---------------------------------------------------------------------
+
+
+class ScaledGradients:
+    """The gradients that one number of one wrapper's scale multiplies.
+
+    A scaled gradient is in exactly one of these. All losses of that number share it until it is
+    settled; the records of the optimizers that they have reached hold it until then, and are told
+    whether an overflow was found. Its `.grad` may also be None: one that is still to come.
+
+    Args:
+        by: The `Multiplier` of the losses.
+
+    Attributes:
+        by: What multiplies them; None once they are unscaled.
+        info: The parameters.
+        checks: Whether an optimizer's rule checks for overflow.
+        task: The last backward pass that has begun.
+    """
+
+    def __init__(self, by: Any) -> None:
+        self.by, self.info = by, ranks.ParameterInfo([], [])
+        self.checks = False
+        self.task = self._noted = -1
+        self._before: dict[int, int] = {}
+
+    def add(self, info: ranks.ParameterInfo) -> None:
+        """Adds gradients of parameters, which it multiplies; they leave the sets they were in."""
+        mine = self.info
+        if mine is info or info.ids <= mine.ids:
+            return
+        new, before = info.without(mine.ids), None
+        for each in holding(new):
+            if each.task == self.task != -1:
+                raise GradientsError(
+                    "One backward pass reaches the same parameters by losses with different "
+                    f"scales. {ONE_FOR_SEVERAL}"
+                )
+            if each.info is new:
+                # From one scale to the other in one pass, which float16 allows, too.
+                before = each.by
+                each.leave(new)
+            else:
+                each.settle(whole=True)
+        multiply(new, self.by, before)
+        self.join(new)
+
+    def join(self, new: ranks.ParameterInfo) -> None:
+        """Takes in parameters whose gradients are multiplied already."""
+        some = self.info.parameters
+        self.info = ranks.ParameterInfo([*some, *new.parameters], []) if some else new
+
+    def leave(self, info: ranks.ParameterInfo) -> None:
+        """Takes out parameters whose gradients were cleared, or are divided elsewhere."""
+        if self.by is None:
+            return
+        if self.info is info or self.info.ids <= info.ids:
+            self._end()
+        else:
+            self.info = self.info.without(info.ids)
+
+    def _end(self) -> None:
+        if getattr(self.by, "gradients", None) is self:
+            self.by.gradients = None
+        self.by = None
+
+    def begins(self) -> None:
+        """A backward pass is about to add to them: notes those that are there."""
+        if self.task == -1 or self._noted != self.task:
+            having = ((id(p), p.grad) for p in self.info.parameters)
+            self._before = {key: grad._version for key, grad in having if grad is not None}
+            self._noted = self.task
+
+    def arrived(self, info: ranks.ParameterInfo) -> ranks.ParameterInfo:
+        """The parameters whose gradients are whole; within a backward pass others will follow."""
+        if torch._C._current_graph_task_id() == -1:
+            return info
+        before = self._before
+        waiting = {
+            id(p)
+            for p in self.info.parameters
+            if p.grad is None or before.get(id(p)) == p.grad._version
+        }
+        return info.without(waiting)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def settle(self, *, whole: bool = False) -> None:
+        """Divides the gradients, and checks each number.
+
+        Args:
+            whole: Whether all of them have arrived.
+        """
+        with lock:
+            if self.by is None:
+                return
+            told = [each for each in owners(self.info) if self in each.record.sets]
+            info = self.info if whole else self.arrived(self.info)
+            by_device = divide(info, self.by, checks=self.checks)
+            self.leave(info)
+            found = gradients.any_overflow(by_device, info.devices[0] if info.ids else CPU)
+            for each in told:
+                each.record.tell(found, each.info())
+
+
+def set_of(by: Multiplier) -> ScaledGradients:
+    """The set of the gradients that a number multiplies."""
+    if by.gradients is None:
+        by.gradients = ScaledGradients(by)
+    found: ScaledGradients = by.gradients
+    return found
+
+
+def holding(info: ranks.ParameterInfo) -> list[ScaledGradients]:
+    """The sets of scaled gradients of some parameters."""
+    some = {each: None for engine in owners(info) for each in engine.record.sets}
+    return [each for each in some if each.by is not None and not each.info.ids.isdisjoint(info.ids)]
+
+
+class GradientRecord:
+    """The state of an optimizer's gradients since its last step.
+
+    A plain object, because compiled code loses what it writes to an optimizer.
+
+    Attributes:
+        sets: The sets of scaled gradients that a loss of this optimizer, or one that reaches it,
+            has made.
+        found: Whether an overflow was found in unscaled gradients, here or in another optimizer
+            that the same loss reaches: float32 scalar tensor, 1 or 0. None if they were not
+            checked.
+        unseen: The scale, if a loss was scaled whose `backward` cannot be seen, in compiled code or
+            by hand.
+        has_own_loss: Whether the optimizer itself scaled a loss; other optimizers' losses may
+            reach its parameters too.
+        decision: The decision of all processes, if `unscale_` made one.
+        decided_on: The parameters that it was made on.
+        clips: Whether they are still to be clipped.
+        is_settled: Whether `zero_grad` was called in place of the step that was decided.
+        by_hand: Whether `get_scaled_loss` was called, and `get_unscaled_gradients` was not.
+        divided: The gradients that `get_unscaled_gradients` was given, if it was called.
+        warned: Whether the user was warned of a step without a scaled loss.
+    """
+
+    def __init__(self) -> None:
+        self.warned = self.in_backward = False
+        self.sets: list[ScaledGradients] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts again, after a step or when the gradients were cleared."""
+        self.unseen: Any = None
+        self.found: Any = None
+        self.clips = self.is_settled = self.by_hand = self.has_own_loss = False
+        self.divided: list[tuple[Any, int]] | None = None
+        self.decision: Any = None
+        self.decided_on: Any = None
+        self.witness: tuple[Any, int] | None = None
+
+    def clear(self, info: ranks.ParameterInfo) -> None:
+        """The gradients of all parameters are cleared: none is scaled any more."""
+        with lock:
+            for each in holding(info):
+                each.leave(info)
+        self.sets = []
+        self.reset()
+
+    @property
+    def scaled_by(self) -> Any:
+        """What multiplies the gradients, or some of them; None if they are unscaled."""
+        for each in self.sets:
+            if each.by is not None:
+                return each.by
+        return self.unseen
+
+    def tell(self, found: Any, info: ranks.ParameterInfo) -> None:
+        """A set was unscaled; an overflow stays until the next step."""
+        if self.found is not None:
+            found = torch.maximum(self.found, found.to(self.found.device))
+        self.found = found
+        self.drop(info)
+        self.remember(info)
+
+    def drop(self, info: ranks.ParameterInfo) -> None:
+        """Drops the sets that hold none of its gradients any more."""
+        some = [each for each in self.sets if each.by is not None]
+        self.sets = [e for e in some if e.info is info or not e.info.ids.isdisjoint(info.ids)]
+
+    def copy_to(self, other: GradientRecord, of: Any, engine: Any) -> None:
+        """Copies what is known of the gradients of an engine to the engine of its copy."""
+        other.__dict__.update(vars(self), sets=[])
+        other.decided_on = engine.info()
+        other.unseen = engine.scale if self.unseen is of.scale else self.unseen
+        theirs = dict(zip(of.info().parameters, engine.info().parameters, strict=True))
+        for each in holding(of.info()):
+            own = each.by is of.scale.multiplier
+            copied = set_of(engine.scale.multiplier) if own else ScaledGradients(each.by)
+            mine = [theirs[p] for p in each.info.parameters if p in theirs]
+            whole = len(mine) == len(theirs)
+            copied.info = engine.info() if whole else ranks.ParameterInfo(mine, [])
+            copied.checks = each.checks
+            other.sets.append(copied)
+        other.remember(engine.info())
+
+    def is_nothing(self) -> bool:
+        """Whether no loss was scaled since the last step."""
+        return self.scaled_by is None and self.found is None and self.divided is None
+
+    def remember(self, info: ranks.ParameterInfo) -> None:
+        """Remembers the last unscaled gradient, or that there is none, and its version."""
+        # No weak reference, which would forbid `model.to` to swap the gradient for another one.
+        last = info.last_gradient()
+        self.witness = None if last is None else (last, last._version)
+
+    def is_as_it_was(self, info: ranks.ParameterInfo) -> bool:
+        """Whether the last gradient is the remembered one, unchanged."""
+        last = info.last_gradient()
+        if self.witness is None or last is None:
+            return False
+        return self.witness[0] is last and self.witness[1] == last._version
+
+    def are_gone(self, info: ranks.ParameterInfo) -> bool:
+        """Whether the gradients that were checked have been cleared."""
+        if self.witness is None or not any(p.grad is self.witness[0] for p in info.parameters):
+            return True
+        if self.witness[1] == self.witness[0]._version:
+            return False
+        # It was changed: to zeros, if gradients were cleared in place.
+        grads = (p.grad for p in info.parameters if p.grad is not None)
+        return not any(part.any() for g in grads for part in real_parts(ranks.local(g)))
+
+    def are_scaled(self, grads: Sequence[Any]) -> bool | None:
+        """Whether the gradients are scaled; None if no loss was scaled."""
+        if self.is_nothing():
+            return None
+        if self.divided is None:
+            return self.scaled_by is not None
+        # `get_unscaled_gradients` returns new tensors. The user may have assigned them to `.grad`,
+        # copied them into it, or left `.grad` as it was.
+        versions = {id(t): version for ref, version in self.divided if (t := ref()) is not None}
+        as_they_were = [versions.get(id(each)) == each._version for each in grads]
+        if any(as_they_were) and not all(as_they_were):
+            raise GradientsError(
+                "Some parameters have a `.grad` that get_unscaled_gradients() returned, and others "
+                "a scaled one. Assign the unscaled gradients to all, or call unscale_(), which "
+                "divides every `.grad` in place."
+            )
+        return bool(as_they_were) and all(as_they_were)
+
+
+def versions_of(grads: Iterable[Any]) -> list[tuple[Any, int]]:
+    """Gradients by weak references, with their versions."""
+    return [(weakref.ref(each), each._version) for each in grads]
+
+
+# --- What a loss reaches ----------------------------------------------------------------------
+
+
+def is_seen(loss: Any) -> bool:
+    """Whether a hook can run when the `backward` of a loss starts."""
+    return bool(
+        loss.requires_grad
+        and torch.is_grad_enabled()
+        and not torch._C._functorch.peek_interpreter_stack()
+        and not (loss.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def watch(scaled: Any, loss: Any, by: Multiplier, own: Any) -> None:
+    """Has `begin` called when the `backward` of a scaled loss starts."""
+
+    def starts(_: Any) -> None:
+        if own.record.in_backward:
+            raise GradientsError(
+                "A part of this loss is already scaled. Pass the "
+                "unscaled losses to optimizer.backward(loss)."
+            )
+        task = torch._C._current_graph_task_id()
+        begin(loss if len(_living) > 1 else None, by, own, task=task)
+
+    scaled.register_hook(starts)
+
+
+def begin(
+    loss: Any, by: Multiplier, own: Any, *, inputs: Any = None, task: int = -1
+) -> tuple[list[ScaledGradients], list[Any]]:
+    """Gradients of a loss are about to be added: multiplies those that are there.
+
+    Args:
+        loss: The loss; None if it can reach the parameters of `own` alone.
+        by: Its scale.
+        own: The engine that scaled it.
+        inputs: The only tensors that are reached, as in `torch.Tensor.backward`; None for all.
+        task: The backward pass.
+
+    Returns:
+        The sets that they are in, and the tensors that belong to no optimizer.
+    """
+    mine = own.info()
+    found, rest = ([], []) if loss is None else reached(loss, own, inputs)
+    for each in (own, *(each for each, _, _ in found)):
+        each.account_for_cleared(by)
+    with lock:
+        sets = [own.begin(by, mine, task, own_loss=True)]
+        for each, info, sure in found:
+            sets.append(each.begin(by, info, task, sure=sure))
+        for one in sets:
+            one.begins()
+    return sets, rest
+
+
+def reached(
+    loss: Any, own: Any, inputs: Any = None
+) -> tuple[list[tuple[Any, ranks.ParameterInfo, bool]], list[Any]]:
+    """The other engines whose parameters a loss reaches, and other tensors.
+
+    Each engine comes with the parameters, and whether the loss reaches them for sure: what
+    `fully_shard` computes with cannot be assigned to one of several optimizers.
+
+    Args:
+        loss: The loss.
+        own: The engine that scaled it, whose parameters are left out.
+        inputs: The only tensors that are reached, as in `torch.Tensor.backward`; None for all.
+    """
+    hidden = False
+    if inputs is None:
+        tensors, hidden = _leaves(loss)
+    else:
+        tensors = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    mine = own.info()
+    taken = mine.ids
+    rest = {id(t): t for t in tensors if id(t) not in taken}
+    if not (rest or hidden):
+        return [], []
+    ids = frozenset(rest)
+    # `fully_shard` computes with its own parameters, and moves their gradients.
+    is_sharded = any(isinstance(t, torch.nn.Parameter) for t in rest.values())
+    if hidden or not all(key in _owners for key in ids):
+        others = all_engines()
+    else:
+        others = owners(ranks.ParameterInfo(list(rest.values()), []))
+    found = []
+    for each in others:
+        if each.record is own.record:
+            continue
+        info = each.info()
+        sure = not info.ids.isdisjoint(ids)
+        if sure or hidden or (is_sharded and info.is_sharded):
+            found.append((each, info.without(taken), sure))
+            taken = taken | info.ids
+            rest = {key: t for key, t in rest.items() if key not in info.ids}
+    if mine.is_sharded or any(info.is_sharded for _, info, _ in found):
+        rest = {key: t for key, t in rest.items() if not isinstance(t, torch.nn.Parameter)}
+    return found, list(rest.values())
+
+
+def _leaves(loss: Any) -> tuple[list[Any], bool]:
+    """The tensors whose `.grad` a backward pass adds to, and whether others may be hidden.
+
+    A `torch.autograd.Function` may run another backward pass, as reentrant checkpointing does.
+    """
+    if loss.grad_fn is None:
+        return [loss], False
+    seen, found, stack, hidden = {loss.grad_fn}, [], [loss.grad_fn], False
+    while stack:
+        node = stack.pop()
+        following = node.next_functions
+        hidden = hidden or isinstance(node, BackwardCFunction)
+        if not following and isinstance(variable := getattr(node, "variable", None), torch.Tensor):
+            found.append(variable)
+        for each, _ in following:
+            if each is not None and each not in seen:
+                seen.add(each)
+                stack.append(each)
+    return found, hidden
+
+
+# --- From one scale to another ----------------------------------------------------------------
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def multiply(info: ranks.ParameterInfo, by: Any, before: Any = None) -> None:
+    """Multiplies gradients by a scale, and divides them by the scale that they had."""
+    if info.first_gradient() is None:
+        return
+
+    def factor(device: Any) -> Any:
+        wanted = by.on(device).scale
+        return wanted if before is None else wanted / before.on(device).scale
+
+    changed = _changed_in_the_graph(info, lambda grad: grad * factor(grad.device))
+    gradients.unscale_(_others(info, changed, allow_float16=True), factor)
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def divide(
+    info: ranks.ParameterInfo, by: Any, *, checks: bool = True, allow_float16: bool = False
+) -> dict[Any, Any]:
+    """Divides gradients by their scale, and checks each number.
+
+    Args:
+        info: Their parameters.
+        by: A `Multiplier` or a `LossScale`.
+        checks: Whether to check them.
+        allow_float16: Whether some may be in float16.
+
+    Returns:
+        As `unscale`; empty if they are not checked.
+    """
+    powers = by.rule.powers_of_two
+
+    def factor(device: Any) -> Any:
+        factors = by.on(device)
+        return factors.reciprocal if powers else factors.scale
+
+    below_one = checks and is_below_one(by)
+    return unscale(
+        info, factor, divides=not powers, checks=checks, recheck=below_one, float16=allow_float16
+    )
+
+
+def unscale(
+    info: ranks.ParameterInfo,
+    factor: Callable[[Any], Any],
+    *,
+    divides: bool = False,
+    checks: bool = True,
+    recheck: bool = False,
+    found: Any = None,
+    float16: bool = False,
+    sums: bool = True,
+) -> dict[Any, Any]:
+    """Unscales gradients, and checks each number; those that have a graph are replaced.
+
+    Args:
+        info: Their parameters.
+        factor, recheck, found: As for `gradients.unscale_and_check_`.
+        divides: Whether to divide by the factor.
+        checks: Whether to check them.
+        float16: Whether some may be in float16.
+        sums: As for `gradients.collect`.
+
+    Returns:
+        By device, whether any number was infinite or NaN: float32 scalar tensor, 1 or 0.
+    """
+    changed = _changed_in_the_graph(
+        info, lambda g: g / factor(g.device) if divides else g * factor(g.device)
+    )
+    given = _others(info, changed, allow_float16=float16, sums=sums)
+    if not checks:
+        gradients.unscale_(given, factor, divide=divides)
+        return {}
+    by_device = gradients.unscale_and_check_(
+        given, factor, divide=divides, recheck=recheck, found=found
+    )
+    if changed:
+        finite = gradients.all_finite([p.grad for p in changed])
+        so_far = by_device.get(finite.device)
+        bad = (~finite).to(torch.float32)
+        by_device[finite.device] = bad if so_far is None else torch.maximum(so_far, bad)
+    return by_device
+
+
+def is_below_one(by: Any) -> bool:
+    """Whether a scale may be below 1, so that dividing by it can overflow."""
+    lowest = by.rule.lowest_scale if by.number is None else by.number
+    return lowest is None or lowest < 1.0
+
+
+def _changed_in_the_graph(info: ranks.ParameterInfo, changed: Callable[[Any], Any]) -> list[Any]:
+    """Replaces gradients that are parts of a graph; returns their parameters."""
+    having = [p for p in info.parameters if p.grad is not None and p.grad.requires_grad]
+    with torch.enable_grad():
+        for parameter in having:
+            parameter.grad = changed(parameter.grad)
+    return having
+
+
+def _others(info: ranks.ParameterInfo, changed: Sequence[Any], **how: bool) -> gradients.Gradients:
+    if changed:
+        info = info.without(set(map(id, changed)))
+    return gradients.collect(info, **how)

@@ -1,0 +1,118 @@
+"""A step is another program on a GPU than on a CPU: what shows without a compiler for GPUs."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from lossscale import DynamicScale
+from lossscale.jax import gradients as of_jax
+from lossscale.optax import all_finite, loss_scaled, track_overflows
+
+SMALL, LARGE, ALONE = 100, 20_000, of_jax.JOINED + 1
+
+
+def placed(shape, spec, axis_type, devices=4):
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("d",), axis_types=(axis_type,))
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+
+largest_on_gpu, check = jax.jit(of_jax._largest_on_gpu), jax.jit(all_finite)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e5m2"])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, -np.nan, 0.0, -(2.0**14)])
+def test_the_check_of_a_gpu_is_that_of_a_cpu(dtype, value):
+    for place in (0, 1, 3):
+        given = [np.full(size, -2, jnp.dtype(dtype)) for size in (SMALL, LARGE, 0)]
+        given.append(np.full((7, 1), -2, np.float16))
+        given[place][-1] = value
+        found = np.array([float(number) for number in largest_on_gpu(given)])
+        # The joined ones of each dtype.
+        assert len(found) == len({part.dtype for part in given})
+        magnitudes = np.concatenate([np.abs(part.astype(np.float32)).ravel() for part in given])
+        assert np.isfinite(found).all() == np.isfinite(value) == bool(check(given))
+        if np.isfinite(value):
+            assert found.max() == magnitudes.max()
+
+
+def groups(*given):
+    """The sizes of the arrays of which the check for a GPU takes the largest."""
+    jaxpr = jax.jit(of_jax._largest_on_gpu).trace(list(given)).jaxpr
+    return sorted(
+        equation.invars[0].aval.size
+        for equation in jaxpr.eqns
+        if "reduce" in str(equation.primitive)
+    )
+
+
+def test_a_gpu_reads_arrays_together_unless_they_are_large():
+    one = jax.ShapeDtypeStruct((LARGE,), jnp.float32)
+    half = jax.ShapeDtypeStruct((SMALL,), jnp.float16)
+    large = jax.ShapeDtypeStruct((ALONE,), jnp.float32)
+    assert groups(one, half, large, one, half) == [2 * SMALL, 2 * LARGE, ALONE]
+    assert groups(*[one] * 70) == [6 * LARGE, 32 * LARGE, 32 * LARGE]
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_arrays_that_several_devices_may_share_are_not_joined_which_would_gather_them(axis_type):
+    shared = placed((LARGE,), PartitionSpec("d"), axis_type)
+    assert groups(shared, shared) == [LARGE, LARGE]
+    few = placed((SMALL,), PartitionSpec("d"), axis_type)
+    other = placed((SMALL // 5, 5), PartitionSpec("d"), axis_type)
+    assert groups(few, other, few) == [SMALL, 2 * SMALL]
+    on_one = placed((LARGE,), PartitionSpec(), AxisType.Auto, devices=1)
+    assert groups(on_one, on_one) == [2 * LARGE]
+
+
+def step_of(tx):
+    def step(params, state, gradients):
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def arguments_of(tx, sizes):
+    params = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
+    return params, jax.eval_shape(tx.init, params), params
+
+
+def branches(program):
+    """The operands that a lowered program branches on, except those that are known."""
+    known = re.findall(r'(%\w+)(?::\d+)? = (?:stablehlo.constant|"stablehlo.case")', program)
+    return set(re.findall(r'"?stablehlo\.(?:case|if)"?\((%\w+)', program)) - set(known)
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_only_a_program_for_a_cpu_has_a_branch(tracked):
+    tx = loss_scaled(optax.adam(1e-3))
+    tx = track_overflows(tx) if tracked else tx
+    traced = jax.jit(step_of(tx)).trace(*arguments_of(tx, [LARGE] * 3))
+    for platform in ("cuda", "rocm"):
+        # The host of a GPU would wait in each step, to read the number.
+        assert not branches(traced.lower(lowering_platforms=(platform,)).as_text())
+    # There, counting in each step would read the gradients once more.
+    assert len(branches(traced.lower(lowering_platforms=("cpu",)).as_text())) == tracked
+
+
+def instructions(function, arguments):
+    compiled = jax.jit(function, donate_argnums=(0, 1)).lower(*arguments).compile()
+    found = re.findall(r" = (.*?) ([\w-]+)\(", compiled.as_text())
+    return collections.Counter(found), compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_program_for_a_cpu_is_as_if_there_were_no_other(tracked, monkeypatch):
+    tx = loss_scaled(optax.adam(1e-3), rule=DynamicScale(3.0, growth_factor=3.0))
+    tx = track_overflows(tx) if tracked else tx
+    arguments = arguments_of(tx, [LARGE] * 3 + [SMALL] * 5)
+    both = instructions(step_of(tx), arguments)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda default, **_: default())
+    assert instructions(step_of(tx), arguments) == both
+    assert sum(both[0].values()) > 100
