@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.optimizer import LossScaleOptimizer
 from lossscale.torch.overflow_tracker import LoopOverflowTracker
 from lossscale.torch.repeated_step import DEFAULT_BYTES, CallRecorder
+from lossscale.torch.watch import is_finite
 
 _SINGLE_SKIPS = 5
 """Single skips because of the scale that count as explained steps."""
@@ -111,6 +112,8 @@ class Monitor(LoopMonitor):
         names = _names(optimizer, model, self._is_scaler)
         self._tracker = LoopOverflowTracker(names, self._steps_so_far)
         self._scale = float(optimizer.get_scale() if self._is_scaler else optimizer.loss_scale)
+        self._model = model if isinstance(model, torch.nn.Module) else None
+        self._finite = {name for name, _ in self._buffers(True)}
         self.explanation: Explanation | None = None
         self._explainer: _Explainer | None = None
         if checked_count("explain", explain, lowest=0):
@@ -161,6 +164,8 @@ class Monitor(LoopMonitor):
             self._skips += self._skipped
         if self._explainer is not None:
             self.explanation = self._explainer.ended(loss)
+        if self._skipped:
+            self._warn_of_buffers()
         now, scale = self._stats(), self._scale
         self._decided, self._skipped, self._scale = False, False, now.next_scale
 
@@ -186,6 +191,23 @@ class Monitor(LoopMonitor):
         if self._explainer is not None:
             self._explainer.calls.close()
         super().close()
+
+    def _buffers(self, finite: bool) -> Iterator[tuple[str, Any]]:
+        """The buffers of the model that are finite, or those that are not."""
+        for name, buffer in () if self._model is None else self._model.named_buffers():
+            if not torch.nn.parameter.is_lazy(buffer) and is_finite(buffer) == finite:
+                yield name, buffer
+
+    def _warn_of_buffers(self) -> None:
+        """Warns, once, if a skipped step has left a buffer that is not finite any more."""
+        spoiled = [name for name, _ in self._buffers(False) if name in self._finite]
+        if spoiled:
+            self._finite = set()
+            warn(
+                f"A skipped step has left {spoiled[0]!r} of the model not finite. The forward pass "
+                "changed it, and evaluation will use it. Load a checkpoint, and call "
+                "lossscale.torch.guard(model, optimizer): then a skipped step restores buffers."
+            )
 
     def _steps_so_far(self) -> int:
         """Returns the number of steps before the current one."""
