@@ -96,7 +96,7 @@ class Monitor(LoopMonitor):
         explain_bytes: int = DEFAULT_BYTES,
     ) -> None:
         settings = MonitorSettings(path, every, log, on_floor, max_consecutive_skips, append)
-        optimizer = _wrapper_in(optimizer)
+        optimizer = wrapper_in(optimizer)
         _check_watched(optimizer)
         self._watched = optimizer
         self._is_scaler = isinstance(optimizer, GradScaler)
@@ -116,15 +116,16 @@ class Monitor(LoopMonitor):
         self._finite = {name for name, _ in self._buffers(True)}
         self.explanation: Explanation | None = None
         self._explainer: _Explainer | None = None
-        if checked_count("explain", explain, lowest=0):
-            if not isinstance(model, torch.nn.Module):
-                raise ArgumentTypeError(
-                    "Monitor(explain=...) needs the model, a torch.nn.Module. "
-                    f"Received: model={model!r} of type {type(model).__name__}."
-                )
-            limit = checked_count("explain_bytes", explain_bytes)
-            self._explainer = _Explainer(CallRecorder(model, limit), explain)
+        explain = checked_count("explain", explain, lowest=0)
+        limit = checked_count("explain_bytes", explain_bytes)
+        if explain and self._model is None:
+            raise ArgumentTypeError(
+                "`explain` needs the model, a torch.nn.Module. "
+                f"Received: model={model!r} of type {type(model).__name__}."
+            )
         super().__init__(Recorder(settings, optimizer.rule), self._steps_so_far())
+        if explain:
+            self._explainer = _Explainer(CallRecorder(model, limit), explain)
         optimizer.__dict__["_watcher"] = self
 
     def decided(self, groups: Any, *, scale: Any, applied: bool, divisor: Any = None) -> None:
@@ -279,7 +280,7 @@ class _Explainer:
         return self._last
 
 
-def _wrapper_in(optimizer: Any) -> Any:
+def wrapper_in(optimizer: Any) -> Any:
     """Returns the optimizer that a trainer has wrapped."""
     attributes = getattr(optimizer, "__dict__", {})
     # LightningOptimizer copies the attributes of the optimizer, and keeps the original.
