@@ -44,8 +44,8 @@ from lossscale.torch.watch import CommunicationError, Origin, Watch, is_finite, 
 
 DEFAULT_BYTES = 2**28
 """The limit for what is held of a step."""
-_CALLS = 16
-"""Calls of the model in one step that are kept."""
+_STATE_BYTES = 2**15
+"""About the size of the random state that is held for each call of the model."""
 _HALVINGS = 24
 """The most halvings of the loss scale that are tried: 2**-24 is the smallest float16 number."""
 _NEAR = 64
@@ -104,8 +104,10 @@ def explain(
     casts = all(p.dtype != torch.float16 for p in model.parameters())
 
     def run(model: Any) -> Any:
+        if not model.training:
+            model.train()
         with torch.autocast(device, torch.float16, enabled=casts):
-            loss = loss_fn(model, batch)
+            loss = loss_fn(model, tree_map(lambda leaf: leaf, batch))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ArgumentTypeError(
                 f"`loss_fn` must return a tensor with one element. Received: {loss!r}."
@@ -179,8 +181,8 @@ class CallRecorder:
             self.reset()
         self._made += 1
         given = list(tensors_in((args, kwargs)))
-        self._held += sum(t.numel() * t.element_size() for t in given)
-        if len(self._calls) < _CALLS and self._held <= self._limit:
+        self._held += _STATE_BYTES + sum(t.numel() * t.element_size() for t in given)
+        if self._held <= self._limit:
             self._now = _Call(args, kwargs, given)
 
     def _returned(self, model: Any, args: Any, output: Any) -> None:
@@ -207,12 +209,10 @@ class CallRecorder:
         """Explains the step that was just skipped; changes nothing that training depends on."""
         self._is_running = True
         try:
-            why = _refusal(self._model) or self._why_not()
-            if why:
+            if why := _refusal(self._model) or self._why_not():
                 return unknown(why)
-            calls = [each for each in self._calls if each.gradients]
-            for number, call in enumerate(calls, start=1):
-                found = _repeated(self._model, call, scale)
+            for number, call in enumerate(self._calls, start=1):
+                found = _repeated(self._model, call, scale) if call.gradients else None
                 if found is not None:
                     if self._made > 1:
                         reason = f"in call {number} of {self._made} of the model, {found.reason}"
@@ -227,27 +227,30 @@ class CallRecorder:
         finally:
             self._is_running = False
             torch.clear_autocast_cache()
+        if self._is_cut():
+            return unknown(f"{self._too_large()}, and the others are finite")
         return unknown(
             "the pass of this step is finite when it is repeated. Another process may have "
             "overflowed, or gradients were changed after the backward pass"
         )
 
+    def _is_cut(self) -> bool:
+        return self._made > len(self._calls) or any(each.is_cut for each in self._calls)
+
+    def _too_large(self) -> str:
+        return f"the calls of the model need more than explain_bytes={self._limit} of Monitor"
+
     def _why_not(self) -> str:
-        calls = [each for each in self._calls if each.gradients]
-        is_cut = self._made > len(self._calls) or any(each.is_cut for each in self._calls)
-        if is_cut and not (calls and self._made <= len(self._calls)):
-            return (
-                f"a call of the model would need more than {self._limit:,} bytes, or there were "
-                f"more than {_CALLS} calls in this step; pass a higher explain_bytes to Monitor"
-            )
-        if not calls:
+        if not any(each.gradients for each in self._calls):
+            if self._is_cut():
+                return self._too_large()
             return (
                 "the model that Monitor has was not called in this step as model(...), outside of "
                 "compiled code, or no gradient reached what it returned"
             )
         if self._weights != self._versions():
             return "another optimizer has changed the weights since the forward pass"
-        if any(each.versions != _versions(each) for each in calls):
+        if any(each.versions != _versions(each) for each in self._calls):
             return "the arguments of the model were written to after its call"
         return ""
 

@@ -42,7 +42,7 @@ def explained_in_training(name):
     return optimizer.last_step_skipped, monitor.explanation
 
 
-@pytest.mark.filterwarnings("ignore:Step 1 was skipped")
+@pytest.mark.filterwarnings("ignore:Step 1 was skipped", "ignore:A skipped step has left")
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_is_named(name):
     skipped, found = explained_in_training(name)
@@ -335,6 +335,14 @@ def test_what_cannot_be_repeated_is_unknown_and_says_why(change, why):
     assert optimizer.last_step_skipped
     assert monitor.explanation.cause == Cause.UNKNOWN
     assert why in monitor.explanation.text
+
+
+@pytest.mark.filterwarnings("ignore:The loss of step")
+def test_of_more_calls_than_the_limit_the_first_ones_are_repeated():
+    model, optimizer, monitor = small(explain_bytes=10 * 2**15)
+    found = step_of(model, optimizer, monitor, *[ONES] * 20, ONES * INF)
+    assert found.cause == Cause.UNKNOWN
+    assert "explain_bytes=327680 of Monitor, and the others are finite" in found.text
 
 
 def test_copies_and_files_of_a_model_have_no_recorder():
