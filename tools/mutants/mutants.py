@@ -291,7 +291,7 @@ tests/frameworks/torch/test_monitor.py
     torch LoopOverflowTracker._add_to_skip: self._skip is not before and ... -> False
         -k share_a_scaler
 tests/frameworks/torch/test_recipes.py
-    torch _wrapper_in: isinstance(...) -> False  -k accelerate_prepares
+    torch wrapper_in: isinstance(...) -> False  -k accelerate_prepares
     torch GradScaler._only_makes_state: fused.is_dummy_step(optimizer) -> False
         -k only_makes_state
 tests/frameworks/torch/test_closures.py
