@@ -24,23 +24,24 @@ class Gan(keras.Model):
         raise NotImplementedError("`diagnose` calls loss_fn instead")
 
 
-def loss_fn(model, batch):
+def loss_of_critic(model, batch):
     real, noise, _ = batch
     fake = model.generator(noise, training=True)
     of_real = ops.cast(model.critic(real, training=True), "float32")
     of_fake = ops.cast(model.critic(fake, training=True), "float32")
-    return {
-        "critic": ops.mean(ops.softplus(-of_real)) + ops.mean(ops.softplus(of_fake)),
-        "generator": ops.mean(ops.softplus(-of_fake)),
-    }
+    return ops.mean(ops.softplus(-of_real)) + ops.mean(ops.softplus(of_fake))
+
+
+def loss_of_generator(model, batch):
+    _, noise, _ = batch
+    of_fake = model.critic(model.generator(noise, training=True), training=True)
+    return ops.mean(ops.softplus(-ops.cast(of_fake, "float32")))
 
 
 rng = np.random.default_rng(0)
 real, noise = rng.normal(size=(64, 4)), rng.normal(size=(64, 2))
 model = Gan()
-owned = {
-    "critic": model.critic.trainable_variables,
-    "generator": model.generator.trainable_variables,
-}
-report = diagnose(model, real, noise, loss_fn=loss_fn, parameters=owned)
-print({name: each.verdict.value for name, each in report.recommendations.items()})
+for loss_fn, part in ((loss_of_critic, model.critic), (loss_of_generator, model.generator)):
+    trained = part.trainable_variables
+    report = diagnose(model, real, noise, loss_fn=loss_fn, parameters=trained)
+    print(f"{part.name}: loss scaling {report.verdict.value}")

@@ -1,9 +1,4 @@
-"""Measures whether a network that labels the pixels of an image needs loss scaling in float16.
-
-`python examples/diagnose_gradients.py docs/images/diagnose.png` draws the second report too.
-"""
-
-import sys
+"""Measures whether a network that labels the pixels of an image needs loss scaling in float16."""
 
 import keras
 import numpy as np
@@ -41,5 +36,3 @@ print(reports[1024])
 print()
 for side, report in reports.items():
     print(f"{side} x {side} pixels: loss scaling {report.verdict.value}")
-if len(sys.argv) == 2:
-    reports[1024].plot().figure.savefig(sys.argv[1], dpi=150)

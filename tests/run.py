@@ -37,7 +37,6 @@ EMITTERS = {"XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"}
 # What runs on TensorFlow is in few parts: each process imports its framework anew, which takes as
 # long as many tests.
 EACH_BACKEND = ("tests/conformance", "tests/backends", "tests/strangers", *PROGRAMS)
-FILES = ("tests/migration", "tests/cli")
 KERAS_3 = ("tests/frameworks/keras", "tests/documents")
 # These run in processes that never import Keras, which a test in each shows.
 JAX_ALONE, TORCH_ALONE = "tests/frameworks/jax", "tests/frameworks/torch"
@@ -52,8 +51,7 @@ SIMULATED = (
 )
 # All that is in none of them.
 _IGNORED = [
-    f"--ignore={path}"
-    for path in (*EACH_BACKEND, *FILES, *KERAS_3, JAX_ALONE, TORCH_ALONE, SIMULATED[0])
+    f"--ignore={path}" for path in (*EACH_BACKEND, *KERAS_3, JAX_ALONE, TORCH_ALONE, SIMULATED[0])
 ]
 
 ON_SIMULATED_CUDA = "torch, a simulated CUDA device"
@@ -73,7 +71,6 @@ ALL = {
     "torch without Keras": (TORCH, (TORCH_ALONE,)),
     "jax without Keras": (JAX, (JAX_ALONE,)),
     "jax": (JAX, EACH_BACKEND),
-    "tensorflow, files": (TENSORFLOW, FILES),
     ON_SIMULATED_CUDA: (
         {
             **TORCH,

@@ -22,7 +22,6 @@ from sklearn.model_selection import train_test_split
 
 import lossscale
 from lossscale.monitoring import StepRecord
-from lossscale.plots import plot_records
 
 OUTPUTS = 2**20
 BATCH = 64
@@ -139,21 +138,38 @@ def table(runs):
     )
 
 
+def draw_scale(records, ax, look, color, name):
+    """Draws the loss scale of each step, and a cross where a step was skipped."""
+    ax.plot([r.step for r in records], [r.scale for r in records], look, color=color, label=name)
+    skipped = [r for r in records if r.skipped]
+    ax.plot([r.step for r in skipped], [r.scale for r in skipped], "x", color=color)
+
+
 def draw(runs, report, path):
     """Draws accuracy by epoch, loss scale by step, and the error of each gradient by loss scale."""
     figure = Figure(figsize=(11, 8), layout="constrained")
     axes = figure.subplot_mosaic([["accuracy", "scales"], ["gradients", "gradients"]])
     looks = ("o-", "#000000"), ("X:", "#D55E00"), ("s--", "#0072B2"), ("^-.", "#009E73")
-    for style, ((look, color), (name, run)) in enumerate(zip(looks, runs.items())):
+    for (look, color), (name, run) in zip(looks, runs.items()):
         epochs = range(1, len(run.accuracy) + 1)
         axes["accuracy"].plot(epochs, run.accuracy, look, color=color, label=name)
         if run.records:
-            plot_records(run.records, axes["scales"], label=name, style=style)
+            draw_scale(run.records, axes["scales"], look[1:], color, name)
     axes["accuracy"].set(title="Test accuracy after each epoch", xlabel="epoch", ylim=(0, 1))
     axes["accuracy"].grid(alpha=0.3)
     axes["accuracy"].legend()
     axes["scales"].set_title("Loss scale of each step")
-    report.plot(axes["gradients"])
+    axes["scales"].set_yscale("log", base=2)
+    axes["scales"].legend()
+    for gradient in report.measurement.gradients:
+        axes["gradients"].loglog(
+            [2.0**exponent for exponent in gradient.errors],
+            [max(error, 1e-5) for error in gradient.errors.values()],
+            label=gradient.name,
+            base=2,
+        )
+    axes["gradients"].set(title="Error of each gradient in float16", xlabel="loss scale")
+    axes["gradients"].legend(fontsize="small")
     figure.suptitle(
         "Handwritten digits. The loss is averaged over $2^{20}$ outputs on purpose, as over the "
         "pixels of a 1024 x 1024 image:\nwithout a loss scale, float16 gradients become zero."

@@ -7,6 +7,7 @@ from lossscale import registry as registry
 from lossscale.errors import LossScaleError, LossScaleWarning
 from lossscale.installation import Installation, RegistersAfterImport, install, register
 from lossscale.optimizer import LossScaleOptimizer
+from lossscale.packages import OLD_FILES as _OLD_FILES
 from lossscale.rules import (
     DynamicScale,
     FixedScale,
@@ -41,10 +42,8 @@ _SUBMODULES = (
     "diagnosis",
     "experimental",
     "keras",
-    "migration",
     "monitoring",
     "optax",
-    "plots",
     "tf_keras",
     "torch",
 )
@@ -55,10 +54,8 @@ if TYPE_CHECKING:
     from lossscale import diagnosis as diagnosis
     from lossscale import experimental as experimental
     from lossscale import keras as keras
-    from lossscale import migration as migration
     from lossscale import monitoring as monitoring
     from lossscale import optax as optax
-    from lossscale import plots as plots
     from lossscale import tf_keras as tf_keras
     from lossscale import torch as torch
 else:
@@ -66,7 +63,8 @@ else:
     def __getattr__(name: str) -> Any:
         if name in _SUBMODULES:
             return registry.package(f"lossscale.{name}")
-        raise AttributeError(f"module 'lossscale' has no attribute {name!r}")
+        hint = f": {_OLD_FILES}" if name == "migration" else ""
+        raise AttributeError(f"module 'lossscale' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

@@ -17,7 +17,8 @@ from typing import Any
 
 import lossscale.registry as registry
 from lossscale.common import monkeypatch
-from lossscale.packages import not_installed
+from lossscale.errors import MissingPackageError
+from lossscale.packages import OLD_FILES, not_installed
 
 _OPTIMIZER_NAMES = (
     "LossScaleOptimizer",
@@ -74,6 +75,8 @@ class RegistersAfterImport:
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Returns the other finders' spec for Keras 3 or tf_keras; None for other modules."""
+        if name == "lossscale.migration":
+            raise MissingPackageError(f"There is no {name}: {OLD_FILES}")
         if name not in [framework.root for framework in registry.KERASES]:
             return None
         found = (each.find_spec(name, path, target) for each in sys.meta_path if each is not cls)

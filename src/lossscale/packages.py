@@ -30,9 +30,7 @@ PACKAGES = {
     "h5py": Package("h5py", "keras"),
     "jax": Package("jax", "jax"),
     "keras": Package("keras", "keras"),
-    "matplotlib": Package("matplotlib", "plots"),
-    "ml_dtypes": Package("ml_dtypes", "plots"),
-    "numpy": Package("numpy", "plots"),
+    "numpy": Package("numpy", "diagnosis"),
     "optax": Package("optax", "optax"),
     "tensorflow": Package("tensorflow", "tensorflow"),
     "tf_keras": Package("tf_keras", "tf-keras"),
@@ -46,6 +44,12 @@ INCLUDED = {
     "tf-keras": {"tensorflow", "keras"},
 }
 """Maps an extra to other extras that it includes."""
+
+OLD_FILES = (
+    "to read files of TensorFlow 2.0 to 2.15, pip install lossscale-migration, which has "
+    "lossscale_migration.load_model, restore_checkpoint and the command lossscale-migrate"
+)
+"""The end of a message to somebody who looks for them in this package."""
 
 BACKENDS = ("tensorflow", "jax", "torch")
 """The backends of Keras 3; each is a row of the registry."""
@@ -95,8 +99,8 @@ def not_installed(
         extras: The extras that install them; by default the smallest ones.
 
     Examples:
-        >>> str(not_installed(["h5py", "matplotlib"]))
-        'h5py, matplotlib not found: pip install "lossscale[keras,plots]"'
+        >>> str(not_installed(["h5py", "optax"]))
+        'h5py, optax not found: pip install "lossscale[keras,optax]"'
         >>> str(not_installed(["optax"], purpose="This schedule"))
         'This schedule needs optax, which is not installed: pip install "lossscale[optax]"'
     """

@@ -6,8 +6,8 @@ import pytest
 import keras_cases as cases
 from keras_cases import BACKEND, LAYERS, RANDOM_LAYERS, keras, layers, ops, wide
 from lossscale.diagnosis import diagnose
-from lossscale.diagnosis.gradient_function import LOSS, TARGETS
 from lossscale.diagnosis.keras import KerasGradientFunction
+from lossscale.diagnosis.measurement import TARGETS
 from lossscale.errors import ArgumentError, ArgumentTypeError
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -63,14 +63,14 @@ KINDS = LAYERS if BACKEND == "torch" else (*FEW, *MORE)
 def test_gradients_are_those_of_the_framework(kind):
     model, x, y = cases.with_layer(*LAYERS[kind])
     run = KerasGradientFunction(model)
-    wider = run((x, y), 1.0, False, watch=True)[LOSS]
+    wider = run((x, y), 1.0, False)
     assert_alike(wider, own(model, x, y), 1e-5)
     narrow, *_ = cases.with_layer(*LAYERS[kind], policy="mixed_float16")
     narrow.set_weights(model.get_weights())
     expected = own(narrow, x, y, SCALE)
     # The framework may round otherwise inside of a compiled pass.
     most = 2e-2 if BACKEND == "jax" else 5e-3
-    found = run((x, y), SCALE, True)[LOSS]
+    found = run((x, y), SCALE, True)
     assert_alike(found, expected, most)
     if kind not in ("MaxPooling2D", "UpSampling2D"):
         # Float16 rounds by more than what two passes in float32 may differ by.
@@ -87,8 +87,8 @@ def test_random_numbers_are_those_of_float32_and_the_same_each_time(kind):
     made = [layers.Dense(2), RANDOM_LAYERS[kind](), layers.Flatten(), layers.Dense(1)]
     model = keras.Sequential([keras.Input((5, 2)), *made])
     run = KerasGradientFunction(cases.compiled(model, cases.divided(1.0)))
-    first, again = (run((x, y), 1.0, False)[LOSS].gradients for _ in range(2))
-    narrow = run((x, y), 1.0, True)[LOSS].gradients
+    first, again = (run((x, y), 1.0, False).gradients for _ in range(2))
+    narrow = run((x, y), 1.0, True).gradients
     for name, gradient in first.items():
         assert np.array_equal(gradient, again[name])
         assert cases.error(narrow[name], gradient) < 0.02, name
@@ -101,7 +101,7 @@ def test_the_reference_is_float32_whatever_the_policy(policy):
     plain.set_weights(model.get_weights())
     run = KerasGradientFunction(model)
     before = [layer.dtype_policy for layer in model._flatten_layers()]
-    assert_alike(run((x, y), 1.0, False)[LOSS], own(plain, x, y), 1e-5)
+    assert_alike(run((x, y), 1.0, False), own(plain, x, y), 1e-5)
     assert [layer.dtype_policy for layer in model._flatten_layers()] == before
     assert ("own" in run.setting) == ("float16" in policy.replace("bfloat16", ""))
 
@@ -119,12 +119,12 @@ def test_layers_that_ask_for_a_dtype_keep_it():
 
     def outputs(model):
         run = KerasGradientFunction(cases.compiled(model))
-        return str(list(run((x, x[:, 0, :1]), 1.0, True, watch=True)[LOSS].outputs))
+        return str(list(run((x, x[:, 0, :1]), 1.0, True).outputs))
 
-    assert "narrow (" in outputs(model)
-    assert "head (" not in outputs(model)
+    assert "narrow" in outputs(model)
+    assert "head" not in outputs(model)
     # In a model that was made from its configuration, every layer has one.
-    assert "head (" in outputs(keras.models.clone_model(model))
+    assert "head" in outputs(keras.models.clone_model(model))
     # The model returns float32, whose range does not end.
     assert diagnose(model, x, x[:, 0, :1] * 1e6, max_batches=1).verdict != "cannot help"
 
@@ -147,17 +147,17 @@ def test_outputs_are_what_operations_return():
     model = chain()
     x, _ = cases.some_data()
     outputs = {
-        half: KerasGradientFunction(model)((x, x[:, :1]), 1.0, half, watch=True)[LOSS].outputs
+        half: KerasGradientFunction(model)((x, x[:, :1]), 1.0, half).outputs
         for half in (False, True)
     }
     returned = np.abs(x @ np.ones((6, 4))).max()
     predicted = np.abs(cases.numpy_of(model(x))).max()
     for half, found in outputs.items():
         first, last = (next(n for n in found if n.startswith(part)) for part in ("first", "last"))
-        assert found[first].largest == pytest.approx(returned, rel=1e-2 if half else 1e-5)
-        assert found[last].largest == pytest.approx(predicted, rel=1e-2 if half else 1e-5)
-        assert found[TARGETS].largest == pytest.approx(np.abs(x[:, :1]).max(), rel=1e-3)
-        assert all(each.finite for each in found.values())
+        assert found[first] == pytest.approx(returned, rel=1e-2 if half else 1e-5)
+        assert found[last] == pytest.approx(predicted, rel=1e-2 if half else 1e-5)
+        assert found[TARGETS] == pytest.approx(np.abs(x[:, :1]).max(), rel=1e-3)
+        assert all(map(np.isfinite, found.values()))
     assert set(outputs[True]) <= set(outputs[False])
 
 
@@ -217,9 +217,9 @@ def test_a_model_that_casts_to_float16_itself_has_a_reference_in_float32(divisor
     assert report.verdict == ("needed" if lost else "not needed")
     assert ("the model casts to float16 itself" in " ".join(str(report).split())) == lost
     expected = own(model("float32"), x, y)
-    for gradient, wanted in zip(report.measurements[LOSS].gradients, expected, strict=True):
+    for gradient, wanted in zip(report.measurement.gradients, expected, strict=True):
         assert gradient.largest == pytest.approx(np.abs(wanted).max() / divisor, rel=1e-2)
-        assert gradient.best_error < 0.02
+        assert min(gradient.errors.values()) < 0.02
 
 
 def test_gradients_that_are_zero_are_told_and_do_not_matter():
@@ -229,15 +229,14 @@ def test_gradients_that_are_zero_are_told_and_do_not_matter():
     report = diagnose(model, x, x[:, :1])
     assert report.verdict == "not needed"
     said = " ".join(str(report).split())
-    assert f"zero 3 gradients are also 0 in float32, and left out: {dead.name}/kernel" in said
+    assert f"left out 3 of the gradients: {dead.name}/kernel" in said
 
 
-@pytest.mark.parametrize("activation", [None, "tanh"])
-def test_an_operation_that_overflows_is_named(activation):
+def test_a_layer_that_overflows_is_named():
     x, _ = cases.some_data()
-    report = diagnose(chain(activation), np.abs(x) + 5e4, x[:, :1])
+    report = diagnose(chain(), np.abs(x) + 5e4, x[:, :1])
     assert report.verdict == "cannot help"
-    assert "first (" in str(report)
+    assert "first overflows in float16" in str(report)
 
 
 class Looping(layers.Layer):
@@ -261,10 +260,10 @@ class Looping(layers.Layer):
 
 
 @pytest.mark.parametrize("kind", ["cond", "fori_loop", "map", "vectorized_map"])
-def test_a_loop_that_overflows_is_named(kind):
+def test_an_overflow_that_a_bounded_function_hides_does_no_harm(kind):
     model = cases.compiled(keras.Sequential([keras.Input((6,)), Looping(kind), layers.Dense(1)]))
     x, _ = cases.some_data()
-    assert f"looping ({kind}) overflows in float16" in str(diagnose(model, x, x[:, :1]))
+    assert diagnose(model, x, x[:, :1]).verdict == "not needed"
 
 
 def test_attention_is_looked_into():
@@ -272,12 +271,8 @@ def test_attention_is_looked_into():
     hidden = layers.MultiHeadAttention(2, 3, dropout=0.1, name="attention")(inputs, inputs)
     model = cases.compiled(keras.Model(inputs, layers.Dense(1)(hidden)))
     x = np.ones((4, 5, 4), np.float32)
-    found = KerasGradientFunction(model)(
-        (x, np.ones((4, 5, 1), np.float32)), 1.0, False, watch=True
-    )[LOSS]
-    inside = [name for name in found.outputs if name.startswith("attention (") and "einsum" in name]
-    # Logits, and what they weigh: no layer returns them.
-    assert len(inside) >= 2
+    found = KerasGradientFunction(model)((x, np.ones((4, 5, 1), np.float32)), 1.0, False)
+    assert {"attention/query", "attention/key", "attention"} <= set(found.outputs)
 
 
 # --- Kinds of models -----------------------------------------------------------------------------
@@ -305,7 +300,7 @@ def test_several_inputs_and_outputs():
         return 2 * ops.mean(apart["one"] ** 2) + 0.5 * ops.mean(ops.abs(apart["two"]))
 
     expected = cases.gradients(model, loss_of)
-    assert_alike(KerasGradientFunction(model)((given, y), 1.0, False)[LOSS], expected, 1e-5)
+    assert_alike(KerasGradientFunction(model)((given, y), 1.0, False), expected, 1e-5)
     assert diagnose(model, given, y, batch_size=8).verdict == "not needed"
 
 
@@ -336,10 +331,10 @@ def test_a_subclassed_model_with_losses_of_its_own():
     cases.compiled(model, cases.divided(1.0))
     calls = model.calls
     run = KerasGradientFunction(model)
-    found = run((x, x[:, :1]), 1.0, False, watch=True)[LOSS]
+    found = run((x, x[:, :1]), 1.0, False)
     bias = own(model, x, x[:, :1])[1] + 3.0
     assert cases.error(list(found.gradients.values())[1], bias) < 1e-5
-    assert any("in (" in name for name in found.outputs)
+    assert any(name.endswith("/in") for name in found.outputs)
     # An attribute that counts is no matter of a diagnosis.
     assert model.calls == calls + 1
     assert not getattr(model, "_losses_override", None)
@@ -365,7 +360,7 @@ def test_a_frozen_layer_and_one_that_the_loss_does_not_depend_on():
     assert report.verdict == "not needed"
     model.get_layer("idle").trainable = False
     assert not any(
-        "idle" in name for name in KerasGradientFunction(model)((x, y), 1.0, False)[LOSS].gradients
+        "idle" in name for name in KerasGradientFunction(model)((x, y), 1.0, False).gradients
     )
 
 
@@ -523,7 +518,7 @@ def test_batches_can_come_from_many_places(kind):
         "sparse_categorical_crossentropy",
     )
     report = diagnose(model, batches_from(kind, x, y))
-    assert report.measurements[LOSS].batches == 2
+    assert report.measurement.batches == 2
     assert report.verdict == "not needed"
 
 

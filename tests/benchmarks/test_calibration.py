@@ -6,9 +6,9 @@ import pathlib
 
 import pytest
 
-from benchmarks.calibration import __main__ as command
-from benchmarks.calibration import keras_models
-from benchmarks.calibration.outcomes import contradiction
+from tools.calibration import __main__ as command
+from tools.calibration import keras_models
+from tools.calibration.outcomes import contradiction
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_the_command_runs_one(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(keras_models, "TASKS", short)
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     page = tmp_path / "page.md"
-    marks = "<!-- Keras on torch: make calibration -->", "<!-- end of Keras on torch -->"
+    marks = "<!-- Keras on torch: python -m tools.calibration -->", "<!-- end of Keras on torch -->"
     page.write_text(f"# Verdicts\n{marks[0]}\nold\n{marks[1]}\nmore\n")
     status = command.main(["--only", "2**20", "--page", str(page)])
     out, written = capsys.readouterr().out, page.read_text()

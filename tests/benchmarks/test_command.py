@@ -18,10 +18,10 @@ from fresh import Program
 REPOSITORY = pathlib.Path(__file__).parents[2]
 UNOPTIMIZED = "--xla_backend_optimization_level=0"
 
-# Each program of each backend. What only has other sizes is built in test_rows.py; networks, inner
-# optimizers and monitors are the same on all of Keras 3, and take PyTorch the least time. Both
-# Kerases have one program of a whole step on TensorFlow, and one of an optimizer alone. Whole steps
-# of Optax are compared in test_frameworks.py.
+# Each program of each backend, which checks its work before it is timed. Networks, inner optimizers
+# and monitors are the same on all of Keras 3, and take PyTorch the least time. Both Kerases have
+# one program of a whole step on TensorFlow, and one of an optimizer alone. Whole steps of Optax
+# take half a minute to compile, and run in `make bench` alone.
 PROGRAMS = {
     "tensorflow": ["sparse", "big", "replicas", "collectives"],
     "tf_keras": ["mlp"],

@@ -1,7 +1,7 @@
 """The matrix of TensorFlow's pages: what they say of their optimizer, and which wrapper keeps it.
 
-Run as a program with a page of docs, it writes the table into it. The words stand in
-`page_cells.toml`, what asks a wrapper for them in `page_cells.py`.
+`python -m tools.page_tables` writes the table into docs. The words stand in `page_cells.toml`, what
+asks a wrapper for them in `page_cells.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import collections
 import dataclasses
 import pathlib
 import re
-import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -190,15 +189,3 @@ class Program:
     def state(self, optimizer: Any, *variables: Any) -> list[Any]:
         """Everything that a step can change."""
         return [self.array(each) for each in (*optimizer.variables, *variables)]
-
-
-def main(page: str) -> None:
-    from conformance.results import with_table
-
-    path = pathlib.Path(page)
-    path.write_text(with_table(path.read_text("utf-8"), table()), "utf-8")
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-    main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Each wrapper runs where it was asked to: `make gpu` asks for a GPU."""
+"""Each wrapper runs where it was asked to: `tools.gpu` asks for a GPU."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Programs made at random do what NumPy computes; `make soak` runs more and longer ones."""
+"""Programs made at random do what NumPy computes; `tools.soak` runs more and longer ones."""
 
 import gc
 import os
@@ -13,14 +13,14 @@ import pytest
 from conformance.random_programs import Run
 
 # Each wrapper compiles two steps, which takes longer than hundreds of them. So a program is long,
-# and in the place of many short ones. `make soak` sets these.
+# and in the place of many short ones. `tools.soak` sets these.
 IS_SOAK = "LOSSSCALE_SOAK_PROGRAMS" in os.environ
 PROGRAMS = int(os.environ.get("LOSSSCALE_SOAK_PROGRAMS", "1"))
 ACTIONS = 250 if IS_SOAK else 120
 STEPS = int(os.environ.get("LOSSSCALE_SOAK_STEPS", "20000"))
 KILLS = int(os.environ.get("LOSSSCALE_SOAK_KILLS", "3"))
 
-soak = pytest.mark.skipif(not IS_SOAK, reason="make soak runs it")
+soak = pytest.mark.skipif(not IS_SOAK, reason="tools.soak runs it")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Gradients do not exist"),
     pytest.mark.filterwarnings("ignore:A step was skipped at the minimum loss scale"),

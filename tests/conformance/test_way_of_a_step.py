@@ -118,5 +118,5 @@ print(*(name for name in sys.modules if name.partition(".")[0] == "lossscale"))
     assert done.returncode == 0, done.stderr
     ours = done.stdout.split()
     assert 10 < len(ours) <= LOADED[PROCESS]
-    measuring = ("diagn", "monitor", "overflow_track", "plots", "own_step")
+    measuring = ("diagn", "monitor", "overflow_track", "own_step")
     assert not [module for module in ours if any(word in module for word in measuring)]

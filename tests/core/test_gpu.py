@@ -1,6 +1,5 @@
-"""`make gpu`: its page, and its plumbing on the processor."""
+"""`python -m tools.gpu`: its page, and its plumbing on the processor."""
 
-import importlib.util
 import json
 import pathlib
 import re
@@ -9,21 +8,13 @@ import sys
 
 import pytest
 
+from tools import gpu
+
 ROOT = pathlib.Path(__file__).parents[2]
-PROGRAM, PAGE = ROOT / "tests" / "gpu.py", ROOT / "docs" / "internals" / "gpu.md"
+PAGE = ROOT / "docs" / "internals" / "gpu.md"
 
 
-@pytest.fixture(scope="module")
-def gpu():
-    spec = importlib.util.spec_from_file_location("gpu_program", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
-def test_the_page_has_a_row_for_each_part_which_runs_what_there_is(gpu):
+def test_the_page_has_a_row_for_each_part_which_runs_what_there_is():
     rows = re.findall(r"^\| (.*?) \| ", PAGE.read_text(), re.MULTILINE)
     names = [part.name for part in gpu.PARTS]
     assert [row for row in rows if row in names] == names
@@ -38,8 +29,8 @@ def test_on_the_processor_parts_run_and_say_what_came_of_them(tmp_path):
     page, output = tmp_path / "gpu.md", tmp_path / "gpu.json"
     page.write_text(f"# Page\n{PAGE.read_text()}")
     options = ["--device", "cpu", "--page", page, "--output", output]
-    command = [sys.executable, PROGRAM, *options, "--only", "CUDA graph"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tools.gpu", *options, "--only", "CUDA graph"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     said = "PyTorch: a step in a CUDA graph: not run: it does not apply to this device"
     assert done.stdout == f"[1/1] {said}\n"
@@ -49,7 +40,7 @@ def test_on_the_processor_parts_run_and_say_what_came_of_them(tmp_path):
     assert (name, part["tests_skipped"]) == ("PyTorch: a step in a CUDA graph", 1)
 
 
-def test_without_a_gpu_it_says_so_in_one_line(gpu, monkeypatch, capsys):
+def test_without_a_gpu_it_says_so_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(gpu, "gpus", dict)
     before = PAGE.read_text()
     assert gpu.main([]) == 0
@@ -76,17 +67,17 @@ def test_without_a_gpu_it_says_so_in_one_line(gpu, monkeypatch, capsys):
         ),
     ],
 )
-def test_an_outcome(gpu, found, said):
+def test_an_outcome(found, said):
     assert gpu._outcome(found) == said
 
 
-def test_what_is_missing_is_the_reason(gpu):
+def test_what_is_missing_is_the_reason():
     part = next(part for part in gpu.PARTS if part.name == "PyTorch: promises")
     assert gpu.why_not(part, {"torch": "NVIDIA H200"}) == ""
     assert gpu.why_not(part, {"jax": "NVIDIA H200"}) == "this build of torch sees no GPU"
 
 
-def test_a_report_of_tests(gpu):
+def test_a_report_of_tests():
     printed = "..\nFAILED tests/a.py::b[1] - no\nERROR tests/a.py::d\n1 failed, 1 passed, 1 skipped"
     counted = {"tests_passed": 1, "tests_failed": ["b[1]", "d"], "tests_skipped": 1}
     assert gpu.counted(printed) == counted

@@ -22,8 +22,7 @@ ARROWS = {
     "arguments": "errors checks rules",
     "members": "errors arguments rules",
     "optimizer": "errors members registry rules",
-    "diagnosis": "errors checks packages rules common plots keras jax torch optax "
-    "*keras *jax *torch **any",
+    "diagnosis": "errors checks packages rules common keras torch optax *keras *jax *torch **any",
     "monitoring": "errors checks packages rules",
     "callbacks": "errors registry monitoring",
     "common": "errors packages rules monitoring",
@@ -40,15 +39,12 @@ ARROWS = {
     "keras_common tensorflow callbacks *tf_keras *tensorflow",
     "experimental": "errors checks rules registry arguments optimizer keras tf_keras "
     "*keras *tf_keras",
-    "migration": "errors packages rules registry arguments optimizer old_formats keras tf_keras "
-    "*keras *tf_keras **any",
     "documented_names": "errors registry optimizer common experimental keras tf_keras tensorflow "
     "*tensorflow **any",
-    "installation": "registry packages common documented_names",
-    "plots": "errors packages monitoring",
-    "cli": "errors packages migration lossscale **any",
+    "installation": "errors registry packages common documented_names",
+    "cli": "errors packages lossscale **any",
     "__main__": "cli",
-    "lossscale": "errors registry rules optimizer installation",
+    "lossscale": "errors packages registry rules optimizer installation",
 }
 # `diagnose` is one of their names for users, and imported when it is asked for.
 OFFER_A_DIAGNOSIS = ("lossscale.optax", "lossscale.torch")
@@ -102,10 +98,9 @@ def test_the_arrows_point_one_way_and_each_is_used():
     [
         ("rules", "import lossscale.optimizer", True),
         ("rules", "def f():\n    import torch", True),
-        ("callbacks", "import importlib\nimportlib.import_module('lossscale.plots')", True),
+        ("callbacks", "import importlib\nimportlib.import_module('lossscale.diagnosis')", True),
         ("keras.optimizer", "import tensorflow", True),
         ("keras.backends.tensorflow", "import tensorflow", False),
-        ("plots.curves", "import matplotlib.pyplot as plt", True),
         ("optax", "from lossscale.diagnosis.jax import diagnose", True),
         ("optax", "def f():\n    from lossscale.diagnosis.jax import diagnose", False),
     ],
@@ -148,7 +143,7 @@ def test_importing_brings_the_standard_library_only_and_little_of_it(name, most)
     assert len(found) < most
 
 
-PUBLIC = ("callbacks", "cli", "diagnosis", "experimental", "migration", "monitoring", "plots")
+PUBLIC = ("callbacks", "cli", "diagnosis", "experimental", "monitoring")
 
 
 def test_every_public_submodule_is_an_attribute_after_importing_the_library_alone():

@@ -1,5 +1,6 @@
 """What is not installed is named, with a command that installs it: every command, every package."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import lossscale
 from lossscale.cli import main
+from lossscale.errors import MissingPackageError
 from lossscale.packages import INCLUDED, PACKAGES, install_command
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -67,12 +70,6 @@ def folder(tmp_path, monkeypatch):
 
 
 NEEDS = {
-    "migrate": (["migrate", "m.h5"], {"numpy", "h5py"}),
-    "migrate a checkpoint": (["migrate", "old"], {"numpy", "h5py", "tensorflow"}),
-    "migrate into a file": (
-        ["migrate", "m.h5", "new.keras", "--json"],
-        {"numpy", "h5py", "keras", "tensorflow"},
-    ),
     "info": (["info"], set()),
 }
 
@@ -97,8 +94,7 @@ ASKED = {
     "lossscale.LossScaleOptimizer.from_config(config)": "tensorflow",
     "LossScaleMonitor()": "tensorflow",
     "LossScaleMonitor(framework='tf_keras')": "tf-keras",
-    "lossscale.diagnosis.diagnose(None, [1.0])": "plots",
-    "plots.plot_records(records)": "plots",
+    "lossscale.diagnosis.diagnose(None, [1.0])": "diagnosis",
     "importlib.import_module('lossscale.optax')": "optax",
     "lossscale.torch.GradScaler": "torch",
     "lossscale.torch.Monitor": "torch",
@@ -112,7 +108,7 @@ found = importlib.util.find_spec
 importlib.util.find_spec = lambda name: None if name in absent else found(name)
 import importlib
 import lossscale, lossscale.torch
-from lossscale import monitoring, plots
+from lossscale import monitoring
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.rules import DynamicScale
 config = {"inner_optimizer": {"class_name": "SGD", "config": {}}}
@@ -140,6 +136,14 @@ def test_the_library_alone_names_what_each_of_its_parts_needs():
     lines = done.stdout.splitlines()
     assert {line.partition(" | ")[0] for line in lines} == {"MissingPackageError"}, done.stdout
     assert [extras_in(line) for line in lines] == [[extra] for extra in ASKED.values()]
+
+
+def test_who_looks_for_old_files_here_is_told_the_package_that_reads_them():
+    with pytest.raises(MissingPackageError, match="pip install lossscale-migration"):
+        importlib.import_module("lossscale.migration")
+    with pytest.raises(AttributeError, match="pip install lossscale-migration"):
+        _ = lossscale.migration
+    assert not hasattr(lossscale, "migrations")
 
 
 def test_every_warning_goes_through_the_one_function_that_finds_the_users_line():

@@ -28,8 +28,6 @@ PUBLIC = {
     "lossscale": "DynamicScale FixedScale Installation LossScaleError LossScaleOptimizer "
     "GradientStats LossScaleWarning ScaleRule ScaleState StatsRequest __version__ install register",
     "lossscale.experimental": "DynamicLossScale FixedLossScale LossScale LossScaleOptimizer",
-    "lossscale.migration": "FileDescription OptimizerDescription Restored check_file describe_file "
-    "load_model migrate_file restore_checkpoint",
 }
 
 

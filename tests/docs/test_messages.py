@@ -33,7 +33,7 @@ import lossscale.optax
 
 MODULES = [
     importlib.import_module(f"lossscale{name}")
-    for name in ("", ".optax", ".torch", ".migration", ".diagnosis", ".keras", ".tf_keras")
+    for name in ("", ".optax", ".torch", ".diagnosis", ".keras", ".tf_keras")
 ]
 FRAMEWORKS = {"tf": tf, "jax": jax, "keras": keras, "optax": optax, "torch": torch}
 PUBLIC = {name: getattr(m, name) for m in reversed(MODULES) for name in m.__all__}

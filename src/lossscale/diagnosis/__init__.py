@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from lossscale.errors import ArgumentTypeError
@@ -22,7 +22,7 @@ def diagnose(
     *,
     sample_weight: Any = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
-    parameters: Mapping[str, Iterable[Any]] | None = None,
+    parameters: Iterable[Any] | None = None,
     max_batches: int = 2,
     batch_size: int = 32,
     tolerance: float = 0.1,
@@ -45,11 +45,9 @@ def diagnose(
         sample_weight: Weights of the rows in the loss, arrays of shape (rows,), or None. For class
             weights, pass the weight of each row's class.
         loss_fn: Called with the model and a batch (x, y, sample_weight), tensors or None. Returns
-            the unscaled loss, a scalar tensor; or a dictionary of losses, each of which gets a
-            verdict. By default, the loss that the model was compiled with. A model with its own
-            `train_step` needs one.
-        parameters: For a dictionary of losses: name of a loss to the variables that its optimizer
-            trains. A loss without an entry is judged by all variables.
+            the unscaled loss, a scalar tensor. By default, the loss that the model was compiled
+            with. A model with its own `train_step` needs one.
+        parameters: The variables that the optimizer of this loss trains, if not all.
         max_batches: The largest number of batches to measure on. From arrays, rows are picked at
             random, always the same ones.
         batch_size: Rows in each batch from arrays. It matters: a loss is averaged over the batch,
@@ -75,8 +73,7 @@ def diagnose(
     # Not at the top: a diagnosis needs NumPy, and optimizers do not.
     require("numpy")
     _check_is_keras(model)
-    from lossscale.diagnosis.batches import batches_of
-    from lossscale.diagnosis.keras import KerasGradientFunction
+    from lossscale.diagnosis.keras import KerasGradientFunction, batches_of
     from lossscale.diagnosis.report import make_report
 
     run = KerasGradientFunction(model, loss_fn, parameters)

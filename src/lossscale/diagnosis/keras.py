@@ -1,4 +1,4 @@
-"""Gradients of a Keras 3 model in float32 and in float16, and the ranges of its operations.
+"""Gradients of a Keras 3 model in float32 and in float16, and the sizes of what its layers return.
 
 A pass runs in a `keras.StatelessScope`, which takes every assignment to a variable: statistics of
 normalizations, states of random seeds, metrics. In the reference, all layers compute in float32,
@@ -14,30 +14,25 @@ import inspect
 import itertools
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
+from lossscale.checks import checked_count
 from lossscale.common.monkeypatch import replace
-from lossscale.diagnosis.gradient_function import (
-    TARGETS,
-    LossGradients,
-    OutputRange,
-    checked_losses,
-    numbered,
-)
+from lossscale.diagnosis.measurement import TARGETS, Pass, checked_loss, numbered
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.keras import backends
-from lossscale.keras.private_names import backend_functions, current_path, random_functions
+from lossscale.keras.private_names import random_functions
 
 _NARROW = ("float16", "bfloat16")
 _WIDER = ("float32", "float64", "bfloat16")
 
 
 class KerasGradientFunction:
-    """The passes of a Keras 3 model; see `lossscale.diagnosis.gradient_function.GradientFunction`.
+    """The passes of a Keras 3 model; see `lossscale.diagnosis.measurement.GradientFunction`.
 
     Args:
         model: A `keras.Model` that has its variables.
@@ -56,79 +51,57 @@ class KerasGradientFunction:
         # Refuses unsupported backends.
         backends.load()
         self._model, self._loss_fn = model, loss_fn
-        self._trained = list(model.trainable_variables)
+        owned = set(map(id, model.trainable_variables if parameters is None else parameters))
+        self._trained = [each for each in model.trainable_variables if id(each) in owned]
         trained = set(map(id, self._trained))
         self._variables = [*self._trained, *(v for v in model.variables if id(v) not in trained)]
         counts: Counter[str] = Counter()
         self._names = [numbered(_inside(v.path, model), counts) for v in self._trained]
-        self._owned = {name: set(map(id, each)) for name, each in (parameters or {}).items()}
         self._casts = _cast_to_float16(model)
         how = "mixed_float16" if self._casts else "its own float16"
         self.setting = f"Keras on {keras.backend.backend()}, {how}"
-        self._computations: dict[tuple[bool, bool], Any] = {}
+        self._computations: dict[bool, Any] = {}
 
-    def __call__(
-        self, batch: Any, scale: float, half: bool, *, watch: bool = False
-    ) -> dict[str, LossGradients]:
-        """Returns the gradients of each loss."""
-        on_jax = keras.backend.backend() == "jax"
-        # Compiling a second function would cost more than always recording ranges.
-        key = half, watch or (half and on_jax)
-        if key not in self._computations:
-            compute: Any = functools.partial(self._compute, *key)
-            if on_jax:
+    def __call__(self, batch: Any, scale: float, half: bool) -> Pass:
+        """Computes a pass."""
+        if half not in self._computations:
+            compute: Any = functools.partial(self._compute, half)
+            if keras.backend.backend() == "jax":
                 import jax
 
                 # It must round to float16 wherever the model casts to it.
                 exactly = {"xla_allow_excess_precision": False}
                 compute = jax.jit(compute, compiler_options=exactly)
-            self._computations[key] = compute
+            self._computations[half] = compute
         with _as_it_was(self._model), _drawn_in_float32():
             self._set_precision(half)
             values = [_value(variable, half) for variable in self._variables]
             parts = (*batch, None, None)[:3]
-            found, ranges = self._computations[key](values, parts, np.float32(scale))
-        outputs = OutputRange.by_name(ranges)
-        return {
-            name: LossGradients(self._gradients_of(name, each), float(_on_host(loss)), outputs)
-            for name, (loss, each) in found.items()
-        }
+            computed = self._computations[half](values, parts, np.float32(scale))
+        loss, gradients, sizes = computed
+        found = dict(zip(self._names, map(_on_host, gradients), strict=True))
+        return Pass(float(_on_host(loss)), found, {n: float(_on_host(s)) for n, s in sizes.items()})
 
-    def _gradients_of(self, loss: str, gradients: Sequence[Any]) -> dict[str, Any]:
-        """The gradients that a loss is judged by, by the names of their variables."""
-        owned = self._owned.get(loss)
-        return {
-            name: None if gradient is None else _on_host(gradient)
-            for name, variable, gradient in zip(self._names, self._trained, gradients, strict=True)
-            if owned is None or id(variable) in owned
-        }
-
-    def _compute(
-        self, half: bool, watch: bool, values: Sequence[Any], batch: Any, scale: Any
-    ) -> Any:
-        """Returns each loss with its gradients, and the range of the output of each operation."""
+    def _compute(self, half: bool, values: Sequence[Any], batch: Any, scale: Any) -> Any:
+        """Returns the loss, its gradients, and the largest magnitude in each layer's output."""
         count = len(self._trained)
 
-        def forward(trained: Sequence[Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-            with _watched(self._model, watch) as returned:
-                losses = self._forward([*trained, *values[count:]], batch, returned)
-            losses = checked_losses(losses, keras.ops.is_tensor, self._owned)
-            wide = {
-                name: keras.ops.reshape(keras.ops.cast(loss, "float32"), ())
-                for name, loss in losses.items()
+        def forward(trained: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+            with _watched(self._model) as returned:
+                loss = self._forward([*trained, *values[count:]], batch, returned)
+            loss = checked_loss(loss, keras.ops.is_tensor)
+            narrow = {
+                name: each
+                for name, each in returned.items()
+                if not half or _dtype(each) == "float16"
             }
-            return wide, returned if watch else {}
+            return keras.ops.reshape(keras.ops.cast(loss, "float32"), ()), narrow
 
-        derive = _DERIVE[keras.backend.backend()]
-        losses, gradients, returned = derive(forward, values[:count], scale)
-        ranges = OrderedDict()
-        for name, tensors in returned.items():
-            shown = [each for each in tensors if not half or _dtype(each) == "float16"]
-            if shown:
-                ranges[name] = _range(shown)
-        return {name: (loss, gradients[name]) for name, loss in losses.items()}, ranges
+        loss, gradients, returned = _DERIVE[keras.backend.backend()](forward, values[:count], scale)
+        # JAX would return the keys of a dictionary sorted.
+        return loss, gradients, OrderedDict((name, _size(each)) for name, each in returned.items())
 
-    def _forward(self, values: Sequence[Any], batch: Any, returned: dict[str, list[Any]]) -> Any:
+    def _forward(self, values: Sequence[Any], batch: Any, returned: dict[str, Any]) -> Any:
         """Returns what the loss function returns, and adds the targets to what is watched."""
         scope = keras.StatelessScope(collect_losses=True, initialize_variables=False)
         for variable, value in zip(self._variables, values, strict=True):
@@ -142,12 +115,11 @@ class KerasGradientFunction:
                 return self._loss_fn(self._model, (x, y, sample_weight))
             self._check_targets(y)
             training = {"training": True} if self._model._call_has_training_arg else {}
-            y_pred = self._model(x, **training)
+            y_pred, counts = self._model(x, **training), Counter[str]()
             for target, output in zip(*map(keras.tree.flatten, (y, y_pred)), strict=False):
                 # Others, such as class numbers, are not values that an output should reach.
                 if target is not None and math.prod(target.shape) == math.prod(output.shape):
-                    cast = keras.ops.cast(target, output.dtype)
-                    returned.setdefault(TARGETS, []).append(cast)
+                    returned[numbered(TARGETS, counts)] = keras.ops.cast(target, output.dtype)
             return self._model._compute_loss(x, y, y_pred, sample_weight, training=True)
 
     def _check_targets(self, y: Any) -> None:
@@ -186,12 +158,8 @@ def _derive_on_jax(forward: Any, values: Sequence[Any], scale: Any) -> Any:
     import jax
     import jax.numpy as jnp
 
-    losses, pull, returned = jax.vjp(forward, list(values), has_aux=True)
-    gradients = {
-        name: pull({each: jnp.float32(scale if each == name else 0) for each in losses})[0]
-        for name in losses
-    }
-    return losses, gradients, returned
+    loss, pull, returned = jax.vjp(forward, list(values), has_aux=True)
+    return loss, pull(jnp.float32(scale))[0], returned
 
 
 def _derive_on_tensorflow(forward: Any, values: Sequence[Any], scale: Any) -> Any:
@@ -204,15 +172,11 @@ def _derive_on_tensorflow(forward: Any, values: Sequence[Any], scale: Any) -> An
         indices, place = tf.unique(gradient.indices)
         return tf.math.unsorted_segment_sum(gradient.values, place, tf.size(indices))
 
-    with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(values)
-        losses, returned = forward(values)
-    by = tf.constant(scale, tf.float32)
-    gradients = {
-        name: [rows(each) for each in tape.gradient(loss, values, output_gradients=by)]
-        for name, loss in losses.items()
-    }
-    return losses, gradients, returned
+        loss, returned = forward(values)
+    gradients = tape.gradient(loss, values, output_gradients=tf.constant(scale, tf.float32))
+    return loss, list(map(rows, gradients)), returned
 
 
 def _derive_on_torch(forward: Any, values: Sequence[Any], scale: Any) -> Any:
@@ -222,24 +186,18 @@ def _derive_on_torch(forward: Any, values: Sequence[Any], scale: Any) -> Any:
         # Detached copies share memory with the parameters and are leaves, so no parameter gets a
         # `grad`.
         values = [value.detach().requires_grad_() for value in values]
-        losses, returned = forward(values)
-        gradients: dict[str, Any] = {name: [None] * len(values) for name in losses}
-        for name, loss in losses.items():
-            if loss.requires_grad:
-                by = torch.as_tensor(scale, dtype=loss.dtype, device=loss.device)
-                gradients[name] = torch.autograd.grad(
-                    loss, values, by, retain_graph=True, allow_unused=True
-                )
-    returned = {
-        # Within `torch.vmap`, a tensor holds the numbers of all rows.
-        name: [torch.func.debug_unwrap(tensor).detach() for tensor in tensors]
-        for name, tensors in returned.items()
-    }
-    return {name: loss.detach() for name, loss in losses.items()}, gradients, returned
+        loss, returned = forward(values)
+        gradients: Any = [None] * len(values)
+        if loss.requires_grad:
+            by = torch.as_tensor(scale, dtype=loss.dtype, device=loss.device)
+            gradients = torch.autograd.grad(loss, values, by, allow_unused=True)
+    # Within `torch.vmap`, a tensor holds the numbers of all rows.
+    returned = {n: torch.func.debug_unwrap(each).detach() for n, each in returned.items()}
+    return loss.detach(), gradients, returned
 
 
 _DERIVE = {"jax": _derive_on_jax, "tensorflow": _derive_on_tensorflow, "torch": _derive_on_torch}
-"""Compute the losses, their gradients, and what the operations returned."""
+"""Compute the loss, its gradients, and what the layers returned."""
 
 
 @contextlib.contextmanager
@@ -297,96 +255,34 @@ def _traced() -> Any:
     return None
 
 
-# --- What operations return -----------------------------------------------------------------------
-
-_MODULES = ("image", "linalg", "math", "nn", "numpy")
-_LOOPS = (
-    *("associative_scan", "cond", "fori_loop", "map", "scan", "switch", "vectorized_map"),
-    "while_loop",
-)
-"""Each is one operation, since no tensor gets out of a compiled loop or branch."""
-
-
-def _functions() -> list[tuple[Any, str]]:
-    """The functions of the backend that compute numbers: a module and a name each."""
-    found = [(backend_functions, "rnn"), *((backend_functions.core, each) for each in _LOOPS)]
-    for module in (getattr(backend_functions, each) for each in _MODULES):
-        found += [
-            (module, name)
-            for name, function in vars(module).items()
-            if inspect.isfunction(function) and function.__module__ == module.__name__
-        ]
-    return found
+# --- What layers return ---------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _watched(model: Any, watch: bool) -> Iterator[dict[str, list[Any]]]:
-    """Within it, what layers and the functions of the backend return is kept, by name.
-
-    A function that such a function calls is not listed separately.
-    """
-    if not watch:
-        yield {}
-        return
-    # JAX would return the keys of a dictionary sorted.
-    returned: OrderedDict[str, list[Any]] = OrderedDict()
+def _watched(model: Any) -> Iterator[dict[str, Any]]:
+    """Within it, what each call of a layer returns is kept, by name, in the order of the calls."""
+    returned: dict[str, Any] = {}
     counts: Counter[str] = Counter()
-    # A function may return a tensor that another returned. Keep all of them, so that no identity is
-    # reused.
-    seen: dict[int, Any] = {}
-    outside, is_inside = _traced(), False
-
-    def keep(name: str, results: Any) -> None:
-        if is_inside or _traced() != outside:
-            return
-        tensors = {
-            id(each): each
-            for each in keras.tree.flatten(results)
-            if keras.ops.is_tensor(each)
-            and "float" in str(each.dtype)
-            and len(each.shape)
-            and 0 not in each.shape
-            and id(each) not in seen
-        }
-        if tensors:
-            seen.update(tensors)
-            returned[numbered(name, counts)] = list(tensors.values())
-
-    def kept(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            nonlocal is_inside
-            if is_inside:
-                return function(*args, **kwargs)
-            is_inside = True
-            try:
-                results = function(*args, **kwargs)
-            finally:
-                is_inside = False
-            keep(f"{_inside(current_path(), model)} ({name})", results)
-            return results
-
-        return called
-
-    call = keras.Layer.__call__
+    call, outside = keras.Layer.__call__, _traced()
 
     def layer_called(layer: Any, *args: Any, **kwargs: Any) -> Any:
         results = call(layer, *args, **kwargs)
-        keep(f"{_inside(str(layer.path or layer.name), model)} (output)", results)
+        # No tensor gets out of a compiled loop or branch.
+        for each in keras.tree.flatten(results) if _traced() == outside else ():
+            if keras.ops.is_tensor(each) and "float" in str(each.dtype) and 0 not in each.shape:
+                name = _inside(str(layer.path or layer.name), model)
+                returned[numbered(name, counts)] = each
         return results
 
     with contextlib.ExitStack() as stack:
         replace(stack, keras.Layer, "__call__", layer_called)
-        for module, name in _functions():
-            replace(stack, module, name, kept(getattr(module, name), name))
         yield returned
 
 
-def _range(tensors: Sequence[Any]) -> tuple[Any, Any]:
-    """The largest finite magnitude in tensors, and whether every element is finite."""
-    ops = keras.ops
-    flat = ops.concatenate([ops.reshape(ops.cast(each, "float32"), (-1,)) for each in tensors])
-    finite = ops.isfinite(flat)
-    return ops.max(ops.where(finite, ops.abs(flat), 0.0)), ops.all(finite)
+def _size(tensor: Any) -> Any:
+    """The largest magnitude in a tensor, infinite if an element is not finite."""
+    largest = keras.ops.max(keras.ops.abs(keras.ops.cast(tensor, "float32")))
+    return keras.ops.where(keras.ops.isfinite(largest), largest, math.inf)
 
 
 # --- Precision ------------------------------------------------------------------------------------
@@ -520,8 +416,8 @@ def _lines_to_write(model: Any) -> str:
         f"        loss = {loss}\n"
         "        return loss\n\n"
         "    diagnose(model, ..., loss_fn=loss_fn)\n\n"
-        "If several optimizers train, return a dictionary of losses, and pass the variables of "
-        'each: parameters={"name of the loss": [...], ...}.'
+        "If several optimizers train, diagnose their losses one by one, each with "
+        "parameters=[...], the variables that the loss trains."
     )
 
 
@@ -535,5 +431,90 @@ def _dtype(tensor: Any) -> str:
 
 
 def _on_host(tensor: Any) -> Any:
-    """A tensor as a NumPy array of float32."""
-    return np.asarray(keras.ops.convert_to_numpy(tensor)).astype(np.float32)
+    """A tensor as a NumPy array of float32, None for None."""
+    return (
+        None
+        if tensor is None
+        else np.asarray(keras.ops.convert_to_numpy(tensor)).astype(np.float32)
+    )
+
+
+# --- Batches --------------------------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    """A batch of one Keras training step: arrays in the structures of the model's inputs."""
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+
+
+def batches_of(x: Any, y: Any, sample_weight: Any, batch_size: int) -> Iterable[Batch]:
+    """Returns batches of the arguments of `diagnose`, which describes them.
+
+    Returns:
+        From arrays, batches of rows that are picked at random without repetition, always the same
+        ones. From an iterable, its batches.
+
+    Raises:
+        ArgumentError: If there are no rows or their numbers differ, or an iterable comes with `y`.
+    """
+    checked_count("batch_size", batch_size)
+    are_batches = type(x) is list and x and all(type(each) is tuple for each in x)
+    if (isinstance(x, (list, tuple, Mapping)) and not are_batches) or hasattr(x, "shape"):
+        return _picked(Batch(x, y, sample_weight), batch_size)
+    if y is not None or sample_weight is not None:
+        raise ArgumentError(
+            "If `x` is an iterable of batches, `y` and `sample_weight` must be None. Received: "
+            f"`x` of type {type(x).__name__}. Put them into the batches: (x, y, sample_weight)."
+        )
+    return map(_given, x)
+
+
+def _picked(data: Batch, batch_size: int) -> Iterator[Batch]:
+    data = _mapped(np.atleast_1d, data)
+    lengths = {
+        name: sorted({len(leaf) for leaf in keras.tree.flatten(part) if leaf is not None})
+        for name, part in data._asdict().items()
+        if part is not None
+    }
+    found = {length for each in lengths.values() for length in each}
+    if len(found) != 1 or not lengths["x"] or 0 in found:
+        described = ", ".join(f"{name}: {each or 'nothing'}" for name, each in lengths.items())
+        raise ArgumentError(
+            "`x`, `y` and `sample_weight` must have the same number of rows, at least one. "
+            f"Received: rows {described}."
+        )
+    order = np.random.default_rng(0).permutation(found.pop())
+    for start in range(0, max(len(order) - batch_size, 0) + 1, batch_size):
+        rows = order[start : start + batch_size]
+        yield _mapped(functools.partial(_rows_of, rows), data)
+
+
+def _rows_of(rows: Any, array: Any) -> Any:
+    return _narrowed(array[rows])
+
+
+def _given(batch: Any) -> Batch:
+    parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+    if not 1 <= len(parts) <= 3:
+        raise ArgumentError(
+            "Each batch must be (x,), (x, y) or (x, y, sample_weight). "
+            f"Received: {len(parts)} parts."
+        )
+    return _mapped(lambda leaf: _narrowed(np.asarray(leaf)), Batch(*parts))
+
+
+def _mapped(function: Callable[[Any], Any], batch: Batch) -> Batch:
+    """Applies a function to each array of a batch."""
+    mapped: Batch = keras.tree.map_structure(
+        lambda leaf: None if leaf is None else function(leaf), batch
+    )
+    return mapped
+
+
+def _narrowed(array: Any) -> Any:
+    """A float64 array as float32, as `fit` of Keras makes it; other arrays unchanged."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return array.astype(np.float32) if array.dtype == np.float64 else array

@@ -1,30 +1,130 @@
-"""The report of a diagnosis: the verdict, the rule to copy, and the measurement."""
+"""The verdict on a measurement, and the report. Four questions, in this order:
+
+1. Does something overflow in the forward pass? If so, no loss scale can help.
+2. Does one gradient need a scale at which another overflows? If so, no single scale works.
+3. Is every gradient right without scaling, and far enough from overflow? If so, no loss scale is
+   needed.
+4. Otherwise a loss scale is needed. Its rule starts below overflow and stays in the range in which
+   gradients are right.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 import math
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from html import escape
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
-from lossscale.diagnosis.gradient_function import GradientFunction
-from lossscale.diagnosis.measurement import MARGIN, Measurement, measure
-from lossscale.diagnosis.verdict import Recommendation, Verdict, recommend
+from lossscale.diagnosis.measurement import (
+    LARGEST,
+    MARGIN,
+    TARGETS,
+    GradientAccuracy,
+    GradientFunction,
+    Measurement,
+    measure,
+)
 from lossscale.rules import DynamicScale
 
+_LARGEST_EXPONENT = 126
+_BELOW = 20
+"""Bits that a rule may go down if no gradient is too small."""
 _WIDTH = 88
-# The worst first.
-_TITLES = {
-    Verdict.CANNOT_HELP: "loss scaling cannot help.",
-    Verdict.NO_SINGLE_SCALE: "no single scale works.",
-    Verdict.UNKNOWN: "whether loss scaling is needed is unknown.",
-    Verdict.NEEDED: "loss scaling is needed.",
-    Verdict.NOT_NEEDED: "loss scaling is not needed.",
-}
+
+
+class Verdict(enum.StrEnum):
+    """Whether a loss needs loss scaling.
+
+    Attributes:
+        NOT_NEEDED: Every gradient is right without loss scaling, and far from overflow.
+        NEEDED: Without loss scaling, float16 loses a part of a gradient, or is near overflow.
+        NO_SINGLE_SCALE: At the scale that one gradient needs, another gradient overflows.
+        CANNOT_HELP: The forward pass, which is not scaled, overflows in float16.
+        UNKNOWN: The loss could not be measured.
+    """
+
+    NOT_NEEDED = "not needed"
+    NEEDED = "needed"
+    NO_SINGLE_SCALE = "no single scale"
+    CANNOT_HELP = "cannot help"
+    UNKNOWN = "unknown"
+
+
+class Recommendation(NamedTuple):
+    """A verdict, the rule to use if there is one, the reason, and what to do instead of a rule."""
+
+    verdict: Verdict
+    rule: DynamicScale | None
+    reason: str
+    advice: str = ""
+
+
+def recommend(found: Measurement) -> Recommendation:
+    """Returns the verdict on a loss, and the rule that it needs.
+
+    Examples:
+        >>> from lossscale.diagnosis.measurement import GradientAccuracy
+        >>> lost = GradientAccuracy("w", 1e-6, {0: 0.9, 8: 0.01, 20: 0.001})
+        >>> found = recommend(Measurement((lost,), lowest_exponent=4, highest_exponent=27))
+        >>> found.verdict.value, found.rule.initial_scale, found.rule.min_scale
+        ('needed', 32768.0, 16.0)
+    """
+    lowest, highest = found.lowest_exponent, found.highest_exponent
+    if found.unknown:
+        return Recommendation(Verdict.UNKNOWN, None, found.unknown)
+    if found.overflows_at:
+        return _cannot_help(found.overflows_at)
+    if lowest > 0 and lowest > highest - 1:
+        return _no_single_scale(found)
+    is_right = found.worst_error <= found.tolerance
+    if is_right and highest >= MARGIN:
+        reason = "without scaling, every gradient is accurate in float16 and far from overflow"
+        return Recommendation(Verdict.NOT_NEEDED, None, reason)
+    first = highest - MARGIN
+    if lowest > 0:
+        first = max(lowest, min((lowest + highest) // 2, first))
+    scales = [
+        2.0 ** max(min(exponent, _LARGEST_EXPONENT), -_LARGEST_EXPONENT)
+        for exponent in (first, lowest if lowest > 0 else first - _BELOW)
+    ]
+    reason = "gradients are near overflow or above it"
+    if not is_right:
+        reason = f"the gradient of {found.ranked[0].name} is wrong without"
+    return Recommendation(Verdict.NEEDED, DynamicScale(scales[0], min_scale=scales[1]), reason)
+
+
+def _no_single_scale(found: Measurement) -> Recommendation:
+    def last_wrong(each: GradientAccuracy) -> int:
+        wrong = [e for e in each.errors if found.tolerance < each.excess_error(e) < math.inf]
+        return max(wrong, default=-1)
+
+    small = max(found.ranked, key=last_wrong)
+    gap = found.lowest_exponent - found.highest_exponent + 2 * MARGIN
+    return Recommendation(
+        Verdict.NO_SINGLE_SCALE,
+        None,
+        f"{small.name} needs 2**{found.lowest_exponent}, {_first_to_overflow(found)} overflows "
+        f"above 2**{found.highest_exponent}",
+        "give each loss an optimizer of its own, and diagnose them one by one; or raise the part "
+        f"of the loss that {small.name} learns from by 2**{gap} and lower its learning rate; or "
+        "train in bfloat16",
+    )
+
+
+def _cannot_help(where: str) -> Recommendation:
+    reason = f"{where} overflows in float16"
+    advice = f"scale down the input of {where}, or compute it in float32; or train in bfloat16"
+    if where.startswith(TARGETS):
+        reason = "the targets are beyond the range of float16, the dtype of the model's output"
+        advice = "normalize the targets, or compute the last layer in float32"
+    elif where == "the loss":
+        reason = "the loss is not finite in float16"
+        advice = "cast the model's outputs to float32, and compute the loss from them"
+    return Recommendation(Verdict.CANNOT_HELP, None, reason, advice)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,88 +134,104 @@ class Report:
     Attributes:
         model: The name of what was diagnosed.
         setting: What it was computed with.
-        measurements: Name of each loss to its measurement.
+        measurement: What was measured.
         seconds: The duration of the measurement.
     """
 
     model: str
     setting: str
-    measurements: Mapping[str, Measurement]
+    measurement: Measurement
     seconds: float = dataclasses.field(default=0.0, compare=False)
 
     @property
-    def recommendations(self) -> dict[str, Recommendation]:
-        """The verdict on each loss, the worst first."""
-        found = {name: recommend(each) for name, each in self.measurements.items()}
-        order = list(_TITLES)
-        return dict(sorted(found.items(), key=lambda item: order.index(item[1].verdict)))
-
-    @property
     def verdict(self) -> Verdict:
-        """The worst verdict: one of "not needed", "needed", "no single scale", "cannot help" and
-        "unknown"."""
-        return next(iter(self.recommendations.values())).verdict
+        """One of "not needed", "needed", "no single scale", "cannot help" and "unknown"."""
+        return recommend(self.measurement).verdict
 
     @property
     def rule(self) -> DynamicScale | None:
-        """The rule of the worst verdict; None if no rule is needed or none helps."""
-        return next(iter(self.recommendations.values())).rule
+        """The rule to use; None if no rule is needed or none helps."""
+        return recommend(self.measurement).rule
 
     def __str__(self) -> str:
-        lines = []
-        for name, advised in self.recommendations.items():
-            found = self.measurements[name]
-            lines.append(_wrapped(self._headline(name), 4))
-            lines += [_line(title, text) for title, text in _details(found, advised)]
-        batches = _counted(found.batches, "batch", "batches")
-        text = (
-            f"{batches}, {_counted(found.passes, 'pass', 'passes')}, {self.seconds:.1f} s; "
-            f"{self.setting}. It holds for this batch size and these weights"
-        )
-        return "\n".join([*lines, _line("measured", text)])
-
-    def _headline(self, loss: str) -> str:
-        subject = self.model if len(self.measurements) == 1 else f"{self.model}, {loss}"
-        return f"{subject}: {headline(self.recommendations[loss])}"
+        lines = [_wrapped(self._headline(), 4)]
+        lines += [_wrapped(f"  {title:<11} {text}", 14) for title, text in self._details()]
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"<Report: {self._headline(next(iter(self.recommendations)))}>"
+        return f"<Report: {self._headline()}>"
 
-    def _repr_html_(self) -> str:
-        """Returns the report for a notebook."""
-        return f"<pre>{escape(str(self))}</pre>"
+    def _headline(self) -> str:
+        verdict, rule, reason, _ = recommend(self.measurement)
+        if rule is not None:
+            return f"{self.model}: loss scaling is needed. rule = {line_to_copy(rule)}"
+        return f"{self.model}: {_TITLES[verdict]}: {reason}."
 
-    def plot(self, ax: Any | None = None, *, loss: str | None = None) -> Any:
-        """Draws the error of each gradient in float16 over the loss scale.
-
-        Args:
-            ax: The matplotlib Axes to draw on. By default a new pyplot figure.
-            loss: Name of the loss to draw, in a report on several losses; by default the loss with
-                the worst verdict.
-
-        Returns:
-            The Axes; `ax.figure.savefig("report.svg")` writes a file. A line is the gradient of
-            one variable, at the scales that were tried: the norm of its difference from float32,
-            over the norm. Errors below 0.001% are drawn there, and a cross marks where a gradient
-            overflows. In the green area every gradient is right, in the red area one overflows;
-            vertical lines mark both scales of the rule.
-
-        Raises:
-            ArgumentError: If there is no such loss, or no gradient was measured in float16.
-        """
-        # Imported here, because it imports matplotlib.
-        from lossscale.diagnosis.plot import plot_report
-
-        return plot_report(self, ax, loss)
+    def _details(self) -> Iterator[tuple[str, str]]:
+        """Yields the lines below the headline: a title and a text each."""
+        found, advised = self.measurement, recommend(self.measurement)
+        lowest, highest = found.lowest_exponent, found.highest_exponent
+        if not (found.unknown or found.overflows_at):
+            if found.ranked:
+                yield (
+                    "small",
+                    f"without scaling, the worst gradient, of {found.ranked[0].name}, is wrong by "
+                    f"{_percent(found.worst_error)} (limit {_percent(found.tolerance)})",
+                )
+            if lowest > 0:
+                yield "range", f"every gradient is accurate from a loss scale of 2**{lowest}"
+            yield (
+                "large",
+                f"gradients stay finite up to a loss scale of about 2**{highest}; the first to "
+                f"overflow is {_first_to_overflow(found)}",
+            )
+        if advised.advice:
+            yield "do", advised.advice
+        if found.outputs and not found.overflows_at:
+            name, size = max(found.outputs.items(), key=lambda item: item[1])
+            said = f"the largest output, of {name}, overflows, and no gradient is wrong for it"
+            if 0 < size < math.inf:
+                room = math.log2(LARGEST / size)
+                said = f"the largest output, of {name}, is {room:.0f} bits below overflow"
+            yield "forward", said
+        for said, names in (
+            ("also 0 in float32, and left out", [g.name for g in found.gradients if not g.errors]),
+            (
+                "wrong at every scale, as of a bias before a normalization, and left out",
+                [each.name for each in found.gradients if each.is_wrong and each.errors],
+            ),
+        ):
+            if names and not (found.unknown or found.overflows_at):
+                more = ", ..." if len(names) > 3 else ""
+                yield (
+                    "left out",
+                    f"{len(names)} of the gradients: {', '.join(names[:3])}{more}: {said}",
+                )
+        if found.reference:
+            yield (
+                "reference",
+                "the model casts to float16 itself, so the float32 gradients were computed at a "
+                f"loss scale of 2**{found.reference}",
+            )
+        yield (
+            "measured",
+            f"{found.batches} batches, {found.passes} passes, {self.seconds:.1f} s; {self.setting}"
+            ". It holds for this batch size and these weights",
+        )
 
     def to_json(self) -> str:
         """Returns the report as strict JSON, with the numbers of each gradient."""
-        described = {
-            "verdict": self.verdict,
-            "recommendations": {k: dataclasses.asdict(v) for k, v in self.recommendations.items()},
-            **dataclasses.asdict(self),
-        }
+        described = {**dataclasses.asdict(self), **recommend(self.measurement)._asdict()}
+        described["rule"] = None if self.rule is None else dataclasses.asdict(self.rule)
         return json.dumps(_plain(described), allow_nan=False)
+
+
+_TITLES = {
+    Verdict.CANNOT_HELP: "loss scaling cannot help",
+    Verdict.NO_SINGLE_SCALE: "no single scale works",
+    Verdict.UNKNOWN: "whether loss scaling is needed is unknown",
+    Verdict.NOT_NEEDED: "loss scaling is not needed",
+}
 
 
 def make_report(
@@ -131,16 +247,8 @@ def make_report(
         **options: `max_batches` and `tolerance`, as for `measure`.
     """
     started = time.perf_counter()
-    measurements = measure(run, batches, **options)
-    return Report(model, setting, measurements, time.perf_counter() - started)
-
-
-def headline(advised: Recommendation) -> str:
-    """Returns the verdict as a sentence, with the rule to copy or the reason."""
-    said = _TITLES[advised.verdict]
-    if advised.rule is not None:
-        return f"{said} rule = {line_to_copy(advised.rule)}"
-    return said if advised.verdict is Verdict.NOT_NEEDED else f"{said[:-1]}: {advised.reason}."
+    measurement = measure(run, batches, **options)
+    return Report(model, setting, measurement, time.perf_counter() - started)
 
 
 def line_to_copy(rule: DynamicScale) -> str:
@@ -150,113 +258,18 @@ def line_to_copy(rule: DynamicScale) -> str:
         >>> line_to_copy(DynamicScale(initial_scale=2.0**15, min_scale=2.0**4))
         'DynamicScale(initial_scale=2.0**15, min_scale=2.0**4)'
     """
-    first, lowest = (exponent_of(scale) for scale in (rule.initial_scale, rule.min_scale))
+    first, lowest = (int(math.log2(scale)) for scale in (rule.initial_scale, rule.min_scale))
     return f"DynamicScale(initial_scale=2.0**{first}, min_scale=2.0**{lowest})"
 
 
-def exponent_of(scale: float) -> int:
-    """Returns the exponent of a power of two."""
-    return math.frexp(scale)[1] - 1
+def _first_to_overflow(found: Measurement) -> str:
+    return max(found.gradients, key=lambda each: each.largest).name
 
 
-def percent(share: float) -> str:
-    """Formats a share as a percentage.
-
-    Examples:
-        >>> percent(0.0004), percent(0.034), percent(1.12), percent(float("inf"))
-        ('under 0.1%', '3.4%', '112%', 'infinitely')
-    """
-    if math.isinf(share):
-        return "infinitely"
+def _percent(share: float) -> str:
     if share < 0.001:
         return "under 0.1%"
     return f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
-
-
-def _details(found: Measurement, advised: Recommendation) -> Iterator[tuple[str, str]]:
-    """Yields the lines below a headline: a title and a text each."""
-    sizes = [each.largest for each in found.gradients if 0 < each.largest < math.inf]
-    if found.unknown and sizes:
-        low, high = (math.floor(math.log2(size)) for size in (min(sizes), max(sizes)))
-        yield (
-            "float32",
-            f"the largest number in each gradient is between 2**{low} and 2**{high}; float16 would "
-            f"overflow above a loss scale of 2**{15 - high} and lose small ones below "
-            f"2**{-14 - low}",
-        )
-    if not found.is_over:
-        yield from _range(found, advised)
-    if advised.advice:
-        yield "do", advised.advice
-    if found.operations and not found.overflows_at:
-        name, nearest = min(found.operations.items(), key=lambda item: item[1].room)
-        yield "forward", f"the largest output, of {name}, is {nearest.room:.0f} bits below overflow"
-    if found.ranked:
-        worst = max(found.ranked, key=lambda each: each.bfloat16)
-        yield (
-            "bfloat16",
-            f"needs no loss scaling; rounding makes {worst.name} wrong by "
-            f"{percent(worst.bfloat16)} (float16 at its best: {percent(worst.best_error)})",
-        )
-    if not found.is_over:
-        zero = [each.name for each in found.gradients if each.is_zero]
-        if zero:
-            said = _listed(zero, "also 0 in float32, and left out")
-            yield "zero", f"{said} (as for a unit that is never active)"
-        noise = [each.name for each in found.gradients if each.is_noise and each.errors]
-        if noise:
-            said = _listed(noise, "wrong at every scale")
-            yield (
-                "left out",
-                f"{said} (for a bias before a normalization, the exact gradient is 0)",
-            )
-    if found.reference:
-        yield (
-            "reference",
-            "the model casts to float16 itself, so the float32 gradients were computed at a loss "
-            f"scale of 2**{found.reference}",
-        )
-
-
-def _range(found: Measurement, advised: Recommendation) -> Iterator[tuple[str, str]]:
-    """Yields the lines on the smallest and the largest gradients, and the scales between."""
-    highest, lowest, first = found.highest_exponent, found.lowest_exponent, found.first_to_overflow
-    wrong = percent(found.worst_error)
-    if found.ranked and found.worst_error > found.tolerance:
-        name = found.ranked[0].name
-        yield "small", f"without scaling, the gradient of {name} is wrong by {wrong}"
-    elif found.ranked:
-        yield (
-            "small",
-            f"float16 loses nothing: the worst gradient, {found.ranked[0].name}, is wrong by "
-            f"{wrong} beyond rounding (limit {percent(found.tolerance)})",
-        )
-    if advised.rule is not None and lowest > 0:
-        yield (
-            "range",
-            f"every gradient is accurate from a loss scale of 2**{lowest} and finite up to "
-            f"2**{highest}; the rule starts {highest - exponent_of(advised.rule.initial_scale)} "
-            f"bits below that and never falls below 2**{exponent_of(advised.rule.min_scale)}",
-        )
-    if highest >= MARGIN:
-        about = "about " if found.highest_is_estimate else ""
-        yield (
-            "large",
-            f"gradients stay finite up to a loss scale of {about}2**{highest}; the first to "
-            f"overflow is {first}",
-        )
-    else:
-        bits = _counted(abs(highest), "bit", "bits")
-        where = f"{bits} {'below' if highest >= 0 else 'above'} overflow"
-        yield (
-            "large",
-            f"without scaling, gradients are {where}; the first is {first}. Dividing the loss by "
-            f"{2 ** (MARGIN - highest):,} does the same as the rule",
-        )
-
-
-def _line(title: str, text: str) -> str:
-    return _wrapped(f"  {title:<11} {text}", 14)
 
 
 def _wrapped(text: str, indent: int) -> str:
@@ -265,21 +278,10 @@ def _wrapped(text: str, indent: int) -> str:
     )
 
 
-def _listed(names: list[str], how: str) -> str:
-    are = "1 gradient is" if len(names) == 1 else f"{len(names)} gradients are"
-    return f"{are} {how}: {', '.join(names[:3] + ['...'] * (len(names) > 3))}"
-
-
-def _counted(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
-
-
 def _plain(value: Any) -> Any:
     """The same value as JSON can hold it: a number that is not finite becomes a text."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

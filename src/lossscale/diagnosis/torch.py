@@ -1,7 +1,8 @@
-"""Gradients of a PyTorch model in float32 and in float16, and the ranges of its operations.
+"""Gradients of a PyTorch model in float32 and in float16, and the sizes of its outputs.
 
-Everything that a pass may change is restored after it. Automatic casting is to float16, or off for
-the reference, also if the model enables it itself; what the model disables stays disabled.
+Everything that a pass may change is restored after it. Automatic casting is to
+float16, or off for the reference, also if the model enables it itself; what the model disables
+stays disabled.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,12 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.common.monkeypatch import replace
-from lossscale.diagnosis.gradient_function import (
-    LossGradients,
-    OutputRange,
-    checked_losses,
-    numbered,
-)
+from lossscale.diagnosis.measurement import Pass, checked_loss, numbered
 from lossscale.diagnosis.report import Report, make_report
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.torch.ranks import is_spread
@@ -43,7 +40,7 @@ def diagnose(
     loss_fn: LossFn,
     batches: Iterable[Any],
     *,
-    parameters: Mapping[str, Iterable[torch.nn.Parameter]] | None = None,
+    parameters: Iterable[torch.nn.Parameter] | None = None,
     max_batches: int = 2,
     tolerance: float = 0.1,
 ) -> Report:
@@ -64,14 +61,13 @@ def diagnose(
     Args:
         model: The model, with its parameters on their device. With `DistributedDataParallel`, pass
             `model.module`.
-        loss_fn: Called with the model and a batch. Returns the unscaled loss, a tensor with one
-            element; or a dictionary of losses, each of which gets a verdict. It needs no
-            `autocast`; `diagnose` switches one inside to the dtype that is measured.
+        loss_fn: Called with the model and a batch. Returns the unscaled loss, a tensor
+            with one element. It needs no `autocast`; `diagnose` switches one inside to the dtype
+            that is measured.
         batches: An iterable of batches of any kind that `loss_fn` takes, such as a `DataLoader`.
             Their size matters: a loss is averaged over the batch, so a larger batch has smaller
             gradients. Use the batch size of training.
-        parameters: For a dictionary of losses: name of a loss to the parameters that its optimizer
-            trains. A loss without an entry is judged by all parameters.
+        parameters: The parameters that the optimizer of this loss trains, if not all.
         max_batches: The largest number of batches to measure on.
         tolerance: The largest accepted error of a gradient, relative to its norm.
 
@@ -92,116 +88,87 @@ def diagnose(
         ('needed', True)
     """
     run = TorchGradientFunction(model, loss_fn, parameters)
-    name = _plain_class(model)
+    name = type(getattr(model, "_orig_mod", model)).__name__
     options = {"max_batches": max_batches, "tolerance": tolerance}
     return make_report(run, batches, model=name, setting=run.setting, **options)
 
 
 class TorchGradientFunction:
-    """The passes of a PyTorch model; see `lossscale.diagnosis.gradient_function.GradientFunction`.
+    """The passes of a PyTorch model; see `lossscale.diagnosis.measurement.GradientFunction`.
 
     Args:
         model, loss_fn, parameters: As for `diagnose`.
 
     Attributes:
         setting: What the model computes with, in words.
-
-    Raises:
-        ArgumentError, ArgumentTypeError, UnsupportedError: As `diagnose`.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        loss_fn: LossFn,
-        parameters: Mapping[str, Iterable[torch.nn.Parameter]] | None = None,
-    ) -> None:
+    def __init__(self, model: Any, loss_fn: LossFn, parameters: Any = None) -> None:
         _check_arguments(model, loss_fn)
         self._model, self._loss_fn = model, loss_fn
-        self._owned = {name: set(map(id, owned)) for name, owned in (parameters or {}).items()}
+        owned = set(map(id, model.parameters() if parameters is None else parameters))
+        named = model.named_parameters()
+        self._names = [_plain(n) for n, p in named if p.requires_grad and id(p) in owned]
         self._device = next(model.parameters()).device.type
         self._casts = all(each.dtype != torch.float16 for each in model.parameters())
         casting = "autocast to float16" if self._casts else "its own float16"
         self.setting = f"PyTorch, {self._device}, {casting}"
 
-    def __call__(
-        self, batch: Any, scale: float, half: bool, *, watch: bool = False
-    ) -> dict[str, LossGradients]:
-        """Returns the gradients of each loss."""
-        if half:
-            return self._pass(self._model, batch, scale, torch.float16, watch)
-        if any(map(_is_narrow, (*self._model.parameters(), *self._model.buffers()))):
+    def __call__(self, batch: Any, scale: float, half: bool) -> Pass:
+        """Computes a pass."""
+        tensors = *self._model.parameters(), *self._model.buffers()
+        if not half and any(map(_is_narrow, tensors)):
             # It fails if the loss function casts its input to the dtype of the model.
             with contextlib.suppress(RuntimeError):
-                wide = tree_map(_widened, batch)
-                return self._pass(_wide_copy(self._model), wide, scale, None, watch)
-        return self._pass(self._model, batch, scale, None, watch)
+                return self._pass(tree_map(_widened, batch), scale, half, widen=True)
+        return self._pass(batch, scale, half)
 
-    def _pass(
-        self,
-        model: torch.nn.Module,
-        batch: Any,
-        scale: float,
-        dtype: torch.dtype | None,
-        watch: bool,
-    ) -> dict[str, LossGradients]:
+    def _pass(self, batch: Any, scale: float, half: bool, *, widen: bool = False) -> Pass:
+        dtype = torch.float16 if half else None
+        model = _wide_copy(self._model) if widen else self._model
         with _as_it_was(model), _casting_to(dtype), _DrawnInFloat32():
             # Cached casts belong to an earlier graph.
             torch.clear_autocast_cache()
-            watcher, mine = _Watcher(model), copy.deepcopy(batch)
-            casting = torch.autocast(self._device, dtype, enabled=dtype is not None and self._casts)
-            with casting, watcher if watch else contextlib.nullcontext():
-                returned = self._loss_fn(model, mine)
-            losses = checked_losses(returned, torch.is_tensor, self._owned)
-            outputs = watcher.ranges(half=dtype is not None)
+            watcher, mine = _Watcher(model, half), copy.deepcopy(batch)
+            with torch.autocast(self._device, dtype, enabled=half and self._casts), watcher:
+                loss = checked_loss(self._loss_fn(model, mine), torch.is_tensor)
+            by_name = {_plain(name): each for name, each in model.named_parameters()}
+            chosen = [by_name[name] for name in self._names]
+            gradients = [None] * len(chosen)
             # PyTorch recommends the backward pass outside of autocast.
             with torch.autocast(self._device, enabled=False):
-                found = {}
-                for name, loss in losses.items():
-                    chosen = self._parameters_of(name, model)
-                    gradients = [None] * len(chosen)
-                    if loss.requires_grad and chosen:
-                        gradients = torch.autograd.grad(
-                            scaled(loss.reshape(()), scale),
-                            list(chosen.values()),
-                            retain_graph=len(losses) > 1,
-                            allow_unused=True,
-                        )
-                    on_host = dict(zip(chosen, map(_on_host, gradients), strict=True))
-                    found[name] = LossGradients(on_host, float(loss.detach()), outputs)
-                return found
-
-    def _parameters_of(self, loss: str, model: torch.nn.Module) -> dict[str, Any]:
-        """The parameters of the model, or of its copy, that a loss is judged by."""
-        owned, given = self._owned.get(loss), self._model.parameters()
-        return {
-            _plain(path): parameter
-            for (path, parameter), own in zip(model.named_parameters(), given, strict=True)
-            if own.requires_grad and (owned is None or id(own) in owned)
-        }
+                if loss.requires_grad and chosen:
+                    gradients = torch.autograd.grad(
+                        scaled(loss.reshape(()), scale), chosen, allow_unused=True
+                    )
+                on_host = dict(zip(self._names, map(_on_host, gradients), strict=True))
+            return Pass(float(loss.detach()), on_host, watcher.largest)
 
 
 class _Watcher(TorchFunctionMode):
-    """Within it, the results of PyTorch's functions are kept, named by the module that calls them.
+    """Within it, the largest magnitude of what each function of PyTorch returns is kept.
 
-    The same functions run in the same order in float32 and in float16.
+    A function is named by the module that calls it. The same functions run in the same order in
+    float32 and in float16.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, half: bool) -> None:
         super().__init__()
+        self.largest: dict[str, float] = {}
+        self._half = half
         self._model = model
-        self._calling = [_plain_class(model)]
-        self._returned: dict[str, list[torch.Tensor]] = {}
+        self._calling = [type(getattr(model, "_orig_mod", model)).__name__]
         self._counts: Counter[str] = Counter()
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Any:
         for path, module in self._model.named_modules():
+            name = _plain(f"{path}.").rstrip(".")
             # Scripted modules take no hooks.
-            if not isinstance(module, torch.jit.ScriptModule):
-                call = functools.partial(self._call, _plain(path) or self._calling[0])
+            if name and not isinstance(module, torch.jit.ScriptModule):
+                enter = functools.partial(self._enter, name)
                 self._hooks += [
-                    module.register_forward_pre_hook(call),
+                    module.register_forward_pre_hook(enter),
                     module.register_forward_hook(self._leave, always_call=True),
                 ]
         return super().__enter__()
@@ -211,7 +178,7 @@ class _Watcher(TorchFunctionMode):
             hook.remove()
         return super().__exit__(*error)
 
-    def _call(self, name: str, *_: Any) -> None:
+    def _enter(self, name: str, *_: Any) -> None:
         self._calling.append(name)
 
     def _leave(self, *_: Any) -> None:
@@ -219,44 +186,29 @@ class _Watcher(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        tensors = [each for each in tree_leaves(returned) if _is_output(each)]
-        if name != "__get__" and tensors:
-            self._returned[numbered(f"{self._calling[-1]} ({name})", self._counts)] = tensors
-        return returned
-
-    def ranges(self, *, half: bool) -> dict[str, OutputRange]:
-        """Returns the range of the result of each function."""
-        found = {}
-        for name, tensors in self._returned.items():
+        called = getattr(func, "__name__", "")
+        found = [each for each in tree_leaves(returned) if _is_output(each)]
+        if called != "__get__" and found:
+            name = numbered(f"{self._calling[-1]} ({called})", self._counts)
             # Within `torch.vmap`, a tensor holds the numbers of all rows.
-            plain = [torch.func.debug_unwrap(tensor).detach() for tensor in tensors]
-            chosen = [
-                part
-                for tensor in plain
-                if not half or tensor.dtype == torch.float16
-                for part in (tensor.unbind() if tensor.is_nested else [tensor])
-            ]
-            if chosen:
-                finite = all(bool(each.isfinite().all()) for each in chosen)
-                found[name] = OutputRange(max(map(_largest, chosen)), finite)
-        return found
+            plain = [torch.func.debug_unwrap(each).detach() for each in found]
+            narrow = [each for each in plain if not self._half or each.dtype == torch.float16]
+            if narrow:
+                self.largest[name] = max(map(_largest, narrow))
+        return returned
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    """The largest finite magnitude in a tensor, 0 if there is none."""
-    finite = torch.nan_to_num(tensor, 0.0, 0.0, 0.0).abs()
-    return float(finite.max()) if finite.numel() else 0.0
+    """The largest magnitude in a tensor, infinite if an element is not finite."""
+    parts = tensor.unbind() if tensor.is_nested else [tensor]
+    sizes = [float(part.abs().max()) for part in parts if part.numel()]
+    return max((size if size < math.inf else math.inf for size in sizes), default=0.0)
 
 
 def _is_output(value: Any) -> bool:
     # Tensors on the meta device, as parts of nested tensors are, have no numbers.
-    return (
-        isinstance(value, torch.Tensor)
-        and value.is_floating_point()
-        and bool(value.dim())
-        and not value.is_meta
-    )
+    is_tensor = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return is_tensor and bool(value.dim()) and not value.is_meta
 
 
 def _check_arguments(model: Any, loss_fn: Any) -> None:
@@ -446,13 +398,6 @@ def _on_host(gradient: Any) -> Any:
     return None if gradient is None else widened(*real_parts(gradient)).cpu().numpy()
 
 
-# --- Names --------------------------------------------------------------------------------------
-
-
 def _plain(path: str) -> str:
-    """The name of a parameter or a module in the uncompiled model."""
-    return path.replace("_orig_mod.", "").removesuffix("._orig_mod").removesuffix("_orig_mod")
-
-
-def _plain_class(model: torch.nn.Module) -> str:
-    return type(getattr(model, "_orig_mod", model)).__name__
+    """The name of a parameter in the uncompiled model."""
+    return path.replace("_orig_mod.", "")

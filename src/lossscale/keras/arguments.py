@@ -12,7 +12,7 @@ from lossscale.arguments import check_described
 from lossscale.common.checks import check_not_wrapped
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
 from lossscale.keras_common.state import deserialized
-from lossscale.old_formats import configurations
+from lossscale.old_formats import inner_config
 
 # Keras' base class sets these on every optimizer. On a wrapper they would hide the settings of
 # the inner optimizer, which are the ones that have an effect.
@@ -77,7 +77,7 @@ def inner_from_config(config: Any, custom_objects: Any) -> Any:
     registered = keras.saving.get_registered_object
     own = {name: None for name in names if name and registered(name, custom_objects) is not None}
     # A copy: Keras lower-cases the class name in the dictionary it is given.
-    config = configurations.inner_config(config, own)
+    config = inner_config(config, own)
     inner = keras.optimizers.deserialize(config, custom_objects=custom_objects)
     if not isinstance(inner, str):
         return inner

@@ -17,7 +17,7 @@ import keras
 
 from lossscale.keras.slots import numpy_of
 from lossscale.keras_common.state import ValueStore
-from lossscale.old_formats.slots import begins_as_keras_own, kind_of, nadam_product
+from lossscale.old_formats import begins_as_keras_own, kind_of, nadam_product
 from lossscale.packages import warn
 
 # Keras' own LossScaleOptimizer writes these before the inner optimizer's variables. The first

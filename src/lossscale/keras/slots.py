@@ -9,7 +9,7 @@ import keras
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.keras_common.optimizer import Slots, check_shapes
-from lossscale.old_formats.slots import kind_of, names_for
+from lossscale.old_formats import kind_of, names_for
 
 
 def weights_of(inner: Any) -> list[Any]:

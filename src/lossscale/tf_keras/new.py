@@ -13,7 +13,7 @@ import tf_keras
 from lossscale.errors import ArgumentError
 from lossscale.keras_common.optimizer import Slots, check_shapes
 from lossscale.keras_common.state import arrays_in
-from lossscale.old_formats.slots import documented_name, kind_of
+from lossscale.old_formats import documented_name, kind_of
 from lossscale.tensorflow.apply_or_skip import can_keep_old_values
 from lossscale.tensorflow.tracing import in_xla, translated
 from lossscale.tf_keras.optimizer import TFKerasCommonOptimizer, dtype_of

@@ -13,9 +13,8 @@ from flax import nnx
 
 import lossscale.optax
 from frameworks.jax.support import bits
-from lossscale.diagnosis.gradient_function import LOSS
 from lossscale.diagnosis.jax import JaxGradientFunction
-from lossscale.diagnosis.verdict import Verdict
+from lossscale.diagnosis.report import Verdict
 from lossscale.errors import ArgumentError, ArgumentTypeError
 
 diagnose = lossscale.optax.diagnose
@@ -101,24 +100,17 @@ def test_gradients_are_those_of_a_compiled_training_step_which_needs_a_scale(kin
     loss_fn, params, batches = LOSSES[kind]
     before = bits((params, batches))
     run = JaxGradientFunction(params, loss_fn)
-    for half, scale, watch in [
-        (False, 1, False),
-        (False, 1, True),
-        (True, 1, True),
-        (True, 64, False),
-    ]:
+    for half, scale in ((False, 1), (True, 1), (True, 64)):
         dtype = jnp.float16 if half else jnp.float32
-        found = run(batches[0], scale, half, watch=watch)[LOSS]
+        found = run(batches[0], scale, half)
         wanted = by_hand(loss_fn, params, batches[0], scale, dtype)
-        # A pass that is watched fuses other operations.
-        close = 2e-2 if half and watch else 1e-5
+        close = 1e-5
         for gradient, expected in zip(found.gradients.values(), wanted, strict=True):
             assert gradient.dtype == np.float32
             largest = np.abs(expected).max()
             np.testing.assert_allclose(gradient, expected, rtol=close, atol=close * largest + 6e-8)
         value = loss_fn(jax.tree.map(jnp.asarray, params), batches[0], dtype)
         assert found.loss == pytest.approx(float(value), rel=1e-2)
-        assert bool(found.outputs) == watch
     report = diagnose(loss_fn, params, batches)
     assert report.verdict is Verdict.NEEDED
     last = by_hand(loss_fn, params, batches[0], report.rule.initial_scale, jnp.float16)
@@ -126,97 +118,28 @@ def test_gradients_are_those_of_a_compiled_training_step_which_needs_a_scale(kin
     assert bits((params, batches)) == before
 
 
-def test_an_overflow_is_found_where_it_is():
+def test_an_overflow_of_the_forward_pass_cannot_be_helped():
     def loss_fn(params, batch, dtype):
-        hidden = batch["x"].astype(dtype) @ params["w"].astype(dtype)
-        large = hidden * batch["factor"].astype(dtype)
-        small = jax.checkpoint(lambda x: jnp.tanh(x / batch["factor"].astype(dtype)))(large)
-        return mean_square(small)
+        return mean_square(batch.astype(dtype) @ params["w"].astype(dtype))
 
-    params = {"w": drawn(6, 5)}
-    run, batch = JaxGradientFunction(params, loss_fn), {"x": X, "factor": np.float32(3e4)}
-    wide, narrow = (run(batch, 1.0, half, watch=True)[LOSS].outputs for half in (False, True))
-    hidden = X @ params["w"]
-    wanted = {"dot_general": hidden, "mul": hidden * 3e4, "div": hidden, "tanh": np.tanh(hidden)}
-    names = list(narrow)
-    assert list(wide)[: len(names)] == names
-    assert [name.partition("(")[2].rstrip(")") for name in names] == list(wanted)
-    assert all("loss_fn" in name and ", line " in name for name in names)
-    for name, array in zip(names, wanted.values(), strict=True):
-        assert wide[name].finite
-        assert wide[name].largest == pytest.approx(np.abs(array).max(), rel=1e-5)
-    finite = [narrow[name].finite for name in names]
-    assert finite == [True, False, False, True]
-    kept = np.abs(np.float16(hidden) * np.float32(3e4))
-    assert narrow[names[1]].largest == pytest.approx(kept[kept < 65520].max(), rel=2e-3)
-    report = diagnose(loss_fn, params, [batch])
+    report = diagnose(loss_fn, {"w": drawn(6, 5)}, [X * 1e5])
     assert report.verdict is Verdict.CANNOT_HELP
-    assert names[1] in " ".join(str(report).split())
 
 
-@pytest.mark.parametrize("transformed", ["jit", "checkpoint", "vmap", "grad", "scan", "print"])
-def test_operations_are_named_within_what_jax_transforms(transformed):
-    def layer(x, w):
-        if transformed == "print":
-            jax.debug.print("seen {}", x[0, 0])
-        return jnp.tanh(x @ w)
-
-    def loss_fn(params, batch, dtype):
-        x, w = batch.astype(dtype), params["w"].astype(dtype)
-        if transformed == "vmap":
-            return mean_square(jax.vmap(lambda row: layer(row[None], w))(x))
-        if transformed == "grad":
-            return mean_square(jax.grad(lambda x: layer(x, w).sum())(x))
-        if transformed == "scan":
-            return mean_square(jax.lax.scan(lambda c, row: (c, layer(row[None], w)), 0, x)[1])
-        return mean_square(getattr(jax, transformed, lambda f: f)(layer)(x, w))
-
-    params = {"w": drawn(6, 5)}
-    run = JaxGradientFunction(params, loss_fn)
-    wide, narrow = (run(X, 1.0, half, watch=True)[LOSS].outputs for half in (False, True))
-    assert set(narrow) <= set(wide)
-    # A loop is one operation.
-    assert any(
-        name.endswith("(scan)" if transformed == "scan" else "(dot_general)") for name in narrow
-    )
-    assert diagnose(loss_fn, params, [X]).verdict is Verdict.NEEDED
-    overflows = diagnose(loss_fn, params, [X * 1e5]).verdict
-    assert overflows is Verdict.CANNOT_HELP
-
-
-def test_losses_in_a_dictionary_are_judged_by_what_each_one_owns():
+def test_a_loss_is_judged_by_what_it_trains():
     params = {"critic": {"w": drawn(6, 5)}, "actor": {"w": drawn(5, 6).T}, "actors": drawn(3)}
 
     def loss_fn(params, batch, dtype):
-        def head(name):
-            return mean_square(batch.astype(dtype) @ params[name]["w"].astype(dtype))
+        batch = batch.astype(dtype)
+        return sum(mean_square(batch @ params[n]["w"].astype(dtype)) for n in ("critic", "actor"))
 
-        return {"critic": head("critic"), "actor": head("actor") / LOSES + head("critic") * 0}
-
-    owned = {"critic": ["critic"], "actor": ["actor/w"]}
-    run = JaxGradientFunction(params, loss_fn, owned)
-    for half, watch in [(False, True), (True, True), (True, False)]:
-        dtype = jnp.float16 if half else jnp.float32
-        found = run(X, 1.0, half, watch=watch)
-        assert {name: list(each.gradients) for name, each in found.items()} == {
-            "critic": ["critic/w"],
-            "actor": ["actor/w"],
-        }
-        for name in owned:
-            wanted = by_hand(lambda p, b, d, n=name: loss_fn(p, b, d)[n], params, X, 1.0, dtype)
-            index = {"actor": 0, "critic": 2}[name]
-            gradient = found[name].gradients[f"{name}/w"]
-            np.testing.assert_allclose(gradient, wanted[index], rtol=2e-2, atol=6e-8)
-    report = diagnose(loss_fn, params, [X], parameters=owned)
-    assert "loss_fn, critic: " in str(report)
-    with pytest.raises(ArgumentError, match="The loss 'critic' depends on no trainable parameter"):
-        diagnose(loss_fn, params, [X], parameters={"critic": ["nobody"]})
-    with pytest.raises(
-        ArgumentError, match=r"losses that `loss_fn` returns: 'critic', .*Received: 'kritic'"
-    ):
-        diagnose(loss_fn, params, [X], parameters={"kritic": ["critic"]})
+    for owned in ("critic", "actor"):
+        found = JaxGradientFunction(params, loss_fn, [owned])(X, 1.0, True)
+        assert list(found.gradients) == [f"{owned}/w"]
+    with pytest.raises(ArgumentError, match="The loss depends on no trainable parameter"):
+        diagnose(loss_fn, params, [X], parameters=["nobody"])
     with pytest.raises(ArgumentTypeError, match=r"Received: 'critic'; write \['critic'\]"):
-        diagnose(loss_fn, params, [X], parameters={"critic": "critic"})
+        diagnose(loss_fn, params, [X], parameters="critic")
 
 
 def test_what_is_no_number_to_train_has_no_gradient():
@@ -224,7 +147,7 @@ def test_what_is_no_number_to_train_has_no_gradient():
         return mean_square(batch.astype(dtype) @ params["w"].astype(dtype)) * params["n"][0]
 
     params = {"w": drawn(6, 5), "n": np.array([2]), "key": jax.random.key(0)}
-    found = JaxGradientFunction(params, loss_fn)(X, 1.0, True, watch=True)[LOSS]
+    found = JaxGradientFunction(params, loss_fn)(X, 1.0, True)
     assert list(found.gradients) == ["w"]
 
 
@@ -268,7 +191,7 @@ def test_libraries_of_modules_need_nothing_but_their_own_way_to_say_a_dtype():
         "equinox": diagnose(equinox_loss, linear, [X]),
     }
     assert (bits(nnx.state(model)), model.layers[0].dtype) == before
-    names = {kind: list(report.measurements[LOSS].gradients) for kind, report in reports.items()}
+    names = {kind: list(report.measurement.gradients) for kind, report in reports.items()}
     assert {kind: {each.name for each in found} for kind, found in names.items()} == {
         "linen": {"params/Dense_0/bias", "params/Dense_0/kernel"},
         "nnx": {"layers/0/bias", "layers/0/kernel"},
@@ -276,9 +199,6 @@ def test_libraries_of_modules_need_nothing_but_their_own_way_to_say_a_dtype():
         "equinox": {"bias", "weight"},
     }
     assert all(report.verdict is Verdict.NEEDED for report in reports.values())
-    operations = {kind: report.measurements[LOSS].operations for kind, report in reports.items()}
-    assert all(operations.values())
-    assert any("Dense_0" in name for name in operations["linen"])
 
 
 MISTAKES = {

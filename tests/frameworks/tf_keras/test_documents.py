@@ -1,20 +1,15 @@
 """What the pages document, on both families, and the faults that TensorFlow had there."""
 
 import copy
-import pathlib
 
 import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from tf_keras.src.mixed_precision.loss_scale_optimizer import BaseLossScaleOptimizer
 
 import lossscale
-from documents.pages import blocks
 from frameworks.tf_keras.support import assert_same, step, trained, wrapped
 from lossscale import experimental
-
-PAGES = pathlib.Path(__file__).parents[3].parent / "shared" / "seeds"
 
 
 @pytest.fixture
@@ -186,28 +181,3 @@ def test_a_weight_that_a_subclass_adds_is_saved_and_copied(optimizers, var, base
     loss_scale.extra.assign(9)
     checkpoint.restore(path)
     assert int(loss_scale.extra) == 2
-
-
-@pytest.mark.skipif(not PAGES.is_dir(), reason="the pages are not beside this checkout")
-@pytest.mark.parametrize("family", ["new", "legacy"])
-@pytest.mark.parametrize("page", sorted(path.name[:3] for path in PAGES.glob("*.txt")))
-def test_the_pages_run_with_both_families(page, family):
-    (path,) = PAGES.glob(f"{page}_*.txt")
-    ran, namespace = 0, {}
-    for block in blocks(path.read_text(encoding="utf-8")):
-        text = block.text
-        if block.kind == "signature" or ("LossScaleOptimizer" not in text and "opt." not in text):
-            continue
-        if block.kind == "doctest" or "..." in text or "RMSprop" in text:
-            continue
-        if family == "legacy":
-            text = text.replace("tf.keras.optimizers.", "tf.keras.optimizers.legacy.")
-        if "LossScaleOptimizer" in text:
-            var = tf.Variable(1.0)
-            namespace = {"tf": tf, "np": np, "var": var, "loss_fn": lambda var=var: var**2}
-        with lossscale.install():
-            exec(compile(text, path.name, "exec"), namespace)
-        assert float(namespace["var"]) in (np.float32(0.8), 0.5, 0.25)
-        assert isinstance(namespace["opt"], BaseLossScaleOptimizer)
-        ran += 1
-    assert ran or page == "000"

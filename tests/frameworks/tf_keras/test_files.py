@@ -21,7 +21,7 @@ from frameworks.tf_keras.support import (
     wrapped,
 )
 
-FIXTURES = pathlib.Path(__file__).parents[2] / "migration" / "fixtures"
+FIXTURES = pathlib.Path(__file__).parents[3] / "lossscale-migration" / "tests" / "fixtures"
 EXTRAS = {
     "optimizer/loss_scale/.ATTRIBUTES/steps_skipped",
     "optimizer/loss_scale/.ATTRIBUTES/last_step_skipped",

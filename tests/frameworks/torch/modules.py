@@ -148,7 +148,7 @@ def loss_fn(model, batch):
 
 @functools.cache
 def _onednn_has_float16_lstm():
-    with torch.autocast("cpu", torch.float16):
+    with torch.random.fork_rng(), torch.autocast("cpu", torch.float16):
         try:
             nn.LSTM(2, 2)(torch.zeros(1, 1, 2))
         except RuntimeError:

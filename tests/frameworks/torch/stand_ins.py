@@ -1,6 +1,6 @@
 """Libraries in the shape in which docs/trainers.md uses them, for tests without them.
 
-`make peers` has the libraries themselves.
+`tools.peers` has the libraries themselves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training on one device, a processor or the GPU that `make gpu` asks for.
+"""Training on one device, a processor or the GPU that `tools.gpu` asks for.
 
 The oracle is PyTorch's plain optimizer on the processor, which is given the gradients of the steps
 that are finite and no others.
@@ -284,7 +284,7 @@ def _two_ranks(rank, folder):
     distributed.destroy_process_group()
 
 
-@pytest.mark.skipif("LOSSSCALE_TEST_DEVICE" not in os.environ, reason="make gpu runs it")
+@pytest.mark.skipif("LOSSSCALE_TEST_DEVICE" not in os.environ, reason="tools.gpu runs it")
 def test_two_ranks_on_one_device(tmp_path):
     torch.multiprocessing.spawn(_two_ranks, (str(tmp_path),), nprocs=2)
     first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))

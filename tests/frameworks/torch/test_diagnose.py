@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 import lossscale
 from frameworks.torch.modules import LOSES, MODELS, batches_of, kernels_of, loss_fn, model_of
 from frameworks.torch.support import bits
-from lossscale.diagnosis.gradient_function import LOSS
 from lossscale.diagnosis.torch import TorchGradientFunction
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.torch.scaling import stored
@@ -56,12 +55,12 @@ def test_a_pass_has_the_gradients_of_training_and_the_report_says_what_it_loses(
     with kernels_of(kind):
         for half, scale in ((False, 1.0), (True, 1.0), (True, 2.0**9)):
             wanted = gradients_by_hand(model, batches[0], scale, wide=not half)
-            found = run(batches[0], scale, half)[LOSS].gradients
+            found = run(batches[0], scale, half).gradients
             assert list(found) == list(wanted)
             for name, gradient in wanted.items():
                 np.testing.assert_array_equal(found[name], gradient)
         report = diagnose(model, loss_fn, batches)
-    (measurement,) = report.measurements.values()
+    measurement = report.measurement
     assert "PyTorch, cpu, autocast to float16" in said(report)
     if kind in RIGHT:
         assert (report.verdict, report.rule) == ("not needed", None)
@@ -92,58 +91,40 @@ def test_what_each_operation_returns_is_seen_in_both_precisions_by_the_same_name
     torch.manual_seed(0)
     model, batch = Watched(), torch.randn(3, 4) * 50
     run = TorchGradientFunction(model, lambda m, b: (m(b).float() - 9000).square().mean())
-    wide, narrow = (run(batch, 1.0, half, watch=True)[LOSS].outputs for half in (False, True))
+    wide, narrow = (run(batch, 1.0, half).outputs for half in (False, True))
     names = ["first (linear)", "Watched (chunk)", "Watched (mul)", "Watched (masked_fill)"]
     assert list(wide)[:4] == list(narrow)[:4] == names
     assert "second (linear)" in narrow
     # What is float32 in both has no limit.
     assert "Watched (sub)" not in narrow
     assert "Watched (sub)" in wide
-    assert not narrow["Watched (masked_fill)"].finite
-    assert not wide["Watched (masked_fill)"].finite
-    assert narrow["Watched (masked_fill)"].largest == pytest.approx(
-        wide["Watched (masked_fill)"].largest, rel=1e-2
-    )
+    assert narrow["Watched (masked_fill)"] == wide["Watched (masked_fill)"] == np.inf
     first = float(model.first(batch).detach().abs().max())
-    assert wide["first (linear)"].largest == pytest.approx(first)
-    assert narrow["first (linear)"].largest == pytest.approx(first, rel=1e-2)
+    assert wide["first (linear)"] == pytest.approx(first)
+    assert narrow["first (linear)"] == pytest.approx(first, rel=1e-2)
 
 
 def test_an_operation_of_the_forward_pass_that_overflows_is_named():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
 
     def loss(model, batch):
-        return torch.tanh(model[0](batch) * 1e6).float().mean()
+        return (model[0](batch) * 1e6).float().mean()
 
     report = diagnose(model, loss, [torch.ones(2, 4)])
     assert report.verdict == "cannot help"
     assert "Sequential (mul) overflows in float16" in said(report)
 
 
-def test_losses_have_a_forward_pass_together_and_a_verdict_each():
+def test_a_loss_is_judged_by_what_it_trains():
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(6, 1), "b": torch.nn.Linear(6, 1)})
-    calls = []
 
-    def losses(model, batch):
-        calls.append(1)
-        shared = model["a"](batch)
-        return {
-            "a": shared.float().mean(),
-            "b": (model["b"](batch) + shared).float().mean() / 2**30,
-        }
+    def loss(model, batch):
+        return (model["b"](batch) + model["a"](batch)).float().mean() / 2**30
 
-    owned = {name: model[name].parameters() for name in ("a", "b")}
-    report = diagnose(model, losses, batches_of("linear", 2), parameters=owned)
-    assert {name: each.verdict.value for name, each in report.recommendations.items()} == {
-        "b": "needed",
-        "a": "not needed",
-    }
-    assert [g.name for g in report.measurements["b"].gradients] == ["b.weight", "b.bias"]
-    assert len(calls) == report.measurements["a"].passes
-    with pytest.raises(ArgumentError, match=r"`parameters` must name losses .*Received: 'c'"):
-        diagnose(model, losses, batches_of("linear", 1), parameters={"c": []})
-    with pytest.raises(ArgumentError, match="The loss 'a' depends on no trainable parameter"):
-        diagnose(model, losses, batches_of("linear", 1), parameters={"a": []})
+    report = diagnose(model, loss, batches_of("linear", 2), parameters=model["b"].parameters())
+    assert [g.name for g in report.measurement.gradients] == ["b.weight", "b.bias"]
+    with pytest.raises(ArgumentError, match="The loss depends on no trainable parameter"):
+        diagnose(model, loss, batches_of("linear", 1), parameters=[])
 
 
 def test_no_more_batches_are_taken_than_asked_for():
@@ -155,7 +136,7 @@ def test_no_more_batches_are_taken_than_asked_for():
             yield torch.ones(2, 6)
 
     report = diagnose(model_of("own function"), loss_fn, endless(), max_batches=3)
-    assert next(iter(report.measurements.values())).batches == len(taken) == 3
+    assert report.measurement.batches == len(taken) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -169,7 +150,7 @@ def test_a_model_in_16_bits_is_measured_as_it_is_beside_a_wide_copy(dtype):
     wide = copy.deepcopy(model).float()
     loss_fn(wide, batches[0].float()).backward()
     found = {name: p.grad for name, p in wide.named_parameters()}
-    for gradient in report.measurements[LOSS].gradients:
+    for gradient in report.measurement.gradients:
         assert gradient.largest == pytest.approx(float(found[gradient.name].abs().max()))
 
 
@@ -194,7 +175,7 @@ def test_a_model_that_casts_to_float16_itself_has_a_reference_in_float32(loses):
         return (model(batch).float() ** 2).mean() * loses
 
     report = diagnose(model, loss, batches)
-    found = report.measurements[LOSS]
+    found = report.measurement
     assert report.verdict == ("not needed" if loses == 1 else "needed")
     assert ("reference the model casts to float16 itself" in said(report)) == (loses < 1)
     wide = copy.deepcopy(model)
@@ -207,7 +188,7 @@ def test_a_model_that_casts_to_float16_itself_has_a_reference_in_float32(loses):
             largest[name] = max(largest[name], float(parameter.grad.abs().max()))
     for gradient in found.gradients:
         assert gradient.largest == pytest.approx(largest[gradient.name], rel=1e-2)
-        assert gradient.best_error < 0.01
+        assert min(gradient.errors.values()) < 0.01
 
 
 def test_gradients_that_are_zero_are_told_and_do_not_matter():
@@ -215,7 +196,7 @@ def test_gradients_that_are_zero_are_told_and_do_not_matter():
     torch.nn.init.constant_(model[0].bias, -1e3)
     report = diagnose(model, lambda m, b: loss_fn(m, b) / LOSES, batches_of("linear"))
     assert report.verdict == "not needed"
-    assert "zero 3 gradients are also 0 in float32, and left out: 0.weight" in said(report)
+    assert "left out 3 of the gradients: 0.weight, 0.bias, 2.weight: also 0" in said(report)
 
 
 def test_a_loss_that_casts_to_float16_itself_is_measured_beside_a_high_scale():
@@ -235,7 +216,6 @@ def test_a_model_that_float16_cannot_run_is_unknown_and_says_why():
     report = diagnose(model_of("linear"), loss, batches_of("linear", 1))
     assert report.verdict == "unknown"
     assert 'the model does not run in float16 here: "inverse' in said(report)
-    assert "float16 would overflow above a loss scale of 2**" in said(report)
 
 
 def test_random_numbers_are_drawn_alike_in_both_precisions():
@@ -249,7 +229,7 @@ def test_random_numbers_are_drawn_alike_in_both_precisions():
 
     report = diagnose(model_of("linear"), loss, batches_of("linear", 1))
     assert {torch.float16, torch.float32} <= set(drawn)
-    assert max(each.best_error for each in report.measurements[LOSS].gradients) < 2e-3
+    assert max(min(g.errors.values()) for g in report.measurement.gradients) < 2e-3
 
 
 def compiled_around(model):
@@ -276,10 +256,10 @@ def test_a_compiled_model_has_the_names_of_the_one_inside(compiled, has_stance, 
     model = compiled(model_of("linear"))
     before = [dict(vars(module)) for module in model.modules()]
     report = diagnose(model, loss_fn, batches_of("linear", 1))
-    found = report.measurements[LOSS]
+    found = report.measurement
     assert report.model == "Sequential"
     assert "0.weight" in {each.name for each in found.gradients}
-    assert "0 (linear)" in found.operations
+    assert "0 (linear)" in found.outputs
     assert [dict(vars(module)) for module in model.modules()] == before
 
 
@@ -291,8 +271,8 @@ def test_checkpoints_within_the_model_change_nothing(reentrant):
         inside = checkpoint(model[:3], batch.requires_grad_(), use_reentrant=reentrant)
         return (model[3:](inside).float() ** 2).mean() * LOSES
 
-    expected = diagnose(model, lambda m, b: loss_fn(m, b), batches).measurements[LOSS].gradients
-    assert diagnose(model, loss, batches).measurements[LOSS].gradients == expected
+    expected = diagnose(model, lambda m, b: loss_fn(m, b), batches).measurement.gradients
+    assert diagnose(model, loss, batches).measurement.gradients == expected
 
 
 class Ensemble(torch.nn.Module):
@@ -349,8 +329,8 @@ def test_functions_of_functions_nested_tensors_and_scripts_are_measured(case):
     model, batches = make(), [torch.randn(4, 6)]
     report = diagnose(model, lambda m, b: (call(m, b).float() ** 2).mean(), batches)
     assert report.verdict == "not needed"
-    (found,) = report.measurements.values()
-    assert name in found.operations
+    found = report.measurement
+    assert name in found.outputs
     report = diagnose(model, lambda m, b: torch.tanh(call(m, b * 1e6).float()).mean(), batches)
     assert report.verdict == "cannot help"
 
@@ -362,7 +342,7 @@ MISTAKES = {
     "a list": (
         lambda m, b: [m(b).mean()],
         ArgumentTypeError,
-        "a list. Return the loss alone, a sum",
+        "a list. Return the loss alone",
     ),
     "outputs": (
         lambda m, b: types.SimpleNamespace(loss=m(b).mean()),

@@ -1,1 +1,0 @@
-"""The formats of old releases: configurations and names of slots. Imports no framework."""

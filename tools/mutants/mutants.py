@@ -1,0 +1,375 @@
+"""Wrong versions of the sources, and the tests that have to notice each.
+
+`python -m tools.mutants` runs them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Iterator
+
+from tools.mutants.edits import Edit
+
+# The backends of the process in which a mutant's tests run.
+TENSORFLOW, TF_KERAS, JAX, TORCH = "tensorflow", "tf_keras", "jax", "torch"
+BACKEND_OF_PART = {"tf_keras": TF_KERAS, "jax": JAX, "optax": JAX, "torch": TORCH}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant(Edit):
+    """One wrong edit.
+
+    Attributes:
+        backend: Which process runs the tests.
+        tests: Arguments of pytest that select the tests which must fail.
+    """
+
+    backend: str
+    tests: tuple[str, ...]
+
+
+# Tests, as they are named on the command line of pytest, and the mutants that they kill:
+#
+#     PART [on BACKEND] FUNCTION: OLD -> NEW  [-k WORDS]
+#
+# with the backend if it is not that of the part, and with words, as `-k` of pytest has them, if not
+# all of these tests are needed. What is indented further goes on with the line above. Statements
+# after one another have a `;` between them.
+KILLED_BY = """
+tests/core/test_rules.py
+    rules DynamicScale.update: xp.where(lowered < self.ceiling, lowered, self.ceiling) -> lowered
+    rules DynamicScale.restored: math.isfinite(scale) and scale > 0 -> math.isfinite(scale)
+    rules DynamicScale.restored: min(max(scale, self.min_scale), self.ceiling)
+        -> max(scale, self.min_scale)
+    rules FixedScale.loss_scale: self.scale -> state.scale
+tests/conformance/test_promises.py -k tensorflow-eager
+    rules DynamicScale.update: counted < self.growth_interval -> counted <= self.growth_interval
+    rules DynamicScale.update: scale * self.backoff_factor -> scale / self.growth_factor
+    rules DynamicScale.update: waiting | (grown > self.ceiling) -> waiting
+    rules DynamicScale.update: grown > self.ceiling -> grown >= self.ceiling
+    rules DynamicScale.update: xp.where(stats.finite, ..., 0)
+        -> xp.where(stats.finite, ..., counted)
+    rules DynamicScale.update: xp.where(stats.finite, ..., lowered)
+        -> xp.where(stats.finite, ..., scale)
+    rules DynamicScale.update: xp.where(lowered > self.min_scale, lowered, self.min_scale)
+        -> lowered
+    rules FixedScale.checks_gradients: self.skip_nonfinite -> True
+    keras Backend.check: not rule.checks_gradients -> False
+    keras_common ValueStore.save_own_variables: store[name] = value -> pass
+    keras save: optimizer.inner_optimizer.save_own_variables(store) -> pass
+tests/conformance/test_promises.py -k tensorflow-function
+    tensorflow _branch: finished(apply(), True) -> finished(None, True)
+    tensorflow _branch: finished(None, False) -> finished(None, True)
+    tensorflow _branch: [applied, update_scale(...)] -> [applied]
+    tensorflow where: one if decided else other -> one
+    keras LossScaleOptimizer._update_scale: self._last_step_skipped.assign(skipped) -> pass
+    keras LossScaleOptimizer._update_scale: self._iterations.follow() -> pass
+tests/conformance/test_promises.py -k tensorflow-xla
+    tensorflow apply_or_skip: _keeping_old_values(kept(), finite)
+        -> _keeping_old_values(kept(), tf.constant(True))
+    tensorflow _choosing_assignments: variable.read_value() - delta -> variable.read_value() + delta
+    tensorflow _choosing_assignments: tf.where(finite, value, old) -> value
+    tensorflow _choosing_assignments:
+        {'assign': assign, 'assign_add': assign_add, 'assign_sub': assign_sub}
+        -> {'assign': assign, 'assign_add': assign_add}
+    keras LossScaleOptimizer._update_scale: self._steps_skipped.assign_add(ops.cast(...))
+        -> pass
+tests/backends/test_fit.py -k subclass
+    keras LossScaleOptimizer._step: scaled and self._is_rewritten(...) -> False
+    keras LossScaleOptimizer.scale_loss: ... and self._is_rewritten(...) -> False
+    keras LossScaleOptimizer.scale_loss: not self._scaling.is_isolated(location) -> True
+tests/frameworks/keras/test_subclasses.py tests/conformance/test_subclasses.py
+    keras_common _noted: self._scaling.isolated_step(location) -> self._backend.eager_scope()
+    keras_common _noted: each is not None -> False
+    keras_common KerasCommonOptimizer.__init_subclass__: setattr(cls, name, ...) -> None
+tests/conformance/test_promises.py -k tf_keras-new-function
+    tf_keras TFKerasCommonOptimizer._step: ... if rule.checks_gradients else True -> ...
+    tf_keras TFKerasCommonOptimizer._update_scale:
+        results.append(self._steps_skipped.assign_add(...)) -> pass
+    tf_keras TFKerasCommonOptimizer._update_scale: [self._state.update(stats)] -> []
+tests/frameworks/tf_keras/test_training.py -k copy
+    tf_keras build_pending: shapes != [tuple(each.shape) for each in variables] -> False
+    tf_keras build_pending: [next(remaining) for _ in group] -> list(variables)
+    tf_keras build_pending: are_found and ... -> False
+    tf_keras inner_values: groups or optimizer._pending_groups -> groups
+tests/frameworks/tf_keras/test_training.py -k dropped
+    tf_keras TFKerasCommonOptimizer._step: self._pending_values is not None -> False
+tests/conformance/test_promises.py -k 'tf_keras-new-eager and loaded'
+    tf_keras LossScaleNode._restore_from_tensors: self._extras[name].assign(...) -> tf.no_op()
+tests/conformance/test_promises.py -k tf_keras-legacy-eager
+    tf_keras TFKerasCommonOptimizer._update_scale:
+        results.append(self._last_step_skipped.assign(...)) -> pass
+tests/conformance/test_promises.py -k jax-eager
+    keras on jax JaxBackend.apply_or_skip: bool(stats.finite) -> True
+tests/conformance/test_promises.py -k jax-jit
+    jax scaled: widened(loss) -> jnp.asarray(loss)
+    keras on jax _apply_gated:
+        (*inner.variables, *inner._trainable_variables, *step.variables)
+        -> (*inner.variables, *inner._trainable_variables[1:], *step.variables[1:])
+tests/conformance/test_promises.py
+    keras on torch TorchBackend.check: not state.scale >= 1.0 -> False
+    keras on torch TorchBackend.check: found_inf + ... -> found_inf
+    keras on torch TorchBackend.update_on_host: skipped.add_(1) -> pass
+tests/conformance/test_promises.py -k 'reciprocal and tensorflow'
+    tensorflow unscaled: compiled and powers_of_two -> powers_of_two
+    tensorflow _not_constant: tf.get_static_value(divisor) is None -> True
+tests/conformance/test_promises.py -k 'reciprocal and keras-jax-jit'
+    keras on jax JaxBackend.unscaled: jax.lax.optimization_barrier(scale) -> scale
+tests/conformance/test_promises.py -k 'floor and torch-native-host'
+    common on torch warned_at_floor: scale > rule.min_scale -> scale >= rule.min_scale
+tests/conformance/test_promises.py -k torch-native-host
+    torch Engine._on_host: not found > 0 -> True
+    torch Engine.apply: decision.apply is False -> False
+    torch is_below_one: lowest < 1.0 -> False
+    torch LossScaleOptimizer.load_state_dict: state_dicts.restore(scale, numbers) -> pass
+    torch LossScale.update: self.number != before -> False
+tests/conformance/test_promises.py -k torch-native-device
+    torch attributes: each.found_inf = found_inf -> pass
+tests/conformance/test_promises.py -k 'optax-native-jit and makes_infinite'
+    optax may_be_below_one: lowest is None or lowest < 1.0 -> False
+tests/conformance/test_random_programs.py
+    tensorflow all_finite: _all_true(each_finite(large)) -> tf.constant(False)
+        -k keras-tensorflow-function
+    tensorflow _sums: tf.reduce_all -> tf.reduce_any  -k keras-tensorflow-function
+    tensorflow _all_true: tf.reduce_all -> tf.reduce_any  -k keras-tensorflow-function
+    tensorflow _in_turn: tf.constant(False) -> tf.constant(True)  -k keras-tensorflow-xla
+tests/conformance/test_what_rules_see.py -k for_a_rule_that_asks
+    optax _move: rule.needs != StatsRequest() -> True
+    keras on torch LossScaleOptimizer._step: rule.needs != StatsRequest() -> True
+tests/backends/test_diagnose.py
+    diagnosis.keras on torch _as_it_was: attributes.update(values) -> pass  -k subclassed
+    diagnosis on torch _cast_to_float16: not asks(layer) -> True  -k ask_for_a_dtype
+    diagnosis on jax _watched: _traced() == outside -> True  -k LSTM
+    diagnosis on torch KerasGradientFunction._forward: keras.ops.cast(target, output.dtype)
+        -> output  -k targets_beyond
+    diagnosis on torch _value: keras.ops.cast(value, 'float32') -> value
+        -k whatever and test_the_reference
+    diagnosis on tensorflow _derive_on_tensorflow: map(rows, gradients)
+        -> map(tf.convert_to_tensor, gradients)
+        -k Embedding
+tests/backends/test_diagnose_loss_functions.py
+    diagnosis on torch KerasGradientFunction.__init__: id(each) in owned -> True
+tests/backends/test_finite.py
+    tensorflow all_finite: unscaled(parts, scale, powers_of_two) -> parts
+    tensorflow all_finite: tf.logical_and(fits, ...) -> fits
+    torch all_finite: bool(fits) -> True
+tests/backends/test_torch.py
+    keras on torch _copies: torch.empty_like(gradient) -> gradient
+tests/backends/test_handover.py
+    keras_common ScaledGradientTracker._kind: min(times) < record.losses -> False
+    keras_common _Record.count: times + 1 -> times
+    keras_common ScaledGradientTracker._check_not_of_another: is_here and not is_ready -> False
+    keras_common ScaledGradientTracker._left_by_another: (None, self._seen) -> (None,)
+tests/backends/test_files.py
+    keras load_inner: restore_scale(optimizer, own) -> pass  -k keras_own_class
+    keras_common KerasCommonOptimizer: {'inner_optimizer', 'get_slot_names'} -> {'get_slot_names'}
+        -k plain_optimizer
+    keras load_inner: optimizer._iterations.follow() -> pass  -k plain_optimizer or own_class
+    keras set_weights: targets = all_variables -> targets = weights  -k set_weights
+tests/diagnosis/test_measurement.py tests/diagnosis/test_report.py
+    diagnosis _beyond: error ** 2 - best ** 2 -> error ** 2
+    diagnosis _Batch.measured: g.largest > least -> False
+    diagnosis _predicted_highest: LARGEST / largest -> largest
+    diagnosis _Batch._highest_finite: high - low > 1 -> high - low > 2
+    diagnosis _Batch.measured: n not in masks -> True
+    diagnosis _Batch._backward: max(predicted, second) -> _HIGHEST
+    diagnosis _differing: error > _SAME -> False
+    diagnosis _Batch._correct_reference: lower[name] <= self._tolerance -> True
+    diagnosis _Batch._worst: filter(math.isfinite, beyond) -> beyond
+    diagnosis _Batch._worst: best[name] < NOISE -> True
+    diagnosis _is_finite: math.isfinite(found.loss) -> True
+    diagnosis recommend: highest - 1 -> highest + 1
+    diagnosis recommend: highest >= MARGIN -> True
+    diagnosis recommend: min((lowest + highest) // 2, first) -> (lowest + highest) // 2
+    diagnosis recommend: first - _BELOW -> first
+    diagnosis Measurement.ranked: -each.excess_error(0) -> each.excess_error(0)
+tests/documents/test_documented_members.py
+    arguments rule_from_arguments: min(1.0, settings['initial_scale']) -> 1.0  -k floor
+    tensorflow widened: tf.cast(tensor, tf.float32) -> tensor  -k float32_or_wider
+    tensorflow unscaled: gradient / divisor -> gradient * tf.math.reciprocal(divisor)
+        -k divides_exactly
+    tensorflow unscaled: divided(gradient.values) -> gradient.values  -k indexed_slices
+tests/conformance/test_page_matrix.py
+    keras LossScaleOptimizer._differentiated: self.get_scaled_loss
+        -> lambda loss: loss() if callable(loss) else loss  -k minimize_is_a_step
+    keras_common KerasCommonOptimizer.get_updates: self._apply_unscaled(location, pairs, None)
+        -> self._apply_unscaled(location, pairs[:0], None)  -k gradients_are_returned
+    keras_common KerasCommonOptimizer.get_gradients: callable(loss) -> True
+        -k gradients_of_a_tensor
+tests/frameworks/keras/test_distribution.py
+    tensorflow all_replicas_finite: ... < 0.5 -> ... < 1.5  -k overflow_on_one_replica
+    keras_common KerasCommonOptimizer.apply_gradients:
+        experimental_aggregate_gradients and not skip_gradients_aggregation -> True  -k summed
+tests/frameworks/keras/test_training.py
+    tensorflow can_keep_old_values: not getattr(part, 'use_ema', False) -> True  -k xla_function
+    tensorflow as_one_operation: len(tf.config.list_logical_devices()) > 1 -> False
+        -k one_device
+    keras scaled_by_loss: getattr(variable, 'overwrite_with_gradient', False) -> False
+        -k overwritten
+tests/frameworks/keras/test_handover.py
+    keras_common _Record.is_elsewhere: self.graph is not None and graph is None -> False
+        -k wherever_they_run
+    keras_common ScaledGradientTracker._kind: len(kinds) > 1 -> False  -k says_what_to_write
+tests/conformance/test_page_matrix.py -k iterations_count
+    keras StepCounter.assign: ops.minimum(self._skipped, value) -> self._skipped + 0
+    keras StepCounter.assign: value - skipped -> value
+tests/frameworks/keras/test_programs.py -k translated
+    common do_not_convert: function.autograph_info__ = {} -> pass
+    tensorflow translated: tf.executing_eagerly() -> True
+tests/frameworks/keras/test_persistence.py
+    keras_common ScaleVariables.restored: self.rule.restored(...) -> ...  -k saved_scale
+tests/frameworks/tf_keras/test_files.py
+    keras_common on tf_keras ScaleVariables.restored: self.rule.restored(...) -> ...
+        -k outside_the_limits
+tests/conformance/test_what_rules_see.py
+    keras on torch LossScaleOptimizer._update_scale: self._rule.checks_gradients
+        -> not isinstance(stats.finite, bool)
+tests/frameworks/jax/test_state_form.py
+    jax _gated_equation: jax.lax.cond(finite, run, silent) -> run()  -k callbacks
+    jax lasting_dtype: new.dtype if _kind(new) > _kind(old) else old.dtype -> old.dtype
+    optax _old_values: path not in after -> False  -k cannot_be_kept
+    optax _untraced: np.zeros(...) -> leaf  -k float0
+tests/frameworks/jax/test_skipping.py
+    optax skipped_like: complex(-0.0, -0.0) if ... else -0.0 -> 0.0  -k momentum
+    optax of_its_own: id(leaf) in known and isinstance(leaf, jax.Array) -> False  -k lbfgs
+    optax _judge: [jnp.where(...) for part in gradients] -> gradients  -k nothing_inside
+tests/frameworks/jax/test_loops.py
+    optax run: finite = finite & ... -> pass  -k of_its_own
+tests/frameworks/jax/test_orders.py
+    optax _is_transparent: not has_schedule -> True  -k refused
+tests/frameworks/jax/test_finite.py
+    jax _extremes: ('int', 'uint') -> ('int', 'int')  -k where_xla
+    jax _all_finite: jnp.where(finite, numbers, jnp.zeros_like(numbers)) -> numbers  -k checkify
+    jax gated: variable.aval.shape -> True  -k checkify
+    optax _judge: [jnp.where(...) for part in gradients] -> gradients  -k checkify
+tests/frameworks/jax/test_platforms.py
+    jax _largest_on_gpu: is_laid_out(part) or may_be_sharded(part) -> False  -k several_devices
+    jax _largest: np.iinfo(unsigned).max >> 1 -> np.iinfo(unsigned).max  -k that_of_a_cpu
+    jax update: jax.lax.platform_dependent(...) -> branched()  -k branch
+tests/frameworks/jax/test_jaxprs.py
+    jax gated: set(wanted.values()) -> set(olds)  -k kept_old
+    jax _gated_branches: gated(branch, given, own, finite) -> gated(branch, given, {}, finite)
+    jax branches: equation.params.get('branches_platforms') -> False  -k another_platform
+tests/frameworks/jax/test_memory.py
+    jax _gated_equation: called is not None -> False
+tests/frameworks/jax/test_devices.py
+    optax agreed: jax.lax.pmin(...) > 0 -> finite  -k anywhere
+    optax agreed: varying(finite) - varying(scale) -> varying(scale) - varying(finite)
+        -k would_part
+tests/frameworks/jax/test_leaves.py
+    optax LossScaled.update: overflow_check.has_elements(gradients) -> True  -k without_a_gradient
+    optax _narrowed: all(map(_is_narrow, here)) -> True  -k rounded_last
+    optax _counted: jnp.where(count < most, ..., most) -> jnp.where(count < most, ..., count + 1)
+        -k counter
+    optax LossScaled.init: jax.tree.map(_widened, params) -> params
+        -k float16 or narrow or half or dtype
+tests/frameworks/jax/test_conversions.py
+    optax from_flax: int(...) + 1 -> int(...)  -k every_setting
+    optax from_jmp: {'good_steps': good_steps} -> {}  -k every_setting
+tests/conformance/test_monitors.py
+    optax Monitor.step: self._scale = jnp.copy(watched.scale) -> pass  -k what_happened
+tests/frameworks/jax/test_monitor.py
+    optax rows_of: row is None -> False  -k lookahead
+    optax _name: not is_key -> True  -k put_down_to_its_own
+    optax Monitor.step: watched.steps_skipped is self._watched.steps_skipped -> False  -k is_shown
+tests/frameworks/jax/test_diagnose.py
+    diagnosis on jax JaxGradientFunction._owns: owned is None or ... -> True
+tests/frameworks/jax/test_mistakes.py
+    optax is_array: isinstance(...) -> True  -k functions_in_it
+    optax _single_scale: scale.ndim -> False  -k state_of_several
+    optax value_and_grad: isinstance(found[0][1], _Result) -> True  -k returns_no_value
+tests/frameworks/jax/test_leaves.py tests/frameworks/jax/test_loops.py
+    optax _judge: finite & usable -> finite
+tests/frameworks/torch/test_steps.py
+    torch KnownStates.are_made: p.grad is None or id(p) in ids -> True
+        -k joins_late
+    torch attributes: vars(each).pop -> vars(each).setdefault  -k raises
+    torch GradientRecord.are_scaled: any(as_they_were) and not all(as_they_were) -> False
+        -k gradients_of_some
+tests/frameworks/torch/test_monitor.py
+    torch LoopOverflowTracker._add_to_skip: self._skip is not before and ... -> False
+        -k share_a_scaler
+tests/frameworks/torch/test_recipes.py
+    torch _wrapper_in: isinstance(...) -> False  -k accelerate_prepares
+    torch GradScaler._only_makes_state: fused.is_dummy_step(optimizer) -> False
+        -k only_makes_state
+tests/frameworks/torch/test_closures.py
+    torch _evaluate: engine.scale.update(decision.stats) -> pass
+tests/frameworks/torch/test_two_wrappers.py
+    torch holding: not each.info.ids.isdisjoint(info.ids) -> False  -k share_parameters
+    torch ScaledGradients.settle: self in each.record.sets -> False  -k the_scale_falls
+    torch LossScaleOptimizer._leave_out: not record.has_own_loss -> False  -k no_step
+    torch Engine.begin: each.record.decision = None -> pass  -k share_parameters
+tests/frameworks/torch/test_clipping.py
+    torch coefficient: 1.0 -> 2.0
+tests/frameworks/torch/test_guard.py
+    torch GuardedScheduler._holds: now[0] > made and now[1] == applied -> False
+    torch GuardedScheduler._holds: now >= self._seen -> True
+tests/frameworks/torch/test_grad_scaler_defects.py
+    torch unscale_and_check_: recheck -> False  -k d20
+    torch GradScaler._step_that_skips_by_itself: del optimizer.grad_scale, optimizer.found_inf
+        -> pass  -k d25
+tests/frameworks/torch/test_processes.py
+    torch GradScaler._unscale_grads_: found.item() >= 0 -> False
+        -k given_group
+    torch measure_everywhere: here[1:] / copies -> here[1:]  -k on_a_mesh
+    torch grad_norm: info.copies(gradient) -> 1  -k the_norm
+tests/frameworks/torch/test_ranks.py
+    torch _groups_along: placement.is_replicate() -> not placement.is_shard()
+tests/frameworks/torch/test_mistakes.py
+    torch _dense: not gradient.is_coalesced() -> False  -k one_index
+    torch LossScaleOptimizer._unscale_: if decision.empty: return decision
+        -> pass  -k before_there_are_gradients
+lossscale-migration/tests/test_checkpoints.py -k what_the_rule_has
+    migration KerasRestorePlan._set_scale_values: field in named -> True
+lossscale-migration/tests/test_migrate.py -k killed_command
+    migration on tensorflow _remove_abandoned: _locked(owner) -> True
+    migration on tensorflow _remove_abandoned: owner.read(2**16) == _mark(new) -> True
+    migration on tensorflow _remove_abandoned: shutil.rmtree(folder) -> pass
+lossscale-migration/tests/test_untrusted_files.py
+    cli on tensorflow shown: visible(shortened(text)) -> text  -k hostile_settings
+    migration on tensorflow check_size: expanded > _ANY_ZIP + _LARGEST_ZIP_RATIO * held -> False
+        -k small_zip
+    migration on tensorflow parsed: range(_DEEPEST) -> range(10**6)  -k nested_deep
+tests/monitoring/test_recorder.py
+    monitoring on tensorflow _cut_off_half_a_line: file.truncate(end) -> pass  -k beginning
+    monitoring on tensorflow read_records: break -> pass  -k beginning
+    monitoring on tensorflow Recorder._write: self._file.flush() -> pass  -k at_once
+    monitoring on tensorflow Recorder._count_skips_in_a_row: all_skipped -> True  -k in_a_row
+    monitoring on tensorflow is_lowest: 1 + 2.0 ** -20 -> 1.0  -k rounds
+lossscale-migration/tests/test_models.py
+    migration _described_optimizer: begins_as_keras_own(arrays) -> False  -k arrives and SGD
+    migration _described_optimizer: begins_as_keras_own(arrays) -> len(arrays) > 4
+        -k is_not_taken
+    migration ModelFile.of_keras_own: len(self.arrays) > _UNBUILT_KERAS_OWN -> True
+        -k before_its_first
+    keras load_inner: len(_KERAS_OWN_VARIABLES) if is_own else 0 -> 0  -k arrives and SGD
+"""
+
+_MUTANT = re.compile(
+    r"(?P<part>[\w.]+)(?: on (?P<backend>\w+))? (?P<function>[\w.]+): (?P<old>.+) -> (?P<new>.+?)"
+    r"(?: +-k (?P<words>.+))?"
+)
+
+
+def _read(table: str) -> Iterator[Mutant]:
+    selection: list[str] = []
+    for line in re.sub(r"\n {8}", " ", table).strip("\n").split("\n"):
+        if not line.startswith(" "):
+            selection = shlex.split(line)
+            continue
+        found = _MUTANT.fullmatch(line.strip())
+        assert found, f"`{line}` is no mutant."
+        fields = found.groupdict()
+        words, backend = fields.pop("words"), fields.pop("backend")
+        tests = (*selection, *(("-k", words) if words else ()))
+        yield Mutant(
+            **fields,
+            backend=backend or BACKEND_OF_PART.get(fields["part"], TENSORFLOW),
+            tests=tests,
+        )
+
+
+ALL = list(_read(KILLED_BY))
