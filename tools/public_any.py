@@ -3,9 +3,9 @@
     python -m tools.public_any            # the numbers, by name
     python -m tools.public_any FOLDER     # of another checkout, to compare
 
-A second; it imports nothing of the package. A parameter, a result, a property or an annotated
-attribute counts once, however often `Any` is in it; `dict[str, Any]`, which only says that the values
-differ, does not.
+It takes a second, and imports nothing of the package. A parameter, a result, a property or an
+annotated attribute counts once, however often `Any` is in it. `dict[str, Any]` does not count:
+its values have different types. A class counts its own members, not inherited ones.
 """
 
 from __future__ import annotations

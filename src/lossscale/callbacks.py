@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Self
 
 from lossscale import registry
 from lossscale.errors import ArgumentTypeError
@@ -65,7 +65,7 @@ class LossScaleMonitor:
 
     _recorder: Recorder | None = None
 
-    def __new__(cls, *args: Any, framework: str | None = None, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, framework: str | None = None, **kwargs: Any) -> Self:
         if cls is LossScaleMonitor:
             # Before any framework is imported.
             MonitorSettings(*args, **kwargs)
@@ -78,10 +78,10 @@ class LossScaleMonitor:
         *,
         every: int = 1,
         log: Callable[[dict[str, Any]], object] | None = None,
-        on_floor: str = "warn",
+        on_floor: Literal["warn", "raise", "ignore"] = "warn",
         max_consecutive_skips: int | None = None,
         append: bool = False,
-        framework: str | None = None,
+        framework: Literal["keras", "tf_keras"] | None = None,
     ) -> None:
         super().__init__()
         self._settings = MonitorSettings(path, every, log, on_floor, max_consecutive_skips, append)

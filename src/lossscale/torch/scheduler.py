@@ -88,7 +88,7 @@ def _blank() -> GuardedScheduler:
     return object.__new__(GuardedScheduler)
 
 
-def guard(scheduler: Scheduler, optimizer: Any) -> Scheduler:
+def guard(scheduler: Scheduler, optimizer: LossScaleOptimizer | GradScaler) -> Scheduler:
     """Returns a learning rate scheduler that steps only after steps that were applied.
 
     A skipped step trains nothing, so a schedule that counts steps must not count it. The scheduler
