@@ -83,6 +83,25 @@ ALL = {
     "torch": (TORCH, EACH_BACKEND),
     "tensorflow, all else": ({**TENSORFLOW, **EMITTERS}, ("tests", *_IGNORED)),
 }
+# What is tested where only one framework is installed, with `make test FRAMEWORK=torch`.
+NO_KERAS = {"LOSSSCALE_TEST_KERAS": "none"}
+# The other file has the rows of a Keras only.
+PROMISES = ("tests/conformance", "--ignore=tests/conformance/test_every_optimizer.py")
+OF_FRAMEWORK = {
+    "torch": {
+        "torch without Keras": ALL["torch without Keras"],
+        "conformance": ({**TORCH, **NO_KERAS}, PROMISES),
+    },
+    "jax": {
+        "jax without Keras": ALL["jax without Keras"],
+        "conformance": ({**JAX, **NO_KERAS}, PROMISES),
+    },
+    "tensorflow": {
+        "Keras 3": ALL["tensorflow, Keras 3"],
+        "conformance": ({**TENSORFLOW, **EMITTERS}, ("tests/conformance",)),
+    },
+    "tf_keras": {"tf_keras": (TF_KERAS, ("tests/conformance", "tests/frameworks/tf_keras"))},
+}
 QUICK = {
     "torch tests/conformance": (TORCH, ("tests/conformance",)),
     "tests/core": (TENSORFLOW, ("tests/core",)),
@@ -135,11 +154,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the core and one backend only")
     parser.add_argument(
+        "--framework", choices=OF_FRAMEWORK, help="what needs no other framework (default: all)"
+    )
+    parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="processes at a time (default: the cores)"
     )
     arguments = parser.parse_args()
     start = time.monotonic()
-    jobs = dict(QUICK if arguments.quick else ALL)
+    jobs = dict(QUICK if arguments.quick else OF_FRAMEWORK.get(arguments.framework, ALL))
     left_out = {}
     if ON_SIMULATED_CUDA in jobs and (why := simulated_cuda.why_not()):
         left_out[ON_SIMULATED_CUDA] = why
