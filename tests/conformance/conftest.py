@@ -2,8 +2,13 @@ import contextlib
 
 import pytest
 
-from conformance.wrappers import WRAPPERS
+from conformance.wrappers import BACKEND, KERAS, WRAPPERS
 from quickly import compiling_quickly
+
+if KERAS != "none" and BACKEND not in ("jax", "torch"):
+    import two_devices
+
+    two_devices.split_cpu()
 
 
 @pytest.fixture(params=WRAPPERS, ids=lambda wrapper: wrapper.name)

@@ -27,7 +27,7 @@ ARROWS = {
     "callbacks": "errors registry monitoring",
     "common": "errors packages rules monitoring",
     "jax": "rules common monitoring *jax",
-    "tensorflow": "errors rules registry common monitoring *tensorflow",
+    "tensorflow": "errors packages rules registry common monitoring *tensorflow",
     "keras_common": "errors checks packages rules registry arguments members optimizer common "
     "monitoring",
     "torch": "errors checks packages rules arguments members optimizer common monitoring *torch",

@@ -28,6 +28,7 @@ import tensorflow as tf
 import tf_keras
 import torch
 import torch.distributed.fsdp
+from flax import nnx
 
 import lossscale.optax
 
@@ -35,7 +36,7 @@ MODULES = [
     importlib.import_module(f"lossscale{name}")
     for name in ("", ".optax", ".torch", ".diagnosis", ".keras", ".tf_keras")
 ]
-FRAMEWORKS = {"tf": tf, "jax": jax, "keras": keras, "optax": optax, "torch": torch}
+FRAMEWORKS = {"tf": tf, "jax": jax, "keras": keras, "optax": optax, "torch": torch, "nnx": nnx}
 PUBLIC = {name: getattr(m, name) for m in reversed(MODULES) for name in m.__all__}
 NAMES = {**vars(builtins), **PUBLIC, **FRAMEWORKS, "tf_keras": tf_keras, "lossscale": lossscale}
 WRAPPERS = [m.LossScaleOptimizer for m in (lossscale.keras, lossscale.tf_keras, lossscale.torch)]

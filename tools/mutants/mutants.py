@@ -278,7 +278,7 @@ tests/frameworks/jax/test_diagnose.py
     diagnosis on jax JaxGradientFunction._owns: owned is None or ... -> True
 tests/frameworks/jax/test_mistakes.py
     optax is_array: isinstance(...) -> True  -k functions_in_it
-    optax _single_scale: scale.ndim -> False  -k state_of_several
+    optax _check_single: jnp.ndim(value) -> False  -k state_of_several
     optax value_and_grad: isinstance(found[0][1], _Result) -> True  -k returns_no_value
 tests/frameworks/jax/test_leaves.py tests/frameworks/jax/test_loops.py
     optax _judge: finite & usable -> finite

@@ -10,7 +10,7 @@ import numpy as np
 from lossscale.errors import OldFileError, UnknownSlotError, UnsupportedError
 from lossscale.old_formats import NADAM_DECAY, decayed, kind_of, nadam_product, names_for
 from lossscale.packages import warn
-from lossscale_migration.matching import Matches
+from lossscale_migration.matching import MatchedObjects
 from lossscale_migration.saved_optimizer import (
     FIRST_KIND,
     NEW_KIND,
@@ -43,7 +43,7 @@ class RestorePlan:
         self.slots: list[tuple[Any, Any]] = []
         self._settings_before: dict[str, Any] = {}
 
-    def prepare(self, matches: Matches | None, trainable: Sequence[Any]) -> None:
+    def prepare(self, matches: MatchedObjects | None, trainable: Sequence[Any]) -> None:
         """Finds the variable for every slot, without setting any.
 
         Args:
@@ -84,7 +84,7 @@ class RestorePlan:
             self._set_counters(self.saved.iterations)
         return self._set_others() + self._set_scale()
 
-    def _owner(self, slot: SavedSlot, matches: Matches) -> Any:
+    def _owner(self, slot: SavedSlot, matches: MatchedObjects) -> Any:
         """Returns the variable of a slot; None if only its position is known."""
         if slot.variable is None:
             return None

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from lossscale.keras.arguments import hard_sigmoid as hard_sigmoid
 from lossscale.keras.optimizer import LossScaleOptimizer
+from lossscale.keras_common.guard import guard
 
 if TYPE_CHECKING:
     from lossscale.keras.monitor import LossScaleMonitor as LossScaleMonitor
 
-__all__ = ["LossScaleMonitor", "LossScaleOptimizer"]
+__all__ = ["LossScaleMonitor", "LossScaleOptimizer", "guard"]
 
 
 def __getattr__(name: str) -> Any:

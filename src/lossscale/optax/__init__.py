@@ -27,6 +27,7 @@ try:
         all_finite,
         loss_scale,
         scale_loss,
+        unless_skipped,
         unscale,
         value_and_grad,
     )
@@ -53,6 +54,7 @@ __all__ = [
     "loss_scaled",
     "scale_loss",
     "track_overflows",
+    "unless_skipped",
     "unscale",
     "value_and_grad",
 ]

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import lossscale.optax.overflow_check as overflow_check
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax.gradients import scaled, unscaled
+from lossscale.optax.gating import is_array
 from lossscale.optax.state_lookup import described, has_loss_scale, state_in
+from lossscale.packages import warn
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -203,6 +205,64 @@ def value_and_grad(
     return value_and_scaled_grad
 
 
+def unless_skipped(opt_state: Any, new: Any, old: Any) -> Any:
+    """Returns what a step made of a tree, or the tree as it was if the step was skipped.
+
+    For what the forward pass changes: the statistics of a batch normalization, an average, a
+    counter. It does not wait for the device, and works inside `jax.jit` and `jax.lax.scan`.
+
+    Args:
+        opt_state: The state after `update`, as for `loss_scale`.
+        new: A tree of arrays, after the step. Leaves that are not arrays are returned as they are.
+        old: The same tree before the step. The state of a Flax NNX module changes with the module,
+            so it must be a copy: `nnx.clone(nnx.state(model, nnx.BatchStat))`.
+
+    Returns:
+        A tree like `new`, with its dtypes.
+
+    Raises:
+        ArgumentTypeError, ArgumentError: As for `scale_loss`, and if the structures or the shapes
+            of the two trees differ.
+
+    Examples:
+        >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.1))
+        >>> grads, opt_state = jnp.full(2, jnp.inf), tx.init(jnp.ones(2))
+        >>> _, opt_state = tx.update(grads, opt_state)  # skipped
+        >>> lossscale.optax.unless_skipped(opt_state, {"mean": jnp.nan}, {"mean": 0.5})
+        {'mean': Array(0.5, dtype=float32, weak_type=True)}
+    """
+    skipped = state_in(opt_state).last_step_skipped
+    skipped = skipped.get_value() if hasattr(skipped, "get_value") else skipped
+    _check_single(skipped, "decisions")
+
+    def chosen(path: Any, new: Any, old: Any) -> Any:
+        if new is old or not is_array(new):
+            return new
+        if jnp.shape(new) != jnp.shape(old):
+            raise ArgumentError(
+                f"`new` and `old` must have the same shapes. Received: {jnp.shape(new)} and "
+                f"{jnp.shape(old)} at {jax.tree_util.keystr(path) or 'the root'}."
+            )
+        dtype = jnp.result_type(new)
+        old = old if jnp.result_type(old) == dtype else jnp.asarray(old, dtype)
+        return jnp.where(skipped, old, new)
+
+    structures = jax.tree.structure(new), jax.tree.structure(old)
+    if structures[0] != structures[1]:
+        raise ArgumentError(
+            "`new` and `old` must be the same tree after and before the step. Received: "
+            f"{structures[0]} and {structures[1]}."
+        )
+    pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
+    if pairs and all(one is other for one, other in pairs):
+        warn(
+            "`new` and `old` are the same arrays, so a skipped step puts nothing back. The state "
+            "of a Flax NNX module changes with the module. Take a copy of it before the step: "
+            "nnx.clone(nnx.state(model, nnx.BatchStat))."
+        )
+    return jax.tree_util.tree_map_with_path(chosen, new, old)
+
+
 class _Result(NamedTuple):
     """Marks a value that the user's function returned, to recognize it in the result of `grad`."""
 
@@ -218,12 +278,16 @@ _CALL = "It is called as value_and_grad(loss_fn)(opt_state, params, ...)."
 
 def _single_scale(opt_state: Any) -> Any:
     scale = loss_scale(opt_state)
-    if scale.ndim:
+    _check_single(scale, "loss scales")
+    return scale
+
+
+def _check_single(value: Any, what: str) -> None:
+    if jnp.ndim(value):
         raise ArgumentError(
-            f"The state must have one loss scale. Received: loss scales of shape {scale.shape}. "
+            f"The state must have one loss scale. Received: {what} of shape {jnp.shape(value)}. "
             "Call this inside the vmap or pmap that the state belongs to."
         )
-    return scale
 
 
 def _loss_in(result: Any, has_aux: bool) -> Any:

@@ -16,12 +16,14 @@ import tensorflow as tf
 
 from lossscale import registry
 from lossscale.common.autograph import do_not_convert
+from lossscale.packages import warn
 from lossscale.rules import GradientStats
 from lossscale.tensorflow.private_names import (
     as_one_operation,
     strategy_supports_no_merge_call,
 )
-from lossscale.tensorflow.tracing import after, grouped, in_xla
+from lossscale.tensorflow.replicas import current_location
+from lossscale.tensorflow.tracing import after, grouped, in_xla, translated
 
 _KERASES = tuple(framework.root for framework in registry.KERASES)
 _ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
@@ -152,3 +154,77 @@ def _choosing_assignments(variable: Any, finite: Any) -> dict[str, Callable[...,
         return assign(variable.read_value() - delta, *args, **kwargs)
 
     return {"assign": assign, "assign_add": assign_add, "assign_sub": assign_sub}
+
+
+# --- What a forward pass changed ------------------------------------------------------------------
+
+
+@do_not_convert
+def run_guarded(
+    model: Any,
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    optimizers: Sequence[Any],
+    weights_of: Callable[[Any], list[Any]],
+) -> Any:
+    """Runs the training step of a guarded model, and puts weights back if it was skipped.
+
+    Args:
+        model: The model.
+        step: Its step.
+        args: The arguments of the step; the batch is the first.
+        optimizers: The loss scale optimizers whose skips count.
+        weights_of: Returns the weights of the model to put back.
+
+    Returns:
+        What the step does.
+    """
+    if not all(layer.built for layer in model._flatten_layers()):
+        _build(model, args)
+    weights = [_of_this_replica(weight) for weight in weights_of(model)]
+    counters = [_of_this_replica(optimizer._steps_skipped) for optimizer in optimizers]
+    # A value that is read is not copied unless the variable is then written in place.
+    before, counts = [tf.identity(w) for w in weights], [tf.identity(c) for c in counters]
+    result = translated(step)(*args)
+    if len(weights_of(model)) > len(weights):
+        warn(
+            "A guarded model made weights in its first step, which is not guarded. Call the "
+            "model, or each of its parts, once before `fit`."
+        )
+    skipped = tf.reduce_any([tf.not_equal(*each) for each in zip(counters, counts, strict=True)])
+
+    def put_back() -> Any:
+        for weight, value in zip(weights, before, strict=True):
+            weight.assign(value, read_value=False)
+        return tf.constant(True)
+
+    if tf.executing_eagerly():
+        if bool(skipped):
+            put_back()
+    elif in_xla():
+        # A branch would copy each of them.
+        for weight, value in zip(weights, before, strict=True):
+            weight.assign(tf.where(skipped, value, weight), read_value=False)
+    else:
+        tf.cond(skipped, put_back, lambda: tf.constant(False))
+    return result
+
+
+def _build(model: Any, args: tuple[Any, ...]) -> None:
+    """Makes the weights of a model as its first step would; tf_keras makes them no earlier."""
+    batch = args[0] if args else None
+    inputs = batch[0] if isinstance(batch, tuple) and batch else batch
+    # A model may not be callable on its inputs alone: then the step makes the weights.
+    with contextlib.suppress(Exception):
+        tf.function(lambda: (model(inputs), None)[1], autograph=False).get_concrete_function()
+
+
+def _of_this_replica(variable: Any) -> Any:
+    """The TensorFlow variable behind one of Keras 3 or tf_keras; of replicas, that of this one."""
+    variable = getattr(variable, "_value", getattr(variable, "_variable", variable))
+    if not tf.distribute.has_strategy():
+        return variable
+    parts = tf.distribute.get_strategy().experimental_local_results(variable)
+    # Replicas that assign together could not do so in a branch, and would average.
+    _, [number] = current_location()
+    return parts[number % len(parts)]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lossscale.keras_common.guard import guard
 from lossscale.tf_keras.families import LossScaleOptimizer
 
 if TYPE_CHECKING:
     from lossscale.tf_keras.monitor import LossScaleMonitor as LossScaleMonitor
 
-__all__ = ["LossScaleMonitor", "LossScaleOptimizer"]
+__all__ = ["LossScaleMonitor", "LossScaleOptimizer", "guard"]
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,7 @@ from lossscale.members import VariableList
 from lossscale.packages import warn
 from lossscale.rules import GradientStats, ScaleRule, StatsRequest
 from lossscale.tensorflow import gradient_stats, overflow_check, replicas, scaling, tracing
-from lossscale.tensorflow.apply_or_skip import apply_or_skip
+from lossscale.tensorflow.apply_or_skip import apply_or_skip, run_guarded
 from lossscale.tensorflow.private_names import DelegatingTrackableMixin
 from lossscale.tensorflow.tape import check_symbolic, recorded
 from lossscale.tf_keras.arguments import (
@@ -50,6 +50,7 @@ class Arrays:
     flat_gradients = staticmethod(scaling.flat_gradients)
     current_location = staticmethod(replicas.current_location)
     replica_count = staticmethod(replicas.replica_count)
+    run_guarded = staticmethod(run_guarded)
     read = staticmethod(tf.convert_to_tensor)
 
     is_variable = staticmethod(is_variable)

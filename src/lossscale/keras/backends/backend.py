@@ -191,6 +191,13 @@ class Backend:
         """The number of the current step, counted from 1; None if no tracker needs it."""
         return self.read(iterations) + 1
 
+    # Runs the training step of a guarded model, and puts weights back if it was skipped. Takes
+    #   model, step, args: the model, its step, and the arguments of the step;
+    #   optimizers: the loss scale optimizers whose skips count;
+    #   weights_of: returns the weights of the model to put back.
+    # Returns what the step does.
+    run_guarded: Callable[..., Any]
+
     # --- Where calls are made -----------------------------------------------------------------
 
     def check_strategy(self) -> None:

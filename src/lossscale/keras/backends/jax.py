@@ -61,6 +61,36 @@ class JaxBackend(Backend):
             apply(step.gradients, step.divisor)
         update_scale(stats)
 
+    def run_guarded(
+        self,
+        model: Any,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        optimizers: Sequence[Any],
+        weights_of: Callable[[Any], list[Any]],
+    ) -> Any:
+        """Selects the weights in the state that a step returns."""
+        state = args[0]
+        kept = set(map(id, weights_of(model)))
+        counters = {id(optimizer._steps_skipped) for optimizer in optimizers}
+        variables = getattr(model.optimizer, "variables", ())
+        places = [place for place, each in enumerate(variables) if id(each) in counters]
+        if not places:
+            raise UnsupportedError(
+                "On JAX, a guarded model must be compiled with the optimizer whose skips count. "
+                "`fit` passes the variables of no other optimizer to `train_step`."
+            )
+        logs, after = step(*args)
+        moved = [state[2][place] != after[2][place] for place in places]
+        skipped = jnp.any(jnp.stack(moved))
+        chosen = [
+            jnp.where(skipped, old, new) if id(each) in kept else new
+            for each, old, new in zip(
+                model.non_trainable_variables, state[1], after[1], strict=True
+            )
+        ]
+        return logs, (after[0], chosen, *after[2:])
+
     # --- Where calls are made, variables and arrays -------------------------------------------
 
     def current_location(self) -> Location:

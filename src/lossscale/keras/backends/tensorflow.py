@@ -16,7 +16,7 @@ from lossscale.common.private_names import check_attribute
 from lossscale.keras.backends.backend import Backend, Step
 from lossscale.rules import GradientStats, ScaleState, host_can_update, updates_on_host
 from lossscale.tensorflow import gradient_stats, overflow_check, replicas, scaling
-from lossscale.tensorflow.apply_or_skip import apply_or_skip, can_keep_old_values
+from lossscale.tensorflow.apply_or_skip import apply_or_skip, can_keep_old_values, run_guarded
 from lossscale.tensorflow.tape import check_symbolic, recorded
 from lossscale.tensorflow.tracing import translated, where
 
@@ -40,6 +40,7 @@ class TensorFlowBackend(Backend):
     current_location = staticmethod(replicas.current_location)
     replica_count = staticmethod(replicas.replica_count)
     eager_scope = staticmethod(tf.init_scope)
+    run_guarded = staticmethod(run_guarded)
     # Keras sums the gradients of the replicas inside the inner optimizer, after the check, so one
     # replica does not see the overflow of another.
     all_replicas_finite = staticmethod(replicas.all_replicas_finite)

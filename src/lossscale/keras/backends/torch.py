@@ -123,6 +123,21 @@ class TorchBackend(Backend):
         optimizer._iterations._value.copy_(applied + skipped)
         return True
 
+    def run_guarded(
+        self,
+        model: Any,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        optimizers: Sequence[Any],
+        weights_of: Callable[[Any], list[Any]],
+    ) -> Any:
+        """Copies the weights before the step."""
+        before = _copied(weights_of(model))
+        counts = _copied([optimizer._steps_skipped for optimizer in optimizers])
+        result = step(*args)
+        _put_back_if_moved(counts, before)
+        return result
+
     def step_number(self, iterations: Any) -> None:
         """Returns None: the overflow tracker of PyTorch counts by itself."""
 
@@ -229,6 +244,18 @@ def _copies(optimizer: Any, gradients: Sequence[Any], keys: Sequence[Any]) -> li
         copies.append(copy)
     torch._foreach_copy_(copies, list(gradients))
     return copies
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _copied(variables: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return [(variable, variable.value.detach().clone()) for variable in variables]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _put_back_if_moved(counts: list[tuple[Any, Any]], before: list[tuple[Any, Any]]) -> None:
+    if any(bool(counter.value != count) for counter, count in counts):
+        for weight, value in before:
+            weight.assign(value)
 
 
 BACKEND = TorchBackend()

@@ -1,0 +1,442 @@
+"""`guard(model)`: what a forward pass changes follows the applied steps, on each Keras.
+
+The oracle is a run that was never given the spoiled batches.
+"""
+
+import copy
+import importlib
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+
+import lossscale
+from conformance.harness import array
+from conformance.wrappers import BACKEND, KERAS
+from fresh import Program
+from lossscale.errors import ArgumentTypeError, LossScaleWarning
+from seeding import seed
+
+if KERAS == "none":
+    pytest.skip("about Keras", allow_module_level=True)
+
+keras = importlib.import_module(KERAS)
+guard = importlib.import_module(f"lossscale.{KERAS}").guard
+layers, SGD = keras.layers, keras.optimizers.SGD
+ON_TENSORFLOW = BACKEND not in ("jax", "torch")
+ROWS, SPOILED = 4, (1, 4)
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+
+@pytest.fixture(autouse=True)
+def float16():
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    yield
+    keras.mixed_precision.set_global_policy("float32")
+
+
+@keras.saving.register_keras_serializable("lossscale.tests")
+class Codebook(layers.Layer):
+    """Keeps an average of what it has seen, and counts its calls in training."""
+
+    def build(self, shape):
+        self.average = self.add_weight(
+            shape=(shape[-1],), initializer="zeros", trainable=False, name="average"
+        )
+        self.calls = self.add_weight(
+            shape=(), dtype="int32", initializer="zeros", trainable=False, name="calls"
+        )
+
+    def call(self, x, training=False):
+        if training:
+            self.average.assign(_wide(self.average) * 0.5 + _wide(x[0]) * 0.5)
+            self.calls.assign(self.calls + 1)
+        return x
+
+
+def _wide(x):
+    if KERAS == "keras":
+        return keras.ops.cast(x, "float32")
+    import tensorflow as tf
+
+    return tf.cast(x, "float32")
+
+
+@keras.saving.register_keras_serializable("lossscale.tests")
+class OwnStep(keras.Model):
+    def train_step(self, *args):
+        return super().train_step(*args)
+
+
+@keras.saving.register_keras_serializable("lossscale.tests")
+class Late(keras.Model):
+    """A model whose layers make their weights when it is called."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.parts = [layers.Dense(4), layers.BatchNormalization(), layers.Dense(1)]
+
+    def call(self, x, training=False):
+        first, norm, last = self.parts
+        return last(norm(first(x), training=training))
+
+    def get_config(self):
+        return {}
+
+
+def small(cls=None, extra=()):
+    """A model with everything that a forward pass may or may not change."""
+    seed(0)
+    inputs = keras.Input((3,))
+    frozen = layers.Dense(4, kernel_initializer="ones")
+    frozen.trainable = False
+    x = layers.BatchNormalization(momentum=0.5)(layers.Dense(4)(inputs))
+    x = Codebook()(layers.BatchNormalization(momentum=0.5)(frozen(x)))
+    for layer in extra:
+        x = layer(x)
+    return (cls or keras.Model)(inputs, layers.Dense(1, dtype="float32")(x))
+
+
+def rows(batches=6, spoiled=SPOILED):
+    """Inputs and targets; the float16 forward pass of the spoiled batches overflows."""
+    x = np.random.default_rng(0).normal(size=(batches, ROWS, 3)).astype("float32")
+    x[list(spoiled)] *= 1e6
+    return x.reshape(-1, 3), np.ones((batches * ROWS, 1), "float32")
+
+
+def without(x, y, spoiled=SPOILED):
+    kept = [i for i in range(len(x)) if i // ROWS not in spoiled]
+    return x[kept], y[kept]
+
+
+def wrapped(**rule):
+    # A lower scale would round the float16 gradients of later steps differently.
+    fixed = lossscale.FixedScale(2.0**4, **{"skip_nonfinite": True, **rule})
+    return lossscale.LossScaleOptimizer(SGD(0.125, momentum=0.5), rule=fixed)
+
+
+def fit(model, data, **arguments):
+    """Trains a model; returns its weights."""
+    if "jit_compile" not in arguments:
+        arguments["jit_compile"] = BACKEND == "jax" and not arguments.get("run_eagerly")
+    if getattr(model, "optimizer", None) is None:
+        model.compile(wrapped(), "mse", **arguments)
+    model.fit(*data, batch_size=ROWS, shuffle=False, verbose=0)
+    return weights(model)
+
+
+def weights(model):
+    return [array(each) for each in model.weights]
+
+
+def skips(model):
+    return int(array(model.optimizer.steps_skipped))
+
+
+def assert_same(found, expected, *, exactly=True):
+    for one, other in zip(found, expected, strict=True):
+        if exactly:
+            np.testing.assert_array_equal(one, other)
+        else:
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+WAYS = {
+    "fit": {},
+    "eager": {"run_eagerly": True},
+    "own train_step": {"cls": OwnStep},
+    **({} if BACKEND == "torch" else {"several a call": {"steps_per_execution": 3}}),
+    **({"XLA": {"jit_compile": True}} if ON_TENSORFLOW else {}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_guarded_run_ends_as_one_that_was_never_given_the_skipped_batches(way):
+    arguments = dict(WAYS[way])
+    cls = arguments.pop("cls", None)
+    data = rows()
+    guarded, other = guard(small(cls)), small(cls)
+    if way == "XLA" or (BACKEND == "jax" and way != "eager"):
+        # XLA rounds the plain program in another way.
+        guard(other)
+    assert_same(fit(guarded, data, **arguments), fit(other, without(*data), **arguments))
+    assert skips(guarded) == len(SPOILED)
+
+
+def test_a_guard_changes_nothing_without_a_skip_and_much_with_one():
+    data = rows()
+    plain, clean = without(*data), fit(guard(small()), without(*data))
+    assert_same(clean, fit(small(), plain), exactly=BACKEND != "jax")
+    assert any(np.isnan(each).any() for each in fit(small(), data))
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="the others compile above")
+def test_a_compiled_step_on_pytorch(monkeypatch):
+    import functools
+
+    import torch
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    seed(0)
+    data = rows(3, spoiled=[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found, expected = (
+            fit(guard(norm_alone()), given, jit_compile=True)
+            for given in (data, without(*data, spoiled=[1]))
+        )
+    assert_same(found, expected)
+
+
+def norm_alone():
+    seed(0)
+    return keras.Sequential(
+        [keras.Input((3,)), layers.Dense(2), layers.BatchNormalization(), layers.Dense(1)]
+    )
+
+
+def test_train_on_batch_and_a_guard_after_compile():
+    model = small()
+    model.compile(wrapped(), "mse", jit_compile=False)
+    guard(model)
+    x, y = rows(2, spoiled=[1])
+    model.train_on_batch(x[:ROWS], y[:ROWS])
+    before = weights(model)
+    model.train_on_batch(x[ROWS:], y[ROWS:])
+    assert skips(model) == 1
+    assert_same(weights(model), before)
+
+
+def test_a_skip_of_the_first_step_of_all():
+    """Where weights are made in the first step, they are what they were made as."""
+    data = rows(2, spoiled=[0])
+    model = guard(Late())
+    found = fit(model, data)
+    seed(0)
+    expected = Late()
+    expected(data[0][:ROWS])
+    expected.set_weights(found)
+    norm = model.parts[1]
+    assert skips(model) == 1
+    assert np.isfinite(found[4]).all()
+    seen = array(model.parts[0](data[0][ROWS:])).astype("float32")
+    # Momentum 0.99, and one batch.
+    assert array(norm.moving_mean).shape == (4,)
+    assert np.abs(array(norm.moving_mean)).max() < np.abs(seen).max() * 0.02
+
+
+@pytest.mark.skipif(not ON_TENSORFLOW, reason="of TensorFlow")
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_replicas(two_replicas, run_eagerly):
+    # Half of a batch for each; only one of them overflows.
+    x, y = rows()
+    x[4] = x[16] = 1e6
+    results = []
+    for data in ((x, y), without(x, y)):
+        with two_replicas.scope():
+            model = guard(small())
+            model.compile(wrapped(), "mse", jit_compile=False, run_eagerly=run_eagerly)
+        results.append(fit(model, data))
+    assert_same(*results)
+    parts = [two_replicas.experimental_local_results(_native(w)) for w in model.weights]
+    # TensorFlow itself keeps what each replica has seen.
+    for one, *others in parts:
+        for other in others:
+            assert np.isfinite(other.numpy()).all()
+            assert one.shape == other.shape
+
+
+def _native(variable):
+    return getattr(variable, "_value", variable)
+
+
+TWO_DEVICES = """
+import json, keras, numpy as np
+from conformance import test_guard as here
+keras.mixed_precision.set_global_policy("mixed_float16")
+devices = keras.distribution.list_devices()
+keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
+data = here.rows()
+found, expected = (
+    here.fit(here.guard(here.small()), given) for given in (data, here.without(*data))
+)
+here.assert_same(found, expected)
+print(len(devices))
+"""
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="of JAX")
+def test_data_parallel_on_jax():
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "KERAS_BACKEND": "jax"}
+    done = Program(TWO_DEVICES, environment=flags).finished()
+    assert done.stdout.split()[-1:] == ["2"], done.stderr
+
+
+# --- Several optimizers ---------------------------------------------------------------------------
+
+
+class TwoParts(keras.Model):
+    """Trains its halves with an optimizer each, of which one may overflow alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.halves = [norm_alone(), norm_alone()]
+        self.optimizers_of_halves = [wrapped(), wrapped()]
+
+    def call(self, x):
+        return self.halves[0](x[:, :3])
+
+    def train_step(self, data):
+        x, y = data[0], data[1]
+        for half, inputs, optimizer in zip(
+            self.halves, (x[:, :3], x[:, 3:]), self.optimizers_of_halves, strict=True
+        ):
+            variables = half.trainable_variables
+            if BACKEND == "torch":
+                loss = ((half(inputs, training=True) - y) ** 2).mean()
+                gradients, _ = optimizer._backend.differentiate(
+                    loss, variables, optimizer.scale_loss
+                )
+                optimizer.apply(gradients, variables)
+            else:
+                import tensorflow as tf
+
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean((_wide(half(inputs, training=True)) - y) ** 2)
+                    scaled = optimizer.get_scaled_loss(loss)
+                gradients = tape.gradient(scaled, [_native(v) for v in variables])
+                unscaled = optimizer.get_unscaled_gradients(gradients)
+                optimizer.apply_gradients(zip(unscaled, variables, strict=True))
+        return {"loss": loss}
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="`fit` passes the variables of one optimizer")
+@pytest.mark.parametrize("are_named", [False, True])
+def test_a_skip_of_either_optimizer_puts_the_statistics_back(are_named):
+    model = TwoParts()
+    guard(model, *(model.optimizers_of_halves if are_named else ()))
+    model.compile(**({"jit_compile": False} if KERAS == "keras" else {}))
+    x, y = rows(3, spoiled=())
+    x = np.concatenate([x, x], axis=1)
+    x[ROWS : 2 * ROWS, 3:] *= 1e6
+    model.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0)
+    skipped = [int(array(each.steps_skipped)) for each in model.optimizers_of_halves]
+    assert skipped == [0, 1]
+    assert all(np.isfinite(each).all() for each in weights(model))
+    # Without the batch that the second half has skipped.
+    expected = norm_alone()
+    kept = [0, 1, 2, 3, 8, 9, 10, 11]
+    fit(expected, (x[kept, :3], y[kept]))
+    assert_same(weights(model.halves[1]), weights(expected))
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="others follow any optimizer")
+def test_an_optimizer_whose_variables_fit_does_not_pass_is_refused_on_jax():
+    model = guard(norm_alone(), wrapped())
+    model.compile(wrapped(), "mse")
+    with pytest.raises(NotImplementedError, match="compiled with the optimizer whose skips count"):
+        model.fit(*rows(1, spoiled=()), batch_size=ROWS, verbose=0)
+
+
+# --- What is followed, and what is not ------------------------------------------------------------
+
+
+def test_metrics_and_random_layers_go_on():
+    class Seen(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="seen")
+            self.count = self.add_weight(shape=(), initializer="zeros", name="count")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.count.assign(self.count + 1)
+
+        def result(self):
+            return self.count * 1
+
+        def reset_state(self):
+            self.count.assign(0)
+
+    model = guard(small(extra=[layers.Dropout(0.5, seed=1)]))
+    model.compile(wrapped(), "mse", metrics=[Seen()], jit_compile=False)
+    history = model.fit(*rows(), batch_size=ROWS, shuffle=False, verbose=0).history
+    assert history["seen"] == [6]
+    if KERAS == "keras":
+        [generator] = [x for x in model._flatten_layers() if "Dropout" in type(x).__name__]
+        # Its state is two numbers; the second counts the draws.
+        count = array(generator.seed_generator.state)[-1]
+        unskipped = small(extra=[layers.Dropout(0.5, seed=1)])
+        fit(unskipped, rows(spoiled=()))
+        [other] = [x for x in unskipped._flatten_layers() if "Dropout" in type(x).__name__]
+        assert count == array(other.seed_generator.state)[-1]
+
+
+def test_what_is_set_between_steps_is_kept_by_a_skip():
+    model = guard(norm_alone())
+    model.compile(wrapped(), "mse", jit_compile=False)
+    x, y = rows(2, spoiled=[1])
+    model.train_on_batch(x[:ROWS], y[:ROWS])
+    model.layers[1].moving_mean.assign([5.0, 6.0])
+    model.train_on_batch(x[ROWS:], y[ROWS:])
+    assert array(model.layers[1].moving_mean).tolist() == [5.0, 6.0]
+
+
+def test_a_second_guard_replaces_the_first():
+    model = norm_alone()
+    own = model.train_step
+    guard(guard(model))
+    assert model.train_step.step == own
+
+
+def test_copies_train_themselves_guarded_or_not():
+    model = guard(norm_alone())
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        before = weights(model)
+        fit(again, rows(1, spoiled=()))
+        assert_same(weights(model), before)
+    late = guard(Late())
+    again = copy.deepcopy(late)
+    fit(again, rows(1, spoiled=()))
+    assert not late.built
+
+
+def test_a_saved_model_loads_without_the_guard(tmp_path):
+    model = guard(small())
+    found = fit(model, rows(1, spoiled=()))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert_same(weights(loaded), found)
+    assert "train_step" not in vars(loaded)
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_a_fixed_scale_without_checks_is_no_mistake(checks):
+    model = guard(norm_alone())
+    model.compile(wrapped(skip_nonfinite=checks), "mse", jit_compile=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LossScaleWarning)
+        model.fit(*rows(1, spoiled=()), batch_size=ROWS, verbose=0)
+
+
+def test_a_guard_without_an_optimizer_to_follow_warns():
+    model = guard(norm_alone())
+    keras.mixed_precision.set_global_policy("float32")
+    model.compile("sgd", "mse", jit_compile=False)
+    message = "needs a LossScaleOptimizer, .* is (tf_)?keras's"
+    with pytest.warns(LossScaleWarning, match=message):
+        model.fit(*rows(1, spoiled=()), batch_size=ROWS, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda: (SGD(),), "`model` must be a keras.Model"),
+        (lambda: (norm_alone(), SGD()), "`optimizers` must be the LossScaleOptimizers"),
+        (lambda: (norm_alone(), [wrapped()]), "Received: list"),
+    ],
+)
+def test_what_cannot_be_guarded_is_refused_and_nothing_changes(arguments, message):
+    given = arguments()
+    with pytest.raises(ArgumentTypeError, match=message):
+        guard(*given)
+    assert "train_step" not in vars(given[0])
