@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import lossscale
 from lossscale import DynamicScale
 from simulated_cuda.ways import SCALERS, Way
 
@@ -43,6 +44,37 @@ def trained(name, captured, to_none=True, clip_norm=None, micro_batches=1, verb=
         give(number)
         graph.replay() if captured else step()
     return p.tolist(), way.scale()
+
+
+def scaled(captured):
+    """The parameters, the scale and the skips with a scaler, whose steps all can be captured."""
+    p, x = nn.Parameter(torch.ones(4, device="cuda")), torch.ones(4, device="cuda")
+    inner = torch.optim.AdamW([p], lr=0.1, fused=True, capturable=True)
+    scaler = lossscale.torch.GradScaler("cuda", init_scale=8.0, growth_interval=2)
+    scheduler = lossscale.torch.guard(torch.optim.lr_scheduler.StepLR(inner, 1000), scaler)
+
+    def step():
+        inner.zero_grad()
+        scaler.scale((p * x).sum()).backward()
+        scaler.step(inner)
+        scaler.update()
+
+    for number in range(3):
+        x.fill_(0.1 * number + 0.1)
+        step()
+    graph, shown = torch.cuda.CUDAGraph(), []
+    if captured:
+        with torch.cuda.graph(graph):
+            step()
+    for number in range(3, STEPS):
+        x.fill_(torch.inf if number in OVERFLOWS else 0.1 * number + 0.1)
+        graph.replay() if captured else step()
+        shown.append((scaler.last_step_skipped, scaler.steps_skipped, scheduler._steps()))
+    return p.tolist(), scaler.get_scale(), shown
+
+
+def test_a_step_of_the_scaler_counts_in_each_replay():
+    assert scaled(True) == scaled(False)
 
 
 CASES = list(itertools.product((True, False), (None, 1.0), (1, 2), (False, True)))

@@ -210,6 +210,7 @@ class GradScaler(torch.amp.GradScaler):
     """How many times PyTorch's operator has moved the scale since it was set."""
 
     _warned_at_floor = False
+    _skips_at_floor: int | None = None
 
     @checks_keywords("GradScaler", _INSTEAD)
     def __init__(
@@ -638,6 +639,19 @@ class GradScaler(torch.amp.GradScaler):
         grew = self._updates % rule.growth_interval == 1 or rule.growth_interval == 1
         least = 0.0 if skipped is None else least * rule.backoff_factor**skipped
         self._remember(least, most * (rule.growth_factor if grew else 1.0))
+
+    def get_scale(self) -> float:
+        """Returns the scale, 1.0 if disabled; waits for the device."""
+        number: float = super().get_scale()
+        lowest = self._rule.lowest_scale if self._enabled and not self._warned_at_floor else None
+        if lowest is None or number > lowest:
+            self._skips_at_floor = None
+        elif self._skips_at_floor is None:
+            self._skips_at_floor = self._skips.skipped
+        elif self._skips.skipped > self._skips_at_floor:
+            # Of steps that the device has skipped the host did not know.
+            self._warn_at_floor(number)
+        return number
 
     def _warn_at_floor(self, number: float) -> None:
         if not self._warned_at_floor:

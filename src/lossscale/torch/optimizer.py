@@ -448,9 +448,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         if not keep:
             # If a kernel has divided the gradients, it has divided those in `.grad`.
             self._record.reset()
-            if decision.apply is False:
+            if decision.apply is not True:
                 # Infinite ones that stay are no overflow of a later loss.
-                self._record.remember(engine.info())
+                found = decision.overflow if decision.apply is None else True
+                self._record.leave_behind(engine.info(), found)
         if decision.apply is False:
             for hook in list(self._skipped_hooks.values()):
                 hook(self)
@@ -723,8 +724,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
 
         Returns:
             The dictionary of the inner optimizer. Its first parameter group also holds
-            `loss_scale`, `loss_scale_good_steps`, `loss_scale_steps_skipped` and
-            `loss_scale_iterations`, Python numbers. The inner optimizer can load it.
+            `loss_scale`, `loss_scale_good_steps`, `loss_scale_steps_skipped`,
+            `loss_scale_iterations` and `loss_scale_of_gradients`, Python numbers. The last one
+            says what multiplies the gradients between `backward` and `step`, and is 0 at other
+            times. The inner optimizer can load it.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -748,11 +751,15 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             ValueError: If it does not match the parameter groups, or a value of the loss scale is
                 not a number. Then nothing is changed.
             StateDictError: If it is not the state of an optimizer.
+            CallOrderError: If it was saved between `backward` and `step`, and the gradients that
+                are here now are multiplied by another scale.
         """
         scale, inner = self._engine.scale, self.inner_optimizer
         rest, numbers = state_dicts.without_numbers(state_dict, scale, inner)
+        scaled_by = numbers.pop("of_gradients", 0.0)
+        self._engine.check_restart(scaled_by)
         inner.load_state_dict(rest)
-        self._engine.restart(numbers.pop("of_gradients", None))
+        self._engine.restart(scaled_by)
         state_dicts.restore(scale, numbers)
         state_dicts.reserve_names(scale, inner)
 
@@ -783,7 +790,6 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             "process_group": engine.process_group,
             "decide": self.decide,
             "numbers": engine.scale.numbers(),
-            "scaled_by": engine.scaled_by(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -792,7 +798,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         scale = _new_scale(rule, inner, decide)
         scale.set_numbers(numbers)
         engine = Engine(inner, scale, clip_norm, process_group)
-        engine.restart(state.pop("scaled_by", None))
+        scaled_by = state.pop("scaled_by", 0.0)
+        if scaled_by:
+            engine.restart(scaled_by)
         self._start(engine, name)
         self.__dict__.update(state)
 
@@ -802,11 +810,13 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         # Process groups are not copied: the copy talks to the same processes.
         memo[id(self.process_group)] = self.process_group
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        self._record.copy_to(copied._record, self._engine, copied._engine)
+        self._record.copy_to(copied._record, self._engine, copied._engine, memo)
         return copied
 
     def __reduce__(self) -> Any:
-        return _blank, (type(self),), self.__getstate__()
+        # A copy has the gradients of the original, a file has none.
+        state = {**self.__getstate__(), "scaled_by": self._engine.scaled_by()}
+        return _blank, (type(self),), state
 
 
 if torch.distributed.is_available():

@@ -28,7 +28,7 @@ _COUNTS = ("iterations", "steps_skipped")
 _OVERFLOWS = f"{_PREFIX}_overflows"
 """The key of a count that only some rules save. The others ignore it in a dictionary."""
 _OF_GRADIENTS = f"{_PREFIX}_of_gradients"
-"""The key of what multiplies the gradients, if a state was saved before they were unscaled."""
+"""The key of what multiplies the gradients: not 0 if a state was saved before their step."""
 _OF_A_SCALER = {
     "scale": _PREFIX,
     "_growth_tracker": f"{_PREFIX}_good_steps",
@@ -48,19 +48,15 @@ def numbers_of(scale: LossScale) -> dict[str, Any]:
     return {name: values[meant] for name, meant in scale.names.items()}
 
 
-def with_numbers(
-    saved: Mapping[str, Any], scale: LossScale, scaled_by: float | None = None
-) -> dict[str, Any]:
+def with_numbers(saved: Mapping[str, Any], scale: LossScale, scaled_by: float) -> dict[str, Any]:
     """Adds the values of a loss scale to the state dictionary of its optimizer.
 
     Args:
         saved: The state dictionary.
         scale: The loss scale.
-        scaled_by: What multiplies the gradients, or None.
+        scaled_by: What multiplies the gradients; 0 if there are none.
     """
-    numbers = numbers_of(scale)
-    if scaled_by is not None:
-        numbers[_OF_GRADIENTS] = scaled_by
+    numbers = {**numbers_of(scale), _OF_GRADIENTS: scaled_by}
     if not saved.get("param_groups"):
         # The optimizer writes a format of its own.
         return {**saved, _PREFIX: numbers}
@@ -107,6 +103,7 @@ def reserve_names(scale: LossScale, inner: Any) -> None:
     """Puts the live values into the first parameter group of an optimizer."""
     for group in inner.param_groups[:1]:
         group.update(scale.shown)
+        group.setdefault(_OF_GRADIENTS, torch.zeros(()))
 
 
 def adopt_written(scale: LossScale, inner: Any) -> None:
