@@ -215,7 +215,7 @@ class GradScaler(torch.amp.GradScaler):
     @checks_keywords("GradScaler", _INSTEAD)
     def __init__(
         self,
-        device: Any = "cuda",
+        device: str = "cuda",
         init_scale: float = DEFAULTS.initial_scale,
         growth_factor: float = DEFAULTS.growth_factor,
         backoff_factor: float = DEFAULTS.backoff_factor,
@@ -225,9 +225,11 @@ class GradScaler(torch.amp.GradScaler):
         rule: ScaleRule | None = None,
         min_scale: float | None = None,
         max_scale: float | None = None,
-        process_group: Any = None,
+        process_group: torch.distributed.ProcessGroup
+        | Sequence[torch.distributed.ProcessGroup]
+        | None = None,
     ) -> None:
-        if isinstance(device, (int, float)):
+        if issubclass(type(device), (int, float)):
             raise ScalerArgumentError(
                 '`device` must be the name of a type of device, such as "cuda" or "cpu". The first '
                 "argument of torch.cuda.amp.GradScaler is `init_scale`; here that is the second. "

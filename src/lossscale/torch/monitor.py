@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -82,13 +82,13 @@ class Monitor(LoopMonitor):
 
     def __init__(
         self,
-        optimizer: Any,
-        model: Any = None,
+        optimizer: torch.optim.Optimizer | torch.amp.GradScaler,
+        model: torch.nn.Module | None = None,
         path: str | os.PathLike[str] | None = None,
         *,
         every: int = 1,
         log: Callable[[dict[str, Any]], object] | None = None,
-        on_floor: str = "warn",
+        on_floor: Literal["warn", "raise", "ignore"] = "warn",
         max_consecutive_skips: int | None = None,
         append: bool = False,
         steps_before: int = 0,
@@ -137,7 +137,7 @@ class Monitor(LoopMonitor):
             self._explainer.decided(number, applied, float(scale) if not applied else 0.0)
         self._tracker.decided(groups, scale=scale, applied=applied, divisor=divisor)
 
-    def step(self, loss: Any = None) -> None:
+    def step(self, loss: torch.Tensor | float | None = None) -> None:
         """Counts a training step, and records it if it is sampled.
 
         A call without a step of the optimizer since the last call, as with accumulated gradients,

@@ -166,7 +166,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         engine.watch_steps(_refuse_scaled_gradients)
 
     @property
-    def inner_optimizer(self) -> Any:
+    def inner_optimizer(self) -> torch.optim.Optimizer:
         """The inner optimizer, which cannot be replaced by another one."""
         return self._engine.inner
 
@@ -660,12 +660,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     # --- Processes that run out of data -------------------------------------------------------
 
     @property
-    def join_device(self) -> Any:
+    def join_device(self) -> torch.device:
         """The device that `torch.distributed.algorithms.Join` communicates on."""
         return self._engine.info().devices[0]
 
     @property
-    def join_process_group(self) -> Any:
+    def join_process_group(self) -> torch.distributed.ProcessGroup:
         """The processes that `torch.distributed.algorithms.Join` keeps together."""
         groups = self._engine.info().groups
         return groups[0] if groups else torch.distributed.group.WORLD
