@@ -24,12 +24,11 @@ ARROWS = {
     "optimizer": "errors members registry rules",
     "diagnosis": "errors checks packages rules common keras torch optax *keras *jax *torch **any",
     "monitoring": "errors checks packages rules",
-    "callbacks": "errors registry monitoring",
+    "callbacks": "errors packages registry optimizer monitoring",
     "common": "errors packages rules monitoring",
     "jax": "rules common monitoring *jax",
     "tensorflow": "errors packages rules registry common monitoring *tensorflow",
-    "keras_common": "errors checks packages rules registry arguments members optimizer common "
-    "monitoring",
+    "keras_common": "errors checks packages rules arguments members common",
     "torch": "errors checks packages rules arguments members optimizer common monitoring *torch",
     "optax": "errors checks packages rules arguments common jax monitoring *jax *optax",
     # A backend of Keras imports its own framework as well.

@@ -266,10 +266,9 @@ class Engine:
         for each in holding(self.info()) if number else ():
             if float(each.by.on(CPU).scale) != number and self.info().first_gradient() is not None:
                 raise CallOrderError(
-                    "This state was saved between backward() and step(), with gradients that are "
-                    f"multiplied by {number:g}, and those that are here are not. Call "
-                    "optimizer.zero_grad() before load_state_dict(), and restore the gradients "
-                    "after it."
+                    f"{number:g} multiplied the gradients when this state was saved, and another "
+                    "number multiplies them now. Call optimizer.zero_grad() before "
+                    "load_state_dict(), and restore the gradients after it."
                 )
 
     def restart(self, number: float) -> None:
