@@ -301,7 +301,7 @@ tests/frameworks/torch/test_two_wrappers.py
     torch holding: not each.info.ids.isdisjoint(info.ids) -> False  -k share_parameters
     torch ScaledGradients.settle: self in each.record.sets -> False  -k the_scale_falls
     torch LossScaleOptimizer._leave_out: not record.has_own_loss -> False  -k no_step
-    torch Engine.begin: each.record.decision = None -> pass  -k share_parameters
+    torch Engine.put_into_set: each.record.decision = None -> pass  -k share_parameters
 tests/frameworks/torch/test_clipping.py
     torch coefficient: 1.0 -> 2.0
 tests/frameworks/torch/test_guard.py

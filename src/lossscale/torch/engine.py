@@ -159,14 +159,14 @@ class Engine:
                 self.left_out()
             record.reset()
 
-    def begin(
+    def put_into_set(
         self,
         by: Any,
         info: ParameterInfo,
         task: int,
         *,
         own_loss: bool = False,
-        sure: bool = True,
+        certain: bool = True,
     ) -> ScaledGradients:
         """Puts gradients of parameters into the set of a loss that will add to them.
 
@@ -175,14 +175,14 @@ class Engine:
             info: The parameters.
             task: The backward pass.
             own_loss: Whether this optimizer scaled the loss.
-            sure: Whether the loss reaches them for sure.
+            certain: Whether the loss reaches them for certain.
         """
         record, whole = self.record, self.info()
         target = next((each for each in record.sets if each.by is by), None)
         if target is None:
             # What a skipped step has left, and what the loss may not reach, is no overflow of it.
             left = record.found is None and record.left_behind(whole)
-            target = set_of(by) if own_loss or (sure and left is False) else ScaledGradients(by)
+            target = set_of(by) if own_loss or (certain and left is False) else ScaledGradients(by)
             if torch.is_tensor(left) and not own_loss:
                 target.left = left, None
         for each in owners(info):
@@ -198,7 +198,7 @@ class Engine:
             # Some may have been replaced.
             record.remember(whole)
         record.has_own_loss = record.has_own_loss or own_loss
-        record.decision, record.is_settled = None, False
+        record.decision, record.is_cleared = None, False
         return target
 
     def _see(self) -> ScaledGradients | None:
@@ -452,8 +452,11 @@ class Engine:
             by: What the kernel of the optimizer will divide them by, or None.
         """
         found: dict[Any, Any] = {}
-        if self.rule.checks_gradients:
+        checks = self.rule.checks_gradients
+        if checks or by is not None:
+            # What shares memory is copied, also before a kernel that divides.
             given = gradients.collect(info, allow_float16=by is not None)
+        if checks:
             if by is not None and is_below_one(by):
                 # With a scale below 1 unscaling may overflow what is finite.
                 found = gradients.check_quotients(given, lambda device: by.on(device).scale)

@@ -906,7 +906,7 @@ def _refuse_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     Raises:
         CallOrderError: If there is one.
     """
-    if any(map(callable, args)) or kwargs.get("closure") is not None:
+    if any(map(callable, args)) or "closure" in kwargs:
         raise CallOrderError(
             "step() of a GradScaler takes no closure: the optimizer would see scaled losses. "
             "lossscale.torch.LossScaleOptimizer takes closures, also those of LBFGS."

@@ -134,7 +134,7 @@ class LossScale:
         self.names = {saved_as(field): field for field in fields}
         self.state: Any = self.first
         self.counts = self.start = Counts(0, 0, False)
-        self._make_shown()
+        self._make_live()
         self._scales: dict[Any, Any] = {}
         for device in (CPU, *devices):
             self.scale_on(device)
@@ -179,18 +179,18 @@ class LossScale:
         for scale in self._scales.values():
             scale.fill_(number)
 
-    def _make_shown(self) -> None:
+    def _make_live(self) -> None:
         self._numbers = numpy.zeros(len(self.names))
         # Tensors, because compiled code is recompiled for each Python number in a group.
         shown = torch.from_numpy(self._numbers).unbind()
-        self.shown: dict[str, Any] = dict(zip(self.names, shown, strict=True))
+        self.live: dict[str, Any] = dict(zip(self.names, shown, strict=True))
         self._show()
 
     def _show(self) -> None:
         self._last = [*map(float, self.state), *map(float, self.counts[:2])]
         self._numbers[:] = self._last
 
-    def written(self) -> dict[str, float]:
+    def foreign_writes(self) -> dict[str, float]:
         """Returns the values that other code has written into `shown`."""
         now = self._numbers.tolist()
         if now == self._last:
@@ -252,7 +252,7 @@ class DeviceLossScale(LossScale):
         self._counted = scalar(0, self.home, torch.int64).repeat(2)
         self._last = scalar(True, self.home, torch.bool).repeat(2)
         self.counts = Counts(self._counted[0], self._counted[1], self._last[1])
-        self.shown = dict(zip(self.names, (*self.state, *self.counts[:2]), strict=True))
+        self.live = dict(zip(self.names, (*self.state, *self.counts[:2]), strict=True))
         scale = rule.loss_scale(self.state)
         if torch.is_tensor(scale):
             self._scales[self.home] = scale
@@ -260,10 +260,10 @@ class DeviceLossScale(LossScale):
             self.scale_on(device)
         self.restore(self.first, self.start)
 
-    def _make_shown(self) -> None:
+    def _make_live(self) -> None:
         """Not needed: `shown` holds the tensors that the device updates."""
 
-    def written(self) -> dict[str, float]:
+    def foreign_writes(self) -> dict[str, float]:
         # The device updates the tensors in `shown`, so that what is written there counts.
         return {}
 
