@@ -8,6 +8,9 @@ from torch import nn
 
 import lossscale
 from benchmarks.gpu_torch import SCALERS, Way
+from lossscale import FixedScale
+from lossscale.torch import LossScaleOptimizer, guard
+from simulated_cuda.device import taken
 
 # Overflows of the steps, of which the first three are eager.
 STEPS, OVERFLOWS = 10, (4, 6)
@@ -99,3 +102,38 @@ def test_the_drop_in_is_captured_as_pytorchs_scaler(to_none, micro_batches, clip
 def test_a_decision_of_the_host_cannot_be_captured_and_says_so(name):
     with pytest.raises(RuntimeError, match="cannot run while a CUDA graph is captured"):
         trained(name, True)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_buffers_follow_the_steps_that_the_device_applies(captured):
+    """A captured step saves and restores them as it is replayed, and nothing waits."""
+
+    def run(overflows, given, captured):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to("cuda")
+        x, graph = torch.ones(4, 2, device="cuda"), torch.cuda.CUDAGraph()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        optimizer = LossScaleOptimizer(inner, rule=FixedScale(8.0, True), decide="device")
+        guard(model, optimizer)
+
+        def step():
+            optimizer.zero_grad()
+            optimizer.backward(model(x).square().sum())
+            optimizer.step()
+
+        waits = []
+        for number in given:
+            x.copy_(torch.arange(8.0).reshape(4, 2).sin().add(number))
+            if number in overflows:
+                x[0, 0] = torch.inf
+            if number == 3 and captured:
+                with torch.cuda.graph(graph):
+                    step()
+            taken()
+            graph.replay() if number >= 3 and captured else step()
+            waits += taken()
+        return [t.tolist() for t in (*model.parameters(), *model.buffers())], waits
+
+    found, waits = run(OVERFLOWS, range(STEPS), captured)
+    assert waits == []
+    assert found == run((), [n for n in range(STEPS) if n not in OVERFLOWS], False)[0]

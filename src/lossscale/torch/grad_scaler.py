@@ -36,7 +36,7 @@ from lossscale.errors import (
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule, StatsRequest
-from lossscale.torch import fused, gradients, ranks
+from lossscale.torch import buffers, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
 from lossscale.torch.scale import update_on_host
@@ -112,7 +112,7 @@ def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:
             "another `rule`."
         )
     restored = rule.restored(rule.init()._replace(scale=number))
-    if float(rule.loss_scale(restored)) != number:
+    if float(restored.scale) != number:
         limits = ""
         if isinstance(rule, DynamicScale):
             limits = f", from {rule.min_scale:g} to {rule.ceiling:g}"
@@ -215,7 +215,7 @@ class GradScaler(torch.amp.GradScaler):
     @checks_keywords("GradScaler", _INSTEAD)
     def __init__(
         self,
-        device: Any = "cuda",
+        device: str = "cuda",
         init_scale: float = DEFAULTS.initial_scale,
         growth_factor: float = DEFAULTS.growth_factor,
         backoff_factor: float = DEFAULTS.backoff_factor,
@@ -225,9 +225,11 @@ class GradScaler(torch.amp.GradScaler):
         rule: ScaleRule | None = None,
         min_scale: float | None = None,
         max_scale: float | None = None,
-        process_group: Any = None,
+        process_group: torch.distributed.ProcessGroup
+        | Sequence[torch.distributed.ProcessGroup]
+        | None = None,
     ) -> None:
-        if isinstance(device, (int, float)):
+        if issubclass(type(device), (int, float)):
             raise ScalerArgumentError(
                 '`device` must be the name of a type of device, such as "cuda" or "cpu". The first '
                 "argument of torch.cuda.amp.GradScaler is `init_scale`; here that is the second. "
@@ -566,6 +568,8 @@ class GradScaler(torch.amp.GradScaler):
     def _count(self, optimizer: Any, flag: Any) -> None:
         self._skips.add(flag)
         self._of(optimizer).count.add(flag)
+        # Others may have computed on the same forward passes, which `update` ends.
+        buffers.note_step(self, flag, is_end=False)
 
     @uncompiled
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -587,6 +591,7 @@ class GradScaler(torch.amp.GradScaler):
             if self._scale is not None:
                 self._check_scale_growth_tracker("update")
             self._put_scale(number)
+        buffers.note_step(self, False)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._scaled_since_update = False
 
@@ -773,7 +778,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _adopt(self, number: float, good_steps: int) -> Any:
         """The state of the rule with what the tensors hold."""
-        if number != float(self._rule.loss_scale(self._state)):
+        if number != float(self._state.scale):
             self._state = self._state._replace(scale=number)
         if good_steps != getattr(self._state, "good_steps", good_steps):
             self._state = self._state._replace(good_steps=good_steps)
@@ -783,7 +788,7 @@ class GradScaler(torch.amp.GradScaler):
         self._state, self._init_growth_tracker = state, getattr(state, "good_steps", 0)
         if self._growth_tracker is not None:
             self._growth_tracker.fill_(self._init_growth_tracker)
-        self._put_scale(float(self._rule.loss_scale(state)))
+        self._put_scale(float(state.scale))
 
     def _put_scale(self, number: float) -> None:
         self._init_scale, self._updates = number, 0
@@ -796,7 +801,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return {}
         state = self._read()
-        scale = float(self._rule.loss_scale(state))
+        scale = float(state.scale)
         return state_dicts.scaler_state(self._rule, state, scale, self.steps_skipped)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

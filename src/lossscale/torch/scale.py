@@ -121,7 +121,7 @@ class LossScale:
 
     Attributes:
         start: The counts at the last load, Python numbers; each load makes another object.
-        shown: The values by their names in a state dictionary, tensors that are kept up to date.
+        live: The values by their names in a state dictionary, tensors that are kept up to date.
     """
 
     on_device = False
@@ -142,7 +142,7 @@ class LossScale:
     @property
     def number(self) -> Any:
         """The loss scale, a Python float; None if only the device knows it."""
-        return float(self.rule.loss_scale(self.state))
+        return float(self.state.scale)
 
     @property
     def multiplier(self) -> Multiplier:
@@ -191,7 +191,7 @@ class LossScale:
         self._numbers[:] = self._last
 
     def foreign_writes(self) -> dict[str, float]:
-        """Returns the values that other code has written into `shown`."""
+        """Returns the values that other code has written into `live`."""
         now = self._numbers.tolist()
         if now == self._last:
             return {}
@@ -253,7 +253,7 @@ class DeviceLossScale(LossScale):
         self._last = scalar(True, self.home, torch.bool).repeat(2)
         self.counts = Counts(self._counted[0], self._counted[1], self._last[1])
         self.live = dict(zip(self.names, (*self.state, *self.counts[:2]), strict=True))
-        scale = rule.loss_scale(self.state)
+        scale = self.state.scale
         if torch.is_tensor(scale):
             self._scales[self.home] = scale
         for device in devices:
@@ -261,10 +261,10 @@ class DeviceLossScale(LossScale):
         self.restore(self.first, self.start)
 
     def _make_live(self) -> None:
-        """Not needed: `shown` holds the tensors that the device updates."""
+        """Not needed: `live` holds the tensors that the device updates."""
 
     def foreign_writes(self) -> dict[str, float]:
-        # The device updates the tensors in `shown`, so that what is written there counts.
+        # The device updates the tensors in `live`, so that what is written there counts.
         return {}
 
     def _new_scale(self, device: Any) -> Any:
@@ -285,7 +285,7 @@ class DeviceLossScale(LossScale):
 
     def _fill_scales(self) -> None:
         self._multiplier = None
-        scale = self.rule.loss_scale(self.state)
+        scale = self.state.scale
         for device, copy in self._scales.items():
             # Reading an unused copy would wait for the device.
             if copy is scale or device == CPU != self.home:
