@@ -159,7 +159,8 @@ tests/backends/test_torch.py
 tests/backends/test_handover.py
     keras_common ScaledGradientTracker._kind: min(times) < record.losses -> False
     keras_common _Record.count: times + 1 -> times
-    keras_common ScaledGradientTracker._check_not_of_another: ... and is_here and not is_ready -> False
+    keras_common ScaledGradientTracker._check_not_of_another: ... and is_here and not is_ready
+        -> False
     keras_common ScaledGradientTracker._left_by_another: (None, self._seen) -> (None,)
 tests/backends/test_files.py
     keras load_inner: restore_scale(optimizer, own) -> pass  -k keras_own_class
