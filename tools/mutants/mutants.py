@@ -245,7 +245,7 @@ tests/frameworks/jax/test_finite.py
     jax gated: variable.aval.shape -> True  -k checkify
     optax _judge: [jnp.where(...) for part in gradients] -> gradients  -k checkify
 tests/frameworks/jax/test_platforms.py
-    jax _largest_on_gpu: is_laid_out(part) or may_be_sharded(part) -> False  -k several_devices
+    jax _is_divided: is_laid_out(array) or may_be_sharded(array) -> False  -k several_devices
     jax _largest: np.iinfo(unsigned).max >> 1 -> np.iinfo(unsigned).max  -k that_of_a_cpu
     jax update: jax.lax.platform_dependent(...) -> branched()  -k branch
 tests/frameworks/jax/test_jaxprs.py
@@ -292,7 +292,7 @@ tests/frameworks/torch/test_monitor.py
     torch LoopOverflowTracker._add_to_skip: self._skip is not before and ... -> False
         -k share_a_scaler
 tests/frameworks/torch/test_recipes.py
-    torch _wrapper_in: isinstance(...) -> False  -k accelerate_prepares
+    torch wrapper_in: isinstance(...) -> False  -k accelerate_prepares
     torch GradScaler._only_makes_state: fused.is_dummy_step(optimizer) -> False
         -k only_makes_state
 tests/frameworks/torch/test_closures.py
@@ -301,7 +301,7 @@ tests/frameworks/torch/test_two_wrappers.py
     torch holding: not each.info.ids.isdisjoint(info.ids) -> False  -k share_parameters
     torch ScaledGradients.settle: self in each.record.sets -> False  -k the_scale_falls
     torch LossScaleOptimizer._leave_out: not record.has_own_loss -> False  -k no_step
-    torch Engine.begin: each.record.decision = None -> pass  -k share_parameters
+    torch Engine.put_into_set: each.record.decision = None -> pass  -k share_parameters
 tests/frameworks/torch/test_clipping.py
     torch coefficient: 1.0 -> 2.0
 tests/frameworks/torch/test_guard.py

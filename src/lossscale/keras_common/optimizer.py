@@ -29,7 +29,7 @@ from lossscale.keras_common.scaled_gradients import ScaleLedger
 from lossscale.keras_common.state import ScaleVariables, VariablesOfUser
 from lossscale.keras_common.step import Step, take_step, with_overwritten, without_overwritten
 from lossscale.members import DocumentedMembers
-from lossscale.rules import DynamicScale, GradientStats
+from lossscale.rules import DynamicScale, GradientStats, ScaleRule
 
 Slots = Iterator[tuple[list[str], dict[Any, Any]]]
 """The names of each kind of slot, and its variables by the key of the reference variable."""
@@ -111,11 +111,11 @@ class KerasCommonOptimizer(DocumentedMembers):
     def __init__(
         self,
         inner_optimizer: Any,
-        dynamic: Any = True,
-        initial_scale: Any = None,
-        dynamic_growth_steps: Any = None,
+        dynamic: bool = True,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
         *,
-        rule: Any = None,
+        rule: ScaleRule | None = None,
         name: str | None = None,
     ) -> None:
         rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)

@@ -7,7 +7,7 @@ one. Programs and files name one class, and a user's subclass is for both.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Self
 
 import tf_keras
 
@@ -49,7 +49,7 @@ class LossScaleOptimizer(TFKerasCommonOptimizer):
     # The public module, which pickles and files name.
     __module__ = "lossscale.tf_keras"
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if not issubclass(cls, (AroundNew, AroundLegacy)):
             # A subclass names its arguments as it likes.
             given = [*args, *kwargs.values()]
