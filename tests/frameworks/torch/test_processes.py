@@ -21,6 +21,20 @@ def test_ddp_agrees_by_itself_and_sends_nothing_more(found, size, case):
     assert outcome["scaler"][:3] == [trace, True, 0]
 
 
+def test_a_guarded_model_forgets_a_skipped_step_on_every_process(found):
+    for outcome in found[2]:
+        assert len(outcome["guarded"]) == 5
+        assert all(each == [True, 1] for each in outcome["guarded"].values())
+
+
+def test_an_explained_step_sends_no_message(found):
+    of_first, of_last = (outcome["explained"] for outcome in found[2])
+    for kind in ("sum", "fsdp"):
+        assert of_first[kind] == of_last[kind] == [True, ["unknown"]]
+    assert of_last["ddp"] == [True, ["forward overflow"]]
+    assert of_first["ddp"] == [True, ["unknown"]]
+
+
 @pytest.mark.parametrize("size", [4, 2])
 def test_fsdp_skips_together_with_one_number_sent_for_each_step(found, size):
     for processes in zip(*(process["fsdp"].items() for process in found[size]), strict=True):
@@ -151,6 +165,13 @@ def test_processes_that_run_out_of_data_keep_one_scale(found):
     assert weights == plain
     # The lines of the page for PowerSGD skip one step.
     assert [process["compressed"] for process in found[2]] == [1, 1]
+
+
+def test_a_wrapper_inside_of_zero_needs_a_group(found):
+    for process in found[2]:
+        refused, stepped = process["in_zero"]
+        assert "Wrap the ZeroRedundancyOptimizer, or make the LossScaleOptimizer with" in refused
+        assert stepped == "stepped"
 
 
 def test_each_process_logs_its_own_records_and_names_the_overflows_of_its_shards(found):
