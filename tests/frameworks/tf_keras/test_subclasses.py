@@ -60,6 +60,18 @@ def test_a_subclass_by_the_idiom_of_that_time_trains_and_is_made_of_its_configur
     assert int(other.steps_skipped) == 1
 
 
+def test_a_subclass_whose_super_would_not_end_is_an_error_at_construction(optimizers):
+    class Mixin:
+        def apply_gradients(self, *args, **kwargs):
+            return super(type(self), self).apply_gradients(*args, **kwargs)
+
+    class Mixed(Mixin, LossScaleOptimizer):
+        pass
+
+    with pytest.raises(TypeError, match=r"apply_gradients\(\) calls super\(type\(self\)"):
+        Mixed(optimizers.SGD(0.5))
+
+
 def test_a_subclass_of_a_module_is_pickled_by_its_name(optimizers):
     optimizer = OfModule(opt=optimizers.SGD(0.5))
     other = pickle.loads(pickle.dumps(optimizer))
