@@ -136,8 +136,8 @@ def take_numbers(scale: LossScale, inner: Any) -> dict[str, float]:
         found = group.keys() & {*scale.names, _OVERFLOWS, _OF_GRADIENTS}
         if found and not together <= found:
             raise ArgumentError(
-                f"A parameter group has the keys {sorted(found)}, by which a state dictionary "
-                "has the loss scale. Give them other names."
+                f"A parameter group has the keys {sorted(found)}. A state dictionary has the loss "
+                "scale by these. Give them other names."
             )
     group = inner.param_groups[0] if inner.param_groups else {}
     # A tensor is a live value of a wrapper that no longer exists.
