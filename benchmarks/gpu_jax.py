@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from benchmarks import xla_gpu
@@ -59,16 +59,14 @@ def counts(row: Row, method: str, devices: int = 1, divided: bool = False) -> Co
     return xla_gpu.counts(xla_gpu.compiled(program.function, *arguments, donate=(0,)))
 
 
-def rows() -> Iterator[dict[str, Any]]:
+def rows(
+    steps: Iterable[Row] = ROWS, methods: Iterable[str] = OPTAX + KERAS
+) -> Iterator[dict[str, Any]]:
     """Yields the rows of the tables."""
-    for row in ROWS:
-        library = "Optax" if row.wrapper == "optax" else "Keras"
-        for method in row.methods:
-            yield {
-                "step": f"{library}, {row.point}",
-                "way": method,
-                **counts(row, method)._asdict(),
-            }
+    for row in steps:
+        step = f"{'Optax' if row.wrapper == 'optax' else 'Keras'}, {row.point}"
+        for method in (name for name in row.methods if name in methods):
+            yield {"step": step, "way": method, **counts(row, method)._asdict()}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Where the operations of a step on TensorFlow would run on a GPU: what TensorFlow itself registers.
+"""Where the operations of a step on TensorFlow would run on a GPU, by TensorFlow's own list.
 
 The wheel `tensorflow` has the kernels for GPUs, though none is needed to ask for them.
 """
@@ -46,7 +46,7 @@ def step(name, optimizer, shapes, dtype, injected=lambda gradient: gradient):
 
 
 def on_the_host(operation):
-    """Whether an operation has no kernel for GPUs, or one that needs a tensor in the host's memory."""
+    """Whether an operation has no kernel for GPUs, or one that reads the host's memory."""
     name, dtypes = operation
     dtypes = dict(dtypes)
     for kernel in kernels.get_registered_kernels_for_op(name).kernel:
