@@ -58,10 +58,7 @@ def measure(
     found = {field: getattr(row, field) for field in fields}
     try:
         with framework.on_device(row.device):
-            if row.timing is not None:
-                return {**found, **_timed(row, framework, rounds, quick)}
-            made = {name: framework.program(row, name, quick) for name in row.methods}
-            return {**found, "methods": {name: one.structure() for name, one in made.items()}}
+            return {**found, **_timed(row, framework, rounds, quick)}
     finally:
         # A row's arrays are in cycles with its compiled functions; the next row needs the memory.
         framework.forget()

@@ -1,4 +1,4 @@
-"""One process of the benchmarks: some cases of one backend, on one number of devices."""
+"""One process of the benchmarks: some cases of one backend."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import importlib
 import json
-import os
 import pathlib
 import sys
 import time
@@ -34,10 +33,7 @@ def environment(process: Process) -> dict[str, str]:
         found.update(KERAS_BACKEND="tensorflow", TF_USE_LEGACY_KERAS="1")
     if process.backend == "torch":
         found.update(_KEEP_FREED_MEMORY)
-    if process.backend == "jax" and process.devices > 1:
-        devices = f"--xla_force_host_platform_device_count={process.devices}"
-        found["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip()
-    if (process.backend == "optax" and process.device != "gpu") or process.devices > 1:
+    if process.backend == "optax" and process.device != "gpu":
         found["JAX_PLATFORMS"] = "cpu"
     return found
 
@@ -51,12 +47,12 @@ def main(arguments: Sequence[str]) -> int:
     process, output = Process(**json.loads(arguments[0])), pathlib.Path(arguments[1])
     module = "tensorflow" if process.backend == "tf_keras" else process.backend
     framework = importlib.import_module(f"benchmarks.frameworks.{module}").FRAMEWORK
-    framework.start(process.devices)
+    framework.start()
     kinds = framework.devices()
     gpus = {process.backend: kinds["gpu"]} if "gpu" in kinds else {}
     results: dict[str, Any] = {"gpus": gpus, "rows": [], "not_run": [], "wrong": []}
     asked = process.backend in ("jax", "torch") or process.device == "gpu"
-    if asked and process.devices == 1 and not gpus:
+    if asked and not gpus:
         results["not_run"].append({"what": f"{process.backend} on a GPU", "why": "there is no GPU"})
     output.write_text(json.dumps(results))
     _warm_up(process, framework)
@@ -79,8 +75,8 @@ def _measure(row: Row, framework: Framework, process: Process, results: dict[str
         told = f"error: {error}"
     else:
         results["rows"].append(found)
-        times = f"{found['rounds']} rounds of {found['steps_per_round']}, " if row.timing else ""
-        told = f"{times}{time.perf_counter() - begin:.0f} s"
+        times = f"{found['rounds']} rounds of {found['steps_per_round']}"
+        told = f"{times}, {time.perf_counter() - begin:.0f} s"
     print(f"{row.name}: {told}", file=sys.stderr, flush=True)
 
 
@@ -88,7 +84,7 @@ def _warm_up(process: Process, framework: Framework) -> None:
     """Makes the framework do its one-time loading, so that no row pays for it."""
     rows = dataclasses.replace(process, quick=True, device="").rows()
     for row in rows:
-        if row.case == rows[0].case and row.timing is not None:
+        if row.case == rows[0].case:
             first = dataclasses.replace(row, methods=row.methods[:1])
             measure(first, framework, rounds=1, quick=True)
     # Loaded objects stay; searching them for garbage after each row would take seconds.

@@ -165,7 +165,7 @@ def _program(row: Row, name: str, small: bool) -> Step:
 
 FRAMEWORK = Framework(
     _program,
-    start=lambda devices: torch.set_num_threads(1),
+    start=lambda: torch.set_num_threads(1),
     devices=devices,
     # What is made without a device is made on that one.
     on_device=lambda kind: torch.device("cpu" if kind == "cpu" else "cuda"),
