@@ -165,7 +165,7 @@ def _of_wrapper(backend: str, wrapper: str, mode: str) -> Iterator[Row]:
         methods = GROWTH[:2] if mode == "function" and variables > 100 else GROWTH
         work, point = equal(variables, variables * 1000), f"{variables:,}"
         yield row("variables", methods=methods, point=point, workload=work)
-    for parameters in [10**power for power in range(4, 9)]:
+    for parameters in [10**power for power in range(4, 8)]:
         work, point = equal(8, parameters), f"{parameters:,}"
         yield row("parameters", methods=GROWTH, point=point, workload=work)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.frameworks import Framework
-from benchmarks.measure import TooBigError, WrongResultError, measure
+from benchmarks.measure import WrongResultError, measure
 from benchmarks.rows import Process, Row
 
 # PyTorch allocates for each operation. If the C library returns large blocks to the system at once,
@@ -67,9 +67,6 @@ def _measure(row: Row, framework: Framework, process: Process, results: dict[str
     begin = time.perf_counter()
     try:
         found = measure(row, framework, rounds=process.rounds, quick=process.quick)
-    except TooBigError as error:
-        results["not_run"].append({"what": row.name, "why": str(error)})
-        told = f"left out, it {error}"
     except WrongResultError as error:
         results["wrong"].append(str(error))
         told = f"error: {error}"
