@@ -245,7 +245,7 @@ tests/frameworks/jax/test_finite.py
     jax gated: variable.aval.shape -> True  -k checkify
     optax _judge: [jnp.where(...) for part in gradients] -> gradients  -k checkify
 tests/frameworks/jax/test_platforms.py
-    jax _largest_on_gpu: is_laid_out(part) or may_be_sharded(part) -> False  -k several_devices
+    jax _is_divided: is_laid_out(array) or may_be_sharded(array) -> False  -k several_devices
     jax _largest: np.iinfo(unsigned).max >> 1 -> np.iinfo(unsigned).max  -k that_of_a_cpu
     jax update: jax.lax.platform_dependent(...) -> branched()  -k branch
 tests/frameworks/jax/test_jaxprs.py
