@@ -30,7 +30,7 @@ from lossscale.torch.scaled_gradients import (
     register,
     set_of,
 )
-from lossscale.torch.scaling import CPU, read, read_all, scalar
+from lossscale.torch.scaling import CPU, filled, read, read_all, scalar
 from lossscale.torch.several import parts_of, with_parts
 from lossscale.torch.skip_count import FirstSteps
 
@@ -159,14 +159,14 @@ class Engine:
                 self.left_out()
             record.reset()
 
-    def begin(
+    def put_into_set(
         self,
         by: Any,
         info: ParameterInfo,
         task: int,
         *,
         own_loss: bool = False,
-        sure: bool = True,
+        certain: bool = True,
     ) -> ScaledGradients:
         """Puts gradients of parameters into the set of a loss that will add to them.
 
@@ -175,14 +175,14 @@ class Engine:
             info: The parameters.
             task: The backward pass.
             own_loss: Whether this optimizer scaled the loss.
-            sure: Whether the loss reaches them for sure.
+            certain: Whether the loss reaches them for certain.
         """
         record, whole = self.record, self.info()
         target = next((each for each in record.sets if each.by is by), None)
         if target is None:
             # What a skipped step has left, and what the loss may not reach, is no overflow of it.
             left = record.found is None and record.left_behind(whole)
-            target = set_of(by) if own_loss or (sure and left is False) else ScaledGradients(by)
+            target = set_of(by) if own_loss or (certain and left is False) else ScaledGradients(by)
             if torch.is_tensor(left) and not own_loss:
                 target.left = left, None
         for each in owners(info):
@@ -198,7 +198,7 @@ class Engine:
             # Some may have been replaced.
             record.remember(whole)
         record.has_own_loss = record.has_own_loss or own_loss
-        record.decision, record.is_settled = None, False
+        record.decision, record.is_cleared = None, False
         return target
 
     def _see(self) -> ScaledGradients | None:
@@ -432,7 +432,7 @@ class Engine:
         divisor = None
         # A float32 number has too few digits for float64.
         if in_kernel and len(given.dense_groups) == 1 and torch.float64 not in dtypes:
-            divisor = (scale / clip).to(given.device, torch.float32)
+            divisor = scalar((scale / clip).tolist(), given.device)
         if divisor is not None and scale * max(total / largest, 1.0) < _LARGEST / 2:
             self._give_up(sets)
         elif are_scaled:
@@ -440,7 +440,7 @@ class Engine:
             self.settle(sets, clip=clip)
         else:
             self._give_up(sets)
-            gradients.unscale_(given, clip.to)
+            gradients.unscale_(given, filled(clip))
         stats = None if are_scaled is None else GradientStats(True)
         return StepDecision(True, stats, divisor=divisor)
 
@@ -452,8 +452,11 @@ class Engine:
             by: What the kernel of the optimizer will divide them by, or None.
         """
         found: dict[Any, Any] = {}
-        if self.rule.checks_gradients:
+        checks = self.rule.checks_gradients
+        if checks or by is not None:
+            # What shares memory is copied, also before a kernel that divides.
             given = gradients.collect(info, allow_float16=by is not None)
+        if checks:
             if by is not None and is_below_one(by):
                 # With a scale below 1 unscaling may overflow what is finite.
                 found = gradients.check_quotients(given, lambda device: by.on(device).scale)
@@ -488,7 +491,8 @@ class Engine:
             if not has_gradients and overflow.item() < 0:
                 return StepDecision(True, empty=True)
             overflow = overflow.clamp(min=0.0)
-        stats = gradients.as_stats(self.rule.needs, measured, overflow == 0)
+        finite = None if measured is None else overflow == 0
+        stats = gradients.as_stats(self.rule.needs, measured, finite)
         # A fused SGD allocates its momentum before it reads `found_inf`, and would use it
         # uninitialized: the host decides on the first step of a parameter.
         are_made = self._states.are_made(parts_of(self.inner), info.parameters)
@@ -565,10 +569,10 @@ class Engine:
 
     def update(self, decision: StepDecision) -> None:
         """Updates the scale and counts the step."""
-        if decision.stats is not None:
-            self.scale.update(decision.stats)
-        skipped = not decision.apply
+        skipped: Any = not decision.apply
         if self.scale.on_device:
             found = decision.overflow
             skipped = scalar(float(skipped), self.info().devices[0]) if found is None else found
+        if decision.stats is not None:
+            self.scale.update(decision.stats, skipped)
         self.scale.count(skipped)

@@ -1,9 +1,9 @@
 """Which gradients a scale multiplies, and which parameters a loss reaches.
 
 Every scaled `.grad` is in exactly one `ScaledGradients`: those that one number of one wrapper's
-scale multiplies. Before a backward pass adds to gradients, `begin` puts them into the set of that
-number, and multiplies what is there. If one of them must be unscaled, the whole set is settled. So
-gradients of different scales are never added, and each is divided once.
+scale multiplies. Before a backward pass adds to gradients, `prepare_backward` puts them into the
+set of that number, and multiplies what is there. If one of them must be unscaled, the whole set is
+settled. So gradients of different scales are never added, and each is divided once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from lossscale.errors import GradientsError
 from lossscale.torch import gradients, ranks
 from lossscale.torch.scale import Multiplier
-from lossscale.torch.scaling import CPU, real_parts
+from lossscale.torch.scaling import CPU, filled, real_parts
 
 lock = threading.RLock()
 """Held while gradients join or leave a set: autograd runs hooks in a thread for each device."""
@@ -171,7 +171,7 @@ class ScaledGradients:
             self.by.gradients = None
         self.by = None
 
-    def begins(self) -> None:
+    def note_versions(self) -> None:
         """A backward pass is about to add to them: notes those that are there."""
         if self.task == -1 or self._noted != self.task:
             having = ((id(p), p.grad) for p in self.info.parameters)
@@ -203,7 +203,8 @@ class ScaledGradients:
                 return
             told = [each for each in owners(self.info) if self in each.record.sets]
             info = self.info if whole else self.arrived(self.info)
-            by_device = divide(info, self.by, checks=self.checks and clip is None, clip=clip)
+            checks = self.checks and clip is None
+            by_device = unscale_by(info, self.by, checks=checks, clip=clip)
             self.leave(info)
             found = gradients.any_overflow(by_device)
             for each in told:
@@ -243,9 +244,9 @@ class GradientRecord:
         has_own_loss: Whether the optimizer itself scaled a loss; other optimizers' losses may
             reach its parameters too.
         decision: The decision of all processes, if `unscale_` made one.
-        decided_on: The parameters that it was made on.
+        decided_info: The parameters that it was made on.
         clips: Whether they are still to be clipped.
-        is_settled: Whether `zero_grad` was called in place of the step that was decided.
+        is_cleared: Whether `zero_grad` was called in place of the step that was decided.
         by_hand: Whether `get_scaled_loss` was called, and `get_unscaled_gradients` was not.
         divided: The gradients that `get_unscaled_gradients` was given, if it was called.
         warned: Whether the user was warned of a step without a scaled loss.
@@ -260,10 +261,10 @@ class GradientRecord:
         """Starts again, after a step or when the gradients were cleared."""
         self.unseen: Any = None
         self.found: Any = None
-        self.clips = self.is_settled = self.by_hand = self.has_own_loss = False
+        self.clips = self.is_cleared = self.by_hand = self.has_own_loss = False
         self.divided: list[tuple[Any, int]] | None = None
         self.decision: Any = None
-        self.decided_on: Any = None
+        self.decided_info: Any = None
         self.left: tuple[int, int, Any] | None = None
         self.witness: tuple[Any, int] | None = None
 
@@ -310,7 +311,7 @@ class GradientRecord:
             memo: That of `copy.deepcopy`, which copies a set of several optimizers once.
         """
         other.__dict__.update(vars(self), sets=[])
-        other.decided_on = engine.info()
+        other.decided_info = engine.info()
         other.unseen = engine.scale if self.unseen is of.scale else self.unseen
         theirs = dict(zip(of.info().parameters, engine.info().parameters, strict=True))
         for each in holding(of.info()):
@@ -404,7 +405,7 @@ def is_seen(loss: Any) -> bool:
 
 
 def watch(scaled: Any, loss: Any, by: Multiplier, own: Any) -> None:
-    """Has `begin` called when the `backward` of a scaled loss starts."""
+    """Has `prepare_backward` called when the `backward` of a scaled loss starts."""
 
     def starts(_: Any) -> None:
         if own.record.in_backward:
@@ -414,13 +415,13 @@ def watch(scaled: Any, loss: Any, by: Multiplier, own: Any) -> None:
             )
         task = torch._C._current_graph_task_id()
         alone = len(_living) == 1
-        (scaled_gradients, *_), rest = begin(None if alone else loss, by, own, task=task)
+        (scaled_gradients, *_), rest = prepare_backward(None if alone else loss, by, own, task=task)
         scaled_gradients.reaches(None if alone else rest)
 
     scaled.register_hook(starts)
 
 
-def begin(
+def prepare_backward(
     loss: Any, by: Multiplier, own: Any, *, inputs: Any = None, task: int = -1
 ) -> tuple[list[ScaledGradients], list[Any]]:
     """Gradients of a loss are about to be added: multiplies those that are there.
@@ -440,14 +441,14 @@ def begin(
     for each in (own, *(each for each, _, _ in found)):
         each.account_for_cleared(by)
     with lock:
-        sets = [own.begin(by, mine, task, own_loss=True)]
-        for each, info, sure in found:
-            sets.append(each.begin(by, info, task, sure=sure))
+        sets = [own.put_into_set(by, mine, task, own_loss=True)]
+        for each, info, certain in found:
+            sets.append(each.put_into_set(by, info, task, certain=certain))
             if sets[-1].left is not None:
                 sets[-1].left = sets[-1].left[0], own
                 own.record.sets.append(sets[-1])
         for one in sets:
-            one.begins()
+            one.note_versions()
     return sets, rest
 
 
@@ -456,7 +457,7 @@ def reached(
 ) -> tuple[list[tuple[Any, ranks.ParameterInfo, bool]], list[Any]]:
     """The other engines whose parameters a loss reaches, and other tensors.
 
-    Each engine comes with the parameters, and whether the loss reaches them for sure: what
+    Each engine comes with the parameters, and whether the loss reaches them for certain: what
     `fully_shard` computes with cannot be assigned to one of several optimizers.
 
     Args:
@@ -485,9 +486,9 @@ def reached(
         if each.record is own.record:
             continue
         info = each.info()
-        sure = not info.ids.isdisjoint(ids)
-        if sure or hidden or (is_sharded and info.is_sharded):
-            found.append((each, info.without(taken), sure))
+        certain = not info.ids.isdisjoint(ids)
+        if certain or hidden or (is_sharded and info.is_sharded):
+            found.append((each, info.without(taken), certain))
             taken = taken | info.ids
             rest = {key: t for key, t in rest.items() if key not in info.ids}
     if mine.is_sharded or any(info.is_sharded for _, info, _ in found):
@@ -534,7 +535,7 @@ def multiply(info: ranks.ParameterInfo, by: Any, before: Any = None) -> None:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def divide(
+def unscale_by(
     info: ranks.ParameterInfo,
     by: Any,
     *,
@@ -562,14 +563,14 @@ def divide(
 
     if clip is not None and powers:
         # In one pass, which rounds no more than two do.
-        unscale(info, (clip / by.on(CPU).scale).to, checks=False)
+        unscale(info, filled(clip / by.on(CPU).scale), checks=False)
         return {}
     below_one = checks and is_below_one(by)
     by_device = unscale(
         info, factor, divides=not powers, checks=checks, recheck=below_one, float16=allow_float16
     )
     if clip is not None:
-        unscale(info, clip.to, checks=False)
+        unscale(info, filled(clip), checks=False)
     return by_device
 
 
