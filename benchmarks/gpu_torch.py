@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import json
 import math
+import os
 import pathlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "tests"))
@@ -158,6 +160,15 @@ class Recorder(TorchDispatchMode):
     def bytes(self) -> int:
         """The bytes that are read and written."""
         return self.read + self.written
+
+    def counts(self) -> dict[str, int]:
+        """Returns the numbers of a table."""
+        return {
+            "waits": len(self.waits),
+            "launches": self.launches.total(),
+            "bytes": self.bytes,
+            "allocations": self.allocations,
+        }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -313,37 +324,57 @@ def counted(
     return recorder
 
 
-def rows(layouts: Sequence[str] = tuple(LAYOUTS)) -> Iterator[dict[str, Any]]:
-    """Yields the rows of the tables: what each way does, and how much more than the bare one."""
-    for layout in layouts:
-        for optimizer in OPTIMIZERS:
-            for clip_norm in (None, 1.0):
-                bare = counted("bare", optimizer, LAYOUTS[layout], clip_norm)
-                for way in WAYS:
-                    try:
-                        found = counted(way, optimizer, LAYOUTS[layout], clip_norm)
-                    except lossscale.errors.UnsupportedError:
-                        # It cannot skip its own step.
-                        continue
-                    yield {
-                        "parameters": layout,
-                        "optimizer": optimizer,
-                        "clipped": clip_norm is not None,
-                        "way": way,
-                        "waits": len(found.waits),
-                        "launches": found.launches.total(),
-                        "megabytes": found.bytes / 1e6,
-                        "allocations": found.allocations,
-                        "more_launches": found.launches.total() - bare.launches.total(),
-                        "more_megabytes": (found.bytes - bare.bytes) / 1e6,
-                        "more_allocations": found.allocations - bare.allocations,
-                    }
+def of_keras(way: str, inner: str) -> tuple[Recorder, list[Any]]:
+    """Counts the third call of `apply` of Keras 3; returns the variables, too.
+
+    Args:
+        way: One of `KERAS_WAYS`.
+        inner: One of `KERAS_INNERS`.
+    """
+    import keras
+
+    kind, settings = KERAS_INNERS[inner]
+    made = getattr(keras.optimizers, kind)(1e-4, **settings)
+    if way != "bare":
+        cls: Any = lossscale if way == "ours" else keras.mixed_precision
+        made = cls.LossScaleOptimizer(made, initial_scale=SCALE)
+    variables = [keras.Variable(torch.ones(100)) for _ in range(10)]
+    made.build(variables)
+    for _ in range(3):
+        loss = torch.full((), 0.01, device="cuda")
+        scaled = loss if way == "bare" else made.scale_loss(loss)
+        gradients = [scaled.repeat(100) for _ in variables]
+        with Recorder() as recorder:
+            made.apply(gradients, variables)
+    return recorder, variables
+
+
+KERAS_WAYS = ("bare", "ours", "Keras' class")
+KERAS_INNERS: dict[str, tuple[str, dict[str, float]]] = {
+    "Adam": ("Adam", {}),
+    "SGD": ("SGD", {"momentum": 0.9}),
+}
+
+
+def rows(layouts: Iterable[str] = tuple(LAYOUTS)) -> Iterator[tuple[dict[str, Any], Recorder]]:
+    """Yields the rows of the tables, and what they count."""
+    for layout, optimizer, clip_norm in itertools.product(layouts, OPTIMIZERS, (None, 1.0)):
+        step = f"{optimizer}, {layout}" + (", clipped" if clip_norm else "")
+        for way in WAYS:
+            # Only fused optimizers can skip their own step.
+            if way != "device" or "fused" in optimizer:
+                found = counted(way, optimizer, LAYOUTS[layout], clip_norm)
+                yield {"step": step, "way": way, **found.counts()}, found
+    for inner, way in itertools.product(KERAS_INNERS, KERAS_WAYS):
+        found, _ = of_keras(way, inner)
+        yield {"step": f"Keras, {inner}, 10 x 100", "way": way, **found.counts()}, found
 
 
 def main() -> None:
     """Prints the rows, each as a line of JSON."""
     warnings.simplefilter("ignore")
-    for row in rows():
+    os.environ["KERAS_BACKEND"] = "torch"
+    for row, _ in rows():
         print(json.dumps(row), flush=True)
 
 
