@@ -202,7 +202,7 @@ def value_and_grad(
     return value_and_scaled_grad
 
 
-def unless_skipped(opt_state: Any, new: Any, old: Any) -> Any:
+def unless_skipped(opt_state: Any, new: Tree, old: Tree) -> Tree:
     """Returns what a step made of a tree, or the tree as it was if the step was skipped.
 
     For what the forward pass changes: the statistics of a batch normalization, an average, a
@@ -256,7 +256,8 @@ def unless_skipped(opt_state: Any, new: Any, old: Any) -> Any:
             "of a Flax NNX module changes with the module. Take a copy of it before the step: "
             "nnx.clone(nnx.state(model, nnx.BatchStat))."
         )
-    return jax.tree_util.tree_map_with_path(chosen, new, old)
+    tree: Tree = jax.tree_util.tree_map_with_path(chosen, new, old)
+    return tree
 
 
 class _Result(NamedTuple):

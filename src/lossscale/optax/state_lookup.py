@@ -81,7 +81,7 @@ def state_in(opt_state: Any) -> LossScaleState:
             "optimizer, wrap once, outermost: loss_scaled(optax.multi_transform({...}, labels))."
         )
     above, state = found[0]
-    for node, below in zip(above, [*above[1:], state], strict=True):
+    for node, below in zip(above, [*above[1:], state], strict=False):
         if not _is_transparent(node, below):
             raise ArgumentError(_wrong_order(node, below))
     return state
