@@ -158,7 +158,8 @@ def test_variables_of_one_name_are_saved_beside_one_another():
     def made():
         optimizer = wrapped(keras.optimizers.SGD(0.1))
         for number, name in enumerate(("steps_skipped", "iteration", "mine", "mine")):
-            setattr(optimizer, f"own_{number}", keras.Variable(0.0, name=name))
+            own = keras.Variable(0.0, name=name, trainable=False)
+            setattr(optimizer, f"own_{number}", own)
         return optimizer
 
     written, read = made(), made()

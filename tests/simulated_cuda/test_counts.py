@@ -138,6 +138,13 @@ def guard(way):
     then(way, lossscale.torch.guard(scheduler, way.scaler).step)
 
 
+def guarded_buffers(way):
+    model = torch.nn.BatchNorm1d(2).to("cuda")
+    lossscale.torch.guard(model, way.scaler)
+    step = way.step
+    way.step = lambda: (model(torch.ones(4, 2, device="cuda")), step())
+
+
 def rule_of_another_kind(way):
     rule = lossscale.DynamicScale(2.0**10, overflows_before_backoff=2)
     way.scaler = lossscale.torch.GradScaler("cuda", rule=rule)
@@ -165,6 +172,8 @@ def nothing(way):
         # And once more for the scale, which it tells.
         (monitor, 3),
         (guard, 1),
+        # The device chooses.
+        (guarded_buffers, 0),
         (rule_of_another_kind, 1),
         (number_that_is_read, 1),
     ],

@@ -67,7 +67,7 @@ class LossScaleOptimizer(TFKerasCommonOptimizer):
         return super().__new__(cls)
 
     @classmethod
-    def _written_class(cls) -> type[Any]:
+    def _public_class(cls) -> type[Any]:
         return cls.__mro__[1] if "_is_of_family" in vars(cls) else cls
 
 
@@ -79,7 +79,7 @@ def _of_family(cls: type[Any], family: type[Any]) -> type[Any]:
         "__doc__": cls.__doc__,
         "_is_of_family": True,
         # For `super(self.__class__, self)`, which programs of that time write in subclasses.
-        "__class__": property(lambda self: type(self)._written_class()),
+        "__class__": property(lambda self: type(self)._public_class()),
     }
     made = type(cls.__name__, (cls, family), namespace)
     _register_as(made, tf_keras.saving.get_registered_name(cls))

@@ -68,8 +68,9 @@ class GuardedScheduler:
             # Compared by parameters, because Accelerate and others wrap the optimizer.
             ids = set(map(id, ranks.parameters_of(optimizer)))
             known = [each for each in known if not ids.isdisjoint(each.info.ids)] or known
-        made = sum(each.count.made for each in known)
-        return made, made - sum(each.count.skipped for each in known)
+        counts = [each.count.read() for each in known]
+        made = sum(steps for steps, _ in counts)
+        return made, made - sum(skipped for _, skipped in counts)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
