@@ -111,27 +111,6 @@ def is_dummy_step(optimizer: Any) -> bool:
     return not optimizer.state and all("lr" in group and group["lr"] == 0 for group in groups)
 
 
-def demands_closure(inner: Any) -> bool:
-    """Whether `step` requires a closure, as that of LBFGS does."""
-    closure = inspect.signature(type(inner).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def evaluates_first(inner: Any) -> bool:
-    """Whether a step with a closure equals one evaluation, then a step without it."""
-    if isinstance(inner, Several):
-        return True
-    step = inspect.signature(type(inner).step).parameters
-    if "closure" not in step:
-        return True
-    return type(inner).step.__module__.startswith("torch.") and not demands_closure(inner)
-
-
-def starts_with_closure(inner: Any) -> bool:
-    """Whether an optimizer is known to evaluate its closure before it changes anything."""
-    return isinstance(inner, torch.optim.LBFGS)
-
-
 def takes_a_scaler(step: Any) -> bool:
     """Whether a `step` takes a `grad_scaler`, as PyTorch's did before 2.0."""
     return "grad_scaler" in inspect.signature(step).parameters

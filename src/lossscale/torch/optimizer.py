@@ -889,7 +889,7 @@ def _check_inner(inner: Any, is_one_of_several: bool = False) -> None:
             "torch.optim.AdamW(model.parameters())."
         )
     fused.check_signature(inner)
-    if is_one_of_several and fused.demands_closure(inner):
+    if is_one_of_several and closures.demands_closure(inner):
         raise UnsupportedError(
             f"{type(inner).__name__} evaluates a closure in its step, so it cannot be one of "
             "several optimizers. Wrap it alone."
