@@ -29,15 +29,15 @@ _WHERE = {
     "Monitor": "monitor",
     "diagnose": ".diagnosis.torch",
     "guard": "scheduler",
-    "install": "amp_install",
+    "install": "installation",
     "report_skips_to_accelerate": "scheduler",
 }
 """The modules of the names."""
 
 if TYPE_CHECKING:
     from lossscale.diagnosis.torch import diagnose as diagnose
-    from lossscale.torch.amp_install import install as install
     from lossscale.torch.grad_scaler import GradScaler as GradScaler
+    from lossscale.torch.installation import install as install
     from lossscale.torch.monitor import Monitor as Monitor
     from lossscale.torch.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from lossscale.torch.scheduler import guard as guard

@@ -18,9 +18,9 @@ import torch
 from lossscale.errors import ArgumentTypeError, GradientsError
 from lossscale.torch import ranks
 from lossscale.torch.engine import StepDecision
+from lossscale.torch.optimizer_list import OptimizerList
 from lossscale.torch.scaled_gradients import was_scaled
 from lossscale.torch.scaling import real_parts
-from lossscale.torch.several import Several
 
 
 class _Skipped(BaseException):
@@ -165,7 +165,7 @@ def demands_closure(inner: Any) -> bool:
 
 def evaluates_first(inner: Any) -> bool:
     """Whether a step with a closure equals one evaluation, then a step without it."""
-    if isinstance(inner, Several):
+    if isinstance(inner, OptimizerList):
         return True
     step = inspect.signature(type(inner).step).parameters
     if "closure" not in step:

@@ -12,7 +12,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from lossscale.errors import UnsupportedError
-from lossscale.torch.several import Several
+from lossscale.torch.optimizer_list import OptimizerList
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """PyTorch's optimizers with fused kernels, which read `grad_scale` and `found_inf`."""
@@ -20,7 +20,7 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 
 def can_skip(inner: Any) -> bool:
     """Whether an optimizer, with its present settings, reads `grad_scale` and `found_inf`."""
-    if isinstance(inner, Several):
+    if isinstance(inner, OptimizerList):
         return all(map(can_skip, inner.optimizers))
     if type(inner).step in _steps_of_torch():
         # Not the optimizer's own flag: loading a state replaces `fused` in the groups, and a copy
@@ -31,7 +31,7 @@ def can_skip(inner: Any) -> bool:
 
 def can_unscale(inner: Any) -> bool:
     """Whether the kernel may unscale: nothing else reads `.grad` before it."""
-    if isinstance(inner, Several):
+    if isinstance(inner, OptimizerList):
         return not _has_pre_hooks(inner) and all(map(can_unscale, inner.optimizers))
     return (
         can_skip(inner)
@@ -71,7 +71,7 @@ def _steps_of_torch() -> list[Any]:
 
 def expects_attributes(inner: Any) -> bool:
     """Whether an optimizer may need both attributes, or has a `grad_scale` of its own."""
-    if isinstance(inner, Several):
+    if isinstance(inner, OptimizerList):
         return any(map(expects_attributes, inner.optimizers))
     has_own = getattr(inner, "grad_scale", None) is not None
     return can_skip(inner) and (has_own or not steps_as_torch(inner))
