@@ -93,6 +93,25 @@ ALL = {
     "torch": (TORCH, EACH_BACKEND),
     "tensorflow, all else": ({**TENSORFLOW, **EMITTERS}, ("tests", *_IGNORED)),
 }
+# What is tested where only one framework is installed, with `make test FRAMEWORK=torch`.
+NO_KERAS = {"LOSSSCALE_TEST_KERAS": "none"}
+# The other file has the rows of a Keras only.
+PROMISES = ("tests/conformance", "--ignore=tests/conformance/test_every_optimizer.py")
+OF_FRAMEWORK = {
+    "torch": {
+        "torch without Keras": ALL["torch without Keras"],
+        "conformance": ({**TORCH, **NO_KERAS}, PROMISES),
+    },
+    "jax": {
+        "jax without Keras": ALL["jax without Keras"],
+        "conformance": ({**JAX, **NO_KERAS}, PROMISES),
+    },
+    "tensorflow": {
+        "Keras 3": ALL["tensorflow, Keras 3"],
+        "conformance": ({**TENSORFLOW, **EMITTERS}, ("tests/conformance",)),
+    },
+    "tf_keras": {"tf_keras": (TF_KERAS, ("tests/conformance", "tests/frameworks/tf_keras"))},
+}
 QUICK = {
     "torch tests/conformance": (TORCH, ("tests/conformance",)),
     "tests/core": (TENSORFLOW, ("tests/core",)),
@@ -145,11 +164,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the core and one backend only")
     parser.add_argument(
+        "--framework", choices=OF_FRAMEWORK, help="what needs no other framework (default: all)"
+    )
+    parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="processes at a time (default: the cores)"
     )
     arguments = parser.parse_args()
     start = time.monotonic()
-    jobs = QUICK if arguments.quick else ALL
+    jobs = QUICK if arguments.quick else OF_FRAMEWORK.get(arguments.framework, ALL)
     left_out = {name: why() for name, why in OPTIONAL.items() if name in jobs and why()}
     jobs = {name: job for name, job in jobs.items() if name not in left_out}
     about = "1 minute" if arguments.quick else "10 minutes on 2 cores"

@@ -8,7 +8,7 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Self
 
 from lossscale import registry
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -85,7 +85,7 @@ class LossScaleMonitor:
     _optimizer: Any = None
     _before: Any = None
 
-    def __new__(cls, *args: Any, framework: str | None = None, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, framework: str | None = None, **kwargs: Any) -> Self:
         if cls is LossScaleMonitor:
             # Before any framework is imported.
             MonitorSettings(*args, **kwargs)
@@ -98,10 +98,10 @@ class LossScaleMonitor:
         *,
         every: int = 1,
         log: Callable[[dict[str, Any]], object] | None = None,
-        on_floor: str = "warn",
+        on_floor: Literal["warn", "raise", "ignore"] = "warn",
         max_consecutive_skips: int | None = None,
         append: bool = False,
-        framework: str | None = None,
+        framework: Literal["keras", "tf_keras"] | None = None,
     ) -> None:
         super().__init__()
         # tf_keras then leaves `logs` on the device, where nothing waits for them. Its constructor
@@ -216,7 +216,7 @@ class LossScaleMonitor:
         if isinstance(optimizer, LossScaleOptimizer):
             if optimizer._framework != self._framework:
                 raise ArgumentError(_other_framework(self._framework))
-            if getattr(optimizer, "_state", None) is None:
+            if optimizer._state.decide is not None:
                 raise ArgumentError(
                     "LossScaleMonitor does not know the lowest scale of a LossScale with its own "
                     "`update`. Write it as a lossscale.ScaleRule."

@@ -36,7 +36,7 @@ ARROWS = {
     "keras_common tensorflow jax torch callbacks *keras",
     "tf_keras": "errors packages rules registry members arguments optimizer old_formats common "
     "keras_common tensorflow callbacks *tf_keras *tensorflow",
-    "experimental": "errors checks rules registry arguments optimizer keras tf_keras "
+    "experimental": "errors checks rules registry members arguments optimizer keras tf_keras "
     "*keras *tf_keras",
     "documented_names": "errors registry optimizer common experimental keras tf_keras tensorflow "
     "*tensorflow **any",

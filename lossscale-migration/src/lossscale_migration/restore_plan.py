@@ -211,7 +211,7 @@ class RestorePlan:
     def _set_scale(self) -> list[str]:
         """Sets the loss scale; returns the names of values that do not exist in this rule."""
         optimizer, saved = self.optimizer, self.saved
-        if optimizer._state is None:
+        if optimizer._state.decide is not None:
             # A user's LossScale with its own variables.
             own = optimizer._loss_scale._variables()
             for name, value in saved.loss_scale.items():

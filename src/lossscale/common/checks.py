@@ -97,6 +97,19 @@ def with_gradient(gradients: Sequence[Any], variables: Sequence[Any]) -> list[An
     return [variable for gradient, variable in pairs if gradient is not None]
 
 
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has an argument of this name, or takes any."""
+    method = getattr(function, "__func__", None)
+    return _takes.__wrapped__(function, name) if method is None else _takes(method, name)
+
+
+# Only methods, which live as long as their class.
+@functools.lru_cache
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(each.name == name or each.kind == each.VAR_KEYWORD for each in parameters)
+
+
 def scaled_value(loss: Any, scale: Callable[[Any], Any]) -> Any:
     """Scales a loss that is a tensor, or a callable that returns one."""
     scaled = scale(loss)
@@ -230,9 +243,8 @@ def warned_at_floor(
     lower = f" If gradients are too large for float16, use {write}."
     warn(
         f"A step was skipped at the minimum loss scale, {scale:g}: a gradient is not finite, and "
-        f"the scale cannot fall further.{lower if scale > _USEFUL_FLOOR else ''} If the data, the "
-        "model or the loss produce infinities or NaN, no loss scale helps. A monitor reports which "
-        "gradients are not finite."
+        f"the scale cannot fall further. explain() names the operation that fails, a monitor the "
+        f"gradients.{lower if scale > _USEFUL_FLOOR else ''} diagnose() says whether that helps."
     )
     return True
 

@@ -71,7 +71,7 @@ class DocumentedVerbs(Wrapper):
                 f"`grads` must be a list of gradients. Received: {grads!r}."
             ) from None
         device = next((g.device for g in given if g is not None), CPU)
-        scale = self._engine.scale.on(device).scale
+        scale = self._engine.scale.scale_on(device)
         result = unscaled(given, scale, self._rule.powers_of_two)
         record = self._record
         record.by_hand = False

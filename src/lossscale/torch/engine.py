@@ -31,7 +31,7 @@ from lossscale.torch.scaled_gradients import (
     register,
     set_of,
 )
-from lossscale.torch.scaling import CPU, read, read_all, scalar
+from lossscale.torch.scaling import CPU, filled, read, read_all, scalar
 from lossscale.torch.skip_count import FirstSteps
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
@@ -432,7 +432,7 @@ class Engine:
         divisor = None
         # A float32 number has too few digits for float64.
         if in_kernel and len(given.dense_groups) == 1 and torch.float64 not in dtypes:
-            divisor = (scale / clip).to(given.device, torch.float32)
+            divisor = scalar((scale / clip).tolist(), given.device)
         if divisor is not None and scale * max(total / largest, 1.0) < _LARGEST / 2:
             self._give_up(sets)
         elif are_scaled:
@@ -440,7 +440,7 @@ class Engine:
             self.settle(sets, clip=clip)
         else:
             self._give_up(sets)
-            gradients.unscale_(given, clip.to)
+            gradients.unscale_(given, filled(clip))
         stats = None if are_scaled is None else GradientStats(True)
         return StepDecision(True, stats, divisor=divisor)
 
@@ -491,7 +491,8 @@ class Engine:
             if not has_gradients and overflow.item() < 0:
                 return StepDecision(True, empty=True)
             overflow = overflow.clamp(min=0.0)
-        stats = gradients.as_stats(self.rule.needs, measured, overflow == 0)
+        finite = None if measured is None else overflow == 0
+        stats = gradients.as_stats(self.rule.needs, measured, finite)
         # A fused SGD allocates its momentum before it reads `found_inf`, and would use it
         # uninitialized: the host decides on the first step of a parameter.
         are_made = self._states.are_made(parts_of(self.inner), info.parameters)
@@ -568,10 +569,10 @@ class Engine:
 
     def update(self, decision: StepDecision) -> None:
         """Updates the scale and counts the step."""
-        if decision.stats is not None:
-            self.scale.update(decision.stats)
-        skipped = not decision.apply
+        skipped: Any = not decision.apply
         if self.scale.on_device:
             found = decision.overflow
             skipped = scalar(float(skipped), self.info().devices[0]) if found is None else found
+        if decision.stats is not None:
+            self.scale.update(decision.stats, skipped)
         self.scale.count(skipped)

@@ -28,7 +28,7 @@ from lossscale.errors import (
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule, StatsRequest
-from lossscale.torch import closures, fused, gradients, ranks
+from lossscale.torch import buffers, closures, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.documented_verbs import DocumentedVerbs
 from lossscale.torch.engine import Engine, StepDecision
@@ -168,7 +168,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         engine.watch_steps(_refuse_scaled_gradients)
 
     @property
-    def inner_optimizer(self) -> Any:
+    def inner_optimizer(self) -> torch.optim.Optimizer:
         """The inner optimizer, which cannot be replaced by another one."""
         return self._engine.inner
 
@@ -290,7 +290,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         if torch.compiler.is_compiling():
             # In compiled code too this is a tensor, never a number that it would be compiled for.
             record.unseen, record.is_cleared, record.has_own_loss = scale, False, True
-            return widened(loss) * scale.on(loss.device).scale
+            return widened(loss) * scale.scale_on(loss.device)
         if was_scaled(loss):
             raise GradientsError(
                 "This loss is already scaled. Its gradients would be too large by the loss scale. "
@@ -304,9 +304,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             watch(scaled, loss, by, self._engine)
         elif not torch.is_grad_enabled():
             # No gradient will come, so that there is nothing to remember.
-            return widened(loss) * scale.on(loss.device).scale
+            return widened(loss) * scale.scale_on(loss.device)
         else:
-            scaled = widened(loss) * scale.on(loss.device).scale
+            scaled = widened(loss) * scale.scale_on(loss.device)
             record.unseen = scale
             record.is_cleared, record.has_own_loss = False, True
         remember_scaled(scaled)
@@ -439,6 +439,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
                 # Infinite ones that stay are no overflow of a later loss.
                 found = decision.overflow if decision.apply is None else True
                 self._record.leave_behind(engine.info(), found)
+        skipped = decision.overflow if decision.apply is None else not decision.apply
+        buffers.note_step(self, skipped)
         if decision.apply is False:
             for hook in list(self._skipped_hooks.values()):
                 hook(self)
@@ -660,12 +662,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     # --- Processes that run out of data -------------------------------------------------------
 
     @property
-    def join_device(self) -> Any:
+    def join_device(self) -> torch.device:
         """The device that `torch.distributed.algorithms.Join` communicates on."""
         return self._engine.info().devices[0]
 
     @property
-    def join_process_group(self) -> Any:
+    def join_process_group(self) -> torch.distributed.ProcessGroup:
         """The processes that `torch.distributed.algorithms.Join` keeps together."""
         groups = self._engine.info().groups
         return groups[0] if groups else torch.distributed.group.WORLD

@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from lossscale.errors import GradientsError
 from lossscale.torch import gradients, ranks
 from lossscale.torch.scale import Multiplier
-from lossscale.torch.scaling import CPU, real_parts
+from lossscale.torch.scaling import CPU, filled, real_parts
 
 lock = threading.RLock()
 """Held while gradients join or leave a set: autograd runs hooks in a thread for each device."""
@@ -563,14 +563,14 @@ def unscale_by(
 
     if clip is not None and powers:
         # In one pass, which rounds no more than two do.
-        unscale(info, (clip / by.on(CPU).scale).to, checks=False)
+        unscale(info, filled(clip / by.on(CPU).scale), checks=False)
         return {}
     below_one = checks and is_below_one(by)
     by_device = unscale(
         info, factor, divides=not powers, checks=checks, recheck=below_one, float16=allow_float16
     )
     if clip is not None:
-        unscale(info, clip.to, checks=False)
+        unscale(info, filled(clip), checks=False)
     return by_device
 
 

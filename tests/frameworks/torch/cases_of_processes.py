@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import pathlib
+import warnings
 
 import torch
 from torch import distributed
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -150,6 +152,100 @@ def ddp_unused(folder):
         return net(rank(), (1.0, INF if is_last() else 0.0, 0.0, 1.0)[step])
 
     return in_ddp(Branches, fused, loss_of, find_unused_parameters=True)
+
+
+def guarded(folder):
+    """Whether one batch of the last process leaves no trace in the buffers of any."""
+
+    def wrapped(kind):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+        )
+        if kind == "fsdp":
+            for each in (net[0], net):
+                fully_shard(each)
+            return net, net
+        whole = DistributedDataParallel(net, broadcast_buffers="broadcast" in kind)
+        return whole, net if "inner" in kind else whole
+
+    def trained(kind, is_given, is_guarded):
+        net, part = wrapped(kind)
+        rule = lossscale.FixedScale(2.0**10, skip_nonfinite=True)
+        optimizer = LossScaleOptimizer(torch.optim.SGD(net.parameters(), lr=0.05), rule=rule)
+        if is_guarded:
+            lossscale.torch.guard(part, optimizer)
+        numbers = torch.Generator().manual_seed(rank())
+        for step in range(4):
+            x = torch.randn(8, 4, generator=numbers)
+            if step == 2 and not is_given:
+                continue
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = net(x * (1e6 if step == 2 and is_last() else 1)).float().pow(2).mean()
+            optimizer.backward(loss)
+            optimizer.step()
+        kept = [*net.parameters(), *net.buffers()]
+        whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in kept]
+        return [t.tolist() for t in whole], optimizer.steps_skipped
+
+    kinds = "broadcast", "broadcast inner", "own", "own inner", "fsdp"
+    outcome = {}
+    for kind in kinds:
+        found, skipped = trained(kind, True, True)
+        outcome[kind] = [found == trained(kind, False, False)[0], skipped]
+    return outcome
+
+
+class Parallel(torch.nn.Module):
+    """Sums what all processes compute, in the forward pass."""
+
+    def __init__(self, sums):
+        super().__init__()
+        torch.manual_seed(0)
+        self.sums, self.a, self.b = sums, torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        hidden = self.a(x).float()
+        return self.b(all_reduce(hidden) if self.sums else hidden)
+
+
+def explained(folder):
+    """Whether an explained run is the plain one, if only the last process overflows; the causes."""
+
+    def trained(kind, explain):
+        net = Parallel(kind == "sum")
+        if kind == "fsdp":
+            fully_shard(net)
+        whole = DistributedDataParallel(net) if kind == "ddp" else net
+        optimizer = LossScaleOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.1),
+            initial_scale=2.0**8,
+            process_group=distributed.group.WORLD,
+        )
+        monitor = lossscale.torch.Monitor(optimizer, net, explain=explain)
+        losses, causes = [], []
+        for step in range(4):
+            x = torch.ones(2, 4) * (1e6 if step == 1 and is_last() else 1)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = whole(x).float().mean()
+            optimizer.backward(loss)
+            optimizer.step()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                monitor.step(loss)
+            losses.append(float(loss.detach()))
+            if optimizer.last_step_skipped and explain:
+                causes.append(str(monitor.explanation.cause))
+        weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
+        return repr(losses), [w.tolist() for w in weights], causes
+
+    outcome = {}
+    for kind in ("sum", "ddp", "fsdp"):
+        plain, found = trained(kind, 0), trained(kind, 20)
+        outcome[kind] = [plain[:2] == found[:2], found[2]]
+    return outcome
 
 
 # FSDP2: each process holds a part of each parameter.
@@ -653,7 +749,18 @@ CASES = {
         fsdp_clipped,
         sharded_scaler,
     ),
-    2: (ddp, fsdp, fsdp_clipped, uneven, compressed, in_zero, monitored, whole_and_resumed),
+    2: (
+        ddp,
+        guarded,
+        explained,
+        fsdp,
+        fsdp_clipped,
+        uneven,
+        compressed,
+        in_zero,
+        monitored,
+        whole_and_resumed,
+    ),
     1: (on_one, seen, clipped, fsdp_clipped, minimized),
 }
 CASES = {size: (*cases_of_parallel.CASES[size], *cases) for size, cases in CASES.items()}
