@@ -44,7 +44,7 @@ def test_the_examples_print_what_they_show(name):
 
 def test_the_examples_are_found():
     with_examples = {name.rpartition(".")[2] for name, tried in TRIED.items() if tried}
-    assert with_examples >= {"amp_install", "scheduler", "state_dict", "scale", "torch", "ranks"}
+    assert with_examples >= {"installation", "scheduler", "state_dict", "scale", "torch", "ranks"}
 
 
 def test_there_are_examples_of_all_that_is_public():
