@@ -6,7 +6,7 @@ import keras
 import numpy as np
 
 import lossscale
-from fresh import Program
+from forks import Program
 from seeding import seed
 
 BACKEND = keras.backend.backend()

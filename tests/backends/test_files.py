@@ -20,7 +20,7 @@ from backends.support import (
     status,
     wrapped,
 )
-from fresh import Program
+from forks import Program
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
