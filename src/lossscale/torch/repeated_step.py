@@ -50,12 +50,7 @@ _HALVINGS = 24
 """The most halvings of the loss scale that are tried: 2**-24 is the smallest float16 number."""
 _NEAR = 64
 """How far below overflow gradients are that lie beside one that overflows."""
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def explain(
