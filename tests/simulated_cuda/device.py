@@ -31,9 +31,11 @@ CANNOT = {
     "test_a_compiled_forward_pass": "inductor generates kernels of Triton, for a real GPU",
     "test_two_ranks_on_one_device": "other processes have no simulated device",
 }
-"""Tests of what the device cannot do, and why. It knows nothing of time, of a GPU's rounding, of NCCL,
-of a `torch.Generator` on the device (which Keras' initializers ask for), and of memory that the
-allocator gives to another stream."""
+"""Tests of what the device cannot do, and why.
+
+It knows nothing of time, of a GPU's rounding, of NCCL, of a `torch.Generator` on the device (which
+Keras' initializers ask for), and of memory that the allocator gives to another stream.
+"""
 
 
 _driver: Any = None
