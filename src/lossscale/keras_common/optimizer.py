@@ -120,13 +120,6 @@ class KerasCommonOptimizer(DocumentedMembers):
     ) -> None:
         rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
         self._check_inner(inner_optimizer)
-        for name in ("inner_optimizer", "loss_scale_state"):
-            if _saved_in(getattr(inner_optimizer, name, None), self._library):
-                raise ArgumentError(
-                    f"{type(inner_optimizer).__name__} has a saved attribute {name!r}. In files "
-                    "this is the name of something else of LossScaleOptimizer. Give the attribute "
-                    "another name."
-                )
         self._construct(inner_optimizer, rule, name)
         remember_wrapper(inner_optimizer, self)
 
@@ -144,13 +137,14 @@ class KerasCommonOptimizer(DocumentedMembers):
     def _parts_of_inner(self) -> dict[str, Any]:
         """Returns the inner optimizer's attributes that are saved, such as another optimizer.
 
-        Files have them where those of an optimizer without loss scaling have them.
+        Files have them where those of an optimizer without loss scaling have them, unless this
+        optimizer has another attribute of the name.
         """
         inner = self.__dict__.get(self._inner_attribute)
         parts = {} if inner is None else vars(inner)
         listed = _ids_of_variables(inner)
         return {
-            name: part
+            f"_inner_{name}" if self._has_own(name) else name: part
             for name, part in parts.items()
             # An optimizer of several lists the variables of each.
             if any(
@@ -158,6 +152,10 @@ class KerasCommonOptimizer(DocumentedMembers):
                 for each in _saved_in(part, self._library)
             )
         }
+
+    def _has_own(self, name: str) -> bool:
+        # `_optimizer` is the inner optimizer's attribute, if it has one.
+        return name in vars(self) or (hasattr(type(self), name) and name != "_optimizer")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") and not name.startswith("__"):

@@ -6,7 +6,9 @@ one. Programs and files name one class, and a user's subclass is for both.
 
 from __future__ import annotations
 
+import dis
 import functools
+import itertools
 from typing import Any, Self
 
 import tf_keras
@@ -74,6 +76,18 @@ class LossScaleOptimizer(TFKerasCommonOptimizer):
 @functools.cache
 def _of_family(cls: type[Any], family: type[Any]) -> type[Any]:
     """Returns the subclass of `cls` for the optimizers of one family, known by the same name."""
+    written = itertools.takewhile(
+        lambda base: not base.__module__.startswith("lossscale."), cls.__mro__
+    )
+    for function in [each for base in written for each in vars(base).values()]:
+        code = getattr(function, "__code__", None)
+        loaded = [each.argval for each in dis.get_instructions(code)] if code else []
+        if ("super", "type") in itertools.pairwise(loaded):
+            # The type of an object is the class that is made here, so this would not end.
+            raise ArgumentTypeError(
+                f"{function.__qualname__}() calls super(type(self), self), which calls itself "
+                "without end if the class has a subclass. Write super() instead."
+            )
     namespace = {
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,

@@ -392,12 +392,13 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     def _own_variables(self) -> dict[str, Any]:
         """The variables of the loss scale and of the skips, by their names in saving."""
-        return {
-            **self._state.named,
-            **self._loss_scale_variables,
-            "steps_skipped": self._steps_skipped,
-            "last_step_skipped": self._last_step_skipped,
+        named = self._state.named
+        skips = {"steps_skipped": self._steps_skipped, "last_step_skipped": self._last_step_skipped}
+        theirs = {
+            f"own.{name}" if name in {**named, **skips} else name: variable
+            for name, variable in self._loss_scale_variables.items()
         }
+        return {**named, **theirs, **skips}
 
     # --- Settings -----------------------------------------------------------------------------
 

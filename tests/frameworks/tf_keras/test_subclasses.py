@@ -16,6 +16,18 @@ CLASSES = {
 NEW, LEGACY = tf_keras.optimizers, tf_keras.optimizers.legacy
 
 
+def test_a_subclass_whose_super_would_not_end_is_an_error_at_construction(optimizers):
+    class Mixin:
+        def apply_gradients(self, *args, **kwargs):
+            return super(type(self), self).apply_gradients(*args, **kwargs)
+
+    class Mixed(Mixin, LossScaleOptimizer):
+        pass
+
+    with pytest.raises(TypeError, match=r"apply_gradients\(\) calls super\(type\(self\)"):
+        Mixed(optimizers.SGD(0.5))
+
+
 class WithoutArguments(LEGACY.SGD):
     """A legacy optimizer as averaging ones were written, whose verbs know few arguments."""
 
