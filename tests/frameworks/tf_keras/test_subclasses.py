@@ -8,7 +8,6 @@ import tf_keras
 import lossscale
 from frameworks.tf_keras.support import INF, step, wrapped
 from lossscale import experimental
-from lossscale.tf_keras import LossScaleOptimizer
 
 CLASSES = {
     "2.4": lambda inner: lossscale.LossScaleOptimizer(inner, initial_scale=8),
