@@ -210,7 +210,7 @@ tests/frameworks/keras/test_training.py
         -k overwritten
 tests/frameworks/keras/test_handover.py
     keras_common _Record.is_elsewhere: self.graph is not None and graph is None -> False
-        -k wherever_they_run
+        -k groups
     keras_common ScaleLedger._scaled_or_unscaled: len(kinds) > 1 -> False  -k says_what_to_write
 tests/conformance/test_page_matrix.py -k iterations_count
     keras StepCounter.assign: ops.minimum(self._skipped, value) -> self._skipped + 0
