@@ -231,13 +231,12 @@ class BufferGuard:
                 one: Any = now.get(name)
                 if one is tensor:
                     continue
-                both = one is not None and tensor is not None
-                if both and (one.device, one.dtype) != (tensor.device, tensor.dtype):
-                    # `model.to` was called since: the numbers count, not where they were.
-                    with contextlib.suppress(RuntimeError):
-                        one.copy_(tensor)
+                if one is None or tensor is None or _kind(one) == _kind(tensor):
+                    now[name] = tensor
                     continue
-                now[name] = tensor
+                # `model.to` was called since: the numbers count, not where they were.
+                with contextlib.suppress(RuntimeError):
+                    one.copy_(tensor)
         for module in self._modules if self._lazy else ():
             # These had no values before this step, in which they got their shape.
             tensors = [t for t in module._buffers.values() if any(t is each for each in self._lazy)]
@@ -437,6 +436,10 @@ def _in_function() -> bool:
 
 def _is_lazy(tensor: Any) -> bool:
     return bool(torch.nn.parameter.is_lazy(tensor))
+
+
+def _kind(tensor: Any) -> tuple[Any, Any]:
+    return tensor.device, tensor.dtype
 
 
 def _data(tensor: Any) -> Any:
