@@ -105,19 +105,10 @@ def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:
         new_scale = new_scale.item()
     with as_of_a_scaler():
         number = checked_number("new_scale", new_scale)
-    if not rule.moves:
+    # A rule that does not move the scale restores its own.
+    if float(rule.restored(rule.init()._replace(scale=number)).scale) != number:
         raise ScalerArgumentError(
-            f"update() cannot set the scale of this scaler: its rule fixes it at "
-            f"{rule.init().scale:g}. Received: new_scale={new_scale!r}. Make the scaler with "
-            "another `rule`."
-        )
-    restored = rule.restored(rule.init()._replace(scale=number))
-    if float(restored.scale) != number:
-        limits = ""
-        if isinstance(rule, DynamicScale):
-            limits = f", from {rule.min_scale:g} to {rule.ceiling:g}"
-        raise ScalerArgumentError(
-            f"`new_scale` must lie in the range of the scaler's rule{limits}. "
+            f"update() can set only a scale that the rule of the scaler allows: {rule!r}. "
             f"Received: new_scale={new_scale!r}."
         )
     return number
