@@ -230,9 +230,8 @@ def warned_at_floor(
     lower = f" If gradients are too large for float16, use {write}."
     warn(
         f"A step was skipped at the minimum loss scale, {scale:g}: a gradient is not finite, and "
-        f"the scale cannot fall further.{lower if scale > _USEFUL_FLOOR else ''} If the data, the "
-        "model or the loss produce infinities or NaN, no loss scale helps. A monitor reports which "
-        "gradients are not finite."
+        f"the scale cannot fall further. explain() names the operation that fails, a monitor the "
+        f"gradients.{lower if scale > _USEFUL_FLOOR else ''} diagnose() says whether that helps."
     )
     return True
 

@@ -1,5 +1,13 @@
-"""The records that monitors make of training steps, and the reader of their files."""
+"""The records that monitors make of training steps, the reader of their files, and explanations."""
 
+from lossscale.monitoring.explanation import Cause, Explanation
 from lossscale.monitoring.record import NonfiniteTensor, SkipReason, StepRecord, read_records
 
-__all__ = ["NonfiniteTensor", "SkipReason", "StepRecord", "read_records"]
+__all__ = [
+    "Cause",
+    "Explanation",
+    "NonfiniteTensor",
+    "SkipReason",
+    "StepRecord",
+    "read_records",
+]

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from lossscale.checks import checked_count, checked_truth
 from lossscale.errors import ArgumentError, ArgumentTypeError, TrainingHaltedError
+from lossscale.monitoring.explanation import Cause, Explanation
 from lossscale.monitoring.record import NonfiniteTensor, StepRecord, is_lowest, skip_reason
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule
@@ -76,11 +77,13 @@ class SkippedStep(NamedTuple):
         step: The number of the step.
         scale: The loss scale of the step.
         nonfinite: The gradients with an infinity or a NaN.
+        explanation: Why it was skipped, if that is known.
     """
 
     step: int
     scale: float
     nonfinite: tuple[NonfiniteTensor, ...] = ()
+    explanation: Explanation | None = None
 
 
 class StepStats(NamedTuple):
@@ -172,13 +175,13 @@ class Recorder:
             self._record(stats, skip)
             skip = None
         if stats.skipped:
-            nonfinite = () if skip is None else skip.nonfinite
-            skip = SkippedStep(stats.step, stats.scale, nonfinite)
+            known = SkippedStep(0, 0.0) if skip is None else skip
+            skip = known._replace(step=stats.step, scale=stats.scale)
         self._record(stats, skip if stats.skipped else None)
 
     def _record(self, stats: StepStats, skip: SkippedStep | None) -> None:
         """Adds the record of the last step, or of an earlier skipped one."""
-        step, scale, nonfinite = skip or SkippedStep(stats.step, stats.scale)
+        step, scale, nonfinite, explanation = skip or SkippedStep(stats.step, stats.scale)
         is_last = step == stats.step
         loss = stats.loss if is_last else None
         record = StepRecord(
@@ -190,6 +193,7 @@ class Recorder:
             reason=None if skip is None else skip_reason(self._rule, scale, loss),
             nonfinite=nonfinite,
             steps_skipped=stats.steps_skipped,
+            explanation=explanation,
         )
         self._count_skips_in_a_row(record)
         self.last_record = record
@@ -242,7 +246,9 @@ class Recorder:
                 f"{record.step} (max_consecutive_skips={most}). {_evidence(record)}"
             )
         if record.loss is not None and not math.isfinite(record.loss):
-            if not self._warned_of_loss:
+            found = record.explanation
+            # Otherwise the monitor has said more.
+            if not self._warned_of_loss and (found is None or found.cause is Cause.UNKNOWN):
                 self._warned_of_loss = True
                 warn(
                     f"The loss of step {record.step} is {record.loss}, which no loss scale can "
@@ -254,9 +260,7 @@ class Recorder:
             self._warned_of_floor = True
             message = (
                 f"Step {record.step} was skipped at the minimum loss scale, {record.scale:g}. "
-                f"{_evidence(record)} If gradients are too large for float16, pass "
-                "rule=lossscale.DynamicScale(min_scale=2.0**-24). If the loss or the data contain "
-                "inf or NaN, no scale helps."
+                f"{_evidence(record)} {_next_step(record)}"
             )
             if self.settings.on_floor == "raise":
                 self._halt(f"{message} (on_floor='raise')")
@@ -271,6 +275,18 @@ def _evidence(record: StepRecord) -> str:
     if not record.nonfinite:
         return "The gradients that were not finite were not recorded."
     return f"Not finite: {', '.join(map(str, record.nonfinite[:5]))}."
+
+
+def _next_step(record: StepRecord) -> str:
+    """What to do about skips at the minimum scale."""
+    if record.explanation is not None:
+        return record.explanation.text
+    return (
+        "explain(model, loss_fn, batch) of lossscale.torch, .optax or .diagnosis names the "
+        "operation, and Monitor(optimizer, model, explain=20) does so in training on PyTorch. If "
+        "diagnose() reports that gradients need a lower scale, pass "
+        "rule=lossscale.DynamicScale(min_scale=2.0**-24)."
+    )
 
 
 def _cut_off_half_a_line(path: str | os.PathLike[str]) -> None:

@@ -1,9 +1,9 @@
 """Loss scaling for PyTorch itself, without Keras.
 
-`LossScaleOptimizer` wraps an optimizer of PyTorch; `guard` lets a learning rate schedule follow the
-steps that were applied. `GradScaler` is a drop-in for `torch.amp.GradScaler`, and `install` puts it
-in the places of that one. `diagnose` says whether a model needs any of them. `Monitor` records what
-they do.
+`LossScaleOptimizer` wraps an optimizer of PyTorch; `guard` lets the buffers of a model and a
+learning rate schedule follow the steps that were applied. `GradScaler` is a drop-in for
+`torch.amp.GradScaler`, and `install` puts it in the places of that one. `diagnose` says whether a
+model needs any of them. `Monitor` records what they do.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ __all__ = [
     "LossScaleOptimizer",
     "Monitor",
     "diagnose",
+    "explain",
     "guard",
     "install",
     "report_skips_to_accelerate",
+    "unguard",
 ]
 
 _WHERE = {
@@ -28,9 +30,11 @@ _WHERE = {
     "LossScaleOptimizer": "optimizer",
     "Monitor": "monitor",
     "diagnose": ".diagnosis.torch",
+    "explain": "repeated_step",
     "guard": "scheduler",
     "install": "amp_install",
     "report_skips_to_accelerate": "scheduler",
+    "unguard": "scheduler",
 }
 """The modules of the names."""
 
@@ -40,8 +44,10 @@ if TYPE_CHECKING:
     from lossscale.torch.grad_scaler import GradScaler as GradScaler
     from lossscale.torch.monitor import Monitor as Monitor
     from lossscale.torch.optimizer import LossScaleOptimizer as LossScaleOptimizer
+    from lossscale.torch.repeated_step import explain as explain
     from lossscale.torch.scheduler import guard as guard
     from lossscale.torch.scheduler import report_skips_to_accelerate as report_skips_to_accelerate
+    from lossscale.torch.scheduler import unguard as unguard
 else:
     # To import this module is not to import PyTorch; to take a name out of it is.
     def __getattr__(name: str) -> Any:

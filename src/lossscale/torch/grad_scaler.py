@@ -36,7 +36,7 @@ from lossscale.errors import (
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule, StatsRequest
-from lossscale.torch import fused, gradients, ranks
+from lossscale.torch import buffers, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
 from lossscale.torch.scale import update_on_host
@@ -564,6 +564,8 @@ class GradScaler(torch.amp.GradScaler):
     def _count(self, optimizer: Any, flag: Any) -> None:
         self._skips.add(flag)
         self._of(optimizer).count.add(flag)
+        # Others may have computed on the same forward passes, which `update` ends.
+        buffers.note_step(self, flag, is_end=False)
 
     @uncompiled
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -585,6 +587,7 @@ class GradScaler(torch.amp.GradScaler):
             if self._scale is not None:
                 self._check_scale_growth_tracker("update")
             self._put_scale(number)
+        buffers.note_step(self, False)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._scaled_since_update = False
 

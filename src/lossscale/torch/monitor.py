@@ -10,11 +10,17 @@ import torch
 
 from lossscale.checks import checked_count
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.monitoring.explanation import Cause, Explanation, with_loss
 from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
+from lossscale.packages import warn
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.optimizer import LossScaleOptimizer
 from lossscale.torch.overflow_tracker import LoopOverflowTracker
+from lossscale.torch.repeated_step import DEFAULT_BYTES, CallRecorder
+
+_SINGLE_SKIPS = 5
+"""Single skips because of the scale that count as explained steps."""
 
 
 class Monitor(LoopMonitor):
@@ -43,6 +49,16 @@ class Monitor(LoopMonitor):
         max_consecutive_skips: Number of skips in a row that ends training. None for no limit.
         append: Whether to continue the file `path` if it exists, as a resumed run does.
         steps_before: Number of steps before this run, with a `GradScaler`. An optimizer has it.
+        explain: Number of skipped steps to explain, such as 20; 0 for none. It repeats the forward
+            and backward pass of a skipped step, which takes as long as some steps, and changes
+            nothing. `model` must be the module that the loop calls. If no loss scale helps, a
+            warning says what to do. Single skips that a lower scale mends count five times.
+        explain_bytes: The most bytes of inputs, outputs and their gradients that are held until the
+            step is over. If a step needs more, it is not explained.
+
+    Attributes:
+        explanation: A `lossscale.monitoring.Explanation` of the last step that was explained, or
+            None.
 
     Raises:
         ArgumentError: If an argument cannot be used; the message names it.
@@ -75,6 +91,8 @@ class Monitor(LoopMonitor):
         max_consecutive_skips: int | None = None,
         append: bool = False,
         steps_before: int = 0,
+        explain: int = 0,
+        explain_bytes: int = DEFAULT_BYTES,
     ) -> None:
         settings = MonitorSettings(path, every, log, on_floor, max_consecutive_skips, append)
         optimizer = _wrapper_in(optimizer)
@@ -93,6 +111,16 @@ class Monitor(LoopMonitor):
         names = _names(optimizer, model, self._is_scaler)
         self._tracker = LoopOverflowTracker(names, self._steps_so_far)
         self._scale = float(optimizer.get_scale() if self._is_scaler else optimizer.loss_scale)
+        self.explanation: Explanation | None = None
+        self._explainer: _Explainer | None = None
+        if checked_count("explain", explain, lowest=0):
+            if not isinstance(model, torch.nn.Module):
+                raise ArgumentTypeError(
+                    "Monitor(explain=...) needs the model, a torch.nn.Module. "
+                    f"Received: model={model!r} of type {type(model).__name__}."
+                )
+            limit = checked_count("explain_bytes", explain_bytes)
+            self._explainer = _Explainer(CallRecorder(model, limit), explain)
         super().__init__(Recorder(settings, optimizer.rule), self._steps_so_far())
         optimizer.__dict__["_watcher"] = self
 
@@ -100,6 +128,9 @@ class Monitor(LoopMonitor):
         """Tracks a decision of the optimizer, which calls this."""
         self._decided = True
         self._skipped = self._skipped or not applied
+        if self._explainer is not None:
+            number = self._steps_so_far() + 1
+            self._explainer.decided(number, applied, float(scale) if not applied else 0.0)
         self._tracker.decided(groups, scale=scale, applied=applied, divisor=divisor)
 
     def step(self, loss: Any = None) -> None:
@@ -128,6 +159,8 @@ class Monitor(LoopMonitor):
         if self._is_scaler and self._decided:
             self._steps += 1
             self._skips += self._skipped
+        if self._explainer is not None:
+            self.explanation = self._explainer.ended(loss)
         now, scale = self._stats(), self._scale
         self._decided, self._skipped, self._scale = False, False, now.next_scale
 
@@ -135,8 +168,10 @@ class Monitor(LoopMonitor):
             # Otherwise the optimizer took a step before the monitor was attached.
             if self._tracker.last_tracked <= last_read:
                 return now._replace(scale=scale)
-            tracked = self._tracker.read(min(last_read, now.step - 1), now.step)
-            return now._replace(scale=tracked[0], last_skip=tracked[1])
+            last_scale, skip = self._tracker.read(min(last_read, now.step - 1), now.step)
+            if skip is not None and self._explainer is not None:
+                skip = skip._replace(explanation=self._explainer.found.get(skip.step))
+            return now._replace(scale=last_scale, last_skip=skip)
 
         if now.step > self._position:
             self._add_steps(now.step - self._position, read, loss)
@@ -148,6 +183,8 @@ class Monitor(LoopMonitor):
         """
         if vars(self._watched).get("_watcher") is self:
             del vars(self._watched)["_watcher"]
+        if self._explainer is not None:
+            self._explainer.calls.close()
         super().close()
 
     def _steps_so_far(self) -> int:
@@ -167,6 +204,57 @@ class Monitor(LoopMonitor):
             int(watched.steps_skipped),
             bool(watched.last_step_skipped),
         )
+
+
+class _Explainer:
+    """Explains a number of skipped steps.
+
+    Args:
+        calls: The calls of the model.
+        left: The number of steps.
+
+    Attributes:
+        found: The last explanation, by the number of its step.
+    """
+
+    def __init__(self, calls: CallRecorder, left: int) -> None:
+        self.calls, self._left, self._scaled = calls, left, _SINGLE_SKIPS
+        self.found: dict[int, Explanation] = {}
+        self._last: Explanation | None = None
+        self._last_skip = -1
+        self._warned: set[str] = set()
+
+    def decided(self, step: int, applied: bool, scale: float) -> None:
+        """Called with the decision on a step, before its gradients are applied."""
+        if applied or not self._left:
+            self.calls.end()
+            return
+        # Of several optimizers, the first that skips explains the step.
+        if step in self.found:
+            return
+        found = self.calls.explain(scale)
+        self.found, is_single = {step: found}, self._last_skip != step - 1
+        self._last_skip = step
+        if found.cause is not Cause.SCALE or not is_single or self._scaled:
+            self._scaled -= found.cause is Cause.SCALE and self._scaled > 0
+            self._left -= 1
+        if not self._left:
+            self.calls.close()
+
+    def ended(self, loss: Any) -> Explanation | None:
+        """Called after each step; returns the last explanation."""
+        self.calls.reset()
+        for step, found in self.found.items():
+            if found is self._last:
+                continue
+            if found.cause is Cause.SCALE and found.halvings is None and loss is not None:
+                found = with_loss(found, float(loss))
+            self._last = self.found[step] = found
+            key = f"{found.cause} {found.operation} {found.module}"
+            if found.cause not in (Cause.SCALE, Cause.UNKNOWN) and key not in self._warned:
+                self._warned.add(key)
+                warn(f"Step {step} was skipped. {found.text}")
+        return self._last
 
 
 def _wrapper_in(optimizer: Any) -> Any:

@@ -26,7 +26,7 @@ from lossscale.errors import (
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule, StatsRequest
-from lossscale.torch import closures, fused, gradients, ranks
+from lossscale.torch import buffers, closures, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.documented_verbs import DocumentedVerbs
 from lossscale.torch.engine import Engine, StepDecision
@@ -451,6 +451,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             if decision.apply is False:
                 # Infinite ones that stay are no overflow of a later loss.
                 self._record.remember(engine.info())
+        skipped = decision.overflow if decision.apply is None else not decision.apply
+        buffers.note_step(self, skipped)
         if decision.apply is False:
             for hook in list(self._skipped_hooks.values()):
                 hook(self)

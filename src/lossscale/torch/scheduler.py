@@ -1,16 +1,19 @@
-"""Learning rate schedules that follow the steps that were applied."""
+"""Schedules and models that follow the steps that were applied."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar, overload
 
 import torch
 
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
 from lossscale.torch import ranks
+from lossscale.torch.buffers import guard_average, guard_model, unguard_average, unguard_model
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.optimizer import LossScaleOptimizer
 
+Module = TypeVar("Module", bound=torch.nn.Module)
 Scheduler = TypeVar("Scheduler")
 
 
@@ -88,56 +91,146 @@ def _blank() -> GuardedScheduler:
     return object.__new__(GuardedScheduler)
 
 
-def guard(scheduler: Scheduler, optimizer: Any) -> Scheduler:
-    """Returns a learning rate scheduler that steps only after steps that were applied.
+@overload
+def guard(
+    scheduler: Module,
+    optimizer: LossScaleOptimizer | GradScaler | Sequence[LossScaleOptimizer | GradScaler],
+    *,
+    buffers: Iterable[str] | None = None,
+) -> Module: ...
 
-    A skipped step trains nothing, so a schedule that counts steps must not count it. The scheduler
-    steps if at least one step since its last one was applied, so that a scheduler for epochs does
-    not depend on the last step of an epoch.
 
-    The scheduler's `state_dict` does not change. With `decide="device"` each call waits for the
-    device.
+@overload
+def guard(  # type: ignore[overload-cannot-match]
+    scheduler: Scheduler, optimizer: LossScaleOptimizer | GradScaler
+) -> Scheduler: ...
+
+
+def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = None) -> Any:
+    """Makes a model's buffers, or a learning rate schedule, follow the steps that were applied.
+
+    A **model** is guarded in place and returned. A forward pass changes its buffers, such as the
+    statistics of a batch normalization, before it is known that the step is skipped. With the guard
+    a skipped step gives each buffer the bits from before the first forward pass of the step.
+    Forward passes under `torch.no_grad`, such as those of `update_bn`, belong to no step. Copies
+    and pickles of the model are not guarded. Guard again after adding modules; a second guard
+    replaces the first. `unguard` removes it. Between the steps one copy of the buffers is held,
+    with `decide="device"` two.
+
+    `update_parameters` of a `torch.optim.swa_utils.AveragedModel` does nothing, if every step since
+    its last call was skipped.
+
+    A **scheduler** is returned as an object to use in its place. A schedule that counts steps must
+    not count a skipped step, which trains nothing. The scheduler steps if at least one step since
+    its last one was applied, so that a scheduler for epochs does not depend on the last step of an
+    epoch. The scheduler's `state_dict` does not change. With `decide="device"` each call waits for
+    the device.
 
     Args:
-        scheduler: A scheduler of `torch.optim.lr_scheduler`, or an object with a `step` method. It
-            may have been made for `optimizer` or for the inner optimizer; with a `GradScaler` for
-            the optimizer whose steps count, or a wrapper of it such as Accelerate's.
-        optimizer: The `LossScaleOptimizer` whose steps count, or the `GradScaler`.
+        scheduler: A module, such as the model or `DistributedDataParallel` around it; or a
+            scheduler of `torch.optim.lr_scheduler`, or another object with a `step` method. A
+            scheduler may have been made for `optimizer` or for the inner optimizer; with a
+            `GradScaler` for the optimizer whose steps count, or a wrapper of it such as
+            Accelerate's.
+        optimizer: The `LossScaleOptimizer` whose steps count, or the `GradScaler`. For a model that
+            several optimizers train, a list of them: if one skips, the buffers return to their
+            values before the forward passes since the last step of any of them.
+        buffers: Names of the buffers to follow, or patterns such as `"*.running_mean"`; None for
+            all. A warning asks for it if the model has more than 64 MiB of buffers.
 
     Returns:
-        A scheduler with all attributes of `scheduler`, to use in its place.
+        The model; or a scheduler with all attributes of `scheduler`, to use in its place.
 
     Raises:
         TypeError: If `optimizer` is not a loss scale optimizer of PyTorch, or `scheduler` has no
             `step` or is guarded already.
+        ArgumentError: If no buffer has one of the names in `buffers`.
 
     Examples:
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> optimizer = lossscale.torch.LossScaleOptimizer(torch.optim.SGD([weight], lr=0.5))
+        >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+        >>> optimizer = lossscale.torch.LossScaleOptimizer(
+        ...     torch.optim.SGD(model.parameters(), lr=0.5)
+        ... )
+        >>> model = lossscale.torch.guard(model, optimizer)
         >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
         >>> scheduler = lossscale.torch.guard(scheduler, optimizer)
-        >>> overflowed = optimizer.backward((weight * torch.inf).sum())
+        >>> averaged = torch.optim.swa_utils.AveragedModel(model)
+        >>> averaged = lossscale.torch.guard(averaged, optimizer)
+        >>> overflowed = optimizer.backward(model(torch.full((4, 2), torch.inf)).sum())
         >>> optimizer.step()
         >>> scheduler.step()
-        >>> optimizer.last_step_skipped, scheduler.get_last_lr()
-        (True, [0.5])
+        >>> averaged.update_parameters(model)
+        >>> optimizer.last_step_skipped, model[0].running_mean, scheduler.get_last_lr()
+        (True, tensor([0., 0.]), [0.5])
     """
+    if isinstance(scheduler, torch.nn.Module):
+        return _guarded_model(scheduler, optimizer, buffers)
+    if buffers is not None:
+        raise ArgumentTypeError("`buffers` is an argument for models, and this is a scheduler.")
     if type(scheduler) is GuardedScheduler:
         raise AlreadyWrappedError("This scheduler is already guarded. Use it as it is.")
-    if not isinstance(optimizer, (LossScaleOptimizer, GradScaler)):
-        raise ArgumentTypeError(
-            "`optimizer` must be the lossscale.torch.LossScaleOptimizer whose steps count, or the "
-            "lossscale.torch.GradScaler. "
-            f"Received: {type(optimizer).__name__}."
-        )
+    _check_optimizer(optimizer)
     if not callable(getattr(scheduler, "step", None)) or isinstance(
         scheduler, (type, torch.optim.Optimizer)
     ):
         raise ArgumentTypeError(
             "`scheduler` must be a scheduler such as torch.optim.lr_scheduler.StepLR(optimizer, "
-            f"10). Received: {scheduler!r}."
+            f"10), or a model. Received: {scheduler!r}."
         )
-    return cast(Scheduler, GuardedScheduler(scheduler, optimizer))
+    return GuardedScheduler(scheduler, optimizer)
+
+
+def _guarded_model(model: Any, optimizer: Any, buffers: Iterable[str] | None) -> Any:
+    several = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if not several:
+        raise ArgumentTypeError("`optimizer` must not be an empty list.")
+    for each in several:
+        _check_optimizer(each)
+    # A scaler that is not enabled skips no step.
+    several = [one for one in several if not isinstance(one, GradScaler) or one.is_enabled()]
+    if isinstance(model, torch.optim.swa_utils.AveragedModel):
+        holders = [GuardedScheduler(model, each)._holds for each in several]
+        guard_average(model, holders)
+    elif several:
+        guard_model(model, several, buffers)
+    return model
+
+
+def unguard(model: Module) -> Module:
+    """Removes what `guard` added to a model, such as before `torch.jit.script`.
+
+    Args:
+        model: The model, guarded or not.
+
+    Returns:
+        The model.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+        >>> optimizer = lossscale.torch.LossScaleOptimizer(torch.optim.SGD(model.parameters()))
+        >>> model = lossscale.torch.guard(model, optimizer)
+        >>> model = lossscale.torch.unguard(model)
+    """
+    if isinstance(model, torch.optim.swa_utils.AveragedModel):
+        unguard_average(model)
+    elif isinstance(model, torch.nn.Module):
+        unguard_model(model)
+    else:
+        raise ArgumentTypeError(
+            f"`model` must be a torch.nn.Module. Received: {model!r} of type "
+            f"{type(model).__name__}. The original of a guarded scheduler is its attribute "
+            "`scheduler`."
+        )
+    return model
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not isinstance(optimizer, (LossScaleOptimizer, GradScaler)):
+        raise ArgumentTypeError(
+            "`optimizer` must be the lossscale.torch.LossScaleOptimizer whose steps count, or the "
+            "lossscale.torch.GradScaler; for a model also a list of them. "
+            f"Received: {type(optimizer).__name__}."
+        )
 
 
 def report_skips_to_accelerate(accelerated: Any) -> None:

@@ -152,6 +152,49 @@ def ddp_unused(folder):
     return in_ddp(Branches, fused, loss_of, find_unused_parameters=True)
 
 
+def guarded(folder):
+    """Whether one batch of the last process leaves no trace in the buffers of any."""
+
+    def wrapped(kind):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+        )
+        if kind == "fsdp":
+            for each in (net[0], net):
+                fully_shard(each)
+            return net, net
+        whole = DistributedDataParallel(net, broadcast_buffers="broadcast" in kind)
+        return whole, net if "inner" in kind else whole
+
+    def trained(kind, is_given, is_guarded):
+        net, part = wrapped(kind)
+        rule = lossscale.FixedScale(2.0**10, skip_nonfinite=True)
+        optimizer = LossScaleOptimizer(torch.optim.SGD(net.parameters(), lr=0.05), rule=rule)
+        if is_guarded:
+            lossscale.torch.guard(part, optimizer)
+        numbers = torch.Generator().manual_seed(rank())
+        for step in range(4):
+            x = torch.randn(8, 4, generator=numbers)
+            if step == 2 and not is_given:
+                continue
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = net(x * (1e6 if step == 2 and is_last() else 1)).float().pow(2).mean()
+            optimizer.backward(loss)
+            optimizer.step()
+        kept = [*net.parameters(), *net.buffers()]
+        whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in kept]
+        return [t.tolist() for t in whole], optimizer.steps_skipped
+
+    kinds = "broadcast", "broadcast inner", "own", "own inner", "fsdp"
+    outcome = {}
+    for kind in kinds:
+        found, skipped = trained(kind, True, True)
+        outcome[kind] = [found == trained(kind, False, False)[0], skipped]
+    return outcome
+
+
 # FSDP2: each process holds a part of each parameter.
 
 OPTIMIZERS = {
@@ -629,7 +672,7 @@ CASES = {
         fsdp_clipped,
         sharded_scaler,
     ),
-    2: (ddp, fsdp, fsdp_clipped, uneven, compressed, monitored, whole_and_resumed),
+    2: (ddp, guarded, fsdp, fsdp_clipped, uneven, compressed, monitored, whole_and_resumed),
     1: (on_one, seen, clipped, fsdp_clipped, minimized),
 }
 CASES = {size: (*cases_of_parallel.CASES[size], *cases) for size, cases in CASES.items()}

@@ -21,6 +21,12 @@ def test_ddp_agrees_by_itself_and_sends_nothing_more(found, size, case):
     assert outcome["scaler"][:3] == [trace, True, 0]
 
 
+def test_a_guarded_model_forgets_a_skipped_step_on_every_process(found):
+    for outcome in found[2]:
+        assert len(outcome["guarded"]) == 5
+        assert all(each == [True, 1] for each in outcome["guarded"].values())
+
+
 @pytest.mark.parametrize("size", [4, 2])
 def test_fsdp_skips_together_with_one_number_sent_for_each_step(found, size):
     for processes in zip(*(process["fsdp"].items() for process in found[size]), strict=True):

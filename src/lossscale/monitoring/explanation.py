@@ -1,0 +1,339 @@
+"""Why a step was skipped: the cause, the operation, and what to do.
+
+A watcher of a framework finds the first operation that makes an infinity or a NaN of finite
+numbers, and describes it as a `FailedOperation`. Causes and texts are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from typing import Any, NamedTuple
+
+LARGEST = 65504.0
+"""The largest number of float16."""
+SMALLEST = 2.0**-24
+"""The smallest one above 0; half of it, and less, is rounded to 0."""
+
+_CHECK_THE_LOSS = (
+    "check the targets and the loss function; explain(model, loss_fn, batch) names its operation "
+    "and line"
+)
+_ADVISED_EPSILON = "1e-4"
+_MANY_HALVINGS = 8
+_SINGULAR = {
+    "rsqrt": "divides by a square root of 0",
+    "reciprocal": "divides by 0",
+    "div": "divides by 0",
+    "log": "takes the logarithm of 0",
+    "pow": "raises 0 to a negative power",
+}
+_SAME = {"true_divide": "div", "truediv": "div", "divide": "div", "addcdiv": "div", "power": "pow"}
+
+
+class Cause(enum.StrEnum):
+    """Why a step was skipped.
+
+    Attributes:
+        SCALE: The forward pass is finite, and at a lower loss scale the backward pass is, too.
+        FORWARD_OVERFLOW: A result of the forward pass is too large for float16.
+        SINGULAR: A division by 0, the logarithm of 0, or another operation without a finite result.
+        BACKWARD_OVERFLOW: The backward pass overflows at every loss scale.
+        BATCH: An argument of the model contains an infinity or a NaN.
+        WEIGHTS: A parameter or a buffer does.
+        LOSS: The outputs of the model are finite, and the loss or its gradient is not.
+        UNKNOWN: The step could not be repeated, or was finite when it was repeated.
+    """
+
+    SCALE = "scale"
+    FORWARD_OVERFLOW = "forward overflow"
+    SINGULAR = "singular"
+    BACKWARD_OVERFLOW = "backward overflow"
+    BATCH = "batch"
+    WEIGHTS = "weights"
+    LOSS = "loss"
+    UNKNOWN = "unknown"
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Why a step was skipped, and what to do.
+
+    Attributes:
+        cause: The cause.
+        reason: What happened, as a clause.
+        advice: What to do, as a clause.
+        operation: The first operation with a result that is not finite, or the argument that is
+            not; "" if it is not known.
+        module: The path of its module, or the parameter that is not finite; "" if not known.
+        in_backward: Whether it is an operation of the backward pass.
+        halvings: Number of times the loss scale must be halved; None if no loss scale helps.
+
+    Examples:
+        >>> print(unknown("the model was compiled"))
+        Not explained: the model was compiled.
+    """
+
+    cause: Cause
+    reason: str
+    advice: str = ""
+    operation: str = ""
+    module: str = ""
+    in_backward: bool = False
+    halvings: int | None = None
+
+    @property
+    def text(self) -> str:
+        """One or two sentences: what happened, and what to do."""
+        named = tuple(name for name in (self.module, self.operation) if name)
+        # A name keeps its form.
+        reason = self.reason if self.reason.startswith(named) else _capital(self.reason)
+        return f"{reason}. {_capital(self.advice)}." if self.advice else f"{reason}."
+
+    def __str__(self) -> str:
+        return self.text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the explanation as a dictionary of plain Python values, with its text."""
+        return {**dataclasses.asdict(self), "cause": self.cause.value, "text": self.text}
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Explanation:
+        """Returns the explanation that `to_dict` has saved."""
+        named = {f.name: saved[f.name] for f in dataclasses.fields(cls) if f.name in saved}
+        return cls(**{**named, "cause": Cause(saved["cause"])})
+
+
+class FailedOperation(NamedTuple):
+    """An operation that makes an infinity or a NaN of numbers that are finite.
+
+    Attributes:
+        operation: Its name.
+        module: The path of its module or layer; "" if it is not known.
+        in_backward: Whether it is in the backward pass.
+        largest_input: The largest finite magnitude of what it takes.
+        largest_result: The largest magnitude that it computes from the same numbers in a wider
+            dtype; None if that is not finite either.
+        meets_zero: Whether what it divides by, or takes the logarithm or root of, contains 0.
+        meets_negative: Whether that contains a negative number.
+        of_infinities: Whether it takes infinities that the model sets itself, such as those of a
+            mask.
+        cast_of: Name of the parameter whose cast to float16 it is; "" if it is not one.
+        is_cast: Whether it is a cast to float16.
+        epsilon: A number that is added near it in float16 and is 0 or nearly 0 there; 0 if none.
+    """
+
+    operation: str
+    module: str = ""
+    in_backward: bool = False
+    largest_input: float = 0.0
+    largest_result: float | None = None
+    meets_zero: bool = False
+    meets_negative: bool = False
+    of_infinities: bool = False
+    cast_of: str = ""
+    is_cast: bool = False
+    epsilon: float = 0.0
+
+    @property
+    def where(self) -> str:
+        """The module and the operation."""
+        return f"{self.module} ({self.operation})" if self.module else self.operation
+
+
+def explained(
+    failed: FailedOperation, *, scale: float = 1.0, halvings: int | None = None
+) -> Explanation:
+    """Returns what an operation that failed means.
+
+    Args:
+        failed: The operation.
+        scale: The loss scale of the step.
+        halvings: If it is in the backward pass: after how many halvings of the loss scale the pass
+            is finite; None if it never is.
+
+    Examples:
+        >>> failed = FailedOperation("matmul", "head", largest_input=900, largest_result=131008)
+        >>> str(explained(failed).cause)
+        'forward overflow'
+    """
+    cause, reason, advice = _meaning(failed)
+    if halvings is not None:
+        cause = Cause.SCALE
+        size = "" if failed.largest_result is None else f" ({_size(failed.largest_result)})"
+        reason = (
+            f"the forward pass is finite; at a loss scale of {scale:g}, {failed.where} overflows "
+            f"in the backward pass{size}, and after {halvings} halving{'s'[: halvings > 1]}, at "
+            f"{scale / 2**halvings:g}, nothing does"
+        )
+        advice = "this is normal: the scale falls by itself"
+        if halvings >= _MANY_HALVINGS:
+            advice = f"look for a reason why the gradient is so large at {failed.where}"
+    else:
+        advice = f"no loss scale helps: {advice}"
+    return Explanation(
+        cause, reason, advice, failed.operation, failed.module, failed.in_backward, halvings
+    )
+
+
+def _meaning(failed: FailedOperation) -> tuple[Cause, str, str]:
+    """Returns the cause, the reason and the advice if no loss scale helps."""
+    where, here = failed.where, failed.module or "this operation"
+    when = (
+        "at every loss scale, in the backward pass" if failed.in_backward else "in the forward pass"
+    )
+    if failed.of_infinities:
+        return (
+            Cause.SINGULAR,
+            f"{where} makes NaN of infinities that the model sets itself, as in a row that is "
+            "masked as a whole",
+            "mask with a finite number such as -1e4, or leave such rows out",
+        )
+    if failed.largest_result is None:
+        return (
+            Cause.SINGULAR,
+            f"{where} {_singularity(failed)} {when}",
+            _about_epsilon(failed, here),
+        )
+    cause = Cause.BACKWARD_OVERFLOW if failed.in_backward else Cause.FORWARD_OVERFLOW
+    if failed.is_cast:
+        of = f"the parameter {failed.cast_of}" if failed.cast_of else f"the input of {where}"
+        to = f", to which {where} casts it" if failed.cast_of else ""
+        reason = (
+            f"{of} reaches {failed.largest_input:.3g}, above the largest float16 number, 65,504{to}"
+        )
+        return cause, reason, f"compute {here} in float32, or make the number smaller"
+    reason = (
+        f"{where} overflows {when}: its input reaches {failed.largest_input:.3g}, its result "
+        f"{_size(failed.largest_result)}"
+    )
+    advice = f"compute {here} in float32, or make its input smaller"
+    if failed.epsilon or failed.in_backward:
+        advice = _about_epsilon(failed, here)
+    return cause, reason, advice
+
+
+def _singularity(failed: FailedOperation) -> str:
+    """What an operation does, as a verb."""
+    name = failed.operation.rpartition("(")[2].strip("_)").lower()
+    name = "log" if name.startswith("log") else _SAME.get(name, name)
+    if failed.meets_zero:
+        return _SINGULAR.get(name, "has no finite result for 0")
+    if failed.meets_negative:
+        return "has no finite result for a negative number"
+    return "has no finite result"
+
+
+def _about_epsilon(failed: FailedOperation, here: str) -> str:
+    """What to do about a number that is 0, or nearly 0, in float16."""
+    if failed.epsilon:
+        said = (
+            f"is 0 in float16, whose smallest number above 0 is {SMALLEST:.3g}"
+            if failed.epsilon <= SMALLEST / 2
+            else f"has few digits in float16, whose smallest number above 0 is {SMALLEST:.3g}"
+        )
+        return (
+            f"the epsilon {failed.epsilon:g} {said}; use {_ADVISED_EPSILON} or more, or compute "
+            f"{here} in float32"
+        )
+    if failed.meets_negative and not failed.meets_zero:
+        return f"keep the input of {here} above 0"
+    return (
+        f"keep the numbers there away from 0, with an epsilon of {_ADVISED_EPSILON} or more, or "
+        f"compute {here} in float32"
+    )
+
+
+def not_finite_argument(name: str) -> Explanation:
+    """Returns the explanation of a batch that is not finite.
+
+    Args:
+        name: The name of the argument of the model.
+    """
+    reason = f"the argument {name} of the model contains infinities or NaN"
+    return Explanation(Cause.BATCH, reason, "no loss scale helps: check the data", name)
+
+
+def not_finite_weights(name: str) -> Explanation:
+    """Returns the explanation of weights that are not finite.
+
+    Args:
+        name: The name of the parameter or buffer.
+    """
+    reason, advice = f"{name} of the model is not finite", "no later step can be: load a checkpoint"
+    return Explanation(Cause.WEIGHTS, reason, advice, module=name)
+
+
+def infinity_in_the_loss(line: str) -> Explanation:
+    """Returns the explanation of a loss with an infinity that the program has set.
+
+    Args:
+        line: Where, in words; "" if it is not known.
+    """
+    reason = f"an infinity that the program sets{line and f', {line},'} reaches the loss"
+    return Explanation(Cause.LOSS, reason, "check the targets and the loss function")
+
+
+def scaled_outputs(infs: int, scale: float, *, is_sure: bool = True) -> Explanation:
+    """Returns the explanation of gradients of the model's outputs that overflow in float16.
+
+    Args:
+        infs: The number of gradients.
+        scale: The loss scale of the step.
+        is_sure: Whether it is known that the loss is finite, or that others are near overflow.
+    """
+    reason = (
+        f"the outputs of the model are finite; at a loss scale of {scale:g}, {infs} of their "
+        "gradients, in float16, overflow"
+    )
+    advice = "a lower scale helps, or outputs in float32"
+    operation = "gradient of the outputs"
+    return Explanation(Cause.SCALE, reason, advice, operation, "", True, 1 if is_sure else None)
+
+
+def with_loss(found: Explanation, loss: float) -> Explanation:
+    """Returns what `scaled_outputs` means if the loss is known.
+
+    Args:
+        found: The explanation that was not sure.
+        loss: The unscaled loss of the step.
+    """
+    if math.isfinite(loss):
+        return dataclasses.replace(found, halvings=1)
+    reason = f"the outputs of the model are finite, but the loss is {loss:g}"
+    return Explanation(Cause.LOSS, reason, _CHECK_THE_LOSS, in_backward=True)
+
+
+def in_the_loss(infs: int, nans: int, largest_output: float) -> Explanation:
+    """Returns the explanation of gradients that are not finite where they reach the outputs.
+
+    Args:
+        infs: The number of infinite ones.
+        nans: The number of those that are NaN.
+        largest_output: The largest magnitude of an output.
+    """
+    reason = (
+        f"the outputs of the model are finite, up to {largest_output:.3g}, but {infs} infinities "
+        f"and {nans} NaN reach them from the loss"
+    )
+    return Explanation(Cause.LOSS, reason, _CHECK_THE_LOSS, in_backward=True)
+
+
+def unknown(why: str) -> Explanation:
+    """Returns the explanation of a step that could not be explained.
+
+    Args:
+        why: Why it could not be, as a clause.
+    """
+    return Explanation(Cause.UNKNOWN, f"not explained: {why}")
+
+
+def _size(value: float) -> str:
+    if value <= LARGEST:
+        return f"{value:.3g}"
+    return f"{value:.3g}, {value / LARGEST:.3g} x 65,504"
+
+
+def _capital(clause: str) -> str:
+    return clause[0].upper() + clause[1:]

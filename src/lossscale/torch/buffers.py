@@ -1,0 +1,468 @@
+"""Buffers of a model that follow the steps that were applied, such as the statistics of a norm.
+
+They are saved at the first forward pass after a step, and a skipped step restores them. Compiled
+code calls no hook, and a part of a model may be called alone: if no forward pass was seen before a
+step, they are saved again after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import itertools
+import operator
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lossscale.errors import ArgumentError
+from lossscale.packages import warn
+
+_LARGE = 64 * 2**20
+"""Bytes of buffers above which a warning names the argument to choose some."""
+_NEVER_STEPPED = 10
+"""Updates of the parameters without a step of the optimizer after which a warning comes."""
+_ALIGNED = 16
+
+_guards: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BufferGuard]] = weakref.WeakKeyDictionary()
+"""The guards by the optimizer or scaler whose steps count."""
+_of_models: weakref.WeakKeyDictionary[Any, BufferGuard] = weakref.WeakKeyDictionary()
+_by_number: weakref.WeakValueDictionary[int, BufferGuard] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def note_step(optimizer: Any, skipped: Any, *, is_end: bool = True) -> None:
+    """Called after each step of an optimizer.
+
+    Args:
+        optimizer: The `LossScaleOptimizer` or `GradScaler`.
+        skipped: Whether it was skipped: a bool, or a tensor if only the device knows.
+        is_end: Whether no other optimizer of this scaler steps on the same forward passes.
+    """
+    if _guards:
+        for each in _guards.get(optimizer, ()):
+            each.stepped(optimizer, skipped, is_end)
+
+
+def guard_model(model: Any, optimizers: Sequence[Any], names: Iterable[str] | None = None) -> None:
+    """Makes the buffers of a model follow the steps of optimizers; replaces an earlier guard.
+
+    Args:
+        model: The module, or a wrapper of it such as `DistributedDataParallel`.
+        optimizers: `LossScaleOptimizer` or `GradScaler` instances.
+        names: The names of the buffers to follow, or patterns of them; None for all.
+
+    Raises:
+        ArgumentError: If no buffer has one of the names.
+    """
+    inner = innermost(model)
+    made = BufferGuard(inner, _checked_names(inner, names))
+    unguard_model(model)
+    made.attach({model, inner})
+    _of_models[inner] = made
+    for each in optimizers:
+        _guards.setdefault(each, weakref.WeakSet()).add(made)
+
+
+def unguard_model(model: Any) -> None:
+    """Lets the buffers of a model follow all steps again, skipped ones included."""
+    found = _of_models.pop(innermost(model), None)
+    if found is not None:
+        found.detach()
+
+
+class BufferGuard:
+    """Saves the buffers of a model, and restores them.
+
+    Args:
+        model: The module.
+        names: The names of the buffers; None for all that it has or gets.
+    """
+
+    def __init__(self, model: Any, names: set[str] | None) -> None:
+        prefixed = [(f"{path}." if path else "", m) for path, m in model.named_modules()]
+        self._tables: list[tuple[dict[str, Any], set[str] | None]] = [
+            (m._buffers, names and {n for n in m._buffers if path + n in names})
+            for path, m in prefixed
+        ]
+        self._modules = weakref.WeakSet(m for _, m in prefixed)
+        self._weight = next((p for p in model.parameters() if p.requires_grad), None)
+        self._saved: list[dict[str, Any]] = []
+        self._handles: list[Any] = []
+        self._flat: dict[Any, list[Any]] = {}
+        self._groups: list[tuple[list[Any], list[list[Any]]]] = []
+        self._others: list[list[Any]] = []
+        self._lazy: list[Any] = []
+        self._locals: list[Any] = []
+        self._places: list[int] = []
+        self._entries: list[tuple[dict[str, Any], str]] = []
+        self._tensors: list[Any] = []
+        self._lengths_of = [table for table, names in self._tables if names is None]
+        self._lengths: list[int] = []
+        # The optimizers that have stepped since a forward pass was seen; None if none is seen.
+        self._ended: set[int] | None = None
+        self._waits, self._is_compiled = True, False
+        self._updates: tuple[int, int] | None = (0, 0)
+        self.number = next(_numbers)
+        _by_number[self.number] = self
+        self.save()
+        self._warn_of_size(prefixed)
+
+    def attach(self, modules: set[Any]) -> None:
+        """Adds the hooks."""
+        for each in modules:
+            loaded = Hook(lambda module, keys: self.save())
+            self._handles += [
+                each.register_forward_pre_hook(_ForwardHook(self), prepend=True),
+                each.register_load_state_dict_post_hook(loaded),
+            ]
+
+    def detach(self) -> None:
+        """Removes the hooks; no later step restores anything."""
+        for handle in self._handles:
+            handle.remove()
+        for each in list(_guards.values()):
+            each.discard(self)
+
+    def before_forward(self, module: Any) -> None:
+        """Called before each forward pass that is not compiled."""
+        if torch._C._current_graph_task_id() != -1 or torch.jit.is_tracing():
+            # Checkpointing repeats a forward pass in the backward pass.
+            return
+        if not self._waits:
+            if self._updates is not None:
+                self._count_updates(self._updates)
+            return
+        if not (torch.is_grad_enabled() or _in_function()):
+            # Such as `update_bn`: what it changes belongs to no step.
+            return
+        if module.training or any(each.training for each in self._modules):
+            self._waits, self._ended = False, set()
+            self.save()
+
+    def compiled(self) -> None:
+        """Called when a forward pass is compiled, before it runs; its hooks will not be called."""
+        # In an export the buffers are others.
+        if self._waits and self._is_known():
+            self._is_compiled = True
+            self.save()
+
+    def stepped(self, optimizer: Any, skipped: Any, is_end: bool) -> None:
+        """Called after a step."""
+        saves = is_end and self._is_unseen(id(optimizer))
+        if torch.is_tensor(skipped):
+            self._choose(skipped, saves)
+        elif skipped:
+            self.restore()
+        elif saves:
+            self.save()
+        self._waits, self._updates = True, None
+
+    def _is_unseen(self, key: int) -> bool:
+        """Whether the next forward pass may not be seen, since that of this step was not."""
+        if self._is_compiled or self._ended is None or key in self._ended:
+            self._ended = None
+            return True
+        # Several optimizers may step on the same forward passes.
+        self._ended.add(key)
+        return False
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def save(self) -> None:
+        """Saves the buffers as they are."""
+        if not (self._saved and self._is_known()):
+            self._allocate()
+        for tensors, (before, *_) in self._groups:
+            torch._foreach_copy_(before, tensors)
+        for each in self._others:
+            each[1] = each[0].clone()
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def restore(self) -> None:
+        """Sets the buffers to what was saved."""
+        self._put_back()
+        for tensors, (before, *_) in self._groups:
+            torch._foreach_copy_(tensors, before)
+        for tensor, was in self._others:
+            tensor.copy_(was)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _choose(self, skipped: Any, saves: bool) -> None:
+        """Restores or saves as the device decides, without a wait of the host."""
+        if self._others or not self._is_known():
+            # The host sees that a buffer is another tensor now, so it must know the decision.
+            if bool(skipped):
+                self.restore()
+            elif saves:
+                self.save()
+            return
+        self._allocate_second()
+        for tensors, (_, after) in self._groups:
+            torch._foreach_copy_(after, tensors)
+        for device, (old, new) in self._flat.items():
+            chosen = old if saves else new
+            torch.where(skipped.to(device, torch.bool), old, new, out=chosen)
+        for tensors, (before, after) in self._groups:
+            torch._foreach_copy_(tensors, before if saves else after)
+
+    # --- Which tensors they are ---------------------------------------------------------------
+
+    def _is_known(self) -> bool:
+        """Whether the buffers are the tensors that were saved last."""
+        # Called in each step, with some hundred modules and buffers.
+        now = [table.get(name, table) for table, name in self._entries]
+        return (
+            list(map(len, self._lengths_of)) == self._lengths
+            and all(map(operator.is_, now, self._tensors))
+            and [t.data_ptr() for t in self._locals] == self._places
+            and all(map(_is_lazy, self._lazy))
+        )
+
+    def _put_back(self) -> None:
+        """Restores which tensors the buffers are."""
+        if self._is_known():
+            return
+        for (now, names), was in zip(self._tables, self._saved, strict=True):
+            for name in [n for n in now if names is None and n not in was]:
+                del now[name]
+            for name, tensor in was.items():
+                one = now.get(name)
+                if one is tensor:
+                    continue
+                if one is not None and tensor is not None and not _is_alike(one, tensor):
+                    # `model.to` was called since: the numbers count, not where they were.
+                    with contextlib.suppress(RuntimeError):
+                        one.copy_(tensor)
+                    continue
+                now[name] = tensor
+        for module in self._modules if self._lazy else ():
+            # These had no values before this step, in which they got their shape.
+            tensors = [t for t in module._buffers.values() if any(t is each for each in self._lazy)]
+            if tensors and not any(map(_is_lazy, tensors)):
+                getattr(module, "reset_running_stats", lambda: None)()
+
+    def _allocate(self) -> None:
+        self._saved = [
+            {n: t for n, t in now.items() if names is None or n in names}
+            for now, names in self._tables
+        ]
+        self._lengths = list(map(len, self._lengths_of))
+        pairs = list(zip(self._tables, self._saved, strict=True))
+        self._entries = [(table, name) for (table, _), was in pairs for name in was]
+        self._tensors = [tensor for was in self._saved for tensor in was.values()]
+        found = {id(t): t for t in self._tensors if t is not None}
+        self._lazy = [t for t in found.values() if _is_lazy(t)]
+        kinds: dict[Any, dict[Any, list[Any]]] = {}
+        self._groups, self._others, self._flat, self._locals = [], [], {}, []
+        for each in found.values():
+            if _is_lazy(each) or each.is_meta or each.is_inference():
+                continue
+            local = each.to_local() if hasattr(each, "to_local") else each
+            if local.layout != torch.strided or local.is_quantized or not _is_plain(local):
+                self._others.append([each, each])
+                continue
+            self._locals.append(local)
+            # A write to `data` does not spoil a graph: training-mode norms, which put their
+            # statistics into it, do not read them in the backward pass.
+            tensors = kinds.setdefault(local.device, {}).setdefault(local.dtype, [])
+            tensors.append(_compact(local.data))
+        self._places = [t.data_ptr() for t in self._locals]
+        for device, by_dtype in kinds.items():
+            total = sum(_room(t) for tensors in by_dtype.values() for t in tensors)
+            flat = torch.empty(total, dtype=torch.uint8, device=device)
+            self._flat[device] = [flat]
+            views = _views(flat, by_dtype)
+            self._groups += [(by_dtype[dtype], [next(views)]) for dtype in by_dtype]
+
+    def _allocate_second(self) -> None:
+        """Makes the copy that a decision on the device needs besides the saved one."""
+        groups = iter(self._groups)
+        for device, storages in self._flat.items():
+            if len(storages) == 2:
+                continue
+            storages.append(torch.empty_like(storages[0]))
+            mine = [(tensors, copies) for tensors, copies in groups if tensors[0].device == device]
+            by_dtype = {tensors[0].dtype: tensors for tensors, _ in mine}
+            for (_, copies), views in zip(mine, _views(storages[1], by_dtype), strict=True):
+                copies.append(views)
+            groups = iter(self._groups)
+
+    # --- Warnings -----------------------------------------------------------------------------
+
+    def _warn_of_size(self, modules: list[tuple[str, Any]]) -> None:
+        sizes = {
+            path + name: tensor.numel() * tensor.element_size()
+            for (path, _), was in zip(modules, self._saved, strict=True)
+            for name, tensor in was.items()
+            if tensor is not None and not _is_lazy(tensor)
+        }
+        total = sum(flat.nbytes for storages in self._flat.values() for flat in storages)
+        if total > _LARGE:
+            largest = max(sizes, key=sizes.__getitem__)
+            warn(
+                f"guard(model, optimizer) copies {total / 2**20:.0f} MiB of buffers in each step; "
+                f"the largest is {largest!r}, {sizes[largest] / 2**20:.0f} MiB. Name the buffers "
+                'that the forward pass changes, as in guard(model, optimizer, buffers=["*.'
+                'running_mean", "*.running_var"]).'
+            )
+
+    def _count_updates(self, updates: tuple[int, int]) -> None:
+        """Warns if something else than the optimizer updates the parameters."""
+        version = 0 if self._weight is None else self._weight._version
+        count, last = updates
+        if version != last:
+            count += 1
+        self._updates = count, version
+        if count > _NEVER_STEPPED:
+            self._updates = None
+            warn(
+                "The optimizer in guard(model, optimizer) was never stepped. Another one updates "
+                "the parameters, so skipped steps do not restore the buffers. Pass the "
+                "LossScaleOptimizer or GradScaler that steps."
+            )
+
+
+class Hook:
+    """A hook of a module. In a copy or a pickle of the module it does nothing.
+
+    Args:
+        function: Called as the hook.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> None:
+        self.function(*args)
+
+    def __reduce__(self) -> Any:
+        # A saved model loads without this library.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class _ForwardHook(Hook):
+    """The hook before a forward pass."""
+
+    def __init__(self, guard: BufferGuard) -> None:
+        self.guard, self.number = guard, guard.number
+
+    def __call__(self, module: Any, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            _while_compiling(self.number)
+        else:
+            self.guard.before_forward(module)
+
+
+class _HeldBack:
+    """`update_parameters` of an averaged model, after steps that were applied.
+
+    Args:
+        averaged: The `AveragedModel`.
+        holders: Each says whether all steps since its last call were skipped.
+    """
+
+    def __init__(self, averaged: Any, holders: list[Callable[[], bool]]) -> None:
+        self._averaged, self._holders = averaged, holders
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Each of them has to see this call.
+        held = [holds() for holds in self._holders]
+        if not all(held):
+            type(self._averaged).update_parameters(self._averaged, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._averaged, "update_parameters")
+
+
+def guard_average(averaged: Any, holders: list[Callable[[], bool]]) -> None:
+    """Makes `update_parameters` of an averaged model follow the applied steps."""
+    vars(averaged)["update_parameters"] = _HeldBack(averaged, holders)
+
+
+def unguard_average(averaged: Any) -> None:
+    """Lets `update_parameters` follow all steps again."""
+    vars(averaged).pop("update_parameters", None)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _while_compiling(number: int) -> None:
+    """Runs while a forward pass is compiled, and never when it is called."""
+    found = _by_number.get(number)
+    if found is not None:
+        found.compiled()
+
+
+def innermost(model: Any) -> Any:
+    """The module in what PyTorch wraps around modules."""
+    wraps = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    inner = model.module if isinstance(model, wraps) else model._modules.get("_orig_mod")
+    return model if inner is None else innermost(inner)
+
+
+def _checked_names(model: Any, names: Iterable[str] | None) -> set[str] | None:
+    if names is None:
+        return None
+    found = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    chosen: set[str] = set()
+    for name in [names] if isinstance(names, str) else names:
+        fitting = fnmatch.filter(found, name)
+        if not fitting:
+            raise ArgumentError(
+                f"`buffers` must be names of buffers of the model, or patterns of them. Received: "
+                f"{name!r}, which is none of {', '.join(map(repr, found[:5]))}"
+                f"{', ...' if len(found) > 5 else ''}."
+            )
+        chosen.update(fitting)
+    return chosen
+
+
+def _in_function() -> bool:
+    """Whether an `autograd.Function` calls, such as that of reentrant checkpointing."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward":
+            first = next(iter(frame.f_locals.values()), None)
+            if isinstance(first, torch.autograd.function.FunctionCtx):
+                return True
+        frame = frame.f_back
+    return False
+
+
+# --- Tensors ------------------------------------------------------------------------------------
+
+
+def _is_lazy(tensor: Any) -> bool:
+    return bool(torch.nn.parameter.is_lazy(tensor))
+
+
+def _is_plain(tensor: Any) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    return (one.device, one.dtype) == (other.device, other.dtype)
+
+
+def _compact(tensor: Any) -> Any:
+    """A view of a tensor in which each element is in one place, as `copy_` needs it."""
+    return tensor[tuple(slice(None, 1) if s == 0 else slice(None) for s in tensor.stride())]
+
+
+def _room(tensor: Any) -> int:
+    size: int = tensor.numel() * tensor.element_size()
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _views(flat: Any, by_dtype: dict[Any, list[Any]]) -> Iterator[list[Any]]:
+    """Yields, for each dtype, views of a storage with the shapes of some tensors."""
+    start = 0
+    for dtype, tensors in by_dtype.items():
+        views = []
+        for each in tensors:
+            part = flat[start : start + each.numel() * each.element_size()]
+            views.append(part.view(dtype).view(each.shape))
+            start += _room(each)
+        yield views

@@ -1,0 +1,556 @@
+"""Explains a skipped step: repeats its forward and backward pass, and finds what failed.
+
+A skipped step has not changed the weights. References to the inputs, to the random state and to the
+gradients of the outputs are therefore enough to repeat it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import contextlib
+import dataclasses
+import functools
+import inspect
+import random
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+from torch.utils.checkpoint import CheckpointFunction
+
+from lossscale.checks import checked_above_zero
+from lossscale.common.monkeypatch import replace
+from lossscale.errors import ArgumentTypeError, UnsupportedError
+from lossscale.monitoring.explanation import (
+    LARGEST,
+    Explanation,
+    explained,
+    in_the_loss,
+    infinity_in_the_loss,
+    not_finite_argument,
+    not_finite_weights,
+    scaled_outputs,
+    unknown,
+)
+from lossscale.torch.buffers import Hook, innermost
+from lossscale.torch.ranks import is_spread
+from lossscale.torch.scaling import scaled
+from lossscale.torch.watch import Origin, Watch, is_finite, largest, tensors_in
+
+DEFAULT_BYTES = 2**28
+"""The limit for what is held of a step."""
+_CALLS = 16
+"""Calls of the model in one step that are kept."""
+_HALVINGS = 24
+"""The most halvings of the loss scale that are tried: 2**-24 is the smallest float16 number."""
+_NEAR = 64
+"""How far below overflow gradients are that lie beside one that overflows."""
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def explain(
+    model: torch.nn.Module,
+    loss_fn: Callable[[Any, Any], Any],
+    batch: Any,
+    *,
+    scale: float = 2.0**15,
+) -> Explanation:
+    """Explains why a step on a batch would be skipped: the first operation that is not finite.
+
+    Computes the loss and its gradients once, under `torch.autocast` to float16, and watches each
+    operation. The model stays unchanged, as with `diagnose`; hooks on its modules do not run.
+
+    Args:
+        model: The model. With `DistributedDataParallel`, pass `model.module`.
+        loss_fn: Called with the model and the batch. Returns the unscaled loss, a tensor with one
+            element. It needs no `autocast`.
+        batch: One batch of any kind that `loss_fn` takes.
+        scale: The loss scale of the step.
+
+    Returns:
+        The explanation. Its cause is "unknown" if the forward and the backward pass are finite.
+
+    Raises:
+        ArgumentTypeError: If the model or the loss have another type.
+        ArgumentError: If `scale` is not a number above 0.
+
+    Examples:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> def loss_fn(model, batch):
+        ...     return (model(batch) * 0.0).sum().sqrt()
+        >>> found = explain(model, loss_fn, torch.ones(2, 3))
+        >>> str(found.cause), found.operation
+        ('singular', 'backward of sqrt')
+    """
+    if not isinstance(model, torch.nn.Module) or not callable(loss_fn):
+        raise ArgumentTypeError(
+            "explain() takes a torch.nn.Module, a function of the model and a batch, and a batch. "
+            f"Received: a {type(model).__name__} and a {type(loss_fn).__name__}."
+        )
+    scale = checked_above_zero("scale", scale)
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    casts = all(p.dtype != torch.float16 for p in model.parameters())
+
+    def run(model: Any) -> Any:
+        with torch.autocast(device, torch.float16, enabled=casts):
+            loss = loss_fn(model, batch)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise ArgumentTypeError(
+                f"`loss_fn` must return a tensor with one element. Received: {loss!r}."
+            )
+        return scaled(loss.reshape(()), 1.0)
+
+    with _as_it_was(model) as (watch, tensors, roots):
+        _mark(watch, batch, "batch")
+        with watch.forward():
+            outputs = [_called(model, tensors, run)]
+        origin = watch.origin(outputs, masks=True)
+        if origin is not None and origin.is_mask:
+            return infinity_in_the_loss(origin.line)
+        found = _examined(watch, outputs, roots, [torch.full_like(outputs[0], scale)], scale)
+    return found or unknown(f"the forward and the backward pass are finite at a scale of {scale:g}")
+
+
+class CallRecorder:
+    """Holds what is needed to repeat the calls of a model since the last step.
+
+    Args:
+        model: The model; with `DistributedDataParallel` and compiled models the module in it.
+        limit: The most bytes of tensors that are held.
+    """
+
+    def __init__(self, model: torch.nn.Module, limit: int) -> None:
+        self._model, self._limit = innermost(model), limit
+        self._calls: list[_Call] = []
+        self._made = self._held = 0
+        self._is_stale = self._is_running = False
+        self._parameters = list(self._model.parameters())
+        self._handles = [
+            self._model.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
+            self._model.register_forward_hook(Hook(self._after)),
+        ]
+        self._now: _Call | None = None
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the calls, whose step is over."""
+        self._calls, self._made, self._held, self._is_stale = [], 0, 0, False
+
+    def end(self) -> None:
+        """Forgets the calls when the next one comes: other optimizers may step on these."""
+        self._is_stale = True
+
+    def _before(self, model: Any, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._now = None
+        if not torch.is_grad_enabled() or self._is_running:
+            return
+        if self._is_stale:
+            self.reset()
+        self._made += 1
+        given = list(tensors_in((args, kwargs)))
+        self._held += sum(t.numel() * t.element_size() for t in given)
+        if len(self._calls) < _CALLS and self._held <= self._limit:
+            self._now = _Call(args, kwargs, given)
+
+    def _after(self, model: Any, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        call, self._now = self._now, None
+        if call is None:
+            return
+        call.weights = self._versions()
+        self._calls.append(call)
+        outputs = [(n, t) for n, t in enumerate(tensors_in(output)) if t.requires_grad]
+        # The gradient of an output needs the same room. The small ones first: one may be the loss.
+        for number, tensor in sorted(outputs, key=lambda each: int(each[1].numel())):
+            self._held += 2 * tensor.numel() * tensor.element_size()
+            if self._held > self._limit:
+                call.is_cut = True
+                return
+            call.outputs[number] = tensor.detach()
+            tensor.register_hook(functools.partial(_keep, call.gradients, number))
+
+    def _versions(self) -> int:
+        return sum(p._version for p in self._parameters)
+
+    def explain(self, scale: float) -> Explanation:
+        """Explains the step that was just skipped; changes nothing that training depends on."""
+        self._is_running = True
+        try:
+            why = _refusal(self._model) or self._why_not()
+            if why:
+                return unknown(why)
+            calls = [each for each in self._calls if each.gradients]
+            for number, call in enumerate(calls, start=1):
+                found = _repeated(self._model, call, scale)
+                if found is not None:
+                    if self._made > 1:
+                        reason = f"in call {number} of {self._made} of the model, {found.reason}"
+                        found = dataclasses.replace(found, reason=reason)
+                    return found
+        # A model may raise anything, and training has to continue.
+        except Exception as error:
+            line = str(error).split("\n")[0][:200]
+            if isinstance(error, UnsupportedError):
+                return unknown(f"{line}, so it is not repeated")
+            return unknown(f"the pass cannot be repeated ({type(error).__name__}: {line})")
+        finally:
+            self._is_running = False
+            torch.clear_autocast_cache()
+        return unknown(
+            "the pass of this step is finite when it is repeated. Another process may have "
+            "overflowed, or gradients were changed after the backward pass"
+        )
+
+    def _why_not(self) -> str:
+        calls = [each for each in self._calls if each.gradients]
+        is_cut = self._made > len(self._calls) or any(each.is_cut for each in self._calls)
+        if is_cut and not (calls and self._made <= len(self._calls)):
+            return (
+                f"a call of the model would need more than {self._limit:,} bytes, or there were "
+                f"more than {_CALLS} calls in this step; pass a higher explain_bytes to Monitor"
+            )
+        if not calls:
+            return (
+                "the model that Monitor has was not called in this step as model(...), outside of "
+                "compiled code, or no gradient reached what it returned"
+            )
+        if any(each.weights != self._versions() for each in calls):
+            return "another optimizer has changed the weights since the forward pass"
+        if any(each.versions != _versions(each) for each in calls):
+            return "the arguments of the model were written to after its call"
+        return ""
+
+
+class _Call:
+    """A call of the model."""
+
+    def __init__(self, args: Any, kwargs: Any, given: list[Any]) -> None:
+        self.args, self.kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
+        self.versions = [t._version for t in given]
+        self.random = _random_states()
+        devices = {"cpu", *(t.device.type for t in given)}
+        self.casting = [
+            (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices
+        ]
+        self.weights = 0
+        self.is_cut = False
+        self.outputs: dict[int, Any] = {}
+        self.gradients: dict[int, Any] = {}
+
+
+def _versions(call: _Call) -> list[int]:
+    return [t._version for t in tensors_in((call.args, call.kwargs))]
+
+
+def _keep(gradients: dict[int, Any], number: int, gradient: Any) -> None:
+    """Keeps the gradient of an output; holds neither the output nor its graph."""
+    before = gradients.get(number)
+    gradient = gradient.detach()
+    gradients[number] = gradient if before is None else before + gradient
+
+
+def _refusal(model: Any) -> str:
+    """Returns why a model cannot be repeated; "" if it can be tried."""
+    for module in model.modules():
+        name = type(module).__name__
+        if "FullyShardedDataParallel" in name or name.startswith("FSDP"):
+            return "the model is sharded by FSDP, whose processes communicate in the forward pass"
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            return "processes communicate in the forward pass of SyncBatchNorm"
+        if isinstance(module, torch.jit.ScriptModule):
+            return "a part of the model is a ScriptModule, whose operations have no modules"
+    if any(map(is_spread, model.parameters())):
+        return "parameters are sharded over processes, which would communicate"
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "the step is captured in a CUDA graph"
+    return ""
+
+
+# --- The repeated pass --------------------------------------------------------------------------
+
+
+def _repeated(model: Any, call: _Call, scale: float) -> Explanation | None:
+    """Repeats a call; returns the explanation, None if everything is finite."""
+    with _as_it_was(model) as (watch, tensors, roots):
+        _set_random_states(call.random)
+
+        def renewed(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                value = value.detach().requires_grad_()
+                roots.append(value)
+            return value
+
+        args, kwargs = tree_map(renewed, (call.args, call.kwargs))
+        for name, value in _named(model, args, kwargs).items():
+            _mark(watch, value, name)
+        with contextlib.ExitStack() as stack:
+            for device, enabled, dtype in call.casting:
+                stack.enter_context(torch.autocast(device, dtype, enabled=enabled))
+            torch.clear_autocast_cache()
+            stack.enter_context(watch.forward())
+            output = _called(model, tensors, lambda model: model(*args, **kwargs))
+            returned = list(tensors_in(output))
+        numbers = sorted(n for n in call.gradients if n < len(returned))
+        numbers = _last_ones(returned, numbers)
+        outputs = [returned[number] for number in numbers]
+        before = [call.outputs[number] for number in numbers]
+        origin = watch.origin(outputs)
+        if any(map(_differ, outputs, before)):
+            return unknown(
+                "the model returns something else when the pass is repeated. It draws random "
+                "numbers of its own, keeps a state, or has hooks that change results"
+            )
+        if origin is not None:
+            return _of_forward(origin)
+        seeds = [call.gradients[number] for number in numbers]
+        if not all(map(is_finite, seeds)):
+            return _of_seeds(outputs, seeds, scale)
+        with contextlib.ExitStack() as stack:
+            for device, _, dtype in call.casting:
+                stack.enter_context(torch.autocast(device, dtype, enabled=False))
+            return _examined(watch, outputs, roots, seeds, scale)
+
+
+def _examined(
+    watch: Watch, outputs: list[Any], roots: list[Any], seeds: list[Any], scale: float
+) -> Explanation | None:
+    """Returns what is not finite in outputs or in their backward pass; None if nothing is."""
+    origin = watch.origin(outputs)
+    if origin is not None:
+        return _of_forward(origin)
+    pairs = [pair for pair in zip(outputs, seeds, strict=True) if pair[0].requires_grad]
+    if not pairs or not roots:
+        return None
+    outputs, seeds = map(list, zip(*pairs, strict=True))
+
+    def gradients(halvings: int = 0) -> list[Any]:
+        lower = [seed * 2.0**-halvings for seed in seeds] if halvings else seeds
+        found = torch.autograd.grad(outputs, roots, lower, retain_graph=True, allow_unused=True)
+        return [gradient for gradient in found if gradient is not None]
+
+    def is_finite_after(halvings: int) -> bool:
+        return all(map(is_finite, gradients(halvings)))
+
+    with watch.backward():
+        origin = watch.origin(gradients())
+        if origin is None:
+            return None
+    failed = origin.failed
+    if failed is None or not failed.in_backward:
+        return _of_forward(origin)
+    halvings = None
+    if is_finite_after(_HALVINGS):
+        tried = range(1, _HALVINGS + 1)
+        halvings = tried[bisect.bisect_left(tried, True, key=is_finite_after)]
+    else:
+        # What overflows at this scale may come before what is not finite at any.
+        with watch.backward():
+            origin = watch.origin(gradients(_HALVINGS)) or origin
+        failed = origin.failed or failed
+    return _with_line(explained(failed, scale=scale, halvings=halvings), origin)
+
+
+def _of_forward(origin: Origin) -> Explanation:
+    """The explanation of something that is not finite in a forward pass."""
+    if origin.failed is not None:
+        return _with_line(explained(origin.failed), origin)
+    return (not_finite_weights if origin.is_weight else not_finite_argument)(origin.name)
+
+
+def _with_line(found: Explanation, origin: Origin) -> Explanation:
+    """Adds the line of the program to an operation that is called outside of the model."""
+    if not origin.line or found.module:
+        return found
+    return dataclasses.replace(found, reason=f"in the loss function, {origin.line}, {found.reason}")
+
+
+def _of_seeds(outputs: list[Any], seeds: list[Any], scale: float) -> Explanation:
+    """The explanation of gradients that reach finite outputs and are not finite."""
+    bad = [seed for seed in seeds if not is_finite(seed)]
+    infs, nans = (sum(int(test(t).sum()) for t in bad) for test in (torch.isinf, torch.isnan))
+    others = max(map(largest, bad))
+    if not nans and all(t.dtype == torch.float16 for t in bad):
+        # Infinities beside numbers near overflow come from the scale, in the cast to the outputs.
+        if others > LARGEST / _NEAR:
+            return scaled_outputs(infs, scale)
+        if others == 0:
+            # Whether the loss is finite decides; see `Monitor.step`.
+            return scaled_outputs(infs, scale, is_sure=False)
+    return in_the_loss(infs, nans, max(map(largest, outputs)))
+
+
+def _last_ones(returned: list[Any], numbers: list[int]) -> list[int]:
+    """Leaves out outputs that another output was computed from, such as the logits of a loss."""
+    nodes = {returned[n].grad_fn: n for n in numbers if returned[n].grad_fn is not None}
+    if len(nodes) < 2:
+        return numbers
+    inner = set()
+    for start in nodes:
+        seen, left = {start}, [start]
+        while left:
+            for node, _ in left.pop().next_functions:
+                if node is not None and node not in seen:
+                    seen.add(node)
+                    left.append(node)
+        inner |= (seen & nodes.keys()) - {start}
+    return [n for n in numbers if returned[n].grad_fn not in inner] or numbers
+
+
+@contextlib.contextmanager
+def _as_it_was(model: Any) -> Iterator[tuple[Watch, dict[str, Any], list[Any]]]:
+    """Yields a watch, tensors for `_called`, and what to differentiate by; then restores all.
+
+    The parameters are aliases, without hooks and `.grad`; the buffers are copies. Attributes of
+    modules, containers in them, and tensors that are written to are restored.
+    """
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    for (_, own), alias in zip(model.named_parameters(), parameters.values(), strict=True):
+        alias.requires_grad_(own.requires_grad)
+    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+    tensors = {**parameters, **buffers}
+    watch = Watch(model, tensors)
+    for name, tensor in tensors.items():
+        watch.mark(tensor, name, is_weight=True)
+    modes = [(module, module.training) for module in model.modules()]
+    tables = [t for m in model.modules() for t in (vars(m), m._parameters, m._buffers, m._modules)]
+    contents = [(table, dict(table)) for table in tables]
+    known = {id(table) for table in tables}
+    for table in tables[::4]:
+        _add_contents(list(table.values()), contents, known)
+    states = _random_states()
+    called = staticmethod(lambda function, preserve, *args: function(*args))
+    stance = getattr(torch.compiler, "set_stance", lambda _: contextlib.nullcontext())
+    try:
+        for module in model.modules():
+            for name in _HOOKS:
+                kept = {key: hook for key, hook in vars(module)[name].items() if _is_torchs(hook)}
+                vars(module)[name] = OrderedDict(kept)
+        with contextlib.ExitStack() as stack:
+            # Reentrant checkpointing would call `backward` in the backward pass.
+            replace(stack, CheckpointFunction, "apply", called)
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            for each in (stance("force_eager"), torch.inference_mode(False), torch.enable_grad()):
+                stack.enter_context(each)
+            yield watch, tensors, [t for t in parameters.values() if t.requires_grad]
+    finally:
+        for now, before in contents:
+            _refill(now, before)
+        for module, mode in modes:
+            module.training = mode
+        watch.restore()
+        _set_random_states(states)
+
+
+class _Program(torch.nn.Module):
+    """Calls a function with a model."""
+
+    def __init__(self, model: Any, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.model, self.function = model, function
+
+    def forward(self) -> Any:
+        for module in self.model.modules():
+            if isinstance(module, torch.nn.RNNBase):
+                # It holds its parameters a second time.
+                names = module._flat_weights_names
+                vars(module)["_flat_weights"] = [getattr(module, name) for name in names]
+        return self.function(self.model)
+
+
+def _called(model: Any, tensors: dict[str, Any], function: Callable[[Any], Any]) -> Any:
+    """Calls a function with a model that has other parameters and buffers."""
+    named = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    return torch.func.functional_call(_Program(model, function), named, ())
+
+
+def _is_torchs(hook: Any) -> bool:
+    """Whether a hook is a part of the model, such as that of a spectral norm."""
+    hook = hook.func if isinstance(hook, functools.partial) else hook
+    return str(getattr(hook, "__module__", "")).startswith("torch.")
+
+
+_CONTAINERS = (list, dict, set, collections.deque)
+
+
+def _add_contents(values: Any, found: list[Any], known: set[int], depth: int = 0) -> None:
+    """Adds lists, dictionaries and sets, and those in them, with their contents."""
+    for value in values:
+        if not isinstance(value, (*_CONTAINERS, tuple)) or id(value) in known or depth > 4:
+            continue
+        known.add(id(value))
+        if not isinstance(value, tuple):
+            found.append((value, value.copy()))
+        inner = value.values() if isinstance(value, dict) else value
+        _add_contents(list(inner), found, known, depth + 1)
+
+
+def _refill(now: Any, before: Any) -> None:
+    if isinstance(now, list):
+        now[:] = before
+        return
+    now.clear()
+    (now.extend if isinstance(now, collections.deque) else now.update)(before)
+
+
+def _mark(watch: Watch, value: Any, name: str) -> None:
+    """Remembers which tensors of an argument are not finite."""
+    for path, leaf in tree_flatten_with_path(value)[0]:
+        if isinstance(leaf, torch.Tensor):
+            watch.mark(leaf, name + keystr(path))
+
+
+def _named(model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by their names."""
+    try:
+        return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):
+        return {**{str(n): value for n, value in enumerate(args)}, **kwargs}
+
+
+def _differ(now: Any, before: Any) -> bool:
+    """Whether an output is another one than in training, more than by rounding."""
+    if now.shape != before.shape or now.dtype != before.dtype:
+        return True
+    if not torch.equal(now.isfinite(), before.isfinite()):
+        return True
+    return not torch.allclose(now, before, rtol=0.01, atol=0.01, equal_nan=True)
+
+
+def _random_states() -> Any:
+    numpy = sys.modules.get("numpy")
+    # On a device it is the host that has the state, so nothing waits.
+    initialized = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return (
+        random.getstate(),
+        torch.get_rng_state(),
+        [g.get_state() for g in torch.cuda.default_generators] if initialized else [],
+        None if numpy is None else numpy.random.get_state(),
+    )
+
+
+def _set_random_states(states: Any) -> None:
+    random.setstate(states[0])
+    torch.set_rng_state(states[1])
+    for generator, state in zip(torch.cuda.default_generators, states[2], strict=False):
+        generator.set_state(state)
+    if states[3] is not None:
+        sys.modules["numpy"].random.set_state(states[3])

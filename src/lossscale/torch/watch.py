@@ -1,0 +1,329 @@
+"""Follows infinities and NaN through the operations of a pass, to the operation they come from."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.modules import module as module_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lossscale.common.monkeypatch import replace
+from lossscale.errors import UnsupportedError
+from lossscale.monitoring.explanation import FailedOperation
+
+_SETTERS = (
+    *("full", "full_like", "new_full", "fill_", "fill", "scalar_tensor", "masked_fill_"),
+    *("masked_fill", "where", "constant_pad_nd", "lift_fresh", "lift_fresh_copy"),
+)
+"""Operations that may put an infinity of the user's into a tensor."""
+_UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_")
+_SINGULAR = ("div", "reciprocal", "rsqrt", "sqrt", "log", "pow", "norm", "acos", "asin", "atanh")
+"""Parts of the names of operations that may have no finite result for finite numbers."""
+_MESSAGES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
+_ADDING = ("add", "add_", "clamp_min", "clamp_min_", "clamp", "maximum")
+_WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
+_NORMAL = torch.finfo(torch.float16).tiny
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+
+
+class Origin(NamedTuple):
+    """Where an infinity or a NaN comes from.
+
+    Attributes:
+        failed: The operation that made it of finite numbers; None if none did.
+        name: The argument, parameter or buffer that contained it.
+        is_weight: Whether `name` is a parameter or a buffer.
+        is_mask: Whether the model sets it itself, as in a mask.
+        line: The line of the program that calls the operation.
+    """
+
+    failed: FailedOperation | None = None
+    name: str = ""
+    is_weight: bool = False
+    is_mask: bool = False
+    line: str = ""
+
+
+class Place(NamedTuple):
+    """Where an operation of the forward pass is called: its module, its name and its line."""
+
+    module: str = ""
+    name: str = ""
+    line: str = ""
+
+
+class Watch(TorchDispatchMode):
+    """Within it, the origin of each infinity and NaN is known, and no message is sent.
+
+    What an operation writes to is restored by `restore`, if it existed before.
+
+    Args:
+        model: The model, for the names of its modules.
+        tensors: Tensors by name: the parameters and buffers.
+    """
+
+    def __init__(self, model: Any, tensors: dict[str, Any]) -> None:
+        super().__init__()
+        root = type(model).__name__
+        self._paths = {id(m): name or root for name, m in model.named_modules()}
+        self._names = {_key(t): name for name, t in tensors.items()}
+        self._calling = [""]
+        self._origins: dict[int, Origin] = {}
+        self._places: dict[int, Place] = {}
+        self._first_number = torch._C._autograd._get_sequence_nr()
+        self._in_backward = False
+        self._made: set[int] = set()
+        self._written: dict[Any, tuple[Any, Any]] = {}
+        self._epsilons: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Watches a forward pass. The user's hooks do not run."""
+        before = OrderedDict({0: self._enter}), OrderedDict({0: self._leave})
+        with contextlib.ExitStack() as stack:
+            hooks = {
+                "_global_forward_pre_hooks": before[0],
+                "_global_forward_hooks": before[1],
+                "_global_forward_hooks_always_called": OrderedDict({0: True}),
+                "_global_forward_hooks_with_kwargs": OrderedDict(),
+                "_global_backward_hooks": OrderedDict(),
+                "_global_backward_pre_hooks": OrderedDict(),
+            }
+            for name, value in hooks.items():
+                replace(stack, module_hooks, name, value)
+            stack.enter_context(self)
+            yield
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Watches a backward pass."""
+        self._in_backward = True
+        with self:
+            yield
+
+    def _enter(self, module: Any, args: Any) -> None:
+        self._calling.append(self._paths.get(id(module), self._calling[-1]))
+
+    def _leave(self, *_: Any) -> None:
+        self._calling.pop()
+
+    def mark(self, tensor: Any, name: str, *, is_weight: bool = False) -> None:
+        """Remembers that a tensor comes from outside, if it is not finite."""
+        if not is_finite(tensor):
+            origin = Origin(name=name, is_weight=is_weight, is_mask=is_mask(tensor))
+            self._origins[_key(tensor)] = origin
+
+    def origin(self, tensors: Iterable[Any], *, masks: bool = False) -> Origin | None:
+        """Returns the origin of the first tensor that is not finite.
+
+        Args:
+            tensors: The tensors.
+            masks: Whether infinities count that the model sets itself, as in masked outputs.
+        """
+        unnamed = Origin(FailedOperation("an operation", in_backward=self._in_backward))
+        for tensor in tensors:
+            if not is_finite(tensor):
+                found = self._origins.get(_key(tensor), unnamed)
+                if masks or not found.is_mask:
+                    return found
+        return None
+
+    def restore(self) -> None:
+        """Restores the tensors that the passes have written to."""
+        with torch.no_grad():
+            # In this order, because they may be views of the same storage.
+            for tensor, value in reversed(self._written.values()):
+                tensor.data.copy_(value)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in _MESSAGES:
+            raise UnsupportedError("processes communicate in this pass")
+        name = func._schema.name.partition("::")[2]
+        inputs = list(tensors_in((args, kwargs)))
+        place, node = self._place(name, args, inputs)
+        before = self._before_writes(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if name in _UNSET or func.is_view:
+            return result
+        for tensor in tensors_in(result):
+            key = _key(tensor)
+            self._made.add(key)
+            if is_finite(tensor):
+                if not func._schema.is_mutable:
+                    self._origins.pop(key, None)
+                continue
+            was = [(t, before.get(id(t), t)) for t in inputs]
+            taken = [
+                (self._origins.get(_key(t), Origin(is_mask=True)), b)
+                for t, b in was
+                if not is_finite(b)
+            ]
+            origin = _passed_on(taken, tensor, name, args, self._in_backward)
+            if origin is not None and origin.is_mask:
+                origin = Origin(is_mask=True, line=origin.line or place.line)
+            if origin is None:
+                call = func, args, kwargs, before
+                failed = self._failed(call, name, place, node, [b for _, b in was], inputs)
+                origin = Origin(failed._replace(of_infinities=bool(taken)), line=place.line)
+            self._origins[key] = origin
+        return result
+
+    def _place(self, name: str, args: Any, inputs: list[Any]) -> tuple[Place, Any]:
+        """Returns where an operation, or that of which it is the backward pass, was called."""
+        if self._in_backward:
+            node = torch._C._current_autograd_node()
+            number = -1 if node is None else node._sequence_nr()
+            return self._places.get(number, Place()), node
+        module = self._calling[-1]
+        place = Place(module, name, "" if module else _line())
+        number = torch._C._autograd._get_sequence_nr() - 1
+        if number >= self._first_number:
+            self._places.setdefault(number, place)
+        if name in _ADDING and inputs and inputs[0].dtype == torch.float16:
+            for value in args[1:]:
+                if isinstance(value, float) and 0 < abs(value) < _NORMAL:
+                    self._epsilons[module] = value
+        return place, None
+
+    def _before_writes(self, func: Any, args: Any, kwargs: Any) -> dict[int, Any]:
+        """Copies what an operation writes to; returns the copies by the ids of the tensors."""
+        copies: dict[int, Any] = {}
+        if func._schema.is_mutable:
+            for number, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is None or not argument.alias_info.is_write:
+                    continue
+                given = args[number] if number < len(args) else kwargs.get(argument.name)
+                for tensor in tensors_in(given):
+                    copies[id(tensor)] = tensor.clone()
+                    key = _key(tensor)
+                    if key not in self._made:
+                        part = key, tensor.storage_offset(), tensor.shape, tensor.stride()
+                        self._written.setdefault(part, (tensor, copies[id(tensor)]))
+        return copies
+
+    def _failed(
+        self, call: Any, name: str, place: Place, node: Any, before: list[Any], inputs: list[Any]
+    ) -> FailedOperation:
+        """Describes an operation that makes something that is not finite."""
+        floats = [t for t in before if t.is_floating_point() and t.numel()]
+        decisive = (floats[1:] or floats) if name in ("div", "div_", "addcdiv") else floats[:1]
+        operation = name
+        if self._in_backward:
+            is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
+            of = "" if node is None else node.name().split("Backward")[0]
+            operation = f"backward of {of if is_custom else place.name or of or name}"
+        is_cast = name in ("_to_copy", "copy_")
+        return FailedOperation(
+            operation,
+            place.module,
+            self._in_backward,
+            largest_input=max(map(largest, floats), default=0.0),
+            largest_result=largest(floats[-1]) if is_cast and floats else _wide(*call, name=name),
+            meets_zero=any(bool((t == 0).any()) for t in decisive),
+            meets_negative=any(bool((t < 0).any()) for t in decisive),
+            cast_of=next((self._names.get(_key(t), "") for t in inputs[-1:]), ""),
+            is_cast=is_cast,
+            epsilon=self._epsilons.get(place.module, 0.0),
+        )
+
+
+def _passed_on(
+    taken: list[Any], result: Any, name: str, args: Any, in_backward: bool
+) -> Origin | None:
+    """Returns the origin of what an operation only passes on; None if it makes something new."""
+    real: list[Origin] = [origin for origin, _ in taken if not origin.is_mask]
+    if real:
+        return next((origin for origin in real if origin.failed), real[0])
+    is_set = any(isinstance(a, float) and not math.isfinite(a) for a in args)
+    if is_set or (name in _SETTERS and not taken):
+        return Origin(is_mask=True)
+    if in_backward:
+        return None
+    if taken and (not bool(result.isnan().any()) or any(bool(b.isnan().any()) for _, b in taken)):
+        masked: Origin = taken[0][0]
+        return masked
+    return None
+
+
+def _wide(func: Any, args: Any, kwargs: Any, before: dict[int, Any], *, name: str) -> float | None:
+    """Returns the largest magnitude that an operation computes in float64; None if not finite."""
+
+    def wider(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            value = before.get(id(value), value)
+            return value.double() if value.is_floating_point() else value.clone()
+        return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
+
+    try:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise UnsupportedError("would draw other random numbers")
+        result = func(*tree_map(wider, args), **tree_map(wider, kwargs))
+    # Not every operation exists in every dtype.
+    except Exception:
+        return None if any(part in name for part in _SINGULAR) else math.inf
+    floats = [t for t in tensors_in(result) if t.is_floating_point()]
+    return max(map(largest, floats), default=0.0) if all(map(is_finite, floats)) else None
+
+
+def _line() -> str:
+    """The line of the program that is running, outside of the libraries."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_HERE, _TORCH, "<frozen")):
+            return f"line {frame.f_lineno} of {os.path.basename(file)}"
+        frame = frame.f_back
+    return ""
+
+
+# --- Tensors ------------------------------------------------------------------------------------
+
+
+def tensors_in(value: Any) -> Iterator[Any]:
+    """The tensors in a nest, also in dataclasses, such as the outputs of Transformers."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dataclass_fields__") and not isinstance(leaf, type):
+            yield from tensors_in(list(vars(leaf).values()))
+
+
+def _key(tensor: Any) -> int:
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    pointer: int = tensor.untyped_storage().data_ptr()
+    return pointer
+
+
+def _numbers(tensor: Any) -> Any:
+    tensor = tensor.detach()
+    return tensor._values() if tensor.layout == torch.sparse_coo else tensor
+
+
+def is_finite(tensor: Any) -> bool:
+    """Whether no element is an infinity or NaN."""
+    if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    return bool(_numbers(tensor).isfinite().all())
+
+
+def largest(tensor: Any) -> float:
+    """The largest finite magnitude in a tensor; 0 if there is none."""
+    numbers = _numbers(tensor)
+    return float(torch.nan_to_num(numbers, 0.0, 0.0, 0.0).abs().max()) if numbers.numel() else 0.0
+
+
+def is_mask(tensor: Any) -> bool:
+    """Whether a tensor is 0 where it is not minus infinity."""
+    numbers = _numbers(tensor)
+    return bool(((numbers == 0) | (numbers == -math.inf)).all())
