@@ -14,9 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lossscale.checks import checked_above_zero
+from lossscale.diagnosis.jaxpr_watch import JaxprWatch, small_numbers
 from lossscale.diagnosis.measurement import Pass, checked_loss
+from lossscale.diagnosis.origins import explain_pass
 from lossscale.diagnosis.report import Report, make_report
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.monitoring.explanation import Explanation
 from lossscale.optax.overflow_check import is_gradient
 from lossscale.optax.overflow_tracking import named_leaves
 
@@ -77,6 +81,19 @@ def diagnose(
         >>> report.verdict.value, report.rule.initial_scale > 1
         ('needed', True)
     """
+    run = JaxGradientFunction(params, _checked(loss_fn), _checked_paths(parameters))
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    return make_report(
+        run,
+        batches,
+        model="this loss" if name == "<lambda>" else name,
+        setting=f"JAX, {jax.default_backend()}, compiled, by the loss with dtype=float16",
+        max_batches=max_batches,
+        tolerance=tolerance,
+    )
+
+
+def _checked(loss_fn: Any) -> Any:
     try:
         inspect.signature(loss_fn).bind(None, None, None)
     except TypeError:
@@ -84,19 +101,15 @@ def diagnose(
             f"`loss_fn` must accept the call {CALL} and compute in that dtype, float16 or "
             f"float32. Received: {loss_fn!r}."
         ) from None
+    return loss_fn
+
+
+def _checked_paths(parameters: Any) -> Any:
     if isinstance(parameters, str):
         raise ArgumentTypeError(
             f"`parameters` must be a list. Received: {parameters!r}; write [{parameters!r}]."
         )
-    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    return make_report(
-        JaxGradientFunction(params, loss_fn, parameters),
-        batches,
-        model="this loss" if name == "<lambda>" else name,
-        setting=f"JAX, {jax.default_backend()}, compiled, by the loss with dtype=float16",
-        max_batches=max_batches,
-        tolerance=tolerance,
-    )
+    return parameters
 
 
 class JaxGradientFunction:
@@ -109,15 +122,8 @@ class JaxGradientFunction:
 
     def __call__(self, batch: Any, scale: float, half: bool) -> Pass:
         """Computes a pass."""
-        leaves, structure = jax.tree.flatten((self._params, batch))
-        # Other leaves, such as the functions in a model of Equinox, are a part of what is compiled.
-        arrays = {
-            n: leaf if half else _widened(leaf) for n, leaf in enumerate(leaves) if _is_array(leaf)
-        }
-        rest = [None if n in arrays else leaf for n, leaf in enumerate(leaves)]
-        key = half, structure, str(rest)
+        compute, arrays, key = self._function(batch, half)
         if key not in self._compiled:
-            compute = functools.partial(self._compute, half, structure, rest)
             exactly = {"xla_allow_excess_precision": False}
             function = jax.jit(compute, compiler_options=exactly)
             _check_dtypes(str(function.trace(arrays, scale).jaxpr), half)
@@ -130,6 +136,33 @@ class JaxGradientFunction:
             if self._owns(path)
         }
         return Pass(float(loss), found)
+
+    def _function(self, batch: Any, half: bool) -> tuple[Any, dict[int, Any], Any]:
+        """Returns a function of arrays and a scale, the arrays, and a key of the function."""
+        leaves, structure = jax.tree.flatten((self._params, batch))
+        # Other leaves, such as the functions in a model of Equinox, are a part of what is compiled.
+        arrays = {
+            n: leaf if half else _widened(leaf) for n, leaf in enumerate(leaves) if _is_array(leaf)
+        }
+        rest = [None if n in arrays else leaf for n, leaf in enumerate(leaves)]
+        compute = functools.partial(self._compute, half, structure, rest)
+        return compute, arrays, (half, structure, str(rest))
+
+    def failure(self, batch: Any, scale: float) -> Explanation:
+        """Explains why a pass in float16 is not finite."""
+        compute, arrays, _ = self._function(batch, False)
+        epsilons = dict(small_numbers(jax.make_jaxpr(compute)(arrays, scale).jaxpr))
+        compute, arrays, _ = self._function(batch, True)
+        closed = jax.make_jaxpr(compute)(arrays, scale)
+        _check_dtypes(str(closed), True)
+        weights = {id(leaf): path for path, leaf in named_leaves(self._params)}
+        inputs = {id(leaf): f"batch/{path}".rstrip("/") for path, leaf in named_leaves(batch)}
+        names = [
+            (weights.get(id(each), inputs.get(id(each), "batch")), id(each) in weights)
+            for each in arrays.values()
+        ]
+        watch = JaxprWatch(closed, [*names, ("scale", False)], epsilons)
+        return explain_pass(lambda scale: watch([*arrays.values(), np.float32(scale)]), scale)
 
     def _owns(self, path: str) -> bool:
         owned = self._owned
@@ -152,6 +185,48 @@ class JaxGradientFunction:
         trained = {n: each for n, each in arrays.items() if n < of_params and is_gradient(each)}
         loss, pull = jax.vjp(loss_of, trained)
         return loss, pull(jnp.asarray(scale, loss.dtype))[0]
+
+
+def explain(
+    loss_fn: Callable[[Any, Any, Any], Any],
+    params: Any,
+    batch: Any,
+    *,
+    scale: float = 2.0**15,
+    parameters: Iterable[str] | None = None,
+) -> Explanation:
+    """Explains why a step on a batch would be skipped: the first operation that is not finite.
+
+    Evaluates the loss and its gradients in float16, operation by operation, which takes many times
+    as long as a compiled step.
+
+    Args:
+        loss_fn: As for `diagnose`: a pure function of the parameters, a batch and a dtype.
+        params: The parameters, as for `diagnose`.
+        batch: One batch, a tree of arrays.
+        scale: The loss scale of the step.
+        parameters: The parameters that the optimizer of this loss trains, as for `diagnose`.
+
+    Returns:
+        The explanation. Its cause is "unknown" if the forward and the backward pass are finite.
+
+    Raises:
+        ArgumentTypeError: If `loss_fn` or what it returns have another type.
+        ArgumentError: If `scale` is not a number above 0, there is nothing to train, or `loss_fn`
+            does not compute in `dtype`.
+
+    Examples:
+        >>> def loss_fn(params, batch, dtype):
+        ...     x = batch.astype(dtype) * params["w"].astype(dtype)
+        ...     return jnp.mean((x / (x + 1e-8)).astype(jnp.float32))
+        >>> found = explain(loss_fn, {"w": jnp.ones(3)}, jnp.zeros((2, 3)))
+        >>> str(found.cause), found.operation
+        ('singular', 'div')
+        >>> "the epsilon 1e-08 is 0 in float16" in found.text
+        True
+    """
+    run = JaxGradientFunction(params, _checked(loss_fn), _checked_paths(parameters))
+    return run.failure(batch, checked_above_zero("scale", scale))
 
 
 def _is_array(leaf: Any) -> bool:

@@ -122,6 +122,7 @@ class FailedOperation(NamedTuple):
         cast_of: Name of the parameter whose cast to float16 it is; "" if it is not one.
         is_cast: Whether it is a cast to float16.
         epsilon: A number that is added near it in float16 and is 0 or nearly 0 there; 0 if none.
+        in_float16: Whether its result is in float16.
     """
 
     operation: str
@@ -135,6 +136,7 @@ class FailedOperation(NamedTuple):
     cast_of: str = ""
     is_cast: bool = False
     epsilon: float = 0.0
+    in_float16: bool = True
 
     @property
     def where(self) -> str:

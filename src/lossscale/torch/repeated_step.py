@@ -117,7 +117,7 @@ def explain(
         origin = watch.origin(outputs, masks=True)
         if origin is not None and origin.is_mask:
             return infinity_in_the_loss(origin.line)
-        found = _examined(watch, outputs, roots, [torch.full_like(outputs[0], scale)], scale)
+        found = examined(watch, outputs, roots, [torch.full_like(outputs[0], scale)], scale)
     return found or unknown(f"the forward and the backward pass are finite at a scale of {scale:g}")
 
 
@@ -326,10 +326,10 @@ def _repeated(model: Any, call: _Call, scale: float) -> Explanation | None:
         with contextlib.ExitStack() as stack:
             for device, _, dtype in call.casting:
                 stack.enter_context(torch.autocast(device, dtype, enabled=False))
-            return _examined(watch, outputs, roots, seeds, scale)
+            return examined(watch, outputs, roots, seeds, scale)
 
 
-def _examined(
+def examined(
     watch: Watch, outputs: list[Any], roots: list[Any], seeds: list[Any], scale: float
 ) -> Explanation | None:
     """Returns what is not finite in outputs or in their backward pass; None if nothing is."""

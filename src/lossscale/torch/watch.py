@@ -110,6 +110,15 @@ class Watch(TorchDispatchMode):
         with self:
             yield
 
+    @contextlib.contextmanager
+    def inside(self, module: str) -> Iterator[None]:
+        """Operations within it belong to a module."""
+        self._calling.append(module)
+        try:
+            yield
+        finally:
+            self._calling.pop()
+
     def _enter(self, module: Any, args: Any) -> None:
         self._calling.append(self._paths.get(id(module), self._calling[-1]))
 
