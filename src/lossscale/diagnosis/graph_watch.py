@@ -62,10 +62,11 @@ class GraphWatch:
     def __call__(self, scale: float) -> Watched:
         """Computes the pass, and returns the origins of what is not finite."""
         self._scale = tf.constant(scale, tf.float32)
-        self._found = self._flags(self._scale).numpy()
+        self._found, self._in_float16 = self._flags(self._scale).numpy(), False
         origins: dict[Any, Origin] = {}
         for operation in self._operations:
             for tensor in operation.outputs:
+                self._in_float16 |= tensor.dtype == tf.float16
                 flags = self._of(tensor)
                 if any(flags):
                     origins[tensor.ref()] = self._origin(operation, tensor, flags, origins)
@@ -114,7 +115,7 @@ class GraphWatch:
                 cast_of=cast_of.name if is_cast and cast_of.is_weight else "",
                 is_cast=is_cast,
                 epsilon=self._epsilons.get(self._plain(module), 0.0),
-                in_float16=tensor.dtype == tf.float16,
+                in_float16=self._in_float16,
             )
         )
 

@@ -148,13 +148,13 @@ class JaxGradientFunction:
         compute = functools.partial(self._compute, half, structure, rest)
         return compute, arrays, (half, structure, str(rest))
 
-    def failure(self, batch: Any, scale: float) -> Explanation:
-        """Explains why a pass in float16 is not finite."""
+    def explain(self, batch: Any, scale: float, half: bool = True) -> Explanation:
+        """Explains why a pass is not finite."""
         compute, arrays, _ = self._function(batch, False)
         epsilons = dict(small_numbers(jax.make_jaxpr(compute)(arrays, scale).jaxpr))
-        compute, arrays, _ = self._function(batch, True)
+        compute, arrays, _ = self._function(batch, half)
         closed = jax.make_jaxpr(compute)(arrays, scale)
-        _check_dtypes(str(closed), True)
+        _check_dtypes(str(closed), half)
         weights = {id(leaf): path for path, leaf in named_leaves(self._params)}
         inputs = {id(leaf): f"batch/{path}".rstrip("/") for path, leaf in named_leaves(batch)}
         names = [
@@ -226,7 +226,7 @@ def explain(
         True
     """
     run = JaxGradientFunction(params, _checked(loss_fn), _checked_paths(parameters))
-    return run.failure(batch, checked_above_zero("scale", scale))
+    return run.explain(batch, checked_above_zero("scale", scale))
 
 
 def _is_array(leaf: Any) -> bool:

@@ -50,6 +50,7 @@ class JaxprWatch:
     ) -> None:
         self._closed, self._names, self._epsilons = closed, names, epsilons
         self._plain = plain
+        self._in_float16 = "f16[" in str(closed).replace("bf16[", "")
         self._derived: dict[FailedOperation, str] = {}
 
     def __call__(self, arguments: Sequence[Any]) -> Watched:
@@ -96,7 +97,7 @@ class JaxprWatch:
 
         for equation in jaxpr.eqns:
             given, taken = read(equation.invars)
-            inner = _INNER.get(equation.primitive.name, _called)(equation, given)
+            inner: Any = _INNER.get(equation.primitive.name, _called)(equation, given)
             if inner is None:
                 made = bind(jaxpr, equation, given)
                 found = [
@@ -144,7 +145,7 @@ class JaxprWatch:
             cast_of=self._weights.get(id(given[0]), "") if is_cast else "",
             is_cast=is_cast,
             epsilon=self._epsilons.get(module, 0.0),
-            in_float16=any(v.aval.dtype == jnp.float16 for v in equation.outvars),
+            in_float16=self._in_float16,
         )
         self._derived[failed] = _derived(jaxpr, equation)
         return Origin(failed)

@@ -84,7 +84,7 @@ class KerasGradientFunction:
         found = dict(zip(self._names, map(_on_host, gradients), strict=True))
         return Pass(float(_on_host(loss)), found, {n: float(_on_host(s)) for n, s in sizes.items()})
 
-    def failure(self, batch: Any, scale: float, *, half: bool = True) -> Explanation:
+    def explain(self, batch: Any, scale: float, half: bool = True) -> Explanation:
         """Explains why a pass is not finite."""
 
         def forward(values: Sequence[Any], parts: Any) -> Any:

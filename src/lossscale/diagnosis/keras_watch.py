@@ -12,7 +12,7 @@ import numpy as np
 
 from lossscale.common.monkeypatch import replace
 from lossscale.diagnosis.origins import Origin, explain_pass
-from lossscale.monitoring.explanation import Explanation, unknown
+from lossscale.monitoring.explanation import Explanation, nothing_to_explain
 
 
 class Explainer:
@@ -87,7 +87,12 @@ class Explainer:
             trained: The number of those that are trained, which come first.
             scale: The loss scale.
         """
-        return getattr(self, f"_on_{keras.backend.backend()}")(values, trained, scale)
+        on_backend = {
+            "jax": self._on_jax,
+            "tensorflow": self._on_tensorflow,
+            "torch": self._on_torch,
+        }
+        return on_backend[keras.backend.backend()](values, trained, scale)
 
     def _on_jax(self, values: Sequence[Any], trained: int, scale: float) -> Explanation:
         import jax
@@ -158,5 +163,4 @@ class Explainer:
             with watch.forward():
                 loss = self._forward([*first, *values[trained:]], self._batch)
             found = examined(watch, [loss], first, [torch.full_like(loss, scale)], scale)
-        finite = f"the forward and the backward pass are finite at a scale of {scale:g}"
-        return found or unknown(finite)
+        return found or nothing_to_explain(scale)

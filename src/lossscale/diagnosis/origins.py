@@ -13,7 +13,7 @@ from lossscale.monitoring.explanation import (
     infinity_in_the_loss,
     not_finite_argument,
     not_finite_weights,
-    unknown,
+    nothing_to_explain,
 )
 
 _HALVINGS = 24
@@ -86,7 +86,7 @@ def explain_pass(watch: Callable[[float], Watched], scale: float) -> Explanation
     found = watch(scale)
     origin = found.loss or found.gradients
     if origin is None:
-        return unknown(f"the forward and the backward pass are finite at a scale of {scale:g}")
+        return nothing_to_explain(scale)
     if found.loss is not None or origin.failed is None:
         return _of_forward(origin)
 

@@ -20,6 +20,8 @@ _CHECK_THE_LOSS = (
     "check the targets and the loss function; explain(model, loss_fn, batch) names its operation "
     "and line"
 )
+NO_SCALE_HELPS = "no loss scale helps: "
+"""Advice begins with it if no loss scale makes the step finite."""
 _ADVISED_EPSILON = "1e-4"
 _MANY_HALVINGS = 8
 _SINGULAR = {
@@ -69,6 +71,8 @@ class Explanation:
         module: The path of its module, or the parameter that is not finite; "" if not known.
         in_backward: Whether it is an operation of the backward pass.
         halvings: Number of times the loss scale must be halved; None if no loss scale helps.
+        in_float16: Whether the pass had computed in float16 by then. If not, float16 is not to
+            blame.
 
     Examples:
         >>> print(unknown("the model was compiled"))
@@ -82,6 +86,7 @@ class Explanation:
     module: str = ""
     in_backward: bool = False
     halvings: int | None = None
+    in_float16: bool = True
 
     @property
     def text(self) -> str:
@@ -122,7 +127,7 @@ class FailedOperation(NamedTuple):
         cast_of: Name of the parameter whose cast to float16 it is; "" if it is not one.
         is_cast: Whether it is a cast to float16.
         epsilon: A number that is added near it in float16 and is 0 or nearly 0 there; 0 if none.
-        in_float16: Whether its result is in float16.
+        in_float16: Whether the pass has computed in float16 by then.
     """
 
     operation: str
@@ -165,17 +170,24 @@ def explained(
         cause = Cause.SCALE
         size = "" if failed.largest_result is None else f" ({_size(failed.largest_result)})"
         reason = (
-            f"the forward pass is finite; at a loss scale of {scale:g}, {failed.where} overflows "
-            f"in the backward pass{size}, and after {halvings} halving{'s'[: halvings > 1]}, at "
-            f"{scale / 2**halvings:g}, nothing does"
+            f"the forward pass is finite; at a loss scale of {scale_in_words(scale)}, "
+            f"{failed.where} overflows in the backward pass{size}, and after {halvings} "
+            f"halving{'s'[: halvings > 1]}, at {scale_in_words(scale / 2**halvings)}, nothing does"
         )
         advice = "this is normal: the scale falls by itself"
         if halvings >= _MANY_HALVINGS:
             advice = f"look for a reason why the gradient is so large at {failed.where}"
     else:
-        advice = f"no loss scale helps: {advice}"
+        advice = NO_SCALE_HELPS + advice
     return Explanation(
-        cause, reason, advice, failed.operation, failed.module, failed.in_backward, halvings
+        cause,
+        reason,
+        advice,
+        failed.operation,
+        failed.module,
+        failed.in_backward,
+        halvings,
+        failed.in_float16,
     )
 
 
@@ -210,7 +222,9 @@ def _meaning(failed: FailedOperation) -> tuple[Cause, str, str]:
         f"{where} overflows {when}: its input reaches {failed.largest_input:.3g}, its result "
         f"{_size(failed.largest_result)}"
     )
-    advice = f"compute {here} in float32, or make its input smaller"
+    advice = "make its input smaller"
+    if failed.in_float16:
+        advice = f"compute {here} in float32, or {advice}"
     if failed.epsilon or failed.in_backward:
         advice = _about_epsilon(failed, here)
     return cause, reason, advice
@@ -241,10 +255,8 @@ def _about_epsilon(failed: FailedOperation, here: str) -> str:
         )
     if failed.meets_negative and not failed.meets_zero:
         return f"keep the input of {here} above 0"
-    return (
-        f"keep the numbers there away from 0, with an epsilon of {_ADVISED_EPSILON} or more, or "
-        f"compute {here} in float32"
-    )
+    advice = f"keep the numbers there away from 0, with an epsilon of {_ADVISED_EPSILON} or more"
+    return f"{advice}, or compute {here} in float32" if failed.in_float16 else advice
 
 
 def not_finite_argument(name: str) -> Explanation:
@@ -254,7 +266,9 @@ def not_finite_argument(name: str) -> Explanation:
         name: The name of the argument of the model.
     """
     reason = f"the argument {name} of the model contains infinities or NaN"
-    return Explanation(Cause.BATCH, reason, "no loss scale helps: check the data", name)
+    return Explanation(
+        Cause.BATCH, reason, f"{NO_SCALE_HELPS}check the data", name, in_float16=False
+    )
 
 
 def not_finite_weights(name: str) -> Explanation:
@@ -264,7 +278,7 @@ def not_finite_weights(name: str) -> Explanation:
         name: The name of the parameter or buffer.
     """
     reason, advice = f"{name} of the model is not finite", "no later step can be: load a checkpoint"
-    return Explanation(Cause.WEIGHTS, reason, advice, module=name)
+    return Explanation(Cause.WEIGHTS, reason, advice, module=name, in_float16=False)
 
 
 def infinity_in_the_loss(line: str) -> Explanation:
@@ -286,8 +300,8 @@ def scaled_outputs(infs: int, scale: float, *, is_sure: bool = True) -> Explanat
         is_sure: Whether it is known that the loss is finite, or that others are near overflow.
     """
     reason = (
-        f"the outputs of the model are finite; at a loss scale of {scale:g}, {infs} of their "
-        "gradients, in float16, overflow"
+        f"the outputs of the model are finite; at a loss scale of {scale_in_words(scale)}, {infs} "
+        "of their gradients, in float16, overflow"
     )
     advice = "a lower scale helps, or outputs in float32"
     operation = "gradient of the outputs"
@@ -329,6 +343,27 @@ def unknown(why: str) -> Explanation:
         why: Why it could not be, as a clause.
     """
     return Explanation(Cause.UNKNOWN, f"not explained: {why}")
+
+
+def nothing_to_explain(scale: float) -> Explanation:
+    """Returns the explanation of a pass that is finite.
+
+    Args:
+        scale: The loss scale.
+    """
+    where = f"at a scale of {scale_in_words(scale)}"
+    return unknown(f"the forward and the backward pass are finite {where}")
+
+
+def scale_in_words(scale: float) -> str:
+    """Returns a loss scale for a text: a power of two from 2**20 on.
+
+    Examples:
+        >>> scale_in_words(2.0**15), scale_in_words(2.0**30), scale_in_words(0.5)
+        ('32768', '2**30', '0.5')
+    """
+    exponent = math.log2(scale)
+    return f"2**{int(exponent)}" if exponent >= 20 and exponent % 1 == 0 else f"{scale:g}"
 
 
 def _size(value: float) -> str:

@@ -34,6 +34,7 @@ from lossscale.monitoring.explanation import (
     infinity_in_the_loss,
     not_finite_argument,
     not_finite_weights,
+    nothing_to_explain,
     scaled_outputs,
     unknown,
 )
@@ -118,7 +119,7 @@ def explain(
         if origin is not None and origin.is_mask:
             return infinity_in_the_loss(origin.line)
         found = examined(watch, outputs, roots, [torch.full_like(outputs[0], scale)], scale)
-    return found or unknown(f"the forward and the backward pass are finite at a scale of {scale:g}")
+    return found or nothing_to_explain(scale)
 
 
 class CallRecorder:

@@ -84,6 +84,7 @@ class Watch(TorchDispatchMode):
         self._made: set[int] = set()
         self._written: dict[Any, tuple[Any, Any]] = {}
         self._epsilons: dict[str, float] = {}
+        self._in_float16 = False
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -165,6 +166,7 @@ class Watch(TorchDispatchMode):
         if name in _UNSET or func.is_view:
             return result
         for tensor in tensors_in(result):
+            self._in_float16 |= tensor.dtype == torch.float16
             key = _key(tensor)
             self._made.add(key)
             if is_finite(tensor):
@@ -243,6 +245,7 @@ class Watch(TorchDispatchMode):
             cast_of=next((self._names.get(_key(t), "") for t in inputs[-1:]), ""),
             is_cast=is_cast,
             epsilon=self._epsilons.get(place.module, 0.0),
+            in_float16=self._in_float16,
         )
 
 
