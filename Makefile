@@ -6,8 +6,14 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 # imports or what is for a later Python. Without bytecode each process of the tests would compile.
 COMPILE := -W ignore -m compileall -qq -j 0 -x '/tests?/|/transformers/models/|/py312'
 DEMO := .venv-demo
-TEST := .venv-test
+# One framework, of torch, jax, tensorflow and tf_keras, in an environment of its own; all by default.
+FRAMEWORK ?=
+TEST := .venv-test$(FRAMEWORK:%=-%)
+EXTRA := $(patsubst jax,optax,$(FRAMEWORK:tf_keras=tf-keras))
+ALL := --group test --editable ".[bench,diagnosis,docs,hosts]" --editable ./lossscale-migration
+PACKAGES := $(if $(FRAMEWORK),--group $(FRAMEWORK) --editable ".[$(EXTRA)]",$(ALL))
 DOCS := .venv-docs
+XLA_GPU := .venv-xla-gpu
 # One more than the cores of a small machine: some tests wait for processes that they start.
 JOBS ?= 3
 
@@ -18,8 +24,8 @@ demo: $(DEMO)/installed
 	$(DEMO)/bin/python examples/torch/digits.py
 
 # All backends in one queue of processes (tests/run.py); `make test-quick` is the core and one backend.
-test: lint types
-	$(TEST)/bin/python tests/run.py --jobs $(JOBS)
+test: lint types $(if $(FRAMEWORK),,$(XLA_GPU)/installed)
+	$(TEST)/bin/python tests/run.py --jobs $(JOBS) $(FRAMEWORK:%=--framework %)
 
 lint: $(TEST)/installed
 	$(TEST)/bin/ruff check .
@@ -58,11 +64,18 @@ $(TEST)/installed: pyproject.toml lossscale-migration/pyproject.toml constraints
 	@echo "[1/3] Making the environment $(TEST)"
 	@"$(PYTHON)" -m venv $(TEST)
 	@$(TEST)/bin/python $(PIP_INSTALL) --upgrade pip
-	@echo "[2/3] Installing TensorFlow, JAX, PyTorch and what the tests use: about 4 GB, some minutes"
-	@$(TEST)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable ".[test]" --editable ./lossscale-migration
+	@echo "[2/3] Installing $(or $(FRAMEWORK),every framework) and what the tests use: $(if $(FRAMEWORK),1 to 2,about 4) GB, some minutes"
+	@$(TEST)/bin/python $(PIP_INSTALL) --constraint constraints.txt $(PACKAGES)
 	@echo "[3/3] Compiling what was installed: about a minute"
 	-@$(TEST)/bin/python $(COMPILE) $(TEST)/lib
 	@touch $@
+
+# XLA's compiler for GPUs, which needs none; JAX would use it wherever it finds it. Where there is no
+# such wheel, the tests that need it are left out.
+$(XLA_GPU)/installed: $(TEST)/installed
+	@echo "Downloading XLA's compiler for GPUs: 180 MB"
+	@rm -rf $(XLA_GPU)
+	-@$(TEST)/bin/python $(PIP_INSTALL) --constraint constraints.txt --no-deps --target $(XLA_GPU) jax-cuda12-pjrt jax-cuda12-plugin && touch $@
 
 $(DOCS)/installed: pyproject.toml constraints.txt
 	"$(PYTHON)" -m venv $(DOCS)
@@ -71,4 +84,4 @@ $(DOCS)/installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(DEMO) $(TEST) $(DOCS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(DEMO) $(TEST) $(DOCS) $(XLA_GPU) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -50,8 +50,8 @@ def _ours_fixed(new_inner: Callable[..., Any], package: Any) -> Any:
 def _ours_monitored(new_inner: Callable[..., Any], package: Any) -> Any:
     optimizer = _ours_dynamic(new_inner, package)
     # A monitor does this when `fit` begins.
-    tracker = importlib.import_module(f"lossscale.{package.__name__}.monitor").new_tracker()
-    optimizer._track_overflows(tracker)
+    monitor = importlib.import_module(f"lossscale.{package.__name__}.monitor").LossScaleMonitor
+    optimizer._track_overflows(monitor._new_tracker())
     return optimizer
 
 

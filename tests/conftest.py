@@ -9,6 +9,7 @@ import tempfile
 import hypothesis
 import pytest
 
+from benchmarks import xla_gpu
 from quickly import compiling_quickly
 from simulated_cuda import device as simulated_cuda
 
@@ -30,6 +31,10 @@ SIMULATED_CUDA = "LOSSSCALE_TEST_SIMULATED_CUDA" in os.environ
 if SIMULATED_CUDA:
     # Before anything imports PyTorch.
     simulated_cuda.start()
+XLA_GPU = "LOSSSCALE_TEST_XLA_GPU" in os.environ
+if XLA_GPU:
+    # Before anything imports JAX.
+    xla_gpu.prepare()
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
@@ -86,6 +91,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(why))
         if not SIMULATED_CUDA and "/simulated_cuda/" in item.path.as_posix():
             item.add_marker(pytest.mark.skip("tests/run.py runs it on a simulated device"))
+        if not XLA_GPU and "/xla_gpu/" in item.path.as_posix():
+            item.add_marker(pytest.mark.skip("tests/run.py runs it with XLA's compiler for GPUs"))
 
 
 def pytest_collection_finish():

@@ -22,6 +22,9 @@ from collections.abc import Iterator
 from simulated_cuda import device as simulated_cuda
 
 ROOT = pathlib.Path(__file__).parents[1]
+sys.path.append(str(ROOT))
+
+from benchmarks import xla_gpu  # noqa: E402
 
 TENSORFLOW = {"KERAS_BACKEND": "tensorflow"}
 TF_KERAS = {**TENSORFLOW, "LOSSSCALE_TEST_KERAS": "tf_keras"}
@@ -40,6 +43,8 @@ EACH_BACKEND = ("tests/conformance", "tests/backends", "tests/strangers", *PROGR
 KERAS_3 = ("tests/frameworks/keras", "tests/documents")
 # These run in processes that never import Keras, which a test in each shows.
 JAX_ALONE, TORCH_ALONE = "tests/frameworks/jax", "tests/frameworks/torch"
+# What XLA's compiler for GPUs compiles.
+FOR_GPUS = "tests/xla_gpu"
 # What runs on a CUDA device that is simulated.
 SIMULATED = (
     "tests/simulated_cuda",
@@ -51,10 +56,14 @@ SIMULATED = (
 )
 # All that is in none of them.
 _IGNORED = [
-    f"--ignore={path}" for path in (*EACH_BACKEND, *KERAS_3, JAX_ALONE, TORCH_ALONE, SIMULATED[0])
+    f"--ignore={path}"
+    for path in (*EACH_BACKEND, *KERAS_3, JAX_ALONE, TORCH_ALONE, SIMULATED[0], FOR_GPUS)
 ]
 
 ON_SIMULATED_CUDA = "torch, a simulated CUDA device"
+WITH_XLA_GPU = "jax, XLA's compiler for GPUs"
+# Parts that not every machine can run, and what says why.
+OPTIONAL = {ON_SIMULATED_CUDA: simulated_cuda.why_not, WITH_XLA_GPU: xla_gpu.why_not}
 # Set where a part that cannot run is a failure.
 DEMAND = "LOSSSCALE_TEST_DEMAND_ALL"
 
@@ -80,8 +89,28 @@ ALL = {
         },
         SIMULATED,
     ),
+    WITH_XLA_GPU: ({**JAX, "LOSSSCALE_TEST_XLA_GPU": "1"}, (FOR_GPUS,)),
     "torch": (TORCH, EACH_BACKEND),
     "tensorflow, all else": ({**TENSORFLOW, **EMITTERS}, ("tests", *_IGNORED)),
+}
+# What is tested where only one framework is installed, with `make test FRAMEWORK=torch`.
+NO_KERAS = {"LOSSSCALE_TEST_KERAS": "none"}
+# The other file has the rows of a Keras only.
+PROMISES = ("tests/conformance", "--ignore=tests/conformance/test_every_optimizer.py")
+OF_FRAMEWORK = {
+    "torch": {
+        "torch without Keras": ALL["torch without Keras"],
+        "conformance": ({**TORCH, **NO_KERAS}, PROMISES),
+    },
+    "jax": {
+        "jax without Keras": ALL["jax without Keras"],
+        "conformance": ({**JAX, **NO_KERAS}, PROMISES),
+    },
+    "tensorflow": {
+        "Keras 3": ALL["tensorflow, Keras 3"],
+        "conformance": ({**TENSORFLOW, **EMITTERS}, ("tests/conformance",)),
+    },
+    "tf_keras": {"tf_keras": (TF_KERAS, ("tests/conformance", "tests/frameworks/tf_keras"))},
 }
 QUICK = {
     "torch tests/conformance": (TORCH, ("tests/conformance",)),
@@ -135,15 +164,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the core and one backend only")
     parser.add_argument(
+        "--framework", choices=OF_FRAMEWORK, help="what needs no other framework (default: all)"
+    )
+    parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="processes at a time (default: the cores)"
     )
     arguments = parser.parse_args()
     start = time.monotonic()
-    jobs = dict(QUICK if arguments.quick else ALL)
-    left_out = {}
-    if ON_SIMULATED_CUDA in jobs and (why := simulated_cuda.why_not()):
-        left_out[ON_SIMULATED_CUDA] = why
-        del jobs[ON_SIMULATED_CUDA]
+    jobs = QUICK if arguments.quick else OF_FRAMEWORK.get(arguments.framework, ALL)
+    left_out = {name: why() for name, why in OPTIONAL.items() if name in jobs and why()}
+    jobs = {name: job for name, job in jobs.items() if name not in left_out}
     about = "1 minute" if arguments.quick else "10 minutes on 2 cores"
     print(f"{len(jobs)} parts, {arguments.jobs} at a time, about {about}", flush=True)
     with (

@@ -43,16 +43,16 @@ class Compiled(Program):
             return function(state, given)
 
         self._run: Any = jax.jit(counted, donate_argnums=0) if jit else function
-        self._state, self._given, self._read = state, given, None
+        self.function, self.state, self.given, self._read = function, state, given, None
 
     def step(self) -> None:
-        self._state, self._read = self._run(self._state, self._given)
+        self.state, self._read = self._run(self.state, self.given)
 
     def wait(self) -> None:
-        jax.block_until_ready((self._state, self._read))
+        jax.block_until_ready((self.state, self._read))
 
     def parameters(self) -> list[Any]:
-        return [np.array(value) for value in jax.tree.leaves(self._state[0])]
+        return [np.array(value) for value in jax.tree.leaves(self.state[0])]
 
     def structure(self) -> dict[str, Any]:
         """The instructions before they are optimized, and the memory that the compiler plans.
@@ -60,7 +60,7 @@ class Compiled(Program):
         That is temporary buffers, and outputs that replace no input.
         """
         # Both are found in JAX's caches: nothing is traced or compiled again.
-        lowered = self._run.lower(self._state, self._given)
+        lowered = self._run.lower(self.state, self.given)
         memory = lowered.compile().memory_analysis()
         new_outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return {

@@ -27,6 +27,7 @@ INNER = {
 }
 WRAPPED = {
     "lossscale": lambda inner: ours.loss_scaled(inner, initial_scale=SCALE),
+    "tracked": lambda inner: ours.track_overflows(WRAPPED["lossscale"](inner)),
     "apply_if_finite": lambda inner: optax.apply_if_finite(inner, 5),
 }
 
@@ -89,7 +90,7 @@ def _whole(name: str, tx: Any, loss: Any, state: Any, batch: Any) -> tuple[Any, 
     if name == "flax":
         scale, finite, value, gradients = scale.value_and_grad(loss)(params, batch)
         return (*_chosen(finite, _update(tx, state, gradients)[:2], state[:2]), scale), value
-    if name == "lossscale":
+    if name in ("lossscale", "tracked"):
         value, gradients = ours.value_and_grad(loss)(opt_state, params, batch)
     elif name == "jmp":
         gradients, value = jax.grad(scaled, has_aux=True)(params)
@@ -189,7 +190,9 @@ def _program(row: Row, name: str, small: bool) -> Compiled:
             scale = DynamicScale(scale=jnp.float32(SCALE))
     else:
         params = [jnp.asarray(value) for value in row.workload.values()]
-        gradients = row.workload.gradients(SCALE if name in ("lossscale", *UPDATES) else 1.0)
+        gradients = row.workload.gradients(
+            SCALE if name in ("lossscale", "tracked", *UPDATES) else 1.0
+        )
         given = [jnp.asarray(gradient) for gradient in gradients]
         step = functools.partial(_alone, name, tx)
     return Compiled(step, (params, tx.init(params), scale), given, jit=row.mode == "jit")

@@ -46,7 +46,7 @@ class _Step(Step):
             each._forget()
         engine = getattr(self._owner, "_engine", None)
         if engine is not None:
-            engine._forget = register(engine, engine.info().ids)
+            engine._forget = register(engine, engine.info())
 
 
 class _Filled(torch.autograd.Function):

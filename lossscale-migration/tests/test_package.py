@@ -23,6 +23,11 @@ def test_it_is_of_the_release_that_it_needs():
     assert f"lossscale=={lossscale.__version__}" in project["dependencies"]
 
 
+def test_its_page_leads_nowhere_and_its_license_is_that_of_the_repository():
+    assert "](" not in (ROOT / "README.md").read_text()
+    assert (ROOT / "LICENSE").read_text() == (ROOT.parent / "LICENSE").read_text()
+
+
 def test_every_public_name_is_documented():
     for name in lossscale_migration.__all__:
         assert (getattr(lossscale_migration, name).__doc__ or "").strip(), name

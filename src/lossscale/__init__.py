@@ -62,7 +62,7 @@ else:
 
     def __getattr__(name: str) -> Any:
         if name in _SUBMODULES:
-            return registry.package(f"lossscale.{name}")
+            return registry.submodule("lossscale", name)
         hint = f": {_OLD_FILES}" if name == "migration" else ""
         raise AttributeError(f"module 'lossscale' has no attribute {name!r}{hint}")
 

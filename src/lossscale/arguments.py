@@ -19,6 +19,7 @@ from lossscale.rules import (
     DynamicScale,
     FixedScale,
     GradientStats,
+    PythonNumbers,
     ScaleRule,
 )
 
@@ -136,22 +137,13 @@ def _try_rule(rule: ScaleRule) -> None:
         largest = 1.0 if finite else math.inf
         stats = GradientStats(finite, largest if rule.needs.largest else None, counts, 1.0)
         try:
-            after = rule.update(first, stats, xp=_PythonNumbers)
+            after = rule.update(first, stats, xp=PythonNumbers)
         except (TypeError, AttributeError) as error:
             raise ArgumentTypeError(
                 f"{type(rule).__name__}.update must take (state, stats, *, xp), and use operators "
                 f"and xp.where alone. It raised {type(error).__name__}: {error}"
             ) from error
         _check_state(rule, "update", after, type(first))
-
-
-class _PythonNumbers:
-    """A namespace for `ScaleRule.update`."""
-
-    @staticmethod
-    def where(condition: Any, first: Any, second: Any) -> Any:
-        """Either of the two."""
-        return first if condition else second
 
 
 def _check_state(rule: ScaleRule, method: str, state: Any, expected: type[Any] | None) -> None:
@@ -165,7 +157,7 @@ def _check_state(rule: ScaleRule, method: str, state: Any, expected: type[Any] |
         raise ArgumentTypeError(
             f"{name} must return {wanted}. Received: {state!r} of type {type(state).__name__}."
         )
-    scale = rule.loss_scale(state)
+    scale = state.scale
     # This also refuses NaN.
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
         raise ArgumentError(

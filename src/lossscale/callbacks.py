@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import math
 import os
+import threading
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Self
 
 from lossscale import registry
-from lossscale.errors import ArgumentTypeError
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.monitoring.record import StepRecord
-from lossscale.monitoring.recorder import MonitorSettings, Recorder
+from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
+from lossscale.optimizer import LossScaleOptimizer
+from lossscale.packages import warn
 
 __all__ = ["LossScaleMonitor"]
 
@@ -61,11 +66,26 @@ class LossScaleMonitor:
         every=0.
     """
 
+    # Set by Keras' callback.
+    model: Any
+
+    # Set by each framework: its name, the module `keras` or `tf_keras`, a function that returns the
+    # value of a variable as an array that Python's int and float take, one that makes what tracks
+    # overflows, and one that builds it for a model, if the model has its variables.
     _framework: ClassVar[str | None] = None
+    _library: ClassVar[Any]
+    _array_of: Callable[[Any], Any]
+    _new_tracker: Callable[[], Any]
+    _build_tracker: Callable[[Any], None]
 
-    _recorder: Recorder | None = None
+    # The recorder and the optimizer whose steps it recorded; the watched one, while `fit` runs; the
+    # stats of the last sample.
+    _recorder: Any = None
+    _recorded: Any = None
+    _optimizer: Any = None
+    _before: Any = None
 
-    def __new__(cls, *args: Any, framework: str | None = None, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, framework: str | None = None, **kwargs: Any) -> Self:
         if cls is LossScaleMonitor:
             # Before any framework is imported.
             MonitorSettings(*args, **kwargs)
@@ -78,12 +98,15 @@ class LossScaleMonitor:
         *,
         every: int = 1,
         log: Callable[[dict[str, Any]], object] | None = None,
-        on_floor: str = "warn",
+        on_floor: Literal["warn", "raise", "ignore"] = "warn",
         max_consecutive_skips: int | None = None,
         append: bool = False,
-        framework: str | None = None,
+        framework: Literal["keras", "tf_keras"] | None = None,
     ) -> None:
         super().__init__()
+        # tf_keras then leaves `logs` on the device, where nothing waits for them. Its constructor
+        # sets the attribute too.
+        self._supports_tf_logs = True
         self._settings = MonitorSettings(path, every, log, on_floor, max_consecutive_skips, append)
 
     # `help()` shows the signature of `__new__`.
@@ -102,3 +125,219 @@ class LossScaleMonitor:
     def last_record(self) -> StepRecord | None:
         """The last record of this monitor, or None."""
         return None if self._recorder is None else self._recorder.last_record
+
+    # What `fit` calls.
+
+    def set_model(self, model: Any) -> None:
+        """Sets the model that is trained."""
+        # PyTorch's DistributedDataParallel has the model inside.
+        of_ours = [each for each in (model, getattr(model, "module", None)) if each is not None]
+        if of_ours and not any(isinstance(each, self._library.Model) for each in of_ours):
+            raise ArgumentError(_other_framework(self._framework))
+        super().set_model(model)  # type: ignore[misc]
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Checks the model, opens the file, and has the training step compiled again."""
+        model = self.model
+        self._optimizer = None
+        self._check(model)
+        if not isinstance(model.optimizer, LossScaleOptimizer):
+            warn(
+                f"float16 without loss scaling: the model {model.name!r} computes in float16 and "
+                "its loss is not scaled. Gradients up to 2**-25 become zero, without an error. "
+                "Wrap the optimizer: lossscale.LossScaleOptimizer(optimizer)."
+            )
+            return
+        self._recorder = self._recorder_of(model.optimizer)
+        self._recorded = model.optimizer
+        self._recorder.open()
+        self._instrument(model)
+        self._optimizer = model.optimizer
+        self._thread = threading.get_ident()
+        self._before = None
+        self._mean_is_finite: bool | None = True
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Keras starts a new mean of the loss."""
+        self._mean_is_finite = True
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Marks the first step of an execution, which may be of several steps."""
+        if self._optimizer is None:
+            return
+        self._first_of_execution = batch
+        if self._before is None:
+            # Not at the start of training, because another callback may restore a checkpoint there.
+            self._at_start = self._before = self._shown = self._stats()
+            self._position = self._before.step
+            self._optimizer._overflow_tracker.count_from(self._position)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Reads a sampled step, and adds the last known numbers to `logs`."""
+        if self._optimizer is None:
+            return
+        self._check_thread()
+        steps = batch - self._first_of_execution + 1
+        start, self._position = self._position, self._position + steps
+        loss = (logs or {}).get("loss")
+        # The first step is sampled too: skips are counted from the first record.
+        is_first = self._before is self._at_start
+        if is_first or self._settings.samples(start, self._position):
+            self._sync()
+            self._sample(self._loss_of_step(loss, steps))
+        else:
+            self._follow_mean(loss)
+        self._show(logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Adds the current numbers to `logs`."""
+        if self._optimizer is None:
+            return
+        self._check_thread()
+        self._sync()
+        self._shown = self._stats()
+        self._show(logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Records the last step if it was not sampled, and closes the file."""
+        if self._optimizer is None:
+            return
+        if self._before is not None:
+            self._sync()
+            if self._stats().step > self._before.step:
+                self._sample(None)
+        self._recorder.close()
+        self._optimizer = None
+
+    # --- Before training ----------------------------------------------------------------------
+
+    def _check(self, model: Any) -> None:
+        optimizer: Any = model.optimizer
+        if isinstance(optimizer, LossScaleOptimizer):
+            if optimizer._framework != self._framework:
+                raise ArgumentError(_other_framework(self._framework))
+            if optimizer._state.decide is not None:
+                raise ArgumentError(
+                    "LossScaleMonitor does not know the lowest scale of a LossScale with its own "
+                    "`update`. Write it as a lossscale.ScaleRule."
+                )
+            return
+        own = self._library.mixed_precision.LossScaleOptimizer
+        scaled = isinstance(optimizer, own) or bool(getattr(optimizer, "loss_scale_factor", None))
+        dtypes = {layer.compute_dtype for layer in model._flatten_layers()}
+        if scaled or "float16" not in dtypes:
+            kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+            why = (
+                "It has its own loss scaling, which cannot be watched."
+                if scaled
+                else "There is no loss scaling, and no layer computes in float16 to need it."
+            )
+            raise ArgumentError(
+                "LossScaleMonitor watches lossscale.LossScaleOptimizer. The optimizer of the model "
+                f"{model.name!r} is a {kind}. {why} Wrap the optimizer before compile, "
+                "lossscale.LossScaleOptimizer(optimizer), or leave the monitor out."
+            )
+
+    def _recorder_of(self, optimizer: Any) -> Any:
+        settings, earlier = self._settings, self._recorder
+        if earlier is not None and self._recorded is optimizer:
+            return earlier
+        if earlier is not None and settings.path and not settings.append:
+            raise ArgumentError(
+                f"This LossScaleMonitor has recorded another optimizer in {settings.path!r}. Make "
+                "a new one with another `path`, or pass append=True for a run that continues."
+            )
+        return Recorder(settings, optimizer.rule)
+
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise ArgumentTypeError(
+                "Keras runs a callback in another thread unless it is given in a list. "
+                "Pass `callbacks=[monitor]` to fit, not the monitor alone."
+            )
+
+    def _instrument(self, model: Any) -> None:
+        """Makes the training step of a model track overflows."""
+        if model.optimizer._overflow_tracker is not None:
+            return
+        strategy = getattr(model, "distribute_strategy", None)
+        with contextlib.nullcontext() if strategy is None else strategy.scope():
+            model.optimizer._track_overflows(self._new_tracker())
+            self._build_tracker(model)
+        # `fit` has already compiled its step, without the tracker.
+        model.train_function = None
+        # That of tf_keras may only be returned.
+        model.train_function = model.make_train_function() or model.train_function
+
+    def _sync(self) -> None:
+        # On JAX the optimizer's variables are out of date within an epoch.
+        model: Any = getattr(self, "_model", None)
+        if hasattr(model, "jax_state_sync"):
+            model.jax_state_sync()
+
+    # --- The loss -----------------------------------------------------------------------------
+
+    def _follow_mean(self, loss: Any) -> None:
+        """Checks on a step that is not sampled whether Keras' mean of the loss is finite."""
+        if isinstance(loss, float):
+            self._mean_is_finite = math.isfinite(loss)
+        elif self._mean_is_finite:
+            # It is on the device, and reading it would wait for the step.
+            self._mean_is_finite = None
+
+    def _loss_of_step(self, mean: Any, steps: int) -> float | None:
+        """Returns the mean over the epoch; None if an earlier step may have made it NaN.
+
+        Args:
+            mean: The loss that Keras reports.
+            steps: Number of steps since its report before.
+        """
+        if mean is None:
+            return None
+        was_finite, mean = self._mean_is_finite, float(mean)
+        self._mean_is_finite = math.isfinite(mean)
+        known = self._mean_is_finite or (was_finite is True and steps == 1)
+        return mean if known else None
+
+    # --- One sample ---------------------------------------------------------------------------
+
+    def _stats(self) -> StepStats:
+        optimizer, array_of = self._optimizer, self._array_of
+        scale = float(array_of(optimizer._current_scale()))
+        return StepStats(
+            int(array_of(optimizer.iterations)),
+            scale,
+            scale,
+            int(array_of(optimizer._steps_skipped)),
+            bool(array_of(optimizer._last_step_skipped)),
+        )
+
+    def _sample(self, loss: float | None) -> None:
+        before, stats = self._before, self._stats()
+        self._before = self._shown = stats
+        self._position = stats.step
+        tracker = self._optimizer._overflow_tracker
+        tracker.count_from(stats.step)
+        if before.step == stats.step:
+            # No step was taken, for example because all variables are frozen.
+            return
+        scale, skip = tracker.read(min(before.step, stats.step - 1), stats.step)
+        self._recorder.observe(stats._replace(scale=scale, last_skip=skip, loss=loss))
+
+    def _show(self, logs: Any) -> None:
+        if logs is not None:
+            logs["loss_scale"] = self._shown.next_scale
+            logs["steps_skipped"] = self._shown.steps_skipped
+
+
+def _other_framework(framework: str | None) -> str:
+    own = next(each for each in registry.KERASES if each.root == framework)
+    others = [
+        f"framework={other.root!r} for a model of {other.title}"
+        for other in registry.KERASES
+        if other is not own
+    ]
+    return (
+        f"This LossScaleMonitor is for {own.title}, and the model is not. Make it with "
+        f"{' or '.join(others)}."
+    )

@@ -278,7 +278,7 @@ def _converting_ours(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
         inner = convert(optimizer.inner_optimizer)
         # A copy, because two optimizers must not share one loss scale.
         arguments = copy.deepcopy(optimizer._constructor_arguments())
-        return optimizer._written_class()(inner, **arguments)
+        return optimizer._made(inner, **arguments)
 
     return convert_to_legacy_optimizer
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,6 +24,16 @@ class VariableList(list[Any]):
         return self
 
 
+def with_public_names(cls: Any) -> Any:
+    """Has Python's messages, of an unexpected keyword, name the class that a user knows."""
+    for name, member in vars(cls).items():
+        function = getattr(member, "__func__", member)
+        while isinstance(function, types.FunctionType):
+            function.__qualname__ = f"LossScaleOptimizer.{name}"
+            function = vars(function).get("__wrapped__")
+    return cls
+
+
 class Wrapper:
     """The base class of the wrappers of all frameworks.
 
@@ -38,6 +49,11 @@ class Wrapper:
     _inner_attribute: ClassVar[str] = "inner_optimizer"
     # How a user sets the scale that is in use; a format of `value`.
     _sets_scale: ClassVar[str]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
+            with_public_names(cls)
 
     if TYPE_CHECKING:
 

@@ -112,7 +112,9 @@ class LossScaleOptimizer(DocumentedMembers, abc.ABC):
         *,
         rule: ScaleRule | None = None,
         clip_norm: float | None = None,
-        process_group: Any = None,
+        process_group: torch.distributed.ProcessGroup
+        | Sequence[torch.distributed.ProcessGroup]
+        | None = None,
         decide: Literal["host", "device"] = "host",
         name: str | None = None,
     ) -> AroundTorch: ...
@@ -147,7 +149,7 @@ class LossScaleOptimizer(DocumentedMembers, abc.ABC):
     @classmethod
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> AroundKeras:
         """Creates an optimizer from its configuration, without saved state.
 
         Args:
@@ -159,7 +161,8 @@ class LossScaleOptimizer(DocumentedMembers, abc.ABC):
             An optimizer of the framework that the configuration belongs to.
         """
         wrapper = registry.default_keras(config).wrapper()
-        return wrapper.from_config(config, custom_objects)
+        optimizer: AroundKeras = wrapper.from_config(config, custom_objects)
+        return optimizer
 
 
 if TYPE_CHECKING:

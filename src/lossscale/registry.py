@@ -7,14 +7,16 @@ optimizer is wrapped.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
 import sys
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.errors import ArgumentError, ArgumentTypeError, MissingPackageError
 from lossscale.packages import PACKAGES, is_installed, lacking_for_keras, not_installed
 
 
@@ -123,16 +125,41 @@ def is_graph_of_tensorflow_1() -> bool:
 @functools.cache
 def package(name: str) -> Any:
     """Imports a module of this library; the error names the package to install."""
-    try:
+    with naming_missing_packages():
         return importlib.import_module(name)
+
+
+def submodule(parent: str, name: str) -> Any:
+    """Returns a module of a package that imports it when it is first asked for.
+
+    Raises:
+        AttributeError: If what it needs is not installed. Then `hasattr` is False, as editors,
+            mocks and collectors of doctests expect; the message says what to install.
+    """
+    try:
+        return package(f"{parent}.{name}")
+    except MissingPackageError as error:
+        raise AttributeError(f"module {parent!r} has no {name!r} here: {error}") from error
+
+
+@contextlib.contextmanager
+def naming_missing_packages(*needed: str) -> Iterator[None]:
+    """A context whose imports name the packages to install.
+
+    Args:
+        *needed: Those that it needs together, if one is missing; by default the missing one.
+
+    Raises:
+        MissingPackageError: If one is missing.
+    """
+    try:
+        yield
     except ModuleNotFoundError as error:
         if error.name not in PACKAGES:
             raise
-        lacking = [error.name]
-        if error.name == "keras":
+        lacking = [each for each in needed if not is_installed(each)] or [error.name]
+        if lacking == ["keras"]:
             lacking = lacking_for_keras()
-        elif name == TF_KERAS.package:
-            lacking = [each for each in ("tf_keras", "tensorflow") if not is_installed(each)]
         raise not_installed(lacking) from error
 
 

@@ -143,10 +143,6 @@ class ScaleRule(Protocol):
         """Returns the first state, as Python numbers."""
         ...
 
-    def loss_scale(self, state: ScaleState) -> Any:
-        """Returns the loss scale in this state."""
-        return state.scale
-
     def update(self, state: ScaleState, stats: GradientStats, *, xp: Any) -> ScaleState:
         """Returns the state after a step.
 
@@ -237,10 +233,6 @@ class FixedScale(ScaleRule):
 
     def init(self) -> ScaleState:
         return ScaleState(scale=self.scale, good_steps=0)
-
-    def loss_scale(self, state: ScaleState) -> float:
-        # Not read from the state: a restored file must not override the number in the program.
-        return self.scale
 
     def update(self, state: ScaleState, stats: GradientStats, *, xp: Any) -> ScaleState:
         return state
@@ -446,7 +438,7 @@ def host_can_update(rule: ScaleRule) -> bool:
     return rule.moves_on_host and rule.needs == StatsRequest()
 
 
-class _Numbers:
+class PythonNumbers:
     """The `xp` of a rule for Python numbers: the one function that rules use."""
 
     @staticmethod
@@ -456,7 +448,7 @@ class _Numbers:
 
 def updated_on_host(rule: ScaleRule, before: ScaleState, applied: bool) -> ScaleState:
     """Returns the state after a step; otherwise like `updates_on_host`."""
-    return rule.update(before, GradientStats(applied), xp=_Numbers)
+    return rule.update(before, GradientStats(applied), xp=PythonNumbers)
 
 
 def updates_on_host(rule: ScaleRule, before: ScaleState, applied: bool) -> dict[str, Any]:

@@ -45,13 +45,18 @@ OF_ANOTHER = {
 }
 
 
+@pytest.mark.parametrize("reads", [False, True], ids=["", "after reading"])
 @pytest.mark.parametrize("calls", OF_ANOTHER)
-def test_gradients_of_a_loss_that_another_optimizer_scaled_are_an_error(calls):
+def test_gradients_of_a_loss_that_another_optimizer_scaled_are_an_error(calls, reads):
     by_first, by_second = OF_ANOTHER[calls]
     first = made()
     second = made({"b": first.variables["b"]})
     first.calls(by_first)
     second.of_scaled = first.of_scaled
+    if reads:
+        # A program may log the scale, and a debugger prints.
+        assert repr(second.optimizer)
+        assert second.optimizer.loss_scale
     with pytest.raises(ValueError, match=f"{calls.split(',')[0]}.*MultiOptimizer") as error:
         second.calls(by_second)
     assert isinstance(error.value, lossscale.LossScaleError)
@@ -87,7 +92,7 @@ def test_where_keras_has_no_optimizer_of_several_an_error_names_another_way(monk
 
 
 def test_an_optimizer_of_another_model_is_not_taken_for_one_of_the_same_loss():
-    # Whoever is made after a loss was scaled, and whoever multiplies by the scale themselves.
+    # One that is made after a loss was scaled.
     first = made()
     first.calls("scale apply:ab")
     second = made()
@@ -97,11 +102,19 @@ def test_an_optimizer_of_another_model_is_not_taken_for_one_of_the_same_loss():
     first.calls("hand unscale:ab")
     with pytest.warns(lossscale.LossScaleWarning, match="the loss was never scaled"):
         made().calls("plain:a")
+
+
+def test_a_program_may_multiply_by_the_scale_itself():
     by_hand = made()
-    first.calls("scale")
     by_hand.take(by_hand.loss() * by_hand.optimizer.loss_scale)
     by_hand.calls("unscale:ab unscaled:ab keras:a")
     assert by_hand.gone() == {"a": -2.0, "b": 0.25}
+    # Not among others: which of them scaled a loss is known by their methods alone.
+    other, first = made(), made()
+    first.calls("scale")
+    other.take(other.loss() * other.optimizer.loss_scale)
+    with pytest.raises(ValueError, match=r"call get_scaled_loss\(\) of this optimizer"):
+        other.calls("unscale:ab")
 
 
 def test_gradients_that_are_divided_and_a_loss_that_was_not_scaled_are_a_warning_once():

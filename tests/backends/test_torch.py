@@ -187,3 +187,39 @@ def test_values_that_are_passed_in_and_out_move():
     names = [v.name for v in optimizer.variables]
     assert number(after[names.index("dynamic_scale")]) == 2.0
     assert number(optimizer.loss_scale) == 4.0
+
+
+class Keeping(keras.optimizers.SGD):
+    """Keeps the gradients of each step, or views of them, as optimistic optimizers do."""
+
+    def __init__(self, view):
+        super().__init__(1.0)
+        self.__dict__.update(view=view, kept=[])
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.kept.append(self.view(gradient))
+        super().update_step(gradient, variable, learning_rate)
+
+
+VIEWS = {"itself": lambda g: g, "a view": lambda g: g.view(-1), "a row": lambda g: g[0]}
+
+
+@pytest.mark.parametrize("rows", [2, 1024])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_gradient_that_an_optimizer_keeps_is_not_overwritten(view, rows):
+    optimizer = lossscale.LossScaleOptimizer(Keeping(VIEWS[view]), initial_scale=8.0)
+    variables = [keras.Variable(np.zeros((rows, 512), "float32")) for _ in range(2)]
+    optimizer.build(variables)
+    for count in range(1, 5):
+        optimizer.scale_loss(torch.tensor(1.0))
+        optimizer.apply([torch.full((rows, 512), 8.0 * count) for _ in variables], variables)
+    inner = optimizer.inner_optimizer
+    assert [float(kept.max()) for kept in inner.kept] == [1, 1, 2, 2, 3, 3, 4, 4]
+    # Once it is let go, it serves again.
+    lent = dict(inner._lent_memory)
+    inner.kept.clear()
+    for _ in range(2):
+        optimizer.scale_loss(torch.tensor(1.0))
+        optimizer.apply([torch.full((rows, 512), 8.0) for _ in variables], variables)
+        inner.kept.clear()
+    assert len(inner._lent_memory) == len(lent) == (2 if rows > 2 else 0)

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import inspect
 import itertools
 import pathlib
 import re
@@ -76,6 +77,34 @@ def test_training_with_skipped_steps_is_training_without_them(wrapper, inner):
         if step.finite:
             same_training(wrapper, step.scaled.parameters, step.plain.parameters)
             same_training(wrapper, step.scaled.state, step.plain.state)
+
+
+def test_reading_changes_nothing_that_a_step_does(wrapper):
+    if not wrapper.is_an_object:
+        pytest.skip("a state is an array")
+    ends = []
+    for reads in (False, True):
+        harness = wrapper.make(VALUES, "momentum", DynamicScale(2.0**8, growth_interval=2))
+        for step in (GRADIENTS, spoiled(np.inf, 0), GRADIENTS, GRADIENTS):
+            if reads:
+                read_everything(harness.optimizer)
+            harness.step(step)
+        ends.append(
+            (harness.parameters(), harness.inner_state(), harness.scale(), harness.counters())
+        )
+    (parameters, state, *numbers), (others, other_state, *other_numbers) = ends
+    same_bits(parameters, others)
+    same_bits(state, other_state)
+    assert numbers == other_numbers
+
+
+def read_everything(optimizer):
+    """What a debugger shows of an object: its `repr` and its properties."""
+    assert "\n" not in repr(optimizer)
+    for name, member in inspect.getmembers_static(type(optimizer)):
+        if isinstance(member, property) and not name.startswith("_"):
+            with contextlib.suppress(Exception):
+                getattr(optimizer, name)
 
 
 # 2. The scale stays a normal number, and no sequence of steps spoils a parameter.

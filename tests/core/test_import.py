@@ -24,12 +24,11 @@ ARROWS = {
     "optimizer": "errors members registry rules",
     "diagnosis": "errors checks packages rules common keras torch optax *keras *jax *torch **any",
     "monitoring": "errors checks packages rules",
-    "callbacks": "errors registry monitoring",
+    "callbacks": "errors packages registry optimizer monitoring",
     "common": "errors packages rules monitoring",
     "jax": "rules common monitoring *jax",
     "tensorflow": "errors packages rules registry common monitoring *tensorflow",
-    "keras_common": "errors checks packages rules registry arguments members optimizer common "
-    "monitoring",
+    "keras_common": "errors checks packages rules arguments members common",
     "torch": "errors checks packages rules arguments members optimizer common monitoring *torch",
     "optax": "errors checks packages rules arguments common jax monitoring *jax *optax",
     # A backend of Keras imports its own framework as well.
@@ -37,7 +36,7 @@ ARROWS = {
     "keras_common tensorflow jax torch callbacks *keras",
     "tf_keras": "errors packages rules registry members arguments optimizer old_formats common "
     "keras_common tensorflow callbacks *tf_keras *tensorflow",
-    "experimental": "errors checks rules registry arguments optimizer keras tf_keras "
+    "experimental": "errors checks rules registry members arguments optimizer keras tf_keras "
     "*keras *tf_keras",
     "documented_names": "errors registry optimizer common experimental keras tf_keras tensorflow "
     "*tensorflow **any",

@@ -96,6 +96,9 @@ ASKED = {
     "LossScaleMonitor(framework='tf_keras')": "tf-keras",
     "lossscale.diagnosis.diagnose(None, [1.0])": "diagnosis",
     "importlib.import_module('lossscale.optax')": "optax",
+    "importlib.import_module('lossscale.keras')": "tensorflow",
+    "importlib.import_module('lossscale.tf_keras')": "tf-keras",
+    "importlib.import_module('lossscale.experimental.tf_keras')": "tf-keras",
     "lossscale.torch.GradScaler": "torch",
     "lossscale.torch.Monitor": "torch",
 }
@@ -136,6 +139,40 @@ def test_the_library_alone_names_what_each_of_its_parts_needs():
     lines = done.stdout.splitlines()
     assert {line.partition(" | ")[0] for line in lines} == {"MissingPackageError"}, done.stdout
     assert [extras_in(line) for line in lines] == [[extra] for extra in ASKED.values()]
+
+
+# Attributes that import a framework.
+ATTRIBUTES = {
+    "lossscale.keras": "tensorflow",
+    "lossscale.optax": "optax",
+    "lossscale.tf_keras": "tf-keras",
+    "lossscale.experimental.keras": "tensorflow",
+}
+READING = """
+import inspect
+for module in (lossscale, lossscale.experimental):
+    inspect.getmembers(module)
+    for name in dir(module):
+        getattr(module, name, None)
+for ask in asked:
+    module, _, name = ask.rpartition(".")
+    assert not hasattr(eval(module), name)
+"""
+
+
+def test_an_attribute_that_needs_a_missing_package_is_none_that_hasattr_finds():
+    program = BARE.replace("for ask in asked:\n", READING + "for ask in asked:\n", 1)
+    done = subprocess.run(
+        [sys.executable, "-c", program % ((set(PACKAGES), list(ATTRIBUTES)),)],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert {line.partition(" | ")[0] for line in lines} == {"AttributeError"}, done.stdout
+    assert [extras_in(line) for line in lines] == [[extra] for extra in ATTRIBUTES.values()]
 
 
 def test_who_looks_for_old_files_here_is_told_the_package_that_reads_them():

@@ -86,7 +86,6 @@ def test_the_scale_moves_as_documented(rule, steps, expected):
 def test_a_fixed_scale_never_moves(skip_nonfinite):
     rule = FixedScale(128, skip_nonfinite=skip_nonfinite)
     assert run(rule, [OK, BAD] * 20) == [(128, 0)] * 40
-    assert rule.loss_scale(started(rule)) == 128
 
 
 @pytest.mark.parametrize(
@@ -206,17 +205,15 @@ def test_a_rule_of_ones_own_inherits_the_defaults():
     assert rule.moves is True
     assert rule.checks_gradients is True
     assert rule.powers_of_two is False
-    assert rule.loss_scale(state) == 4.0
     assert rule.restored(state) == state
 
 
-def own(init=None, update=None, of_state=None):
+def own(init=None, update=None):
     """A rule of one's own whose methods are these."""
     members = {
         "init": init or Own.init,
         "update": update or Own.update,
         "get_config": Own.get_config,
-        "loss_scale": of_state or ScaleRule.loss_scale,
     }
     return type("Mistaken", (ScaleRule,), members)()
 
@@ -230,7 +227,6 @@ def own(init=None, update=None, of_state=None):
         (own(init=lambda self: ScaleState(0.0, 0)), ValueError, r"Mistaken\.init returned 0\.0"),
         (own(init=lambda self: ScaleState(math.nan, 0)), ValueError, r"init returned nan"),
         (own(init=lambda self: ScaleState(2.0**127, 0)), ValueError, r"between 2\*\*-126"),
-        (own(of_state=lambda self, state: 0.0), ValueError, r"Mistaken\.init returned 0\.0"),
         (
             own(update=lambda self, state, stats: state),
             TypeError,
@@ -317,8 +313,6 @@ def test_a_stored_state_is_brought_into_the_range_of_the_rule(stored, expected):
 def test_a_fixed_scale_takes_its_number_from_the_code_and_not_from_a_file():
     stored = ScaleState(scale=64.0, good_steps=17)
     assert FixedScale(128).restored(stored) == (128.0, 0)
-    assert FixedScale(128).loss_scale(stored) == 128
-    assert DynamicScale().loss_scale(stored) == 64
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,21 @@ LAST_LINES = {
 }
 
 
+def test_what_the_readme_shows_is_what_programs_of_the_pages_print():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^```text\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    # Those have outputs and reports that the tests above compare.
+    pages = [
+        (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
+        for name in ("monitoring", "diagnosis")
+    ]
+    lines = {line.strip("# ") for page in pages for line in page.splitlines()}
+    assert len(shown) == 2
+    assert [
+        line for block in shown for line in block.splitlines() if line.strip() not in lines
+    ] == []
+
+
 @pytest.mark.parametrize("path", EXAMPLES_HERE, ids=lambda path: path.name)
 def test_an_example_runs(path, outcomes):
     last = output_of(path.read_text(), outcomes).strip().splitlines()[-1]

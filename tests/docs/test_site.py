@@ -148,6 +148,8 @@ def of_ours(cls):
     others = {name for b in cls.__mro__ if b not in bases for name in vars(b)}
     # AutoGraph reads the first; the others are members of every optimizer of Keras, or of tf_keras.
     others |= {"ag_pass_through", "loss_scale_factor", "compute_gradients"}
+    # What `fit` calls.
+    others |= {"set_model", *(name for name in dir(cls) if name.startswith("on_"))}
     return {n for b in bases for n in vars(b) if not n.startswith("_")} - others
 
 

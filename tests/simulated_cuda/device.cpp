@@ -24,6 +24,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 namespace {
@@ -148,6 +149,7 @@ Tensor with_storage(const Storage& storage, DispatchKey key, const Tensor& like)
 struct Arguments {
   std::string name;
   std::vector<std::pair<Tensor, Tensor>> pairs;  // Tensors of the device, and their twins.
+  std::unordered_map<TensorImpl*, size_t> at;    // Places in these, of either.
   std::vector<Tensor> others, written;           // Tensors of the host; those that are written.
   std::map<StorageImpl*, Storage> known;         // Storages of the device by their twins.
   std::set<std::string> devices;
@@ -159,8 +161,8 @@ struct Arguments {
       if (t.defined()) others.push_back(t);
       return t;
     }
-    for (auto& [ours, cpu] : pairs)
-      if (ours.is_same(t)) return cpu;
+    auto known_twin = at.find(t.unsafeGetTensorImpl());
+    if (known_twin != at.end()) return pairs[known_twin->second].second;
     Tensor cpu;
     if (t.is_sparse()) {
       auto* of = at::sparse::get_sparse_impl(t);
@@ -171,6 +173,7 @@ struct Arguments {
       known.emplace(storage.unsafeGetStorageImpl(), t.storage());
       cpu = with_storage(storage, DispatchKey::CPU, t);
     }
+    at[t.unsafeGetTensorImpl()] = at[cpu.unsafeGetTensorImpl()] = pairs.size();
     pairs.emplace_back(t, cpu);
     if (!device) device = t.device();
     devices.insert(t.device().str());
@@ -179,8 +182,8 @@ struct Arguments {
 
   Tensor ours(const Tensor& cpu) {
     if (!cpu.defined()) return cpu;
-    for (auto& [ours, twin] : pairs)
-      if (twin.is_same(cpu)) return ours;
+    auto of_input = at.find(cpu.unsafeGetTensorImpl());
+    if (of_input != at.end()) return pairs[of_input->second].first;
     for (auto& t : others)
       if (t.is_same(cpu)) return cpu;
     if (cpu.is_sparse()) {

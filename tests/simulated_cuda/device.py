@@ -64,7 +64,7 @@ def compiled() -> pathlib.Path:
         # Renamed when it is whole: several processes may compile at a time.
         part = library.with_suffix(f".{os.getpid()}")
         includes = (torch_folder / "include", torch_folder / "include/torch/csrc/api/include")
-        command = [compiler(), "-O0", "-shared", "-fPIC", "-std=c++20", "-w"]
+        command = [compiler(), "-O1", "-shared", "-fPIC", "-std=c++20", "-w"]
         command += [f"-I{folder}" for folder in includes]
         command += [source, "-o", part, f"-L{torch_folder}/lib", f"-Wl,-rpath,{torch_folder}/lib"]
         subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True)

@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from lossscale import DynamicScale
-from simulated_cuda.ways import SCALERS, Way
+import lossscale
+from benchmarks.gpu_torch import SCALERS, Way
+from lossscale import FixedScale
+from lossscale.torch import LossScaleOptimizer, guard
+from simulated_cuda.device import taken
 
 # Overflows of the steps, of which the first three are eager.
 STEPS, OVERFLOWS = 10, (4, 6)
@@ -18,14 +21,13 @@ def trained(name, captured, to_none=True, clip_norm=None, micro_batches=1, verb=
     p = nn.Parameter(torch.ones(4, device="cuda"))
     x = torch.ones(4, device="cuda")
     inner = torch.optim.AdamW([p], lr=0.1, fused=True, capturable=True)
-    settings = {"rule": DynamicScale(8.0, growth_interval=2), "clip_norm": clip_norm}
-    way = Way(name, inner, settings)
+    way = Way(name, [inner], clip_norm, interval=2, scale=8.0)
 
     def step():
-        (inner if name in SCALERS else way.scaling).zero_grad(set_to_none=to_none)
+        way.zero_grad(to_none)
         for _ in range(micro_batches):
             loss = (p * x).sum()
-            way.scaling.backward(loss) if verb else way.backward(loss)
+            way.wrappers[0].backward(loss) if verb else way.backward(loss)
         way.step()
 
     def give(number):
@@ -42,7 +44,38 @@ def trained(name, captured, to_none=True, clip_norm=None, micro_batches=1, verb=
     for number in range(3, STEPS):
         give(number)
         graph.replay() if captured else step()
-    return p.tolist(), way.scale()
+    return p.tolist(), way.scales()
+
+
+def scaled(captured):
+    """The parameters, the scale and the skips with a scaler, whose steps all can be captured."""
+    p, x = nn.Parameter(torch.ones(4, device="cuda")), torch.ones(4, device="cuda")
+    inner = torch.optim.AdamW([p], lr=0.1, fused=True, capturable=True)
+    scaler = lossscale.torch.GradScaler("cuda", init_scale=8.0, growth_interval=2)
+    scheduler = lossscale.torch.guard(torch.optim.lr_scheduler.StepLR(inner, 1000), scaler)
+
+    def step():
+        inner.zero_grad()
+        scaler.scale((p * x).sum()).backward()
+        scaler.step(inner)
+        scaler.update()
+
+    for number in range(3):
+        x.fill_(0.1 * number + 0.1)
+        step()
+    graph, shown = torch.cuda.CUDAGraph(), []
+    if captured:
+        with torch.cuda.graph(graph):
+            step()
+    for number in range(3, STEPS):
+        x.fill_(torch.inf if number in OVERFLOWS else 0.1 * number + 0.1)
+        graph.replay() if captured else step()
+        shown.append((scaler.last_step_skipped, scaler.steps_skipped, scheduler._steps()))
+    return p.tolist(), scaler.get_scale(), shown
+
+
+def test_a_step_of_the_scaler_counts_in_each_replay():
+    assert scaled(True) == scaled(False)
 
 
 CASES = list(itertools.product((True, False), (None, 1.0), (1, 2), (False, True)))
@@ -53,10 +86,54 @@ def test_a_step_decided_on_the_device(to_none, clip_norm, micro_batches, verb):
     settings = (to_none, clip_norm, micro_batches, verb)
     captured = trained("device", True, *settings)
     assert captured == trained("device", False, *settings)
-    assert captured[1] == 2.0**4
+    assert captured[1] == [2.0**4]
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_the_drop_in_is_captured_as_pytorchs_scaler(to_none, micro_batches, clip_norm):
+    settings = (to_none, clip_norm, micro_batches)
+    ends = [trained(name, captured, *settings) for name in SCALERS for captured in (True, False)]
+    assert ends == ends[:1] * 4
 
 
 @pytest.mark.parametrize("name", ["backward", "scale_loss"])
 def test_a_decision_of_the_host_cannot_be_captured_and_says_so(name):
     with pytest.raises(RuntimeError, match="cannot run while a CUDA graph is captured"):
         trained(name, True)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_buffers_follow_the_steps_that_the_device_applies(captured):
+    """A captured step saves and restores them as it is replayed, and nothing waits."""
+
+    def run(overflows, given, captured):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to("cuda")
+        x, graph = torch.ones(4, 2, device="cuda"), torch.cuda.CUDAGraph()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        optimizer = LossScaleOptimizer(inner, rule=FixedScale(8.0, True), decide="device")
+        guard(model, optimizer)
+
+        def step():
+            optimizer.zero_grad()
+            optimizer.backward(model(x).square().sum())
+            optimizer.step()
+
+        waits = []
+        for number in given:
+            x.copy_(torch.arange(8.0).reshape(4, 2).sin().add(number))
+            if number in overflows:
+                x[0, 0] = torch.inf
+            if number == 3 and captured:
+                with torch.cuda.graph(graph):
+                    step()
+            taken()
+            graph.replay() if number >= 3 and captured else step()
+            waits += taken()
+        return [t.tolist() for t in (*model.parameters(), *model.buffers())], waits
+
+    found, waits = run(OVERFLOWS, range(STEPS), captured)
+    assert waits == []
+    assert found == run((), [n for n in range(STEPS) if n not in OVERFLOWS], False)[0]

@@ -9,17 +9,17 @@ from typing import Any
 import keras
 
 from lossscale.errors import LossScaleError, OldFileError
-from lossscale_migration.damaged_files import errors_reported_as
+from lossscale_migration.damaged_files import reporting_errors
 from lossscale_migration.layers import (
     ConvertedLayer,
     dtype_of_policy,
     function_name,
     is_container,
     known_settings,
+    layer_in_keras_3,
     layer_name,
     name_of,
-    successor,
-    unpacked,
+    only_element,
 )
 from lossscale_migration.tensor_ops import OP_LAYERS, tensor_op
 
@@ -86,7 +86,7 @@ class ModelBuilder:
                     f"with its vocabulary, and pass it as custom_objects={{{name_of(described)!r}: "
                     "layer}."
                 )
-            other, settings = successor(kind, settings)
+            other, settings = layer_in_keras_3(kind, settings)
             cls: Any = getattr(keras.layers, other, None)
             if not callable(cls):
                 raise OldFileError(
@@ -173,8 +173,8 @@ class ModelBuilder:
         outputs = calls.filled(config["output_layers"])
         with _made_by_keras(f"{self.path}: the model {config.get('name')!r}"):
             model = cls(
-                inputs=unpacked(inputs),
-                outputs=unpacked(outputs),
+                inputs=only_element(inputs),
+                outputs=only_element(outputs),
                 name=layer_name(config["name"]),
             )
         self.parts[id(model)] = calls.parts
@@ -212,7 +212,7 @@ class ModelBuilder:
 
 def _made_by_keras(what: str) -> contextlib.AbstractContextManager[None]:
     """Converts exceptions of Keras 3 while it builds something to an error that names it."""
-    return errors_reported_as(f"Keras 3 cannot create {what}", LossScaleError)
+    return reporting_errors(f"Keras 3 cannot create {what}", LossScaleError)
 
 
 # --- Functional models ----------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def _called(
         # In Keras 3 these are call arguments.
         kwargs["use_causal_mask"] = True
     recurrent = isinstance(layer, (keras.layers.RNN, keras.layers.Bidirectional))
-    inputs = unpacked(inputs)
+    inputs = only_element(inputs)
     if recurrent and isinstance(inputs, list):
         # Keras 2 passed initial states after the sequences.
         if described["config"].get("num_constants"):

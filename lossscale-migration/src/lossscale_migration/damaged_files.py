@@ -35,7 +35,7 @@ def is_hdf5(path: str | Path) -> bool:
 
 
 @contextlib.contextmanager
-def errors_reported_as(start: str, *passing: type[Exception], end: str = "") -> Iterator[None]:
+def reporting_errors(start: str, *passing: type[Exception], end: str = "") -> Iterator[None]:
     """Converts every exception to an error about a file.
 
     Frameworks and a user's classes can raise any exception.
@@ -57,7 +57,7 @@ def errors_reported_as(start: str, *passing: type[Exception], end: str = "") -> 
         raise OldFileError(f"{start}: {cause}{end}") from error
 
 
-def as_old_file_error(
+def reporting_file_errors(
     path: str | Path, reason: str = "damaged or incomplete"
 ) -> contextlib.AbstractContextManager[None]:
     """Converts every exception that the content of a file causes to an error that names the file.
@@ -70,7 +70,7 @@ def as_old_file_error(
         OldFileError: Instead of any exception except those of this library, warnings turned into
             errors, and missing packages.
     """
-    return errors_reported_as(f"{path}: {reason}", LossScaleError, ImportError, Warning)
+    return reporting_errors(f"{path}: {reason}", LossScaleError, ImportError, Warning)
 
 
 def check_file(path: str | Path) -> None:

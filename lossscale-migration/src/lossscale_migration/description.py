@@ -11,7 +11,7 @@ from typing import Any
 from lossscale.arguments import arguments_from_config, rule_from_arguments
 from lossscale.errors import LossScaleError, OldFileError
 from lossscale.rules import DynamicScale, FixedScale
-from lossscale_migration.damaged_files import as_old_file_error, is_hdf5
+from lossscale_migration.damaged_files import is_hdf5, reporting_file_errors
 from lossscale_migration.graph import Graph, holds_graph, read_graph
 from lossscale_migration.models import ModelFile, read_model_file, saved_optimizer
 from lossscale_migration.saved_optimizer import (
@@ -101,7 +101,7 @@ def describe_file(path: str | Path) -> FileDescription:
     Raises:
         OldFileError: If the file is missing, damaged or of another kind, or has no optimizer.
     """
-    with as_old_file_error(path):
+    with reporting_file_errors(path):
         return _described(path)
 
 

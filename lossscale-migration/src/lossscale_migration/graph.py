@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lossscale.errors import OldFileError
-from lossscale_migration.damaged_files import as_old_file_error, is_hdf5
+from lossscale_migration.damaged_files import is_hdf5, reporting_file_errors
 
 _VALUE = "VARIABLE_VALUE"
 _GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
@@ -116,7 +116,7 @@ def _read_checkpoint(prefix: str) -> Graph:
     import tensorflow as tf
     from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
 
-    with as_old_file_error(prefix):
+    with reporting_file_errors(prefix):
         reader = tf.train.load_checkpoint(prefix)
         keys = reader.get_variable_to_shape_map()
         if _GRAPH_KEY not in keys:
@@ -185,7 +185,7 @@ def holds_graph(path: str | Path) -> bool:
     """Whether `write_hdf5` wrote an HDF5 file."""
     import h5py
 
-    with as_old_file_error(path), h5py.File(path, "r") as file:
+    with reporting_file_errors(path), h5py.File(path, "r") as file:
         return _DATASET in file
 
 
@@ -197,7 +197,7 @@ def _read_hdf5(path: str) -> Graph:
             f"{path}: this HDF5 file was not written by `lossscale-migrate` from a checkpoint. "
             "Load a model with lossscale_migration.load_model."
         )
-    with as_old_file_error(path), h5py.File(path, "r") as file:
+    with reporting_file_errors(path), h5py.File(path, "r") as file:
         described = json.loads(file[_DATASET][()])
         for number, node in enumerate(described):
             node["name"] = str(node["name"])

@@ -9,7 +9,7 @@ import keras
 
 from lossscale.errors import OldFileError
 from lossscale.keras import LossScaleOptimizer
-from lossscale_migration.damaged_files import errors_reported_as
+from lossscale_migration.damaged_files import reporting_errors
 from lossscale_migration.layer_weights import load_old_model
 from lossscale_migration.models import (
     NAMES_OF_COMPILE,
@@ -63,7 +63,7 @@ def load_keras_model(file: ModelFile, own: dict[str, Any], given: dict[str, Any]
 def _optimizer(file: ModelFile, own: dict[str, Any]) -> Any:
     described = file.optimizer or {}
     written = described.get("class_name")
-    with errors_reported_as(f"{file.path}: cannot create its optimizer", ImportError, Warning):
+    with reporting_errors(f"{file.path}: cannot create its optimizer", ImportError, Warning):
         if file.era == OURS:
             # HDF5 files store it in place of the class name.
             name = described.get("registered_name") or written

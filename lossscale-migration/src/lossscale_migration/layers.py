@@ -62,7 +62,7 @@ _RENAMED = {
 }
 
 # Classes that Keras 3 renamed, with the settings that the old name implied.
-_SUCCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
+_REPLACED_BY: dict[str, tuple[str, dict[str, Any]]] = {
     "SyncBatchNormalization": ("BatchNormalization", {"synchronized": True}),
     "ThresholdedReLU": ("ReLU", {}),
 }
@@ -72,7 +72,7 @@ _ANY_DTYPE = ("infer", "_infer")
 _ACTIVATIONS = ("activation", "recurrent_activation")
 
 
-def successor(kind: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def layer_in_keras_3(kind: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Returns the Keras 3 class of a Keras 2 layer, and its settings.
 
     Args:
@@ -80,7 +80,7 @@ def successor(kind: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]
         settings: Its configuration, which is not changed.
 
     Examples:
-        >>> successor("ThresholdedReLU", {"theta": 1.0, "dtype": "float32"})
+        >>> layer_in_keras_3("ThresholdedReLU", {"theta": 1.0, "dtype": "float32"})
         ('ReLU', {'dtype': 'float32', 'threshold': 1.0})
     """
     names = _RENAMED.get(kind, {})
@@ -90,9 +90,9 @@ def successor(kind: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]
     kept |= dtype_of_policy(kept)
     if kept.get("dtype") in _ANY_DTYPE:
         del kept["dtype"]
-    successor_kind, implied = _SUCCESSORS.get(kind, (kind, {}))
-    if successor_kind == "BatchNormalization":
-        kept["axis"] = unpacked(kept.get("axis", -1))
+    kind_in_keras_3, implied = _REPLACED_BY.get(kind, (kind, {}))
+    if kind_in_keras_3 == "BatchNormalization":
+        kept["axis"] = only_element(kept.get("axis", -1))
     if "name" in kept:
         kept["name"] = layer_name(kept["name"])
     for name in _ACTIVATIONS:
@@ -101,7 +101,7 @@ def successor(kind: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]
             kept[name] = hard_sigmoid
     if kept.get("output_mode") == "binary":
         kept["output_mode"] = "multi_hot"
-    return successor_kind, {**kept, **implied}
+    return kind_in_keras_3, {**kept, **implied}
 
 
 def plain_values(config: Any) -> Any:
@@ -212,6 +212,6 @@ def is_container(described: dict[str, Any]) -> bool:
     return "layers" in config and isinstance(config["layers"], list)
 
 
-def unpacked(value: Any) -> Any:
+def only_element(value: Any) -> Any:
     """Returns the element of a list with one element, and other values unchanged."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lossscale import registry
 from lossscale.errors import ArgumentError, OldFileError
 from lossscale.packages import require
-from lossscale_migration.damaged_files import as_old_file_error, check_file
+from lossscale_migration.damaged_files import check_file, reporting_file_errors
 from lossscale_migration.models import ModelFile, read_model_file
 
 UNSET: Any = object()
@@ -65,7 +65,7 @@ def load_model(
     own = dict(custom_objects or {})
     given = {"loss": loss, "metrics": metrics, "weighted_metrics": weighted_metrics}
     given = {name: value for name, value in given.items() if value is not UNSET}
-    with as_old_file_error(path, "cannot be loaded"):
+    with reporting_file_errors(path, "cannot be loaded"):
         _check_has_scaling(file)
         if framework == "keras":
             from lossscale_migration.keras_models import load_keras_model

@@ -15,7 +15,7 @@ from lossscale_migration.graph import Graph, Node
 _NUMBERED = "layer_with_weights-"
 
 
-class Matches:
+class MatchedObjects:
     """The pairs found by following the same names on both sides.
 
     Args:

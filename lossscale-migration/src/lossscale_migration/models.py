@@ -16,7 +16,7 @@ from typing import Any
 from lossscale.errors import LossScaleError, OldFileError
 from lossscale.old_formats import begins_as_keras_own
 from lossscale_migration.array_roles import ArrayRole, roles_by_name, roles_by_number
-from lossscale_migration.damaged_files import as_old_file_error, errors_reported_as, is_hdf5
+from lossscale_migration.damaged_files import is_hdf5, reporting_errors, reporting_file_errors
 from lossscale_migration.hdf5_reader import check_size, read_group
 from lossscale_migration.saved_optimizer import (
     FIRST_KIND,
@@ -141,10 +141,10 @@ def read_model_file(path: str | Path) -> ModelFile:
     if Path(text).stat().st_size == 0:
         raise OldFileError(f"{text}: the file is empty.")
     if is_hdf5(text):
-        with as_old_file_error(text):
+        with reporting_file_errors(text):
             return _read_hdf5(text)
     if zipfile.is_zipfile(text):
-        with as_old_file_error(text):
+        with reporting_file_errors(text):
             return _read_zip(text)
     raise OldFileError(f"{text}: neither an HDF5 file nor a .keras file, or it was cut short.")
 
@@ -300,7 +300,9 @@ def saved_optimizer(model: ModelFile, variables: int | None = None) -> SavedOpti
         OldFileError: If the arrays do not belong to this optimizer.
     """
     saved = SavedOptimizer(model.era, name=model.inner_name or None, wrapped=model.wrapped)
-    for role, name, value in zip(_roles(model, variables), model.names, model.arrays, strict=True):
+    for role, name, value in zip(
+        _roles_of_arrays(model, variables), model.names, model.arrays, strict=True
+    ):
         if role.name == "iterations":
             saved.iterations = int(value)
         elif role.variable is None:
@@ -312,7 +314,7 @@ def saved_optimizer(model: ModelFile, variables: int | None = None) -> SavedOpti
     return saved
 
 
-def _roles(model: ModelFile, variables: int | None) -> Sequence[ArrayRole]:
+def _roles_of_arrays(model: ModelFile, variables: int | None) -> Sequence[ArrayRole]:
     if not model.names:
         return []
     if model.form == HDF5:
@@ -348,7 +350,7 @@ def created_model(
     """
     suffix = ".h5" if file.form == HDF5 else ".keras"
     with (
-        errors_reported_as(f"{file.path}: {title} cannot create its model", LossScaleError),
+        reporting_errors(f"{file.path}: {title} cannot create its model", LossScaleError),
         tempfile.TemporaryDirectory() as folder,
     ):
         path = Path(file.path)
@@ -378,7 +380,7 @@ def compile_arguments(
     for name in ("loss", "metrics", "weighted_metrics"):
         if name not in given:
             config = training.get(name)
-            with errors_reported_as(
+            with reporting_errors(
                 f"{file.path}: {title} cannot create its {name}, {config!r}",
                 end=f". Pass {name}=... instead.",
             ):

@@ -10,7 +10,7 @@ import numpy as np
 from lossscale.errors import OldFileError, UnknownSlotError, UnsupportedError
 from lossscale.old_formats import NADAM_DECAY, decayed, kind_of, nadam_product, names_for
 from lossscale.packages import warn
-from lossscale_migration.matching import Matches
+from lossscale_migration.matching import MatchedObjects
 from lossscale_migration.saved_optimizer import (
     FIRST_KIND,
     NEW_KIND,
@@ -43,7 +43,7 @@ class RestorePlan:
         self.slots: list[tuple[Any, Any]] = []
         self._settings_before: dict[str, Any] = {}
 
-    def prepare(self, matches: Matches | None, trainable: Sequence[Any]) -> None:
+    def prepare(self, matches: MatchedObjects | None, trainable: Sequence[Any]) -> None:
         """Finds the variable for every slot, without setting any.
 
         Args:
@@ -84,7 +84,7 @@ class RestorePlan:
             self._set_counters(self.saved.iterations)
         return self._set_others() + self._set_scale()
 
-    def _owner(self, slot: SavedSlot, matches: Matches) -> Any:
+    def _owner(self, slot: SavedSlot, matches: MatchedObjects) -> Any:
         """Returns the variable of a slot; None if only its position is known."""
         if slot.variable is None:
             return None
@@ -211,7 +211,7 @@ class RestorePlan:
     def _set_scale(self) -> list[str]:
         """Sets the loss scale; returns the names of values that do not exist in this rule."""
         optimizer, saved = self.optimizer, self.saved
-        if optimizer._state is None:
+        if optimizer._state.decide is not None:
             # A user's LossScale with its own variables.
             own = optimizer._loss_scale._variables()
             for name, value in saved.loss_scale.items():

@@ -9,9 +9,9 @@ from typing import Any
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.optimizer import LossScaleOptimizer
-from lossscale_migration.damaged_files import as_old_file_error
+from lossscale_migration.damaged_files import reporting_file_errors
 from lossscale_migration.graph import read_graph
-from lossscale_migration.matching import Matches, is_any_optimizer, trainable_of
+from lossscale_migration.matching import MatchedObjects, is_any_optimizer, trainable_of
 from lossscale_migration.restore_plan import RestorePlan, plan_for
 from lossscale_migration.saved_optimizer import SavedOptimizer, read_optimizer
 
@@ -79,11 +79,11 @@ def restore_checkpoint(path: str | Path, **objects: Any) -> Restored:
                 "lossscale.LossScaleOptimizer, or restore it with TensorFlow itself."
             )
     graph = read_graph(path)
-    matches = Matches(graph, objects)
+    matches = MatchedObjects(graph, objects)
     plans: dict[int, RestorePlan] = {}
     for name, node, optimizer in matches.optimizers:
         if id(optimizer) not in plans:
-            with as_old_file_error(graph.path):
+            with reporting_file_errors(graph.path):
                 saved = read_optimizer(graph, node)
             plans[id(optimizer)] = plan_for(graph.path, name, saved, optimizer)
     trainable = {id(v): v for thing in objects.values() for v in trainable_of(thing)}

@@ -135,11 +135,11 @@ def _tensor(value: Any, like: Any) -> Any:
     return value
 
 
-def _one(name: str) -> Callable[..., Any]:
+def _unary_op(name: str) -> Callable[..., Any]:
     return lambda x: getattr(ops, _NAMES.get(name, name))(x)
 
 
-def _two(name: str) -> Callable[..., Any]:
+def _binary_op(name: str) -> Callable[..., Any]:
     def operation(x: Any, y: Any) -> Any:
         return getattr(ops, _NAMES.get(name, name))(_tensor(x, y), _tensor(y, x))
 
@@ -224,8 +224,8 @@ def _l2_normalize(x: Any, axis: Any = None, epsilon: float = 1e-12) -> Any:
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    **{name: _one(name) for name in _ELEMENTWISE_1},
-    **{name: _two(name) for name in _ELEMENTWISE_2},
+    **{name: _unary_op(name) for name in _ELEMENTWISE_1},
+    **{name: _binary_op(name) for name in _ELEMENTWISE_2},
     **{name: _activation(name) for name in _ACTIVATIONS},
     **{name: _reduction(other) for name, other in _REDUCTIONS.items()},
     "add_n": lambda inputs: sum(inputs[1:], inputs[0]),

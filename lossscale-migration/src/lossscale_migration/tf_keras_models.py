@@ -17,7 +17,7 @@ import tf_keras
 
 from lossscale.errors import OldFileError
 from lossscale.tf_keras import LossScaleOptimizer
-from lossscale_migration.damaged_files import errors_reported_as
+from lossscale_migration.damaged_files import reporting_errors
 from lossscale_migration.models import (
     HDF5,
     NAMES_OF_COMPILE,
@@ -67,7 +67,7 @@ def load_tf_keras_model(file: ModelFile, own: dict[str, Any], given: dict[str, A
 def _optimizer(file: ModelFile, own: dict[str, Any]) -> Any:
     described = file.optimizer or {}
     written = str(described.get("registered_name") or described.get("class_name"))
-    with errors_reported_as(f"{file.path}: cannot create its optimizer"):
+    with reporting_errors(f"{file.path}: cannot create its optimizer"):
         # The inner optimizer decides which of the two families this is.
         cls = LossScaleOptimizer
         if written.startswith("lossscale"):
@@ -100,7 +100,7 @@ def _restore(file: ModelFile, optimizer: Any, trained: list[Any]) -> None:
     if file.era == OURS and file.form == HDF5:
         # The optimizer's own variables; those of a new optimizer are followed by the loss scale.
         optimizer._build(trained)
-        with errors_reported_as(file.path):
+        with reporting_errors(file.path):
             optimizer.set_weights(file.arrays)
         return
     saved = saved_optimizer(file, len(trained))

@@ -97,6 +97,19 @@ def with_gradient(gradients: Sequence[Any], variables: Sequence[Any]) -> list[An
     return [variable for gradient, variable in pairs if gradient is not None]
 
 
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has an argument of this name, or takes any."""
+    method = getattr(function, "__func__", None)
+    return _takes.__wrapped__(function, name) if method is None else _takes(method, name)
+
+
+# Only methods, which live as long as their class.
+@functools.lru_cache
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(each.name == name or each.kind == each.VAR_KEYWORD for each in parameters)
+
+
 def scaled_value(loss: Any, scale: Callable[[Any], Any]) -> Any:
     """Scales a loss that is a tensor, or a callable that returns one."""
     scaled = scale(loss)

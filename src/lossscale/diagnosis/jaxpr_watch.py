@@ -97,7 +97,8 @@ class JaxprWatch:
 
         for equation in jaxpr.eqns:
             given, taken = read(equation.invars)
-            inner: Any = _INNER.get(equation.primitive.name, _called)(equation, given)
+            calls: Callable[..., Any] = _INNER.get(equation.primitive.name, _called)
+            inner = calls(equation, given)
             if inner is None:
                 made = bind(jaxpr, equation, given)
                 found = [

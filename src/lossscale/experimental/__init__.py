@@ -17,5 +17,5 @@ __all__ = ["DynamicLossScale", "FixedLossScale", "LossScale", "LossScaleOptimize
 def __getattr__(name: str) -> Any:
     # The base classes for users, in modules that import a Keras.
     if name in [framework.root for framework in registry.KERASES]:
-        return registry.package(f"lossscale.experimental.{name}")
+        return registry.submodule("lossscale.experimental", name)
     raise AttributeError(f"module 'lossscale.experimental' has no attribute {name!r}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lossscale import registry
 from lossscale.arguments import arguments_from_config, check_config, rule_from_arguments
 from lossscale.checks import checks_keywords
-from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.experimental.loss_scale import (
     DynamicLossScale,
     FixedLossScale,
@@ -20,6 +20,7 @@ from lossscale.experimental.loss_scale import (
     get,
     serialize,
 )
+from lossscale.members import with_public_names
 from lossscale.optimizer import refuse_subclass
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
@@ -94,11 +95,14 @@ def class_for(framework: registry.Framework) -> Any:
     return registry.package(f"lossscale.experimental.{framework.root}").LossScaleOptimizer
 
 
+@with_public_names
 class LossScaleAsObject(_Wrapper):
     """The older API of a wrapper, in which the loss scale is an object.
 
     A mixin before the wrapper of Keras 3 or tf_keras.
     """
+
+    _name_of_inner = "optimizer"
 
     @checks_keywords("experimental.LossScaleOptimizer", _INSTEAD)
     def __init__(self, optimizer: Any, loss_scale: Any, name: str | None = None) -> None:
@@ -106,7 +110,8 @@ class LossScaleAsObject(_Wrapper):
         # The wrapper's constructor needs it, and Keras rejects attributes before its own
         # constructor has run.
         self.__dict__["_loss_scale"] = loss_scale
-        rule = loss_scale._rule if _moves_by_its_rule(loss_scale) else _WrittenByUser(loss_scale)
+        by_rule = _moves_by_its_rule(loss_scale)
+        rule = loss_scale._rule if by_rule else _WrittenByUser(loss_scale)
         super().__init__(optimizer, rule=rule, name=name)
 
     @property
@@ -131,9 +136,6 @@ class LossScaleAsObject(_Wrapper):
             skip_gradients_aggregation=skip_gradients_aggregation,
         )
 
-    def _scale_now(self) -> Any:
-        return self._loss_scale()
-
     def _first_state(self) -> Any:
         loss_scale = self._loss_scale
         by_rule = _moves_by_its_rule(loss_scale)
@@ -147,21 +149,7 @@ class LossScaleAsObject(_Wrapper):
             untracked = loss_scale._variables()
         for variable in untracked.values():
             self._track_variable(variable)
-        return loss_scale._state if by_rule else None
-
-    def _current_scale(self) -> Any:
-        if self._state is not None:
-            return super()._current_scale()
-        return self._loss_scale()
-
-    def _decide(self, unscaled: list[Any]) -> Any:
-        if self._backend.replica_count() > 1:
-            raise UnsupportedError(
-                f"{type(self._loss_scale).__name__} cannot decide for several replicas: it "
-                "receives the gradients of one. Use 'dynamic' or a DynamicLossScale."
-            )
-        moved, should_apply = self._loss_scale.update(unscaled)
-        return self._after(moved, should_apply)
+        return loss_scale._state if by_rule else self._state_of_user(loss_scale)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration: a JSON-ready dictionary, without the state."""
@@ -194,9 +182,8 @@ class LossScaleAsObject(_Wrapper):
                     "dynamic_growth_steps, rule and name."
                 )
             loss_scale = from_rule(rule_from_arguments(**arguments))
-        return cls._written_class()(
-            cls._inner_from_config(inner, custom_objects), loss_scale, name=name
-        )
+        inner = cls._inner_from_config(inner, custom_objects)
+        return cls._made(inner, loss_scale=loss_scale, name=name)
 
     def _constructor_arguments(self) -> dict[str, Any]:
         return {"loss_scale": self._loss_scale, "name": self.name}
@@ -216,9 +203,19 @@ class _WrittenByUser(ScaleRule):
     """The rule of a user's LossScale, which updates itself."""
 
     written: LossScale
+    # When it met its optimizer; a graph of TensorFlow 1 has no numbers.
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if not registry.is_graph_of_tensorflow_1():
+            object.__setattr__(self, "scale", float(self.written()))
 
     def init(self) -> ScaleState:
-        return ScaleState(scale=float(self.written()), good_steps=0)
+        scale = self.written() if self.scale is None else self.scale
+        return ScaleState(scale=float(scale), good_steps=0)
+
+    def restored(self, state: ScaleState) -> ScaleState:
+        return self.init()
 
     def update(self, state: ScaleState, stats: GradientStats, *, xp: Any) -> ScaleState:
         return state

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import tf_keras
-
-import lossscale.tf_keras
+import lossscale.tf_keras as wrapper
 from lossscale.experimental import optimizer
 
 
 @optimizer.LossScaleOptimizer.register
-@tf_keras.saving.register_keras_serializable(package="lossscale.experimental")
+@wrapper.LossScaleOptimizer._library.saving.register_keras_serializable(
+    package="lossscale.experimental"
+)
 class LossScaleOptimizer(  # type: ignore[misc]
-    optimizer.LossScaleAsObject, lossscale.tf_keras.LossScaleOptimizer
+    optimizer.LossScaleAsObject, wrapper.LossScaleOptimizer
 ):
     """The class that `lossscale.experimental.LossScaleOptimizer` creates; inherit from it."""

@@ -15,7 +15,8 @@ import numpy as np
 
 from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
-from lossscale.jax.gradients import is_traced, real_parts
+from lossscale.jax.apply_or_skip import type_of
+from lossscale.jax.gradients import in_groups, is_joined, is_traced, real_parts
 from lossscale.monitoring.recorder import SkippedStep
 
 
@@ -70,8 +71,8 @@ def update(
     last_scale, *kept = state
     last_scale = jnp.asarray(scale, jnp.asarray(last_scale).dtype)
 
-    def of_this_step() -> list[Any]:
-        new = (number, scale, jnp.stack([_nonfinite(gradient) for gradient in gradients()]))
+    def of_this_step(counts: Callable[[Sequence[Any]], Any] = _nonfinite) -> list[Any]:
+        new = (number, scale, counts(gradients()))
         return [
             jnp.asarray(each, jnp.asarray(old).dtype) for each, old in zip(new, kept, strict=True)
         ]
@@ -80,7 +81,7 @@ def update(
         return list(jax.lax.cond(finite, lambda: list(map(jnp.asarray, kept)), of_this_step))
 
     def selected() -> list[Any]:
-        pairs = zip(of_this_step(), kept, strict=True)
+        pairs = zip(of_this_step(_nonfinite_on_gpu), kept, strict=True)
         return [jnp.where(finite, jnp.asarray(old), new) for new, old in pairs]
 
     # `last_scale` stays outside, because what passes through a branch may be copied.
@@ -147,10 +148,34 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
         return TrackedSteps(*(variable.value for variable in self.variables))
 
 
-def _nonfinite(gradient: Any) -> Any:
-    """Returns the numbers of infinite elements and of NaN, uint32 of shape (2,)."""
-    counts = jnp.zeros(2, jnp.uint32)
-    for part in real_parts(gradient):
-        tests = (jnp.isinf, jnp.isnan)
-        counts += jnp.stack([jnp.sum(test(part), dtype=jnp.uint32) for test in tests])
-    return counts
+def _nonfinite(gradients: Sequence[Any]) -> Any:
+    """Returns the numbers of infinite elements and of NaN, uint32 of shape (gradients, 2)."""
+
+    def of_one(gradient: Any) -> Any:
+        counts = jnp.zeros(2, jnp.uint32)
+        for part in real_parts(gradient):
+            counts += jnp.stack([jnp.sum(test(part), dtype=jnp.uint32) for test in _TESTS])
+        return counts
+
+    return jnp.stack([of_one(gradient) for gradient in gradients])
+
+
+def _nonfinite_on_gpu(gradients: Sequence[Any]) -> Any:
+    """Returns the same; one kernel reads several gradients of one type."""
+    alike: dict[Any, list[tuple[int, Any]]] = {}
+    for row, gradient in enumerate(gradients):
+        parts = real_parts(gradient) or [jnp.zeros(0)]
+        array = parts[0] if len(parts) == 1 else jnp.stack(parts)
+        key = type_of(array) if is_joined(array) else row
+        alike.setdefault(key, []).append((row, array))
+    rows, counts = [], []
+    for group in in_groups(alike):
+        rows += [row for row, _ in group]
+        stacked = jnp.stack([array for _, array in group])
+        axes = tuple(range(1, stacked.ndim))
+        each = [jnp.sum(test(stacked), axes, dtype=jnp.uint32) for test in _TESTS]
+        counts.append(jnp.stack(each, axis=1))
+    return jnp.concatenate(counts)[np.argsort(rows)]
+
+
+_TESTS = jnp.isinf, jnp.isnan

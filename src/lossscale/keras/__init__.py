@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lossscale.keras.arguments import hard_sigmoid as hard_sigmoid
-from lossscale.keras.optimizer import LossScaleOptimizer
-from lossscale.keras_common.guard import guard
+from lossscale import registry
+
+with registry.naming_missing_packages("keras"):
+    from lossscale.keras.arguments import hard_sigmoid as hard_sigmoid
+    from lossscale.keras.optimizer import LossScaleOptimizer
+    from lossscale.keras_common.guard import guard
 
 if TYPE_CHECKING:
     from lossscale.keras.monitor import LossScaleMonitor as LossScaleMonitor

@@ -22,7 +22,6 @@ from lossscale.common.checks import (
     check_own_name,
     check_settable,
     check_some_gradient,
-    warned_at_floor,
     with_gradient,
 )
 from lossscale.errors import (
@@ -36,21 +35,16 @@ from lossscale.keras.arguments import (
     inner_from_config,
     refuse_factor,
 )
-from lossscale.keras.backends.backend import (
-    Backend,
-    OverflowCheck,
-    Step,
-    scaled_by_loss,
-    where_scaled,
-)
+from lossscale.keras.backends.backend import Backend
 from lossscale.keras.private_names import no_automatic_dependency_tracking
 from lossscale.keras.state import KerasScaleVariables, OwnVariable, StepCounter
 from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots
 from lossscale.keras_common.scaled_gradients import UNSCALED_BY_ONE, ScaledGradientTracker
 from lossscale.keras_common.state import arrays_in
+from lossscale.keras_common.step import Step
 from lossscale.members import VariableList
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
-from lossscale.rules import GradientStats, ScaleRule, StatsRequest
+from lossscale.rules import GradientStats, ScaleRule
 
 _OWN_ATTRIBUTES = frozenset(
     {"inner_optimizer", "step_counter", "dynamic_scale", "loss_scale_state", "built", "name"}
@@ -100,7 +94,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     _hidden = KerasCommonOptimizer._hidden | {"_inner_parts", "_optimizer"}
     _sets_scale = "A variable holds it: optimizer.dynamic_scale.assign({value!r})"
     _backend: Backend
-    _state: KerasScaleVariables | None
+    _state: Any
     # Attributes of Keras' base class.
     built: bool
     _tracker: Any
@@ -127,16 +121,18 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self.inner_optimizer = inner_optimizer
         self._rule = rule
         self._scaling = ScaledGradientTracker(not rule.moves, _way())
-        # Values that were loaded before their variables exist.
+        # Values that were loaded before their variables exist, and those of loss scaling before.
         self._pending_values: dict[str, Any] | None = None
+        self._values_before_load: dict[str, Any] | None = None
+        self._last_load_refused = False
         # Not tracked: tracking would count these variables as the wrapper's own.
         self.__dict__["_added_slots"] = {}
-        self.loss_scale_state = saving.LossScaleStore(self._own_values, self._set_own_values)
+        self.loss_scale_state = saving.LossScaleStore(self._own_values, self._set_loaded_values)
         self._create_state()
 
     def _create_state(self) -> None:
         self._state = self._first_state()
-        variables = self._state.variables if self._state is not None else {}
+        variables = self._state.variables
         self.step_counter = variables.get("good_steps")
         self.dynamic_scale = variables.get("scale")
         self._steps_skipped = self._add_own_variable("steps_skipped", "int", 0)
@@ -151,7 +147,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
             self._track_variable(self._iterations)
         self._iterations.follow()
 
-    def _first_state(self) -> KerasScaleVariables | None:
+    def _first_state(self) -> Any:
         return KerasScaleVariables(self._rule, self._add_own_variable, self._backend)
 
     def _add_own_variable(self, name: str, dtype: str, value: Any) -> Any:
@@ -171,7 +167,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
             inner.build(list(variables))
         self._remember_trained(list(variables))
         self.built = True
-        saving.load_pending(self)
+        saving.load_pending(self, at_build=True)
         self._build_overflow_tracker()
 
     @no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
@@ -289,99 +285,36 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
             optimizer_variables, grads, trainable_variables
         )
 
-    # --- The step -----------------------------------------------------------------------------
+    # --- The parts of a step, of which `keras_common/step.py` is made ---------------------------
 
-    def _step(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        *,
-        scaled: bool,
-        aggregate: bool = True,
-        name: str | None = None,
-    ) -> Any:
-        """Takes a step: checks the gradients, applies them or skips, updates the loss scale.
+    def _name_scope(self, name: str | None) -> Any:
+        return keras.name_scope(name or self.name)
 
-        Args:
-            gradients: Those of this replica; None where there is none.
-            variables: Their variables.
-            scaled: Whether the gradients are those of the scaled loss.
-            aggregate: Whether the inner optimizer sums the gradients of the replicas.
-            name: Name of the operations, or None.
-        """
-        backend, rule, inner = self._backend, self._rule, self.inner_optimizer
-        if scaled and self._is_rewritten("get_unscaled_gradients"):
-            with self._scaling.isolated_step(backend.current_location()):
-                gradients, scaled = self._unscaled_by_verb(gradients, variables), False
-        with keras.name_scope(name or self.name), backend.no_gradients():
-            self.build(variables)
-            # Checked before anything changes.
-            inner._check_variables_are_known(variables)
-            backend.check_context()
-            needs_stats = rule.needs != StatsRequest()
-            looks_at_floor = self._may_warn_at_floor() and backend.runs_now(gradients)
-            is_tracked = self._overflow_tracker is not None
-            needs_scale = scaled or needs_stats or looks_at_floor or is_tracked
-            scale = self._current_scale() if needs_scale else None
-            step = Step(list(gradients), list(variables), scale if scaled else None)
+    def _prepared(
+        self, gradients: Sequence[Any], variables: Sequence[Any], aggregate: bool
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        self.build(variables)
+        # Checked before anything changes.
+        self.inner_optimizer._check_variables_are_known(variables)
+        self._backend.check_context()
+        return gradients, variables
 
-            if self._state is None:
-                # A `LossScale` of the older API reads the gradients, and decides itself.
-                step = step._replace(gradients=backend.unscale(step, rule), divisor=None)
-                check = OverflowCheck(self._decide(step.gradients), step)
-            else:
-                check = backend.check(step, rule, inner, self._state)
-                step = check.step
-            finite = backend.all_replicas_finite(check.all_finite)
-            stats = GradientStats(finite)
-            if needs_stats:
-                are_scaled = step.divisor is not None
-                stats = backend.gradient_stats(
-                    rule.needs, finite, step.scaled_by_loss(), scale, are_scaled=are_scaled
-                )
-            if self._overflow_tracker is not None:
-                self._track_step(step, finite, scale, is_shared=not aggregate)
+    def _apply_or_skip(self, stats: GradientStats, step: Step, apply: Any, update: Any) -> None:
+        self._backend.apply_or_skip(stats, step, self.inner_optimizer, apply, update)
 
-            def apply(gradients: Sequence[Any], divisor: Any) -> None:
-                # Each replica has its own gradients and divisor.
-                own = Step(list(gradients), step.variables, divisor)
-                backend.apply(inner, own, rule, aggregate=aggregate)
+    def _apply(self, step: Step) -> None:
+        self._backend.apply(self.inner_optimizer, step, self._rule)
 
-            def update_scale(stats: GradientStats) -> None:
-                if not backend.update_on_host(self, stats, check.state_on_host):
-                    self._update_scale(stats)
-
-            backend.apply_or_skip(stats, step, inner, apply, update_scale)
-        if looks_at_floor and not finite:
-            self._warned_at_floor = warned_at_floor(rule, float(ops.convert_to_numpy(scale)))
-        return self.iterations
-
-    def _update_scale(self, stats: GradientStats) -> None:
-        """Updates the loss scale after a step, and counts the step."""
-        if self._state is not None:
-            self._state.update(stats)
+    def _update_scale(self, stats: GradientStats, state_on_host: Any) -> None:
+        if self._backend.update_on_host(self, stats, state_on_host):
+            return
+        self._state.update(stats)
         if self._rule.checks_gradients:
             skipped = ops.logical_not(stats.finite)
             self._last_step_skipped.assign(skipped)
             if stats.finite is not True:
                 self._steps_skipped.assign_add(ops.cast(skipped, self._steps_skipped.dtype))
         self._iterations.follow()
-
-    # --- What a monitor reads of a step -------------------------------------------------------
-
-    def _track_step(self, step: Step, finite: Any, scale: Any, *, is_shared: bool) -> None:
-        def unscale(gradients: Sequence[Any]) -> list[Any]:
-            return self._backend.unscale(step._replace(gradients=list(gradients)), self._rule)
-
-        self._overflow_tracker.track(
-            gradients=step.gradients,
-            variables=step.variables,
-            unscale=unscale,
-            finite=finite,
-            scale=scale,
-            number=self._backend.step_number(self._iterations),
-            is_shared=is_shared,
-        )
 
     def _build_overflow_tracker(self) -> None:
         if self._overflow_tracker is not None:
@@ -407,10 +340,6 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
             pairs = list(zip(unscaled, variables, strict=True))
             return self._apply_unscaled(location, pairs, name)
 
-    def _unscaled_by_verb(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        scaled = scaled_by_loss(gradients, variables)
-        return where_scaled(scaled, self.get_unscaled_gradients(scaled), gradients)
-
     def _differentiated(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
     ) -> tuple[list[Any], list[Any]]:
@@ -425,8 +354,9 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     @property
     def _optimizer(self) -> Any:
-        # The name of the inner optimizer in tf_keras, which programs read.
-        return self.inner_optimizer
+        # The name of the inner optimizer in tf_keras, which programs read. In files it is that of
+        # an attribute of the inner optimizer.
+        return self._parts_of_inner().get("_optimizer", self.inner_optimizer)
 
     @property
     def loss_scale(self) -> Any:
@@ -542,6 +472,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     _own_values = saving.own_values
     _set_own_values = saving.set_own_values
+    _set_loaded_values = saving.set_loaded_values
     _restore_scale = saving.restore_scale
     _can_load = saving.can_load
     _load_inner = saving.load_inner
@@ -551,12 +482,16 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         children = super()._trackable_children(save_type, **kwargs)
+        # Every restore begins with this call.
+        self.__dict__["_restores_plain"] = True
         return saving.checkpoint_children(self, children)
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
         if name == "_iterations" and cached_dependencies:
             return self._iterations
-        return super()._lookup_dependency(name, cached_dependencies)
+        found = super()._lookup_dependency(name, cached_dependencies)
+        # A restore gives the children, an assignment does not.
+        return saving.lookup(self, name, found) if cached_dependencies else found
 
     _restore_plain = saving.restore_plain
 

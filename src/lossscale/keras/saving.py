@@ -10,12 +10,15 @@ Nadam's product: it builds its inner optimizer with attribute tracking off.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 
+from lossscale.errors import ArgumentError
 from lossscale.keras.slots import numpy_of
+from lossscale.keras_common.optimizer import check_shapes
 from lossscale.keras_common.state import ValueStore
 from lossscale.old_formats import begins_as_keras_own, kind_of, nadam_product
 from lossscale.packages import warn
@@ -43,20 +46,45 @@ def save(optimizer: Any, store: Any) -> None:
 
 def load(optimizer: Any, values: dict[str, Any]) -> None:
     """Sets the inner optimizer's variables, or keeps the values until they exist."""
+    if optimizer._values_before_load is None:
+        optimizer._values_before_load = own_values(optimizer)
+    optimizer._last_load_refused = False
     optimizer._pending_values = values
     if optimizer.built or len(values) == len(optimizer.inner_optimizer.variables):
         load_pending(optimizer)
 
 
-def load_pending(optimizer: Any) -> None:
-    """Sets the inner optimizer's variables that were loaded before they existed."""
+def load_pending(optimizer: Any, *, at_build: bool = False) -> None:
+    """Sets the inner optimizer's variables that were loaded before they existed.
+
+    If they do not fit, the optimizer is left as if nothing had been loaded.
+
+    Args:
+        optimizer: The optimizer.
+        at_build: Whether to warn that shapes do not fit, as Keras does of another number of arrays.
+
+    Raises:
+        ArgumentError: If shapes do not fit.
+    """
     values, optimizer._pending_values = optimizer._pending_values, None
+    before, optimizer._values_before_load = optimizer._values_before_load, None
     if not values:
         return
     # The first step of a tf.function may build the optimizer. Traced assignments would set these
     # values again on every step.
     with optimizer._backend.eager_scope():
-        load_inner(optimizer, values)
+        optimizer._last_load_refused = True
+        try:
+            optimizer._last_load_refused = not load_inner(optimizer, values)
+        except ArgumentError as error:
+            if not at_build:
+                raise
+            warn(f"The saved state of the optimizer is not used. {error}")
+        finally:
+            if optimizer._last_load_refused:
+                # The counter too, which had the value of the file until `build`.
+                set_own_values(optimizer, before)
+                optimizer._iterations.assign(before["iteration"])
 
 
 def can_load(optimizer: Any, count: int) -> bool:
@@ -66,8 +94,15 @@ def can_load(optimizer: Any, count: int) -> bool:
     return count in (inner, inner + ahead, inner - lacking, inner + ahead - lacking)
 
 
-def load_inner(optimizer: Any, values: dict[str, Any]) -> None:
-    """Sets the inner optimizer's variables from the arrays of a file, by number."""
+def load_inner(optimizer: Any, values: dict[str, Any]) -> bool:
+    """Sets the inner optimizer's variables from the arrays of a file, by number.
+
+    Returns:
+        Whether they fit; otherwise nothing is changed.
+
+    Raises:
+        ArgumentError: If they are as many, of other shapes.
+    """
     inner = optimizer.inner_optimizer
     listed = len(inner.variables)
     # Not by their number: some optimizers (Adafactor) keep arrays that those files lack.
@@ -83,9 +118,22 @@ def load_inner(optimizer: Any, values: dict[str, Any]) -> None:
         own = {name: values[str(i)] for i, name in enumerate(_KERAS_OWN_VARIABLES)}
         numbered = {int(key) - ahead: value for key, value in values.items()}
         values = {str(key): value for key, value in numbered.items() if key >= 0}
+    else:
+        own = {}
+    is_as_keras_loads = (
+        type(inner).load_own_variables is keras.optimizers.Optimizer.load_own_variables
+    )
+    if is_as_keras_loads and len(values) != listed:
+        # It warns, and changes nothing.
+        inner.load_own_variables(values)
+        return False
+    if is_as_keras_loads:
+        check_shapes(inner.variables, [values[str(i)].shape for i in range(listed)])
+    if own:
         restore_scale(optimizer, own)
     inner.load_own_variables(values)
     optimizer._iterations.follow()
+    return True
 
 
 def _variables_files_may_lack(optimizer: Any, count: int, *ahead: int) -> list[int]:
@@ -100,18 +148,38 @@ def _variables_files_may_lack(optimizer: Any, count: int, *ahead: int) -> list[i
 
 
 def own_values(optimizer: Any) -> dict[str, Any]:
-    """Returns the loss scale and the counters, by the names of their variables."""
-    return {variable.name: numpy_of(variable) for variable in optimizer._variables}
+    """Returns the loss scale, the counters and variables of the user's, by their names in files."""
+    return {name: numpy_of(variable) for name, variable in _named(optimizer).items()}
+
+
+def _named(optimizer: Any) -> dict[str, Any]:
+    """Returns the variables of an optimizer that are not the inner one's, by unique names."""
+    counters = optimizer._steps_skipped, optimizer._last_step_skipped, optimizer._iterations
+    own = {each.name: each for each in (*optimizer._state.variables.values(), *counters)}
+    named, known = dict(own), {id(each) for each in own.values()}
+    for variable in optimizer._variables:
+        if id(variable) not in known:
+            names = itertools.chain(
+                [variable.name], (f"{variable.name}_{number}" for number in itertools.count(1))
+            )
+            named[next(name for name in names if name not in named)] = variable
+    return named
+
+
+def set_loaded_values(optimizer: Any, values: Mapping[str, Any]) -> None:
+    """Sets these from a file, unless the file's values of the inner optimizer were refused."""
+    if not optimizer._last_load_refused:
+        set_own_values(optimizer, values)
 
 
 def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
     """Sets the loss scale and the counters, moved into the range of the rule."""
     restore_scale(optimizer, values)
-    of_the_rule = [] if optimizer._state is None else optimizer._state.variables.values()
+    of_the_rule = optimizer._state.variables.values()
     excluded = {id(variable) for variable in (optimizer._iterations, *of_the_rule)}
-    for variable in optimizer._variables:
-        if id(variable) not in excluded and variable.name in values:
-            variable.assign(values[variable.name])
+    for name, variable in _named(optimizer).items():
+        if id(variable) not in excluded and name in values:
+            variable.assign(values[name])
     if optimizer.built or "iteration" not in values:
         optimizer._iterations.follow()
     else:
@@ -122,8 +190,6 @@ def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
 def restore_scale(optimizer: Any, values: Mapping[str, Any]) -> None:
     """Sets the state of the rule from numbers of a file by the names of its variables."""
     state = optimizer._state
-    if state is None:
-        return
     saved = {f: values[v.name].item() for f, v in state.variables.items() if v.name in values}
     state.write(state.restored(saved))
 
@@ -196,12 +262,30 @@ def checkpoint_children(optimizer: Any, children: dict[str, Any]) -> dict[str, A
         optimizer: The optimizer.
         children: What Keras' base class lists.
     """
-    # Keras lists none of the variables, and attributes are not all that a rule may have.
-    children = {**children, **{variable.name: variable for variable in optimizer._variables}}
+    # Keras lists none of the variables, and attributes are not all that a rule may have. The inner
+    # optimizer comes first, so that a restore knows at once whose the other names are.
+    inner = {"inner_optimizer": children["inner_optimizer"]}
+    children = {**inner, **children, **_named(optimizer)}
     # The names of a plain optimizer, whose checkpoint `restore_plain` restores.
     for name in ("_variables", "_iterations"):
         children.pop(name, None)
     return {**children, "iteration": optimizer._iterations.value}
+
+
+def lookup(optimizer: Any, name: str, found: Any) -> Any:
+    """Returns the child of a name in the checkpoint that is being restored, or None.
+
+    Args:
+        optimizer: The optimizer.
+        name: A name in the file, which are asked for in its order.
+        found: The child of this name.
+    """
+    if name == "inner_optimizer":
+        optimizer.__dict__["_restores_plain"] = False
+    elif optimizer.__dict__["_restores_plain"]:
+        # Maybe the file of a plain optimizer, where the name can be the inner optimizer's.
+        return found if optimizer.inner_optimizer._lookup_dependency(name) is None else None
+    return found
 
 
 def restore_plain(optimizer: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -24,9 +26,10 @@ from lossscale.common.checks import (
 )
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError, UnknownSlotError
 from lossscale.keras_common.scaled_gradients import ScaledGradientTracker
-from lossscale.keras_common.state import ScaleVariables
+from lossscale.keras_common.state import ScaleVariables, VariablesOfUser
+from lossscale.keras_common.step import Step, scaled_by_loss, take_step, where_scaled
 from lossscale.members import DocumentedMembers
-from lossscale.rules import DynamicScale
+from lossscale.rules import DynamicScale, GradientStats, ScaleRule
 
 Slots = Iterator[tuple[list[str], dict[Any, Any]]]
 """The names of each kind of slot, and its variables by the key of the reference variable."""
@@ -51,6 +54,8 @@ class KerasCommonOptimizer(DocumentedMembers):
     _framework: ClassVar[str]
     # A monitor sets it in the instance's dictionary, past attribute tracking: it is not saved.
     _overflow_tracker: ClassVar[Any] = None
+    # The constructor's argument for the inner optimizer.
+    _name_of_inner: ClassVar[str] = "inner_optimizer"
     # Keras saves every object that dir() names and that can be saved. The inner optimizer's
     # variables are written by the optimizer around it; named here, they would stand in the file
     # twice, and a file of a plain optimizer would be missing the second copy. TensorFlow asks
@@ -60,8 +65,7 @@ class KerasCommonOptimizer(DocumentedMembers):
     # Operations on arrays and variables: a `Backend` of Keras 3, or the `Arrays` of tf_keras.
     _backend: Any
     _scaling: ScaledGradientTracker
-    # None if a `LossScale` of the older API moves by the user's own code.
-    _state: ScaleVariables | None
+    _state: ScaleVariables
     # Scalar variables: a number of steps, and a boolean.
     _steps_skipped: Any
     _last_step_skipped: Any
@@ -72,8 +76,13 @@ class KerasCommonOptimizer(DocumentedMembers):
     # Checks the optimizer to wrap; makes all attributes.
     _check_inner: Callable[[Any], None]
     _construct: Callable[[Any, Any, str | None], None]
-    # Takes a step, and returns what `apply_gradients` does.
-    _step: Callable[..., Any]
+    # The parts of a step. Builds; returns the gradients to check, and their variables.
+    _prepared: Callable[[Sequence[Any], Sequence[Any], bool], tuple[Sequence[Any], Sequence[Any]]]
+    # Applies gradients or skips, then updates the loss scale; see `Backend.apply_or_skip`.
+    _apply_or_skip: Callable[[GradientStats, Step, Any, Any], Any]
+    # Applies gradients; updates the loss scale and the counters, maybe by the state on the host.
+    _apply: Callable[[Step], Any]
+    _update_scale: Callable[[GradientStats, Any], Any]
     # The gradients of a scaled loss, given as a callable, and the variables they belong to; those
     # of a tensor of the function that is being traced.
     _differentiated: Callable[..., tuple[list[Any], list[Any]]]
@@ -102,15 +111,22 @@ class KerasCommonOptimizer(DocumentedMembers):
     def __init__(
         self,
         inner_optimizer: Any,
-        dynamic: Any = True,
-        initial_scale: Any = None,
-        dynamic_growth_steps: Any = None,
+        dynamic: bool = True,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
         *,
-        rule: Any = None,
+        rule: ScaleRule | None = None,
         name: str | None = None,
     ) -> None:
         rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
         self._check_inner(inner_optimizer)
+        for name in ("inner_optimizer", "loss_scale_state"):
+            if _saved_in(getattr(inner_optimizer, name, None), self._library):
+                raise ArgumentError(
+                    f"{type(inner_optimizer).__name__} has a saved attribute {name!r}. In files "
+                    "this is the name of something else of LossScaleOptimizer. Give the attribute "
+                    "another name."
+                )
         self._construct(inner_optimizer, rule, name)
         remember_wrapper(inner_optimizer, self)
 
@@ -121,7 +137,34 @@ class KerasCommonOptimizer(DocumentedMembers):
                 setattr(cls, name, _noted(cls, name))
 
     def __dir__(self) -> list[str]:
-        return [name for name in super().__dir__() if name not in self._hidden]
+        # Python's own asks for `__class__`, which tf_keras' wrappers have for old programs.
+        own = {*dir(type(self)), *vars(self)} - self._hidden
+        return sorted({*own, *self._parts_of_inner()})
+
+    def _parts_of_inner(self) -> dict[str, Any]:
+        """Returns the inner optimizer's attributes that are saved, such as another optimizer.
+
+        Files have them where those of an optimizer without loss scaling have them.
+        """
+        inner = self.__dict__.get(self._inner_attribute)
+        parts = {} if inner is None else vars(inner)
+        listed = _ids_of_variables(inner)
+        return {
+            name: part
+            for name, part in parts.items()
+            # An optimizer of several lists the variables of each.
+            if any(
+                not _ids_of_variables(each) or not listed.issuperset(_ids_of_variables(each))
+                for each in _saved_in(part, self._library)
+            )
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") and not name.startswith("__"):
+            parts = self._parts_of_inner()
+            if name in parts:
+                return parts[name]
+        return super().__getattr__(name)
 
     @classmethod
     def _written_class(cls) -> type[Any]:
@@ -171,12 +214,27 @@ class KerasCommonOptimizer(DocumentedMembers):
         gradients, variables = checked_pairs(grads_and_vars, self._backend.is_variable)
         self._check_context()
         location, updated = self._backend.current_location(), with_gradient(gradients, variables)
-        aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
+        asked = experimental_aggregate_gradients and not skip_gradients_aggregation
+        aggregate = self._sums_replicas(asked)
         with self._scaling.applying(location, updated) as scaled:
             return self._step(gradients, variables, scaled=scaled, aggregate=aggregate, name=name)
 
     def _check_context(self) -> None:
         """Raises an error if a step is not possible in this context."""
+
+    def _sums_replicas(self, asked: bool) -> bool:
+        """Whether gradients are summed over the replicas before the inner optimizer gets them."""
+        return asked
+
+    _step = take_step
+
+    def _name_scope(self, name: str | None) -> contextlib.AbstractContextManager[Any]:
+        """A context that names the operations of a step."""
+        return contextlib.nullcontext()
+
+    def _result(self, operation: Any) -> Any:
+        """Returns the value of `apply_gradients`, given the operation of the step."""
+        return self.iterations
 
     # --- Calls that do several of these -------------------------------------------------------
 
@@ -209,7 +267,8 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     def _unscaled_by_verb(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Unscales gradients by `get_unscaled_gradients`, which a subclass may override."""
-        return list(self.get_unscaled_gradients(gradients))
+        scaled = scaled_by_loss(gradients, variables)
+        return where_scaled(scaled, self.get_unscaled_gradients(scaled), gradients)
 
     def _apply_unscaled(self, location: Any, pairs: list[Any], name: str | None) -> Any:
         # Also if a subclass unscales without calling the method of this class.
@@ -232,16 +291,18 @@ class KerasCommonOptimizer(DocumentedMembers):
         # Programs for TensorFlow 2.4 call this as well as `loss_scale`.
         return self._current_scale()
 
+    def _scale_now(self) -> Any:
+        # Not `loss_scale`, whose readers may multiply by it.
+        return self._current_scale()
+
     def _may_warn_at_floor(self) -> bool:
         """Whether to check a skipped step for the warning at the minimum scale."""
         # A monitor warns itself.
         is_said = self._warned_at_floor or self._overflow_tracker is not None
-        return self._state is not None and not is_said and isinstance(self._rule, DynamicScale)
+        return not is_said and isinstance(self._rule, DynamicScale)
 
     def _current_scale(self) -> Any:
-        # Overridden for a `LossScale` of the user's.
-        assert self._state is not None
-        return self._rule.loss_scale(self._state.read())
+        return self._state.read().scale
 
     def _track_overflows(self, tracker: Any) -> None:
         """Makes steps track overflows, in functions that are traced from now on."""
@@ -337,7 +398,20 @@ class KerasCommonOptimizer(DocumentedMembers):
         check_config(config)
         rules = cls._with_class_named(config.get("rule"), custom_objects)
         inner, arguments = arguments_from_config(config, rules)
-        return cls._written_class()(cls._inner_from_config(inner, custom_objects), **arguments)
+        return cls._made(cls._inner_from_config(inner, custom_objects), **arguments)
+
+    @classmethod
+    def _made(cls, inner: Any, **arguments: Any) -> Any:
+        """Returns an object of this class, or of a user's subclass with another constructor."""
+        made: Any = cls._written_class()
+        by_name = {cls._name_of_inner: inner, **arguments}
+        try:
+            inspect.signature(made.__init__).bind(None, **by_name)
+        except TypeError:
+            # A subclass may have another name for it.
+            return made(inner, **arguments)
+        # As every optimizer of Keras is made of its configuration.
+        return made(**by_name)
 
     def _described_rule(self) -> dict[str, Any]:
         described = config_from_rule(self._rule)
@@ -360,7 +434,10 @@ class KerasCommonOptimizer(DocumentedMembers):
         registered = cls._library.saving.get_registered_object(name, custom_objects)
         return {**(custom_objects or {}), **({} if registered is None else {name: registered})}
 
-    # --- For loss scale objects without an optimizer ------------------------------------------
+    # --- For loss scale objects, some without an optimizer ------------------------------------
+
+    def _state_of_user(self, loss_scale: Any) -> VariablesOfUser:
+        return VariablesOfUser(self._rule, loss_scale, self._backend.replica_count, self._after)
 
     @staticmethod
     def _operation(result: Any) -> Any:
@@ -409,7 +486,7 @@ def _rebuild(
     attributes: dict[str, Any],
 ) -> Any:
     """Returns the optimizer that `__reduce__` described."""
-    optimizer = cls(inner_class.from_config(inner_config), **arguments)
+    optimizer = cls._made(inner_class.from_config(inner_config), **arguments)
     for name, value in attributes.items():
         setattr(optimizer, name, value)
     optimizer._set_own_values(own_values)
@@ -419,6 +496,19 @@ def _rebuild(
 
 # Pickles name it.
 _rebuild.__module__ = "lossscale.keras_common"
+
+
+def _ids_of_variables(owner: Any) -> set[int]:
+    variables = getattr(owner, "variables", ())
+    return {id(variable) for variable in (variables() if callable(variables) else variables)}
+
+
+def _saved_in(part: Any, library: Any) -> list[Any]:
+    """What Keras 3 or tf_keras saves of an attribute beside the variables of its owner."""
+    items = part.values() if isinstance(part, dict) else part
+    items = items if isinstance(part, (dict, list, tuple, set)) else (part,)
+    bases = library.optimizers.Optimizer, library.layers.Layer, library.metrics.Metric
+    return [each for each in items if isinstance(each, bases)]
 
 
 def check_shapes(variables: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> None:

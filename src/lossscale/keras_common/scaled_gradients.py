@@ -281,9 +281,8 @@ class ScaledGradientTracker:
         is_here = graph is None if origin is None else graph is origin()
         # Any optimizer can apply gradients that the other one has unscaled.
         is_ready = call == "get_unscaled_gradients" and verb == "apply_gradients"
-        if owner() in (None, self) or self.is_scale_read:
-            return
-        if is_here and not is_ready:
+        # A program that has read the scale is no exception: reading must not change a step.
+        if owner() not in (None, self) and is_here and not is_ready:
             raise GradientsError(_OF_ANOTHER.format(verb=verb, way=self._way))
 
     def _left_by_another(self, location: Location, count: int) -> list[_Record]:

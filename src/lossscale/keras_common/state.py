@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from lossscale.errors import ArgumentError
+from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.packages import warn
-from lossscale.rules import ScaleRule, ScaleState
+from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
 
 class ScaleVariables:
@@ -25,11 +25,16 @@ class ScaleVariables:
     first: ScaleState
     variables: dict[str, Any]
 
+    # Whether to apply the gradients of a step; None where they need only be finite.
+    decide: Callable[[list[Any]], Any] | None = None
     # Returns the value of a variable as a tensor that does not change with it.
     _read: Callable[[Any], Any]
 
     def read(self) -> ScaleState:
-        """Returns the state as tensors."""
+        """Returns the state as tensors; of a fixed scale, as Python numbers of the program."""
+        if not self.rule.moves:
+            # A restored file must not override the number in the program.
+            return self.first
         return self.first._replace(
             **{field: self._read(variable) for field, variable in self.variables.items()}
         )
@@ -48,6 +53,53 @@ class ScaleVariables:
                 f"continues with {state.scale}."
             )
         return state
+
+
+class VariablesOfUser(ScaleVariables):
+    """In place of a rule's variables, a `LossScale` of the older API that moves by a user's code.
+
+    Args:
+        rule: The rule that stands for it.
+        loss_scale: It keeps its own variables, and decides itself.
+        replica_count: Returns the number of replicas.
+        after: Returns a value that depends on an update.
+    """
+
+    names: ClassVar[dict[str, str]] = {}
+    named: ClassVar[dict[str, Any]] = {}
+
+    def __init__(
+        self,
+        rule: ScaleRule,
+        loss_scale: Any,
+        replica_count: Callable[[], int],
+        after: Callable[[Any, Any], Any],
+    ) -> None:
+        self.rule, self.variables = rule, {}
+        self._loss_scale, self._replica_count, self._after = loss_scale, replica_count, after
+
+    @property
+    def first(self) -> ScaleState:  # type: ignore[override]
+        return self.rule.init()
+
+    def read(self) -> ScaleState:
+        return ScaleState(scale=self._loss_scale(), good_steps=0)
+
+    def write(self, state: ScaleState) -> None:
+        """Does nothing: a file names its variables."""
+
+    def update(self, stats: GradientStats) -> None:
+        """Does nothing: it moved when it decided."""
+
+    def decide(self, unscaled: list[Any]) -> Any:
+        """Moves the loss scale; returns whether to apply the gradients."""
+        if self._replica_count() > 1:
+            raise UnsupportedError(
+                f"{type(self._loss_scale).__name__} cannot decide for several replicas: it "
+                "receives the gradients of one. Use 'dynamic' or a DynamicLossScale."
+            )
+        moved, should_apply = self._loss_scale.update(unscaled)
+        return self._after(moved, should_apply)
 
 
 def kind_of_number(value: Any) -> str:

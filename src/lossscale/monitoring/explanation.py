@@ -119,14 +119,14 @@ class FailedOperation(NamedTuple):
         in_backward: Whether it is in the backward pass.
         largest_input: The largest finite magnitude of what it takes.
         largest_result: The largest magnitude that it computes from the same numbers in a wider
-            dtype; None if that is not finite either.
+            dtype; None if that is not finite either, infinity if it cannot be computed.
         meets_zero: Whether what it divides by, or takes the logarithm or root of, contains 0.
         meets_negative: Whether that contains a negative number.
         of_infinities: Whether it takes infinities that the model sets itself, such as those of a
             mask.
         cast_of: Name of the parameter whose cast to float16 it is; "" if it is not one.
         is_cast: Whether it is a cast to float16.
-        epsilon: A number that is added near it in float16 and is 0 or nearly 0 there; 0 if none.
+        epsilon: A small number that is added in the same module, in float16; 0 if none.
         in_float16: Whether the pass has computed in float16 by then.
     """
 
@@ -218,14 +218,13 @@ def _meaning(failed: FailedOperation) -> tuple[Cause, str, str]:
             f"{of} reaches {failed.largest_input:.3g}, above the largest float16 number, 65,504{to}"
         )
         return cause, reason, f"compute {here} in float32, or make the number smaller"
-    reason = (
-        f"{where} overflows {when}: its input reaches {failed.largest_input:.3g}, its result "
-        f"{_size(failed.largest_result)}"
-    )
-    advice = "make its input smaller"
-    if failed.in_float16:
-        advice = f"compute {here} in float32, or {advice}"
-    if failed.epsilon or failed.in_backward:
+    reason = f"{where} overflows {when}: its input reaches {failed.largest_input:.3g}"
+    if math.isfinite(failed.largest_result):
+        reason += f", its result {_size(failed.largest_result)}"
+    advice = f"compute {here} in float32, or " if failed.in_float16 else ""
+    advice += "make its input smaller"
+    # Divided by a small number, most likely.
+    if any(part in failed.operation.lower() for part in _SINGULAR):
         advice = _about_epsilon(failed, here)
     return cause, reason, advice
 
@@ -243,15 +242,10 @@ def _singularity(failed: FailedOperation) -> str:
 
 def _about_epsilon(failed: FailedOperation, here: str) -> str:
     """What to do about a number that is 0, or nearly 0, in float16."""
-    if failed.epsilon:
-        said = (
-            f"is 0 in float16, whose smallest number above 0 is {SMALLEST:.3g}"
-            if failed.epsilon <= SMALLEST / 2
-            else f"has few digits in float16, whose smallest number above 0 is {SMALLEST:.3g}"
-        )
+    if 0 < failed.epsilon <= SMALLEST / 2:
         return (
-            f"the epsilon {failed.epsilon:g} {said}; use {_ADVISED_EPSILON} or more, or compute "
-            f"{here} in float32"
+            f"the epsilon {failed.epsilon:g} is 0 in float16, whose smallest number above 0 is "
+            f"{SMALLEST:.3g}; use {_ADVISED_EPSILON} or more, or compute {here} in float32"
         )
     if failed.meets_negative and not failed.meets_zero:
         return f"keep the input of {here} above 0"

@@ -282,9 +282,9 @@ def _next_step(record: StepRecord) -> str:
     if record.explanation is not None:
         return record.explanation.text
     return (
-        "explain(model, loss_fn, batch) of lossscale.torch, .optax or .diagnosis names the "
-        "operation, and Monitor(optimizer, model, explain=20) does so in training on PyTorch. If "
-        "diagnose() reports that gradients need a lower scale, pass "
+        "explain(model, loss_fn, batch) names the "
+        "operation, and lossscale.torch.Monitor(optimizer, model, explain=20) does so in training. "
+        "If diagnose() reports that gradients need a lower scale, pass "
         "rule=lossscale.DynamicScale(min_scale=2.0**-24)."
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,7 @@ class Monitor(LoopMonitor):
         *,
         every: int = 1,
         log: Callable[[dict[str, Any]], object] | None = None,
-        on_floor: str = "warn",
+        on_floor: Literal["warn", "raise", "ignore"] = "warn",
         max_consecutive_skips: int | None = None,
         append: bool = False,
         steps_before: int = 0,

@@ -9,13 +9,10 @@ import jax.numpy as jnp
 
 from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.rules import FixedScale, GradientStats, ScaleRule, ScaleState
+from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
 _MOST = 2**31 - 1
 """Where a counter stops."""
-
-_OWN_SCALE = "rule_scale"
-"""The field `scale` of a state whose rule multiplies the loss by another number."""
 
 
 class LossScaleState(NamedTuple):
@@ -44,10 +41,9 @@ def state_of(rule: ScaleRule, scale_state: ScaleState, inner_state: Any) -> Loss
     """Returns a state for a rule's state of Python numbers, with no skipped step."""
     return LossScaleState(
         # Separate arrays: one buffer in two places cannot be donated.
-        loss_scale=jnp.asarray(rule.loss_scale(scale_state), jnp.float32),
+        loss_scale=jnp.asarray(scale_state.scale, jnp.float32),
         rule_state={
-            name: jnp.asarray(value, _dtype(value))
-            for name, value in _without_loss_scale(rule, scale_state).items()
+            name: jnp.asarray(value, _dtype(value)) for name, value in _others(scale_state).items()
         },
         steps_skipped=jnp.asarray(0, jnp.int32),
         consecutive_skips=jnp.asarray(0, jnp.int32),
@@ -65,7 +61,7 @@ def scalars_of(rule: ScaleRule, state: LossScaleState) -> LossScaleState:
     """
     if not isinstance(state, LossScaleState):
         raise ArgumentTypeError(_no_state(state))
-    first = _without_loss_scale(rule, rule.init())
+    first = _others(rule.init())
     # A rule that lowers the scale at each overflow keeps no count, so the count starts at 0.
     kept = {"overflows": 0, **state.rule_state}
     if missing := sorted(first.keys() - kept.keys()):
@@ -102,9 +98,9 @@ def _no_state(state: Any) -> str:
 
 def scale_state_of(rule: ScaleRule, state: LossScaleState) -> ScaleState:
     """Returns the rule's state that a state of `loss_scaled` contains."""
-    fields = dict(state.rule_state)
-    scale = fields.pop(_OWN_SCALE, state.loss_scale)
-    return rule.init()._replace(scale=scale, **fields)
+    first = rule.init()
+    # The scale of a fixed rule comes from the program, never from a file.
+    return first._replace(scale=state.loss_scale, **state.rule_state) if rule.moves else first
 
 
 def moved(rule: ScaleRule, state: LossScaleState, stats: GradientStats) -> LossScaleState:
@@ -119,10 +115,10 @@ def moved(rule: ScaleRule, state: LossScaleState, stats: GradientStats) -> LossS
     after = rule.update(before, stats, xp=jnp)
     finite = stats.finite
     return LossScaleState(
-        loss_scale=jnp.asarray(rule.loss_scale(after), jnp.float32),
+        loss_scale=jnp.asarray(after.scale, jnp.float32),
         rule_state={
             name: jnp.asarray(value, state.rule_state[name].dtype)
-            for name, value in _without_loss_scale(rule, after).items()
+            for name, value in _others(after).items()
         },
         steps_skipped=jnp.where(finite, state.steps_skipped, _counted(state.steps_skipped)),
         consecutive_skips=jnp.where(
@@ -139,30 +135,18 @@ def is_usable(rule: ScaleRule, scale: Any) -> Any:
     A user or a file may have set any number. With an unusable one the step is skipped, and the
     rule brings the scale back.
     """
-    lowest = max(_lowest(rule) or 0.0, SMALLEST_SCALE)
+    lowest = max(rule.lowest_scale or 0.0, SMALLEST_SCALE)
     return (scale >= jnp.float32(lowest)) & (scale <= jnp.float32(LARGEST_SCALE))
 
 
 def may_be_below_one(rule: ScaleRule) -> bool:
     """Whether unscaling can make a finite gradient infinite."""
-    lowest = _lowest(rule)
-    return lowest is None or lowest < 1.0
+    return rule.lowest_scale is None or rule.lowest_scale < 1.0
 
 
-def _lowest(rule: ScaleRule) -> float | None:
-    """The lowest loss scale, or None if it is not known."""
-    # The scale of a custom rule or from a file may be below `min_scale`.
-    return rule.lowest_scale if type(rule).loss_scale is ScaleRule.loss_scale else None
-
-
-def _without_loss_scale(rule: ScaleRule, state: ScaleState) -> dict[str, Any]:
-    fields = state._asdict()
-    scale = fields.pop("scale")
-    # The scale of a fixed rule comes from the program, never from a file.
-    if type(rule).loss_scale not in (ScaleRule.loss_scale, FixedScale.loss_scale):
-        # Optax has a field named `scale`, in ReduceLROnPlateauState.
-        fields[_OWN_SCALE] = scale
-    return fields
+def _others(state: ScaleState) -> dict[str, Any]:
+    """The fields of a rule's state that are not the loss scale."""
+    return {name: value for name, value in state._asdict().items() if name != "scale"}
 
 
 def _dtype(value: Any) -> Any:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lossscale.keras_common.guard import guard
-from lossscale.tf_keras.families import LossScaleOptimizer
+from lossscale import registry
+
+with registry.naming_missing_packages("tf_keras", "tensorflow"):
+    from lossscale.keras_common.guard import guard
+    from lossscale.tf_keras.families import LossScaleOptimizer
 
 if TYPE_CHECKING:
     from lossscale.tf_keras.monitor import LossScaleMonitor as LossScaleMonitor

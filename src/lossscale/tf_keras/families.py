@@ -7,7 +7,7 @@ one. Programs and files name one class, and a user's subclass is for both.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Self
 
 import tf_keras
 
@@ -49,12 +49,19 @@ class LossScaleOptimizer(TFKerasCommonOptimizer):
     # The public module, which pickles and files name.
     __module__ = "lossscale.tf_keras"
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if not issubclass(cls, (AroundNew, AroundLegacy)):
-            inner = args[0] if args else kwargs.get("inner_optimizer", kwargs.get("optimizer"))
-            families = [f for f in (AroundNew, AroundLegacy) if isinstance(inner, f._inner_base)]
+            # A subclass names its arguments as it likes.
+            given = [*args, *kwargs.values()]
+            families = [
+                family
+                for each in given
+                for family in (AroundNew, AroundLegacy)
+                if isinstance(each, family._inner_base)
+            ]
             if not families:
-                raise ArgumentTypeError(registry.not_an_optimizer(inner))
+                named = kwargs.get("inner_optimizer", kwargs.get("optimizer"))
+                raise ArgumentTypeError(registry.not_an_optimizer(args[0] if args else named))
             written: Any = cls
             cls = _of_family(written, families[0])
         return super().__new__(cls)
@@ -67,7 +74,13 @@ class LossScaleOptimizer(TFKerasCommonOptimizer):
 @functools.cache
 def _of_family(cls: type[Any], family: type[Any]) -> type[Any]:
     """Returns the subclass of `cls` for the optimizers of one family, known by the same name."""
-    namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_is_of_family": True}
+    namespace = {
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+        "_is_of_family": True,
+        # For `super(self.__class__, self)`, which programs of that time write in subclasses.
+        "__class__": property(lambda self: type(self)._written_class()),
+    }
     made = type(cls.__name__, (cls, family), namespace)
     _register_as(made, tf_keras.saving.get_registered_name(cls))
     # A file names the class that was written, for both families.

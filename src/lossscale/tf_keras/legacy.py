@@ -11,17 +11,19 @@ import tf_keras
 
 from lossscale.common.autograph import do_not_convert
 from lossscale.errors import ArgumentError, UnknownSlotError
+from lossscale.keras_common.step import Step
 from lossscale.tensorflow.tracing import translated
-from lossscale.tf_keras.optimizer import TFKerasCommonOptimizer
+from lossscale.tf_keras.optimizer import CalledAsWritten, TFKerasCommonOptimizer
 from lossscale.tf_keras.private_names import LegacyLossScaleOptimizer
 from lossscale.tf_keras.saving import build_pending
 
 
-class AroundLegacy(TFKerasCommonOptimizer, LegacyLossScaleOptimizer):
+class AroundLegacy(TFKerasCommonOptimizer, LegacyLossScaleOptimizer, metaclass=CalledAsWritten):
     """What differs around `tf_keras.optimizers.legacy`, the only ones before 2.11."""
 
     _inner_base = tf_keras.optimizers.legacy.Optimizer
     _is_legacy = True
+    _are_summed = ("experimental_aggregate_gradients", False)
     # Here TensorFlow's checkpoints ask dir() for the slots.
     _hidden = frozenset()
 
@@ -76,10 +78,9 @@ class AroundLegacy(TFKerasCommonOptimizer, LegacyLossScaleOptimizer):
         pairs = self._optimizer._transform_unaggregated_gradients(pairs)
         return self._optimizer._aggregate_gradients(pairs)
 
-    def _apply_inner(self, pairs: list[Any], name: str | None) -> Any:
-        return translated(self._optimizer.apply_gradients)(
-            pairs, name=name, experimental_aggregate_gradients=False
-        )
+    def _apply(self, step: Step) -> Any:
+        pairs = list(zip(step.gradients, step.variables, strict=True))
+        return translated(self._optimizer.apply_gradients)(pairs, **self._given_with(step))
 
     def _decayed_lr(self, var_dtype: Any) -> Any:
         # Programs of that time show the learning rate of a schedule so.

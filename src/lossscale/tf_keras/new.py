@@ -13,19 +13,21 @@ import tf_keras
 from lossscale.errors import ArgumentError
 from lossscale.keras_common.optimizer import Slots, check_shapes
 from lossscale.keras_common.state import arrays_in
+from lossscale.keras_common.step import Step
 from lossscale.old_formats import documented_name, kind_of
 from lossscale.tensorflow.apply_or_skip import can_keep_old_values
 from lossscale.tensorflow.tracing import in_xla, translated
-from lossscale.tf_keras.optimizer import TFKerasCommonOptimizer, dtype_of
+from lossscale.tf_keras.optimizer import CalledAsWritten, TFKerasCommonOptimizer, dtype_of
 from lossscale.tf_keras.private_names import LossScaleOptimizerV3
 from lossscale.tf_keras.saving import UNLISTED, LossScaleStore, build_pending, values_of
 
 
-class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3):
+class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=CalledAsWritten):
     """What differs around the optimizers that tf_keras has had since 2.11."""
 
     _inner_base = tf_keras.optimizers.Optimizer
     _is_legacy = False
+    _are_summed = ("skip_gradients_aggregation", True)
 
     def _build(self, variables: list[Any], has_gradient: Sequence[bool] = ()) -> None:
         if self._pending_groups:
@@ -62,25 +64,21 @@ class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3):
             return pairs
         return translated(inner.aggregate_gradients)(pairs)
 
-    def _apply_inner(self, pairs: list[Any], name: str | None) -> Any:
-        inner = self._optimizer
+    def _apply(self, step: Step) -> Any:
+        inner, pairs = self._optimizer, zip(step.gradients, step.variables, strict=True)
         if "_u_product_counter" in vars(inner) and tf.executing_eagerly():
             # By this number Nadam tells whether this step has multiplied its product already, and
             # no file has it. A traced function keeps what it was when it was traced.
             inner._u_product_counter = int(inner.iterations) + 1
         with _without_own_function(inner) if in_xla() else contextlib.nullcontext():
-            # A user's optimizer may take no name.
-            named = {} if name is None else {"name": name}
-            return translated(inner.apply_gradients)(
-                pairs, **named, skip_gradients_aggregation=True
-            )
+            return translated(inner.apply_gradients)(list(pairs), **self._given_with(step))
 
-    def _kept_on_a_skip(self, gradients: Sequence[Any], trained: Sequence[Any]) -> Any:
+    def _kept_on_a_skip(self, step: Step) -> Any:
         def written() -> list[Any]:
             inner, unlisted = self._optimizer, self._unlisted_variables().values()
-            return [*inner.variables, inner.iterations, *unlisted, *trained]
+            return [*inner.variables, inner.iterations, *unlisted, *step.variables]
 
-        return written if can_keep_old_values(self._optimizer, gradients) else None
+        return written if can_keep_old_values(self._optimizer, step.gradients) else None
 
     # --- Model files --------------------------------------------------------------------------
 
@@ -108,6 +106,8 @@ class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3):
         """
         values = arrays_in(store)
         if values:
+            if self._values_before_load is None:
+                self._values_before_load = self._own_values()
             self._pending_values = [values[str(i)] for i in range(len(values))]
             self._load_pending()
 

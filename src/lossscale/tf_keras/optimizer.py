@@ -15,13 +15,16 @@ from lossscale.common.checks import (
     check_own_name,
     check_settable,
     scaled_value,
-    warned_at_floor,
+    takes,
+    with_gradient,
 )
+from lossscale.errors import ArgumentError
 from lossscale.keras_common.optimizer import KerasCommonOptimizer
 from lossscale.keras_common.scaled_gradients import ScaledGradientTracker
+from lossscale.keras_common.step import Step, StepOperations
 from lossscale.members import VariableList
 from lossscale.packages import warn
-from lossscale.rules import GradientStats, ScaleRule, StatsRequest
+from lossscale.rules import GradientStats, ScaleRule
 from lossscale.tensorflow import gradient_stats, overflow_check, replicas, scaling, tracing
 from lossscale.tensorflow.apply_or_skip import apply_or_skip, run_guarded
 from lossscale.tensorflow.private_names import DelegatingTrackableMixin
@@ -32,7 +35,9 @@ from lossscale.tf_keras.arguments import (
     inner_from_config,
     is_variable,
 )
+from lossscale.tf_keras.private_names import BaseLossScaleOptimizer
 from lossscale.tf_keras.state import (
+    CheckpointChildren,
     LossScaleNode,
     OlderBaseOptimizer,
     StepCounter,
@@ -41,20 +46,47 @@ from lossscale.tf_keras.state import (
 )
 
 
-class Arrays:
+class Arrays(StepOperations):
     """The operations that loss scaling needs on TensorFlow's arrays and variables."""
 
+    sums_before_check = True
     scaled = staticmethod(scaling.scaled)
     unscaled = staticmethod(scaling.unscaled)
     all_finite = staticmethod(overflow_check.all_finite)
     flat_gradients = staticmethod(scaling.flat_gradients)
     current_location = staticmethod(replicas.current_location)
     replica_count = staticmethod(replicas.replica_count)
+    # Summed gradients are the same on all replicas; others are not, and neither must be what an
+    # aggregation of the user's returned.
+    all_replicas_finite = staticmethod(replicas.all_replicas_finite)
     run_guarded = staticmethod(run_guarded)
     read = staticmethod(tf.convert_to_tensor)
 
     is_variable = staticmethod(is_variable)
     flat_variables = staticmethod(flat_variables)
+
+    def runs_now(self, gradients: Sequence[Any]) -> bool:
+        """Whether the step is taken eagerly, by one replica."""
+        return tf.executing_eagerly() and not tf.distribute.has_strategy()
+
+    def stats(self, step: Step, rule: ScaleRule, finite: Any, scale: Any) -> GradientStats:
+        """What the rule needs to see of the gradients, which are unscaled."""
+        return gradient_stats.compute(
+            rule.needs, finite, step.gradients, scale, are_scaled=False, are_shared=step.aggregate
+        )
+
+
+_Metaclass: Any = type(BaseLossScaleOptimizer)
+
+
+class CalledAsWritten(_Metaclass):
+    """The class of our classes: a subclass may be called with any arguments.
+
+    tf_keras' own passes the inner optimizer on by position.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type.__call__(self, *args, **kwargs)
 
 
 class TFKerasCommonOptimizer(KerasCommonOptimizer):
@@ -66,13 +98,15 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     _sets_scale = (
         "Restore a checkpoint, or make LossScaleOptimizer(inner_optimizer, initial_scale={value!r})"
     )
-    _backend = Arrays
-    _state: TFKerasScaleVariables | None
+    _backend = Arrays()
+    _state: Any
 
     # Defined by each family.
 
     _inner_base: ClassVar[type[Any]]
     _is_legacy: ClassVar[bool]
+    # The argument of the inner optimizer's `apply_gradients` that says so, and its value.
+    _are_summed: ClassVar[tuple[str, bool]]
     # Creates the inner optimizer's variables for these, of which some may have no gradient.
     _build: Callable[..., None]
     # The weights that the inner optimizer lists.
@@ -80,9 +114,8 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     # Pairs of a scaled loss, variables and a tape; gradients of a tensor of the traced function.
     _inner_gradients: Callable[[Any, list[Any], Any], list[Any]]
     _symbolic_gradients: Callable[[Any, Sequence[Any]], list[Any]]
-    # Sums the gradients of pairs over the replicas; applies pairs that are summed.
+    # Sums the gradients of pairs over the replicas.
     _aggregated: Callable[[list[Any]], Any]
-    _apply_inner: Callable[[list[Any], str | None], Any]
 
     def _check_inner(self, inner_optimizer: Any) -> None:
         check_inner(inner_optimizer, self._inner_base)
@@ -100,6 +133,8 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         # weights, and by name what it does not list. A checkpoint holds no arrays.
         self._pending_values: list[Any] | None = None
         self.__dict__["_pending_named"] = {}
+        # The values of loss scaling before that.
+        self._values_before_load: dict[str, Any] | None = None
         # The key and the shape of each variable that the original of a copy was built with.
         self.__dict__["_pending_groups"] = []
         self._warned_of_none = False
@@ -112,7 +147,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     def _create_state(self) -> None:
         first = self._first_state()
-        if first is not None and not isinstance(first, TFKerasScaleVariables):
+        if first.decide is None and not isinstance(first, TFKerasScaleVariables):
             # A LossScale object whose value was asked for before it met an optimizer, in a process
             # that has imported Keras 3 as well.
             values = first.read()
@@ -125,11 +160,10 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         self._step_counter = StepCounter(self._inner_iterations, self._steps_skipped)
         own = self._own_variables()
         extras = {name: own.pop(name) for name in ("steps_skipped", "last_step_skipped")}
-        self._children_have_changed()
-        if own or self._rule.checks_gradients:
-            self._track_trackable(LossScaleNode(own, extras), "loss_scale", overwrite=True)
-        older = OlderBaseOptimizer(self._optimizer, self._is_legacy, self._find_slot)
-        self._track_trackable(older, "base_optimizer", overwrite=True)
+        self._children = CheckpointChildren(
+            LossScaleNode(own, extras) if own or self._rule.checks_gradients else None,
+            OlderBaseOptimizer(self._optimizer, self._is_legacy, self._find_slot),
+        )
 
     def _first_state(self) -> Any:
         return self._new_state(self._rule)
@@ -145,30 +179,14 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     def build(self, var_list: Sequence[Any]) -> None:
         self._build(list(var_list))
 
-    # --- The step -----------------------------------------------------------------------------
+    # --- The parts of a step, of which `keras_common/step.py` is made ---------------------------
 
     def _check_context(self) -> None:
         replicas.check_replica_context()
 
-    def _step(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        *,
-        scaled: bool = False,
-        aggregate: bool = True,
-        name: str | None = None,
-    ) -> Any:
-        """Takes a step: checks the gradients, applies them or skips, updates the loss scale.
-
-        Args:
-            gradients: Those of this replica; None where there is none.
-            variables: Their variables.
-            scaled: Never: nothing here leaves scaled gradients to be applied.
-            aggregate: Whether the gradients of the replicas are summed.
-            name: Name of the operations, or None.
-        """
-        rule = self._rule
+    def _prepared(
+        self, gradients: Sequence[Any], variables: Sequence[Any], aggregate: bool
+    ) -> tuple[list[Any], list[Any]]:
         # An optimizer is often made outside the strategy that it is used under.
         replicas.check_strategy()
         with tf.init_scope():
@@ -178,38 +196,38 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         pairs = self._with_gradients(gradients, variables)
         if aggregate:
             pairs = list(self._aggregated(pairs))
-        # Before the check, because the cast can overflow.
-        gradients = [_narrowed(gradient, variable) for gradient, variable, *_ in pairs]
         trained = [pair[1] for pair in pairs]
+        with tf.init_scope():
+            self._build_overflow_tracker(trained)
+        # Before the check, because the cast can overflow.
+        return [_narrowed(gradient, variable) for gradient, variable, *_ in pairs], trained
 
-        def apply(gradients: Sequence[Any], scale: None) -> Any:
-            return self._apply_inner(list(zip(gradients, trained, strict=True)), name)
+    def _apply_or_skip(self, stats: GradientStats, step: Step, apply: Any, update: Any) -> Any:
+        kept = self._kept_on_a_skip(step)
+        return apply_or_skip(stats, step.gradients, None, apply, update, kept)
 
-        if self._state is None:
-            # A `LossScale` of the older API reads the gradients, and decides itself.
-            finite = self._decide(gradients)
-        else:
-            finite = overflow_check.all_finite(gradients) if rule.checks_gradients else True
-        # Summed gradients are the same on all replicas; others are not, and neither must be what
-        # an aggregation of the user's returned.
-        finite = replicas.all_replicas_finite(finite)
-        stats = GradientStats(finite)
-        if rule.needs != StatsRequest():
-            scale = self._current_scale()
-            stats = gradient_stats.compute(
-                rule.needs, finite, gradients, scale, are_scaled=False, are_shared=aggregate
+    def _sums_replicas(self, asked: bool) -> bool:
+        argument, _ = self._are_summed
+        if takes(self._optimizer.apply_gradients, argument):
+            return asked
+        if not asked:
+            raise ArgumentError(
+                f"{type(self._optimizer).__name__}.apply_gradients() does not take `{argument}`, "
+                "so that it always sums the gradients of replicas. Add the argument to it, and "
+                "pass it on."
             )
-        if self._overflow_tracker is not None:
-            self._track_step(gradients, trained, finite)
-        kept = self._kept_on_a_skip(gradients, trained)
-        runs_now = tf.executing_eagerly() and not tf.distribute.has_strategy()
-        before = self._current_scale() if runs_now and self._may_warn_at_floor() else None
-        done = apply_or_skip(stats, gradients, None, apply, self._update_scale, kept)
-        if before is not None and not finite:
-            self._warned_at_floor = warned_at_floor(rule, float(before))
-        return self._result(done)
+        # It does that itself.
+        return False
 
-    def _kept_on_a_skip(self, gradients: Sequence[Any], trained: Sequence[Any]) -> Any:
+    def _given_with(self, step: Step) -> dict[str, Any]:
+        """Returns the arguments for the inner optimizer's `apply_gradients`, if it takes them."""
+        argument, value = self._are_summed
+        given: dict[str, Any] = {} if step.name is None else {"name": step.name}
+        if takes(self._optimizer.apply_gradients, argument):
+            given[argument] = value
+        return given
+
+    def _kept_on_a_skip(self, step: Step) -> Any:
         """Returns what `apply_or_skip` takes as `kept`: by default a branch skips."""
         return None
 
@@ -224,9 +242,8 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             )
         return [(gradient, variable) for gradient, variable in pairs if gradient is not None]
 
-    def _update_scale(self, stats: GradientStats) -> Any:
-        """Updates the loss scale after a step, and counts a skipped one."""
-        results = [] if self._state is None else [self._state.update(stats)]
+    def _update_scale(self, stats: GradientStats, state_on_host: None) -> Any:
+        results = [self._state.update(stats)]
         if self._rule.checks_gradients:
             skipped = tf.logical_not(stats.finite)
             results.append(self._last_step_skipped.assign(skipped, read_value=False))
@@ -236,28 +253,11 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         return results
 
     def _result(self, operation: Any) -> Any:
-        """Returns the value of `apply_gradients`, given the operation of the step."""
         if tf.executing_eagerly():
             return self.iterations
         if tf.compat.v1.get_default_graph().building_function:
             return tracing.after(operation, self.iterations.value)
         return operation
-
-    # --- What a monitor reads of a step -------------------------------------------------------
-
-    def _track_step(self, gradients: Sequence[Any], variables: Sequence[Any], finite: Any) -> None:
-        with tf.init_scope():
-            self._build_overflow_tracker(variables)
-        self._overflow_tracker.track(
-            gradients=gradients,
-            variables=variables,
-            # They are unscaled, and already summed over the replicas.
-            unscale=list,
-            finite=finite,
-            scale=tf.convert_to_tensor(self._current_scale()),
-            number=tf.convert_to_tensor(self.iterations) + 1,
-            is_shared=True,
-        )
 
     def _build_overflow_tracker(self, variables: Sequence[Any]) -> None:
         if self._overflow_tracker is not None:
@@ -286,8 +286,9 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     def _computed(self, loss: Any, var_list: Any, grad_loss: Any, tape: Any) -> Any:
         # As TensorFlow did: an override need not know an argument that nobody gives.
-        given = {} if grad_loss is None else {"grad_loss": grad_loss}
-        return self.compute_gradients(loss, var_list, tape=tape, **given)
+        given = {"tape": tape, "grad_loss": grad_loss}
+        given = {name: value for name, value in given.items() if value is not None}
+        return self.compute_gradients(loss, var_list, **given)
 
     def compute_gradients(
         self, loss: Any, var_list: Any = None, tape: Any = None, grad_loss: Any = None
@@ -316,7 +317,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             scaled, variables = self._differentiated(loss, var_list, grad_loss, tape)
             gradients = self._unscaled_by_verb(scaled, variables)
         self._scaling.note(location, "get_scaled_loss")
-        self._scaling.note_unscaled(location, len(gradients))
+        self._scaling.note_unscaled(location, len(with_gradient(gradients, variables)))
         return list(zip(gradients, variables, strict=True))
 
     def _differentiated(
@@ -358,7 +359,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     @property
     def dynamic_counter(self) -> Any:
-        return None if self._state is None else self._state.variables.get("good_steps")
+        return self._state.variables.get("good_steps")
 
     @property
     def iterations(self) -> StepCounter:
@@ -391,9 +392,8 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     def _own_variables(self) -> dict[str, Any]:
         """The variables of the loss scale and of the skips, by their names in saving."""
-        of_rule = {} if self._state is None else self._state.named
         return {
-            **of_rule,
+            **self._state.named,
             **self._loss_scale_variables,
             "steps_skipped": self._steps_skipped,
             "last_step_skipped": self._last_step_skipped,
@@ -422,6 +422,16 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             self._remember_name(name)
 
     # --- Files, copies and configurations; see `saving` and `arguments` --------------------------
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        theirs = self._optimizer._trackable_children(save_type, **kwargs)
+        return self._children.beside(theirs)
+
+    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+        theirs = self._optimizer._lookup_dependency(name)
+        taken = theirs is not None or name in getattr(self._optimizer, "_hyper", ())
+        own = self._children.found(name, taken)
+        return theirs if own is None else own
 
     _own_values = saving.own_values
     _set_own_values = saving.set_own_values
@@ -454,7 +464,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     _new_variable = staticmethod(new_variable)
 
-    _arrays = staticmethod(lambda: Arrays)
+    _arrays = staticmethod(Arrays)
 
     _new_state = staticmethod(TFKerasScaleVariables)
 

@@ -45,8 +45,7 @@ def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
     """Sets these, moved into the range of the rule; values without a variable are kept for it."""
     # A dataset of an HDF5 file is not an array yet.
     arrays = {name: np.asarray(values[name][()]) for name in values}
-    if optimizer._state is not None:
-        arrays.update(_valid(optimizer._state, arrays))
+    arrays.update(_valid(optimizer._state, arrays))
     named = _named_variables(optimizer)
     pairs = [(variable, arrays.pop(name)) for name, variable in named.items() if name in arrays]
     # Variables that `build` makes do not exist before it.
@@ -75,8 +74,8 @@ def load_pending(optimizer: Any) -> None:
     unlisted = optimizer._unlisted_variables()
     pairs = [(variable, named.pop(name)) for name, variable in unlisted.items() if name in named]
     values = optimizer._pending_values
-    if values is not None and len(values) == len(weights):
-        optimizer._pending_values = None
+    if values is not None and _shapes(values) == _shapes(weights):
+        optimizer._pending_values = optimizer._values_before_load = None
         pairs += zip(weights, values, strict=True)
     # The first step of a tf.function may build the optimizer. Traced assignments would set these
     # values again on every step.
@@ -145,13 +144,27 @@ def build_pending(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def drop_pending(optimizer: Any) -> None:
-    """Raises an error if loaded values do not match the variables of the first step."""
+    """Warns that loaded values do not match the variables of the first step.
+
+    The optimizer continues as if nothing had been loaded.
+    """
     loaded, optimizer._pending_values = optimizer._pending_values, None
+    before, optimizer._values_before_load = optimizer._values_before_load, None
+    optimizer._pending_named.clear()
+    with tf.init_scope():
+        set_own_values(optimizer, before or {})
+    expected = optimizer._inner_weights()
+    of_shapes = "" if len(loaded) != len(expected) else f" of the shapes {_shapes(loaded)}"
+    wanted = f" of the shapes {_shapes(expected)}" if of_shapes else ""
     warn(
-        f"The saved state of the optimizer is not used: it has {len(loaded)} arrays. Expected: "
-        f"{len(optimizer._inner_weights())}. Call "
+        f"The saved state of the optimizer is not used: it has {len(loaded)} arrays{of_shapes}. "
+        f"Expected: {len(expected)}{wanted}. Call "
         "build(variables) with all variables that it was saved with before the first step."
     )
+
+
+def _shapes(values: Sequence[Any]) -> list[tuple[int, ...]]:
+    return [tuple(value.shape) for value in values]
 
 
 def values_of(variables: Iterable[Any]) -> list[Any]:

@@ -18,6 +18,9 @@ from lossscale.tf_keras.private_names import track_variable
 
 # The names that every release of TensorFlow wrote into checkpoints.
 _VARIABLE_NAMES = {"scale": "current_loss_scale"}
+# The loss scale where the inner optimizer has a child `loss_scale` or `base_optimizer`. This is no
+# attribute's name.
+_BESIDE = "lossscale.loss_scale"
 _VALUE = "VARIABLE_VALUE"
 _NAMESPACE = types.SimpleNamespace(**{**vars(tf), "where": where})
 _DTYPES = {"bool": tf.bool, "int": tf.int64, "float32": tf.float32}
@@ -120,6 +123,48 @@ class LossScaleNode(Trackable):
                 for name, value in restored_tensors.items()
             ]
         )
+
+
+class CheckpointChildren:
+    """What a loss scale optimizer has in a checkpoint beside the children of its inner optimizer.
+
+    Those keep their names. If the inner optimizer has a child `loss_scale` or `base_optimizer`, the
+    loss scale stands under another name.
+
+    Args:
+        loss_scale: The node of the loss scale; None if it has no variables.
+        older: The node for files of TensorFlow 2.0 to 2.2.
+    """
+
+    def __init__(self, loss_scale: Any, older: Any) -> None:
+        self._loss_scale, self._older = loss_scale, older
+        # Whether both names are the inner optimizer's in the file that is being restored.
+        self._are_theirs = False
+
+    def beside(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the children of the inner optimizer, by name, and these."""
+        # Every restore begins with this call.
+        self._are_theirs = False
+        own = {"loss_scale": self._loss_scale, "base_optimizer": self._older}
+        if theirs.keys() & own.keys():
+            # First, so that a restore meets this name before those that it is about.
+            own = {_BESIDE: self._loss_scale}
+        return {**{name: child for name, child in own.items() if child is not None}, **theirs}
+
+    def found(self, name: str, taken: bool) -> Any:
+        """Returns the child of this name; None if it is not one of these.
+
+        Args:
+            name: A name in a file, which are asked for in its order.
+            taken: Whether the inner optimizer has a child of this name.
+        """
+        if name == _BESIDE:
+            # The inner optimizer may make its child later.
+            self._are_theirs = True
+            return self._loss_scale
+        if taken or self._are_theirs:
+            return None
+        return {"loss_scale": self._loss_scale, "base_optimizer": self._older}.get(name)
 
 
 # What the new optimizers call the variables of the older ones.

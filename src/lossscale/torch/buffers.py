@@ -13,7 +13,7 @@ import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ _LARGE = 64 * 2**20
 """Bytes of buffers above which a warning names the argument to choose some."""
 _NEVER_STEPPED = 10
 """Updates of the parameters without a step of the optimizer after which a warning comes."""
-_ALIGNED = 16
 
 _guards: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BufferGuard]] = weakref.WeakKeyDictionary()
 """The guards by the optimizer or scaler whose steps count."""
@@ -92,12 +91,9 @@ class BufferGuard:
         self._weight = next((p for p in model.parameters() if p.requires_grad), None)
         self._saved: list[dict[str, Any]] = []
         self._handles: list[Any] = []
-        self._flat: dict[Any, list[Any]] = {}
-        self._groups: list[tuple[list[Any], list[list[Any]]]] = []
+        self._groups: list[_Group] = []
         self._others: list[list[Any]] = []
         self._lazy: list[Any] = []
-        self._locals: list[Any] = []
-        self._places: list[int] = []
         self._entries: list[tuple[dict[str, Any], str]] = []
         self._tensors: list[Any] = []
         self._lengths_of = [table for table, names in self._tables if names is None]
@@ -175,8 +171,8 @@ class BufferGuard:
         """Saves the buffers as they are."""
         if not (self._saved and self._is_known()):
             self._allocate()
-        for tensors, (before, *_) in self._groups:
-            torch._foreach_copy_(before, tensors)
+        for group in self._groups:
+            torch._foreach_copy_(group.saved.parts, group.data)
         for each in self._others:
             each[1] = each[0].clone()
 
@@ -184,8 +180,9 @@ class BufferGuard:
     def restore(self) -> None:
         """Sets the buffers to what was saved."""
         self._put_back()
-        for tensors, (before, *_) in self._groups:
-            torch._foreach_copy_(tensors, before)
+        for group in self._groups:
+            # Somebody may have replaced `data` since.
+            torch._foreach_copy_([_data(t) for t in group.tensors], group.saved.parts)
         for tensor, was in self._others:
             tensor.copy_(was)
 
@@ -199,14 +196,13 @@ class BufferGuard:
             elif saves:
                 self.save()
             return
-        self._allocate_second()
-        for tensors, (_, after) in self._groups:
-            torch._foreach_copy_(after, tensors)
-        for device, (old, new) in self._flat.items():
-            chosen = old if saves else new
-            torch.where(skipped.to(device, torch.bool), old, new, out=chosen)
-        for tensors, (before, after) in self._groups:
-            torch._foreach_copy_(tensors, before if saves else after)
+        flags = {group.device: skipped.to(group.device, torch.bool) for group in self._groups}
+        for group in self._groups:
+            group.now = now = group.now or _Storage(group.data)
+            torch._foreach_copy_(now.parts, group.data)
+            chosen = group.saved if saves else now
+            torch.where(flags[group.device], group.saved.bytes, now.bytes, out=chosen.bytes)
+            torch._foreach_copy_(group.data, chosen.parts)
 
     # --- Which tensors they are ---------------------------------------------------------------
 
@@ -217,14 +213,12 @@ class BufferGuard:
         return (
             list(map(len, self._lengths_of)) == self._lengths
             and all(map(operator.is_, now, self._tensors))
-            and [t.data_ptr() for t in self._locals] == self._places
+            and all([t.data_ptr() for t in g.tensors] == g.places for g in self._groups)
             and all(map(_is_lazy, self._lazy))
         )
 
     def _put_back(self) -> None:
         """Restores which tensors the buffers are."""
-        if self._is_known():
-            return
         for (now, names), was in zip(self._tables, self._saved, strict=True):
             for name in [n for n in now if names is None and n not in was]:
                 del now[name]
@@ -255,58 +249,35 @@ class BufferGuard:
         self._tensors = [tensor for was in self._saved for tensor in was.values()]
         found = {id(t): t for t in self._tensors if t is not None}
         self._lazy = [t for t in found.values() if _is_lazy(t)]
-        kinds: dict[Any, dict[Any, list[Any]]] = {}
-        self._groups, self._others, self._flat, self._locals = [], [], {}, []
+        kinds: dict[Any, list[Any]] = {}
+        self._others = []
         for each in found.values():
             if _is_lazy(each) or each.is_meta or each.is_inference():
                 continue
             local = each.to_local() if hasattr(each, "to_local") else each
             if local.layout != torch.strided or local.is_quantized or not _is_plain(local):
                 self._others.append([each, each])
-                continue
-            self._locals.append(local)
-            # A write to `data` does not spoil a graph: training-mode norms, which put their
-            # statistics into it, do not read them in the backward pass.
-            tensors = kinds.setdefault(local.device, {}).setdefault(local.dtype, [])
-            tensors.append(_compact(local.data))
-        self._places = [t.data_ptr() for t in self._locals]
-        for device, by_dtype in kinds.items():
-            total = sum(_room(t) for tensors in by_dtype.values() for t in tensors)
-            flat = torch.empty(total, dtype=torch.uint8, device=device)
-            self._flat[device] = [flat]
-            views = _views(flat, by_dtype)
-            self._groups += [(by_dtype[dtype], [next(views)]) for dtype in by_dtype]
-
-    def _allocate_second(self) -> None:
-        """Makes the copy that a decision on the device needs besides the saved one."""
-        groups = iter(self._groups)
-        for device, storages in self._flat.items():
-            if len(storages) == 2:
-                continue
-            storages.append(torch.empty_like(storages[0]))
-            mine = [(tensors, copies) for tensors, copies in groups if tensors[0].device == device]
-            by_dtype = {tensors[0].dtype: tensors for tensors, _ in mine}
-            for (_, copies), views in zip(mine, _views(storages[1], by_dtype), strict=True):
-                copies.append(views)
-            groups = iter(self._groups)
+            else:
+                kinds.setdefault((local.device, local.dtype), []).append(local)
+        self._groups = [_Group(tensors) for tensors in kinds.values()]
 
     # --- Warnings -----------------------------------------------------------------------------
 
     def _warn_of_size(self, modules: list[tuple[str, Any]]) -> None:
-        sizes = {
-            path + name: tensor.numel() * tensor.element_size()
-            for (path, _), was in zip(modules, self._saved, strict=True)
-            for name, tensor in was.items()
-            if tensor is not None and not _is_lazy(tensor)
-        }
-        total = sum(flat.nbytes for storages in self._flat.values() for flat in storages)
+        total = sum(group.saved.bytes.nbytes for group in self._groups)
         if total > _LARGE:
-            largest = max(sizes, key=sizes.__getitem__)
+            sizes = [
+                (tensor.numel() * tensor.element_size(), path + name)
+                for (path, _), was in zip(modules, self._saved, strict=True)
+                for name, tensor in was.items()
+                if tensor is not None and not _is_lazy(tensor)
+            ]
+            largest, name = max(sizes)
             warn(
                 f"guard(model, optimizer) copies {total / 2**20:.0f} MiB of buffers in each step; "
-                f"the largest is {largest!r}, {sizes[largest] / 2**20:.0f} MiB. Name the buffers "
-                'that the forward pass changes, as in guard(model, optimizer, buffers=["*.'
-                'running_mean", "*.running_var"]).'
+                f"the largest is {name!r}, {largest / 2**20:.0f} MiB. Name the buffers that the "
+                "forward pass changes, as in guard(model, optimizer, buffers=["
+                '"*.running_mean", "*.running_var"]).'
             )
 
     def _count_updates(self, updates: tuple[int, int]) -> None:
@@ -323,6 +294,32 @@ class BufferGuard:
                 "the parameters, so skipped steps do not restore the buffers. Pass the "
                 "LossScaleOptimizer or GradScaler that steps."
             )
+
+
+class _Storage:
+    """Room for the numbers of some tensors of one dtype.
+
+    Attributes:
+        parts: Tensors with the shapes of those.
+        bytes: All of it.
+    """
+
+    def __init__(self, tensors: list[Any]) -> None:
+        sizes = [t.numel() for t in tensors]
+        flat = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device)
+        self.parts = [p.view(t.shape) for p, t in zip(flat.split(sizes), tensors, strict=True)]
+        self.bytes = flat.view(torch.uint8)
+
+
+class _Group:
+    """Buffers of one dtype on one device: as they are saved and, if need be, as they are now."""
+
+    def __init__(self, tensors: list[Any]) -> None:
+        self.tensors, self.device = tensors, tensors[0].device
+        self.places = [t.data_ptr() for t in tensors]
+        self.data = list(map(_data, tensors))
+        self.saved = _Storage(self.data)
+        self.now: _Storage | None = None
 
 
 class Hook:
@@ -446,23 +443,9 @@ def _is_alike(one: Any, other: Any) -> bool:
     return (one.device, one.dtype) == (other.device, other.dtype)
 
 
-def _compact(tensor: Any) -> Any:
-    """A view of a tensor in which each element is in one place, as `copy_` needs it."""
-    return tensor[tuple(slice(None, 1) if s == 0 else slice(None) for s in tensor.stride())]
-
-
-def _room(tensor: Any) -> int:
-    size: int = tensor.numel() * tensor.element_size()
-    return -(-size // _ALIGNED) * _ALIGNED
-
-
-def _views(flat: Any, by_dtype: dict[Any, list[Any]]) -> Iterator[list[Any]]:
-    """Yields, for each dtype, views of a storage with the shapes of some tensors."""
-    start = 0
-    for dtype, tensors in by_dtype.items():
-        views = []
-        for each in tensors:
-            part = flat[start : start + each.numel() * each.element_size()]
-            views.append(part.view(dtype).view(each.shape))
-            start += _room(each)
-        yield views
+def _data(tensor: Any) -> Any:
+    """A tensor to write to, in which each element has one place, as `copy_` needs it."""
+    # A write to `data` does not spoil graphs. Norms, which have their statistics in them, do not
+    # read these in the backward pass in training mode.
+    parts = tuple(slice(None, 1) if s == 0 else slice(None) for s in tensor.stride())
+    return tensor.data[parts]

@@ -37,19 +37,14 @@ def step(optimizer: Any, closure: Callable[[], Any], nothing_scaled: str, **more
     Returns:
         The loss, or what the inner optimizer returns.
     """
-    if not callable(closure):
-        raise ArgumentTypeError(
-            "`closure` must be a callable that evaluates the model, calls backward() and "
-            f"returns the loss. Received: {type(closure).__name__}. step() takes no loss: call "
-            "optimizer.backward(loss) before it."
-        )
+    _check_closure(closure)
     inner, record = optimizer.inner_optimizer, optimizer._record
     if optimizer.decide == "device" or fused.evaluates_first(inner):
         with torch.enable_grad():
             loss = closure()
         optimizer._take_step(**more)
         return loss
-    optimizer._settle()
+    optimizer._account_for_unseen_backward()
     # It may be stepped along gradients that are there before it evaluates anything.
     if not record.is_nothing() and not optimizer._unscale_(nothing_scaled).apply:
         optimizer._take_step()
@@ -89,6 +84,15 @@ def step(optimizer: Any, closure: Callable[[], Any], nothing_scaled: str, **more
     if decision is not None:
         optimizer._finish(decision)
     return loss
+
+
+def _check_closure(closure: Any) -> None:
+    if not callable(closure):
+        raise ArgumentTypeError(
+            "`closure` must be a callable that evaluates the model, calls backward() and "
+            f"returns the loss. Received: {type(closure).__name__}. step() takes no loss: call "
+            "optimizer.backward(loss) before it."
+        )
 
 
 def _norms(inner: Any) -> list[float]:

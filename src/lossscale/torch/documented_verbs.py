@@ -71,7 +71,7 @@ class DocumentedVerbs(Wrapper):
                 f"`grads` must be a list of gradients. Received: {grads!r}."
             ) from None
         device = next((g.device for g in given if g is not None), CPU)
-        scale = self._engine.scale.on(device).scale
+        scale = self._engine.scale.scale_on(device)
         result = unscaled(given, scale, self._rule.powers_of_two)
         record = self._record
         record.by_hand = False
@@ -175,13 +175,7 @@ class DocumentedVerbs(Wrapper):
             >>> optimizer.minimize(lambda: (weight**2).sum()), weight.detach()
             (1, tensor([0.]))
         """
-        if tape is not None:
-            raise ArgumentError("`tape` is for TensorFlow. Leave it out.")
-        if not callable(loss) or isinstance(loss, torch.Tensor):
-            raise ArgumentTypeError(
-                "`loss` must be a callable without arguments that returns the loss, such as "
-                f"lambda: loss_fn(model(x), y). Received: {type(loss).__name__}."
-            )
+        _check_minimized(loss, tape)
         if callable(var_list) and not isinstance(var_list, torch.Tensor):
             var_list = var_list()
         variables = (
@@ -240,6 +234,16 @@ def _backward(value: Any, grad_loss: Any, variables: Sequence[Any]) -> None:
     # `fully_shard` computes with other tensors, and moves their gradients to the parameters.
     spread = any(ranks.is_spread(variable) for variable in variables)
     value.backward(gradient=grad_loss, inputs=None if spread else list(variables))
+
+
+def _check_minimized(loss: Any, tape: Any) -> None:
+    if tape is not None:
+        raise ArgumentError("`tape` is for TensorFlow. Leave it out.")
+    if not callable(loss) or isinstance(loss, torch.Tensor):
+        raise ArgumentTypeError(
+            "`loss` must be a callable without arguments that returns the loss, such as "
+            f"lambda: loss_fn(model(x), y). Received: {type(loss).__name__}."
+        )
 
 
 def _is_variable(value: Any) -> bool:

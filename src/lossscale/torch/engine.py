@@ -7,6 +7,7 @@ scale is on the device.
 from __future__ import annotations
 
 import math
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -22,17 +23,21 @@ from lossscale.torch.scale import Multiplier
 from lossscale.torch.scaled_gradients import (
     GradientRecord,
     ScaledGradients,
-    divide,
+    all_engines,
     holding,
     is_below_one,
-    multiply,
     owners,
     register,
     set_of,
 )
-from lossscale.torch.scaling import CPU, read, read_all, scalar
+from lossscale.torch.scaling import CPU, filled, read, read_all, scalar
 from lossscale.torch.several import parts_of, with_parts
 from lossscale.torch.skip_count import FirstSteps
+
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_LARGEST = torch.finfo(torch.float32).max
+_SMALLEST_NORM = 2.0**-40
+"""Above it all elements together whose squares are 0 in float32 do not matter."""
 
 
 class StepDecision(NamedTuple):
@@ -83,7 +88,7 @@ class Engine:
         self._states = fused.KnownStates()
         self._info = ParameterInfo(ranks.parameters_of(self.inner), process_group)
         self._first_steps = FirstSteps()
-        self._forget = register(self, self._info.ids)
+        self._forget = register(self, self._info)
         known = (e.record for e in owners(self._info) if e is not self and e.inner is inner)
         self.record: GradientRecord = next(known, None) or GradientRecord()
 
@@ -99,13 +104,24 @@ class Engine:
         if not self._info.is_of(parameters):
             self._forget()
             before, self._info = self._info, ParameterInfo(parameters, self.process_group)
-            self._forget = register(self, self._info.ids)
-            added = self._info.without(before.ids)
-            if added.first_gradient() is not None and not holding(added):
-                # The last scaled loss may have reached them, too.
-                for each in self.record.sets[-1:]:
-                    each.join(added)
+            self._forget = register(self, self._info)
+            self._adopt_strays(self._info.without(before.ids))
         return self._info
+
+    def _adopt_strays(self, added: ParameterInfo) -> None:
+        """Gradients of parameters that came later belong to the set whose loss has reached them."""
+        for each in holding(added):
+            added = added.without(each.info.ids)
+        if added.first_gradient() is None:
+            return
+        for each in {s: None for engine in all_engines() for s in engine.record.sets}:
+            strays = each.strays
+            reached = [p for p in added.parameters if strays is None or id(p) in strays]
+            if reached and each.by is not None:
+                each.join(ParameterInfo(reached, []))
+                added = added.without(set(map(id, reached)))
+                if each not in self.record.sets:
+                    self.record.sets.append(each)
 
     def _groups(self, info: ParameterInfo) -> Any:
         return info.groups or (() if self.join_group is None else (self.join_group,))
@@ -143,14 +159,14 @@ class Engine:
                 self.left_out()
             record.reset()
 
-    def begin(
+    def put_into_set(
         self,
         by: Any,
         info: ParameterInfo,
         task: int,
         *,
         own_loss: bool = False,
-        sure: bool = True,
+        certain: bool = True,
     ) -> ScaledGradients:
         """Puts gradients of parameters into the set of a loss that will add to them.
 
@@ -159,14 +175,16 @@ class Engine:
             info: The parameters.
             task: The backward pass.
             own_loss: Whether this optimizer scaled the loss.
-            sure: Whether the loss reaches them for sure.
+            certain: Whether the loss reaches them for certain.
         """
         record, whole = self.record, self.info()
         target = next((each for each in record.sets if each.by is by), None)
         if target is None:
             # What a skipped step has left, and what the loss may not reach, is no overflow of it.
-            is_left = record.found is None and record.is_as_it_was(whole)
-            target = set_of(by) if own_loss or (sure and not is_left) else ScaledGradients(by)
+            left = record.found is None and record.left_behind(whole)
+            target = set_of(by) if own_loss or (certain and left is False) else ScaledGradients(by)
+            if torch.is_tensor(left) and not own_loss:
+                target.left = left, None
         for each in owners(info):
             # Decided on gradients that it shares, and that are about to change.
             each.record.decision = None
@@ -180,7 +198,7 @@ class Engine:
             # Some may have been replaced.
             record.remember(whole)
         record.has_own_loss = record.has_own_loss or own_loss
-        record.decision, record.is_settled = None, False
+        record.decision, record.is_cleared = None, False
         return target
 
     def _see(self) -> ScaledGradients | None:
@@ -200,11 +218,12 @@ class Engine:
         self.record.sets.append(made)
         return made
 
-    def settle(self, sets: Iterable[ScaledGradients] | None = None) -> None:
+    def settle(self, sets: Iterable[ScaledGradients] | None = None, *, clip: Any = None) -> None:
         """Unscales and checks the gradients of the optimizer, with all of the same losses.
 
         Args:
             sets: The sets that hold them, if these are known.
+            clip: As for `ScaledGradients.settle`.
         """
         record, info = self.record, self.info()
         sets = holding(info) if sets is None else list(sets)
@@ -215,35 +234,56 @@ class Engine:
         for each in sets:
             if each not in record.sets:
                 record.sets.append(each)
-            each.settle()
+            each.settle(clip=clip)
 
-    def scaled_by(self) -> float | None:
-        """The number that multiplies the gradients, which a state saves; None if there is none."""
-        record, info = self.record, self.info()
-        if record.scaled_by is None or info.first_gradient() is None:
-            return None
-        numbers = {float(each.by.on(CPU).scale) for each in holding(info)}
-        if record.unseen is not None:
-            numbers.add(float(record.unseen.on(CPU).scale))
+    def scaled_by(self) -> float:
+        """What multiplies the gradients, which a state saves: 1 if they are unscaled, 0 if none is.
+
+        Raises:
+            CallOrderError: If it is not one number.
+        """
+        record, rest, numbers = self.record, self.info(), set()
+        if rest.first_gradient() is None:
+            return 0.0
+        for each in holding(rest):
+            numbers.add(float(each.by.on(CPU).scale))
+            rest = rest.without(each.info.ids)
+        if (numbers or not record.is_nothing()) and rest.first_gradient() is not None:
+            numbers.add(1.0 if record.unseen is None else float(record.unseen.on(CPU).scale))
         if len(numbers) > 1:
             raise CallOrderError(
                 "The gradients are multiplied by different loss scales, which a state cannot say. "
                 "Call optimizer.unscale_() before you save it between backward() and step()."
             )
-        return numbers.pop()
+        return numbers.pop() if numbers else 0.0
 
-    def restart(self, number: float | None) -> None:
-        """Starts with the gradients of a state: `number` multiplies those that are not unscaled."""
+    def check_restart(self, number: float) -> None:
+        """Checks, before a state is loaded, that it says what multiplies the gradients.
+
+        Raises:
+            CallOrderError: If those that are there are multiplied by another number.
+        """
+        for each in holding(self.info()) if number else ():
+            if float(each.by.on(CPU).scale) != number and self.info().first_gradient() is not None:
+                raise CallOrderError(
+                    f"{number:g} multiplied the gradients when this state was saved, and another "
+                    "number multiplies them now. Call optimizer.zero_grad() before "
+                    "load_state_dict(), and restore the gradients after it."
+                )
+
+    def restart(self, number: float) -> None:
+        """Starts with the gradients of a state, which `number` multiplies; 0 if there are none."""
         record, info = self.record, self.info()
-        held = [p for each in holding(info) for p in each.info.parameters if id(p) in info.ids]
-        self.settle()
+        if not number:
+            self.settle([each for each in record.sets if each.by is not None])
+            record.reset()
+            return
+        # They may be assigned before or after this.
+        for each in holding(info):
+            each.leave(info)
         record.reset()
-        if number is not None:
-            # They may be assigned before or after this.
-            by = Multiplier(scalar(number, CPU), self.rule, number)
-            multiply(ParameterInfo(held, []), by)
-            self._hold(info, by)
-            record.has_own_loss = True
+        self._hold(info, Multiplier(scalar(number, CPU), self.rule, number))
+        record.has_own_loss = True
 
     def _check_arrived(self, sets: Sequence[ScaledGradients]) -> None:
         """Checks that a step within a backward pass finds no gradient that is still scaled."""
@@ -271,53 +311,42 @@ class Engine:
             in_place: Whether user code reads them before the step: then they are divided here, and
                 not clipped.
         """
-        info, rule, record = self.info(), self.rule, self.record
-        sets = holding(info)
+        info, record = self.info(), self.record
+        self._first_steps.check(info.parameters)
+        sets = [*holding(info), *(e for e in record.sets if e.left is not None)]
         if record.found is not None or any(each.info is not info for each in sets):
+            # Some are unscaled already, or belong to other optimizers, too.
             self.settle(sets)
             sets = []
-        by = record.scaled_by or self.scale.multiplier
         grads = [p.grad for p in info.parameters if p.grad is not None]
-        # None: no loss was scaled in this process.
-        are_scaled = record.are_scaled(grads)
         groups = self._groups(info)
         if not grads and not groups:
             return StepDecision(True, empty=True)
-        measured, needs = None, rule.needs
-        if needs != StatsRequest():
-            measured = gradients.measure_everywhere(
-                needs,
-                grads,
-                info,
-                by.on(grads[0].device if grads else CPU).scale,
-                are_scaled=are_scaled is not False,
-            )
-        # Small float16 gradients would flush to zero: only the kernel of the optimizer divides.
-        leaves = (
-            bool(are_scaled) and info.has_half and not in_place and fused.can_unscale(self.inner)
-        )
+        # None: no loss was scaled in this process.
+        are_scaled = record.are_scaled(grads)
+        by = record.scaled_by or self.scale.multiplier
+        measured = self._measured(grads, info, by, are_scaled)
+        clips = bool(self.clip_norm) and not in_place
+        # A kernel would change a gradient that is part of a graph, or that other code reads.
+        in_kernel = bool(are_scaled) and not in_place and fused.can_unscale(self.inner)
+        in_kernel = in_kernel and not any(map(_REQUIRES_GRAD, grads))
+        if clips and measured is None and self._norm_checks(info, by):
+            decision = self._decide_by_norm(info, by, sets, are_scaled, in_kernel)
+            if decision is not None:
+                return decision
+        unchecked = not (self.rule.checks_gradients or clips or self.scale.on_device)
+        leaves = in_kernel and (info.has_half or unchecked)
         divisor = by.on(grads[0].device).scale if leaves and grads else None
-        if are_scaled and not leaves:
-            self.settle(sets)
-        else:
-            # The kernel divides them; or they are unscaled, by `get_unscaled_gradients`.
-            record.unseen = None
-            self._check_arrived(sets)
-            for each in sets:
-                each.leave(each.arrived(info))
-            record.drop(info)
-        overflow = record.found if are_scaled is not None else None
-        if overflow is None:
-            overflow = self._checked(info, by if leaves else None)
+        overflow = self._unscale_and_check(info, by, sets, are_scaled, leaves)
         somebody_scaled: Any = are_scaled is not None
         # Processes of a given group may run different code, but send the same messages.
-        if groups and (rule.checks_gradients or info.is_given or self.join_group is not None):
+        if groups and (self.rule.checks_gradients or info.is_given or self.join_group is not None):
             overflow, somebody_scaled = ranks.agreed(overflow, bool(grads), somebody_scaled, groups)
         if are_scaled is None and somebody_scaled:
             # The loss was scaled in another process.
-            divide(info, by, checks=False)
+            self._hold(info, by).settle()
         given = norm = None
-        if self.clip_norm and not in_place:
+        if clips:
             given = gradients.collect(info, allow_float16=leaves)
             # Over several processes the norm is a message, which a skipped step does not send.
             norm = None if groups or not grads else gradients.grad_norm(given, info, wide=leaves)
@@ -331,6 +360,90 @@ class Engine:
             decision = decision._replace(divisor=self._clip(given, info, norm, divisor))
         return decision
 
+    def _measured(self, grads: Any, info: ParameterInfo, by: Any, are_scaled: Any) -> Any:
+        """The statistics that the rule needs besides overflow; None if it needs none."""
+        if self.rule.needs == StatsRequest():
+            return None
+        return gradients.measure_everywhere(
+            self.rule.needs,
+            grads,
+            info,
+            by.on(grads[0].device if grads else CPU).scale,
+            are_scaled=are_scaled is not False,
+        )
+
+    def _unscale_and_check(
+        self,
+        info: ParameterInfo,
+        by: Any,
+        sets: Sequence[ScaledGradients],
+        are_scaled: bool | None,
+        leaves: bool,
+    ) -> Any:
+        """Returns whether any gradient overflowed: float32 scalar tensor, 1 or 0."""
+        if are_scaled and not leaves:
+            self.settle(sets)
+        else:
+            # The kernel divides them; or they are unscaled, by `get_unscaled_gradients`.
+            self._give_up(sets)
+        found = self.record.found
+        if found is None or are_scaled is None:
+            return self._checked(info, by if leaves else None)
+        return found
+
+    def _give_up(self, sets: Sequence[ScaledGradients]) -> None:
+        """Takes the gradients out of their sets: something else divides them."""
+        record, info = self.record, self.info()
+        record.unseen = None
+        self._check_arrived(sets)
+        for each in sets:
+            each.leave(each.arrived(info))
+        record.drop(info)
+
+    def _norm_checks(self, info: ParameterInfo, by: Any) -> bool:
+        """Whether a norm, which is finite only if each number is, can take the place of a check."""
+        found = self.record.found is not None and bool(info.groups)
+        may_differ = found or info.is_given or self.join_group is not None
+        return not (self.scale.on_device or may_differ or info.has_half or by.number is None)
+
+    def _decide_by_norm(
+        self,
+        info: ParameterInfo,
+        by: Any,
+        sets: Sequence[ScaledGradients],
+        are_scaled: bool | None,
+        in_kernel: bool,
+    ) -> StepDecision | None:
+        """Clips by a norm that checks for overflow as well; None if it cannot tell."""
+        given = gradients.collect(info)
+        scale = by.number if are_scaled else 1.0
+        norm, found = gradients.grad_norm(given, info), self.record.found
+        if found is not None:
+            norm = torch.where(found.to(norm.device) > 0, torch.inf, norm)
+        total = read(norm) / scale
+        # A norm may overflow though no element does, and unscaling may overflow some. At a scale
+        # far below 1 the squares of elements are 0.
+        if not total <= _LARGEST or total * scale < _SMALLEST_NORM:
+            return None
+        largest = self.clip_norm or 0.0
+        # Computed on the host, so that the device is waited for once.
+        clip = gradients.coefficient(scalar(total, CPU, norm.dtype), largest)
+        dtypes = {group[0].dtype for group in given.dense_groups}
+        divisor = None
+        # A float32 number has too few digits for float64.
+        if in_kernel and len(given.dense_groups) == 1 and torch.float64 not in dtypes:
+            divisor = scalar((scale / clip).tolist(), given.device)
+        if divisor is not None and scale * max(total / largest, 1.0) < _LARGEST / 2:
+            self._give_up(sets)
+        elif are_scaled:
+            divisor = None
+            self.settle(sets, clip=clip)
+        else:
+            self._give_up(sets)
+            gradients.unscale_(given, filled(clip))
+        stats = None if are_scaled is None else GradientStats(True)
+        return StepDecision(True, stats, divisor=divisor)
+
     def _checked(self, info: ParameterInfo, by: Any) -> Any:
         """Checks gradients, which are left as they are: float32 scalar tensor, 1 or 0.
 
@@ -339,14 +452,17 @@ class Engine:
             by: What the kernel of the optimizer will divide them by, or None.
         """
         found: dict[Any, Any] = {}
-        if self.rule.checks_gradients:
+        checks = self.rule.checks_gradients
+        if checks or by is not None:
+            # What shares memory is copied, also before a kernel that divides.
             given = gradients.collect(info, allow_float16=by is not None)
+        if checks:
             if by is not None and is_below_one(by):
                 # With a scale below 1 unscaling may overflow what is finite.
                 found = gradients.check_quotients(given, lambda device: by.on(device).scale)
             else:
                 found = gradients.check(given)
-        return gradients.any_overflow(found, info.devices[0] if info.devices else CPU)
+        return gradients.any_overflow(found)
 
     def _on_host(
         self, overflow: Any, measured: Any, norm: Any, divisor: Any
@@ -375,7 +491,8 @@ class Engine:
             if not has_gradients and overflow.item() < 0:
                 return StepDecision(True, empty=True)
             overflow = overflow.clamp(min=0.0)
-        stats = gradients.as_stats(self.rule.needs, measured, overflow == 0)
+        finite = None if measured is None else overflow == 0
+        stats = gradients.as_stats(self.rule.needs, measured, finite)
         # A fused SGD allocates its momentum before it reads `found_inf`, and would use it
         # uninitialized: the host decides on the first step of a parameter.
         are_made = self._states.are_made(parts_of(self.inner), info.parameters)
@@ -452,10 +569,10 @@ class Engine:
 
     def update(self, decision: StepDecision) -> None:
         """Updates the scale and counts the step."""
-        if decision.stats is not None:
-            self.scale.update(decision.stats)
-        skipped = not decision.apply
+        skipped: Any = not decision.apply
         if self.scale.on_device:
             found = decision.overflow
             skipped = scalar(float(skipped), self.info().devices[0]) if found is None else found
+        if decision.stats is not None:
+            self.scale.update(decision.stats, skipped)
         self.scale.count(skipped)

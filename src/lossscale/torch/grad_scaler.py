@@ -41,7 +41,7 @@ from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
 from lossscale.torch.scale import update_on_host
 from lossscale.torch.scaled_gradients import unscale
-from lossscale.torch.scaling import is_captured, read, scalar, scaled, uncompiled
+from lossscale.torch.scaling import is_captured, read, read_all, scalar, scaled, uncompiled
 from lossscale.torch.skip_count import FirstSteps, SkipCount
 
 # --- Checks of the arguments of a gradient scaler -----------------------------------------------
@@ -112,7 +112,7 @@ def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:
             "another `rule`."
         )
     restored = rule.restored(rule.init()._replace(scale=number))
-    if float(rule.loss_scale(restored)) != number:
+    if float(restored.scale) != number:
         limits = ""
         if isinstance(rule, DynamicScale):
             limits = f", from {rule.min_scale:g} to {rule.ceiling:g}"
@@ -210,11 +210,12 @@ class GradScaler(torch.amp.GradScaler):
     """How many times PyTorch's operator has moved the scale since it was set."""
 
     _warned_at_floor = False
+    _skips_at_floor: int | None = None
 
     @checks_keywords("GradScaler", _INSTEAD)
     def __init__(
         self,
-        device: Any = "cuda",
+        device: str = "cuda",
         init_scale: float = DEFAULTS.initial_scale,
         growth_factor: float = DEFAULTS.growth_factor,
         backoff_factor: float = DEFAULTS.backoff_factor,
@@ -224,9 +225,11 @@ class GradScaler(torch.amp.GradScaler):
         rule: ScaleRule | None = None,
         min_scale: float | None = None,
         max_scale: float | None = None,
-        process_group: Any = None,
+        process_group: torch.distributed.ProcessGroup
+        | Sequence[torch.distributed.ProcessGroup]
+        | None = None,
     ) -> None:
-        if isinstance(device, (int, float)):
+        if issubclass(type(device), (int, float)):
             raise ScalerArgumentError(
                 '`device` must be the name of a type of device, such as "cuda" or "cpu". The first '
                 "argument of torch.cuda.amp.GradScaler is `init_scale`; here that is the second. "
@@ -547,15 +550,16 @@ class GradScaler(torch.amp.GradScaler):
 
     def _is_skipped(self, optimizer: Any, entry: dict[str, Any], divisor: Any = None) -> bool:
         """Waits for the decision on a step, counts it, and notifies the monitor and the hooks."""
-        skipped = any(map(read, entry["found_inf_per_device"].values()))
-        entry["skipped"] = skipped
-        if self._watcher is not None:
+        found = gradients.any_overflow(entry["found_inf_per_device"])
+        if self._watcher is None:
+            skipped = bool(read(found))
+        else:
+            overflow, scale = read_all(torch.stack((found, self._scale.to(found)))).tolist()
+            skipped = bool(overflow)
             self._watcher.decided(
-                optimizer.param_groups,
-                scale=self.get_scale(),
-                applied=not skipped,
-                divisor=divisor,
+                optimizer.param_groups, scale=scale, applied=not skipped, divisor=divisor
             )
+        entry["skipped"] = skipped
         self._count(optimizer, skipped)
         for hook in list(self._skipped_hooks.values()) if skipped else ():
             hook(optimizer)
@@ -620,8 +624,12 @@ class GradScaler(torch.amp.GradScaler):
             return
         measured = [e["measured"] for e in entries if "measured" in e]
         seen = gradients.together(measured) if measured else None
-        stats = gradients.as_stats(rule.needs, seen, not read(found))
-        self._put(update_on_host(rule, self._read(), stats))
+        together = [
+            t.to(found.device, torch.float64) for t in (found, self._scale, self._growth_tracker)
+        ]
+        overflowed, number, good_steps = read_all(torch.stack(together)).tolist()
+        stats = gradients.as_stats(rule.needs, seen, not overflowed)
+        self._put(update_on_host(rule, self._adopt(number, int(good_steps)), stats))
 
     def _move_as_torch(self, found: Any, skipped: bool | None, rule: DynamicScale) -> None:
         """Moves the scale by PyTorch's operator, which knows no limits, and keeps it in these."""
@@ -639,6 +647,19 @@ class GradScaler(torch.amp.GradScaler):
         grew = self._updates % rule.growth_interval == 1 or rule.growth_interval == 1
         least = 0.0 if skipped is None else least * rule.backoff_factor**skipped
         self._remember(least, most * (rule.growth_factor if grew else 1.0))
+
+    def get_scale(self) -> float:
+        """Returns the scale, 1.0 if disabled; waits for the device."""
+        number: float = super().get_scale()
+        lowest = self._rule.lowest_scale if self._enabled and not self._warned_at_floor else None
+        if lowest is None or number > lowest:
+            self._skips_at_floor = None
+        elif self._skips_at_floor is None:
+            self._skips_at_floor = self._skips.skipped
+        elif self._skips.skipped > self._skips_at_floor:
+            # Of steps that the device has skipped the host did not know.
+            self._warn_at_floor(number)
+        return number
 
     def _warn_at_floor(self, number: float) -> None:
         if not self._warned_at_floor:
@@ -757,7 +778,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _adopt(self, number: float, good_steps: int) -> Any:
         """The state of the rule with what the tensors hold."""
-        if number != float(self._rule.loss_scale(self._state)):
+        if number != float(self._state.scale):
             self._state = self._state._replace(scale=number)
         if good_steps != getattr(self._state, "good_steps", good_steps):
             self._state = self._state._replace(good_steps=good_steps)
@@ -767,7 +788,7 @@ class GradScaler(torch.amp.GradScaler):
         self._state, self._init_growth_tracker = state, getattr(state, "good_steps", 0)
         if self._growth_tracker is not None:
             self._growth_tracker.fill_(self._init_growth_tracker)
-        self._put_scale(float(self._rule.loss_scale(state)))
+        self._put_scale(float(state.scale))
 
     def _put_scale(self, number: float) -> None:
         self._init_scale, self._updates = number, 0
@@ -780,7 +801,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return {}
         state = self._read()
-        scale = float(self._rule.loss_scale(state))
+        scale = float(state.scale)
         return state_dicts.scaler_state(self._rule, state, scale, self.steps_skipped)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -890,7 +911,7 @@ def _refuse_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     Raises:
         CallOrderError: If there is one.
     """
-    if any(map(callable, args)) or kwargs.get("closure") is not None:
+    if any(map(callable, args)) or "closure" in kwargs:
         raise CallOrderError(
             "step() of a GradScaler takes no closure: the optimizer would see scaled losses. "
             "lossscale.torch.LossScaleOptimizer takes closures, also those of LBFGS."

@@ -20,7 +20,7 @@ from lossscale.torch.ranks import ParameterInfo, largest_and_added, local
 from lossscale.torch.scaling import CPU, real_parts, scalar, unscaled, widened
 
 _DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
-_IS_NEGATED = torch.Tensor.is_neg
+_IS_NEGATED, _PLACE = torch.Tensor.is_neg, torch.Tensor.data_ptr
 _DENSE = {torch.strided}
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _IN_PLACE = frozenset({torch.float32, torch.float64, torch.bfloat16})
@@ -64,7 +64,7 @@ def collect(
             changed.
     """
     grads = [gradient for p in info.parameters if (gradient := p.grad) is not None]
-    if (info.is_due(len(grads)) or _has_one_twice(grads)) and _shares_memory(grads):
+    if (info.is_due(len(grads)) or _have_one_place(grads)) and _shares_memory(grads):
         info.always_due = True
         grads = _each_its_own(info)
     if grads and len(info.devices) == 1 and _PLAIN_TYPES.issuperset(map(type, grads)):
@@ -81,9 +81,10 @@ def collect(
     return _grouped(pairs)
 
 
-def _has_one_twice(grads: Sequence[Any]) -> bool:
-    """Whether one tensor is the gradient of two parameters, which is quick to see."""
-    return len(set(map(id, grads))) < len(grads)
+def _have_one_place(grads: Sequence[Any]) -> bool:
+    """Whether two gradients begin in one place, or are one tensor, which is quick to see."""
+    plain = _PLAIN_TYPES.issuperset(map(type, grads)) and _DENSE.issuperset(map(_LAYOUT, grads))
+    return len(set(map(_PLACE if plain else id, grads))) < len(grads)
 
 
 def _shares_memory(grads: Sequence[Any]) -> bool:

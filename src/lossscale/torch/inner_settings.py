@@ -41,17 +41,8 @@ def _shared(name: str, doc: str = "") -> Any:
     return property(read, write, doc=doc)
 
 
-def _setting(name: str) -> property:
-    """A property that reads and writes a setting of all parameter groups."""
-    return property(
-        lambda self: self._setting(name),
-        lambda self, value: self._set_setting(name, value),
-        doc=f"`{name}` of all parameter groups; reading it is an error if they differ.",
-    )
-
-
 class InnerSettings:
-    """The inner optimizer's hyperparameters (`lr`, `momentum`, ...), hooks and methods."""
+    """The inner optimizer's groups, learning rate, hooks and methods."""
 
     param_groups: list[dict[str, Any]] = _shared(
         "param_groups", "The parameter groups of the inner optimizer."
@@ -60,8 +51,6 @@ class InnerSettings:
         "state", "The state of the inner optimizer, by parameter."
     )
     defaults: dict[str, Any] = _shared("defaults", "The default settings of parameter groups.")
-    learning_rate = _setting("lr")
-    lr = _setting("lr")
 
     # The inner optimizer calls its hooks, once for each step that it takes.
     _optimizer_step_pre_hooks = _shared("_optimizer_step_pre_hooks")
@@ -81,29 +70,35 @@ class InnerSettings:
         """
         self.inner_optimizer.add_param_group(param_group)
 
-    def _setting(self, name: str) -> Any:
-        if not self._is_setting(name):
-            raise unknown_setting(self.inner_optimizer, name)
-        values = [group[name] for group in self.param_groups]
-        first = values[0]
-        if any(value is not first and value != first for value in values):
+    @property
+    def lr(self) -> Any:
+        """`lr` of all parameter groups; reading it is an error if they differ."""
+        values = [group.get("lr") for group in self.param_groups]
+        if any(value is not values[0] and value != values[0] for value in values):
             raise UnknownSettingError(
-                f"The parameter groups have different values of {name!r}: {values}. Read "
-                f"param_groups[i][{name!r}]."
+                f"The parameter groups have different values of 'lr': {values}. Read "
+                "param_groups[i]['lr']."
             )
-        return first
+        return values[0]
 
-    def _set_setting(self, name: str, value: Any) -> None:
+    @lr.setter
+    def lr(self, value: Any) -> None:
         if isinstance(self.inner_optimizer, Several):
             raise UnsupportedError(
-                f"Ambiguous: several optimizers could get {name}={value!r}. Set it in the groups "
-                f"of one, optimizer.optimizers[i].param_groups; {self.inner_optimizer.described()}."
+                f"Ambiguous: several optimizers could get lr={value!r}. Set it in the groups of "
+                f"one, optimizer.optimizers[i].param_groups; {self.inner_optimizer.described()}."
             )
         for group in self.param_groups:
-            group[name] = value
+            group["lr"] = value
 
-    def _is_setting(self, name: str) -> bool:
-        return all(name in group for group in self.param_groups)
+    learning_rate = lr
+
+    def _check_no_setting(self, name: str) -> None:
+        if any(name in group for group in self.param_groups):
+            raise UnknownSettingError(
+                f"{name!r} is a setting of the parameter groups. Read or set "
+                f"optimizer.param_groups[i][{name!r}], as with any optimizer of PyTorch."
+            )
 
     def __getattr__(self, name: str) -> Any:
         # Called only for names that are not found, or if a property raised this error.
@@ -113,8 +108,6 @@ class InnerSettings:
         inner = None if engine is None else engine.inner
         if inner is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if self._is_setting(name):
-            return self._setting(name)
         try:
             found = getattr(inner, name)
             is_method = inspect.ismethod(found) or inspect.isfunction(found)
@@ -122,6 +115,7 @@ class InnerSettings:
         except AttributeError:
             if hasattr(type(inner), name):
                 raise
+            self._check_no_setting(name)
             if name in _OF_SCALERS:
                 raise UnknownSettingError(
                     f"LossScaleOptimizer has no {name!r}, unlike GradScaler: {_OF_SCALERS[name]}."
@@ -146,9 +140,6 @@ class InnerSettings:
         check_settable(self, name, value)
         if inner is None or own or name in _OWN_ATTRIBUTES:
             object.__setattr__(self, name, value)
-        elif self._is_setting(name):
-            self._set_setting(name, value)
-            self._adopt_written()
         elif hasattr(inner, name):
             setattr(inner, name, value)
         elif hasattr(self._rule, name):
@@ -157,5 +148,6 @@ class InnerSettings:
                 f"`rule`. Received: {name}={value!r}, for {self._rule!r}."
             )
         else:
+            self._check_no_setting(name)
             check_own_name(inner, name, torch.optim)
             object.__setattr__(self, name, value)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import torch
 
@@ -18,6 +18,7 @@ from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.optimizer import LossScaleOptimizer
 from lossscale.torch.overflow_tracker import LoopOverflowTracker
 from lossscale.torch.repeated_step import DEFAULT_BYTES, CallRecorder
+from lossscale.torch.watch import is_finite
 
 _SINGLE_SKIPS = 5
 """Single skips because of the scale that count as explained steps."""
@@ -81,13 +82,13 @@ class Monitor(LoopMonitor):
 
     def __init__(
         self,
-        optimizer: Any,
-        model: Any = None,
+        optimizer: torch.optim.Optimizer | torch.amp.GradScaler,
+        model: torch.nn.Module | None = None,
         path: str | os.PathLike[str] | None = None,
         *,
         every: int = 1,
         log: Callable[[dict[str, Any]], object] | None = None,
-        on_floor: str = "warn",
+        on_floor: Literal["warn", "raise", "ignore"] = "warn",
         max_consecutive_skips: int | None = None,
         append: bool = False,
         steps_before: int = 0,
@@ -95,7 +96,7 @@ class Monitor(LoopMonitor):
         explain_bytes: int = DEFAULT_BYTES,
     ) -> None:
         settings = MonitorSettings(path, every, log, on_floor, max_consecutive_skips, append)
-        optimizer = _wrapper_in(optimizer)
+        optimizer = wrapper_in(optimizer)
         _check_watched(optimizer)
         self._watched = optimizer
         self._is_scaler = isinstance(optimizer, GradScaler)
@@ -111,17 +112,20 @@ class Monitor(LoopMonitor):
         names = _names(optimizer, model, self._is_scaler)
         self._tracker = LoopOverflowTracker(names, self._steps_so_far)
         self._scale = float(optimizer.get_scale() if self._is_scaler else optimizer.loss_scale)
+        self._model = model if isinstance(model, torch.nn.Module) else None
+        self._finite = {name for name, _ in self._buffers(True)}
         self.explanation: Explanation | None = None
         self._explainer: _Explainer | None = None
-        if checked_count("explain", explain, lowest=0):
-            if not isinstance(model, torch.nn.Module):
-                raise ArgumentTypeError(
-                    "Monitor(explain=...) needs the model, a torch.nn.Module. "
-                    f"Received: model={model!r} of type {type(model).__name__}."
-                )
-            limit = checked_count("explain_bytes", explain_bytes)
-            self._explainer = _Explainer(CallRecorder(model, limit), explain)
+        explain = checked_count("explain", explain, lowest=0)
+        limit = checked_count("explain_bytes", explain_bytes)
+        if explain and self._model is None:
+            raise ArgumentTypeError(
+                "`explain` needs the model, a torch.nn.Module. "
+                f"Received: model={model!r} of type {type(model).__name__}."
+            )
         super().__init__(Recorder(settings, optimizer.rule), self._steps_so_far())
+        if explain:
+            self._explainer = _Explainer(CallRecorder(model, limit), explain)
         optimizer.__dict__["_watcher"] = self
 
     def decided(self, groups: Any, *, scale: Any, applied: bool, divisor: Any = None) -> None:
@@ -133,7 +137,7 @@ class Monitor(LoopMonitor):
             self._explainer.decided(number, applied, float(scale) if not applied else 0.0)
         self._tracker.decided(groups, scale=scale, applied=applied, divisor=divisor)
 
-    def step(self, loss: Any = None) -> None:
+    def step(self, loss: torch.Tensor | float | None = None) -> None:
         """Counts a training step, and records it if it is sampled.
 
         A call without a step of the optimizer since the last call, as with accumulated gradients,
@@ -161,6 +165,8 @@ class Monitor(LoopMonitor):
             self._skips += self._skipped
         if self._explainer is not None:
             self.explanation = self._explainer.ended(loss)
+        if self._skipped:
+            self._warn_of_buffers()
         now, scale = self._stats(), self._scale
         self._decided, self._skipped, self._scale = False, False, now.next_scale
 
@@ -186,6 +192,23 @@ class Monitor(LoopMonitor):
         if self._explainer is not None:
             self._explainer.calls.close()
         super().close()
+
+    def _buffers(self, finite: bool) -> Iterator[tuple[str, Any]]:
+        """The buffers of the model that are finite, or those that are not."""
+        for name, buffer in () if self._model is None else self._model.named_buffers():
+            if not torch.nn.parameter.is_lazy(buffer) and is_finite(buffer) == finite:
+                yield name, buffer
+
+    def _warn_of_buffers(self) -> None:
+        """Warns, once, if a skipped step has left a buffer that is not finite any more."""
+        spoiled = [name for name, _ in self._buffers(False) if name in self._finite]
+        if spoiled:
+            self._finite = set()
+            warn(
+                f"A skipped step has left {spoiled[0]!r} of the model not finite. The forward pass "
+                "changed it, and evaluation will use it. Load a checkpoint, and call "
+                "lossscale.torch.guard(model, optimizer): then a skipped step restores buffers."
+            )
 
     def _steps_so_far(self) -> int:
         """Returns the number of steps before the current one."""
@@ -257,7 +280,7 @@ class _Explainer:
         return self._last
 
 
-def _wrapper_in(optimizer: Any) -> Any:
+def wrapper_in(optimizer: Any) -> Any:
     """Returns the optimizer that a trainer has wrapped."""
     attributes = getattr(optimizer, "__dict__", {})
     # LightningOptimizer copies the attributes of the optimizer, and keeps the original.

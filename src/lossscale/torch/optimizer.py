@@ -35,11 +35,11 @@ from lossscale.torch.scale import DeviceLossScale, LossScale
 from lossscale.torch.scaled_gradients import (
     ONE_FOR_SEVERAL,
     GradientRecord,
-    begin,
-    divide,
     is_seen,
     multiply,
+    prepare_backward,
     remember_scaled,
+    unscale_by,
     was_scaled,
     watch,
 )
@@ -166,7 +166,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         engine.watch_steps(_refuse_scaled_gradients)
 
     @property
-    def inner_optimizer(self) -> Any:
+    def inner_optimizer(self) -> torch.optim.Optimizer:
         """The inner optimizer, which cannot be replaced by another one."""
         return self._engine.inner
 
@@ -226,29 +226,14 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             (tensor(True), tensor([1., 1.]))
             >>> optimizer.step()
         """
-        if not isinstance(loss, torch.Tensor):
-            raise ArgumentTypeError(
-                f"The loss must be a tensor. Received: {loss!r} of type {type(loss).__name__}."
-            )
         engine, record = self._engine, self._record
-        info = engine.info()
-        if was_scaled(loss):
-            raise GradientsError(
-                "This loss is already scaled. Pass the unscaled loss to optimizer.backward(loss)."
-            )
-        if info.has_half:
-            raise GradientsError(
-                "A parameter has the dtype float16, in which unscaled gradients would flush to "
-                "zero. Keep the parameters in float32, and compute in float16 under "
-                "torch.autocast. Or wrap an optimizer of torch.optim with fused=True, and call "
-                "optimizer.scale_loss(loss).backward()."
-            )
+        _check_backpropagated(loss, engine.info())
         self._adopt_written()
         by = engine.scale.multiplier
-        sets, rest = begin(loss, by, engine, inputs=inputs)
-        free = ranks.ParameterInfo(rest, []) if rest else None
-        if free is not None:
-            multiply(free, by)
+        sets, rest = prepare_backward(loss, by, engine, inputs=inputs)
+        unowned = ranks.ParameterInfo(rest, []) if rest else None
+        if unowned is not None:
+            multiply(unowned, by)
         record.in_backward = True
         try:
             _backpropagate(loss, by, gradient, retain_graph, create_graph, inputs)
@@ -256,8 +241,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             record.in_backward = False
             for each in sets:
                 each.settle(whole=True)
-            if free is not None:
-                divide(free, by, checks=False, allow_float16=True)
+            if unowned is not None:
+                unscale_by(unowned, by, checks=False, allow_float16=True)
         return scalar(True, CPU, torch.bool) if record.found is None else record.found == 0
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -302,8 +287,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
                 ) from None
         if torch.compiler.is_compiling():
             # In compiled code too this is a tensor, never a number that it would be compiled for.
-            record.unseen, record.is_settled, record.has_own_loss = scale, False, True
-            return widened(loss) * scale.on(loss.device).scale
+            record.unseen, record.is_cleared, record.has_own_loss = scale, False, True
+            return widened(loss) * scale.scale_on(loss.device)
         if was_scaled(loss):
             raise GradientsError(
                 "This loss is already scaled. Its gradients would be too large by the loss scale. "
@@ -317,11 +302,11 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             watch(scaled, loss, by, self._engine)
         elif not torch.is_grad_enabled():
             # No gradient will come, so that there is nothing to remember.
-            return widened(loss) * scale.on(loss.device).scale
+            return widened(loss) * scale.scale_on(loss.device)
         else:
-            scaled = widened(loss) * scale.on(loss.device).scale
+            scaled = widened(loss) * scale.scale_on(loss.device)
             record.unseen = scale
-            record.is_settled, record.has_own_loss = False, True
+            record.is_cleared, record.has_own_loss = False, True
         remember_scaled(scaled)
         return scaled
 
@@ -329,7 +314,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         """Adopts values of the loss scale that other code has written into the groups."""
         state_dicts.adopt_written(self._engine.scale, self._engine.inner)
 
-    def _settle(self) -> None:
+    def _account_for_unseen_backward(self) -> None:
         """Accounts for the backward pass of a scaled loss that could not be observed."""
         record, engine = self._record, self._engine
         if record.unseen is None or record.found is None:
@@ -406,10 +391,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         """Decides on the gradients as they are now, applies or skips them, moves the scale."""
         record, engine = self._record, self._engine
         self._adopt_written()
-        self._settle()
+        self._account_for_unseen_backward()
         if record.decision is None:
             nothing = record.is_nothing()
-            if record.is_settled and nothing and engine.info().first_gradient() is None:
+            if record.is_cleared and nothing and engine.info().first_gradient() is None:
                 # `zero_grad` has replaced this step.
                 return record.reset()
             decision = engine.decide()
@@ -417,7 +402,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
                 return self._step_as_given(decision, **more)
             # If the optimizer raises, the gradients are unscaled already.
             self._decided(decision)
-        elif engine.info().without(record.decided_on.ids).first_gradient() is not None:
+        elif engine.info().without(record.decided_info.ids).first_gradient() is not None:
             raise CallOrderError(
                 "A parameter group with gradients was added between unscale_() and step(): nobody "
                 "knows what multiplies these. Add it after step(), or call zero_grad() before."
@@ -437,7 +422,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         """Remembers what all processes have decided."""
         record = self._record
         record.unseen, record.divided, record.clips = None, None, False
-        record.decision, record.decided_on = decision, self._engine.info()
+        record.decision, record.decided_info = decision, self._engine.info()
 
     def _finish(self, decision: StepDecision, *, keep: bool = False) -> None:
         """Moves the scale and counts the step, once it was applied or is to be skipped."""
@@ -448,9 +433,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         if not keep:
             # If a kernel has divided the gradients, it has divided those in `.grad`.
             self._record.reset()
-            if decision.apply is False:
+            if decision.apply is not True:
                 # Infinite ones that stay are no overflow of a later loss.
-                self._record.remember(engine.info())
+                found = decision.overflow if decision.apply is None else True
+                self._record.leave_behind(engine.info(), found)
         skipped = decision.overflow if decision.apply is None else not decision.apply
         buffers.note_step(self, skipped)
         if decision.apply is False:
@@ -462,7 +448,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def _step_as_given(self, decision: StepDecision, **more: Any) -> Any:
         """A step without a scaled loss; checkpointing makes such steps, with zero gradients."""
         # After `backward` and `zero_grad` they may be a combination of gradients that were kept.
-        if not (self._record.warned or self._record.is_settled):
+        if not (self._record.warned or self._record.is_cleared):
             given = gradients.collect(self._engine.info())
             if any(t.any() for group in given.dense_groups for t in group):
                 self._warn(_NOTHING_SCALED)
@@ -506,7 +492,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             self._leave_out()
         record.clear(self._engine.info())
         record.unseen, record.has_own_loss = unseen, unseen is not None
-        record.by_hand, record.is_settled = by_hand, settled
+        record.by_hand, record.is_cleared = by_hand, settled
         zero_grad(self.inner_optimizer, set_to_none)
 
     def register_step_skipped_hook(
@@ -572,7 +558,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             warning: The warning if no loss was scaled.
         """
         record, engine = self._record, self._engine
-        self._settle()
+        self._account_for_unseen_backward()
         if record.decision is None:
             nothing = record.is_nothing()
             decision: StepDecision = engine.decide(in_place=True)
@@ -674,12 +660,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     # --- Processes that run out of data -------------------------------------------------------
 
     @property
-    def join_device(self) -> Any:
+    def join_device(self) -> torch.device:
         """The device that `torch.distributed.algorithms.Join` communicates on."""
         return self._engine.info().devices[0]
 
     @property
-    def join_process_group(self) -> Any:
+    def join_process_group(self) -> torch.distributed.ProcessGroup:
         """The processes that `torch.distributed.algorithms.Join` keeps together."""
         groups = self._engine.info().groups
         return groups[0] if groups else torch.distributed.group.WORLD
@@ -725,8 +711,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
 
         Returns:
             The dictionary of the inner optimizer. Its first parameter group also holds
-            `loss_scale`, `loss_scale_good_steps`, `loss_scale_steps_skipped` and
-            `loss_scale_iterations`, Python numbers. The inner optimizer can load it.
+            `loss_scale`, `loss_scale_good_steps`, `loss_scale_steps_skipped`,
+            `loss_scale_iterations` and `loss_scale_of_gradients`, Python numbers. The last one
+            says what multiplies the gradients between `backward` and `step`, and is 0 at other
+            times. The inner optimizer can load it.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -750,11 +738,15 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             ValueError: If it does not match the parameter groups, or a value of the loss scale is
                 not a number. Then nothing is changed.
             StateDictError: If it is not the state of an optimizer.
+            CallOrderError: If it was saved between `backward` and `step`, and the gradients that
+                are here now are multiplied by another scale.
         """
         scale, inner = self._engine.scale, self.inner_optimizer
         rest, numbers = state_dicts.without_numbers(state_dict, scale, inner)
+        scaled_by = numbers.pop("of_gradients", 0.0)
+        self._engine.check_restart(scaled_by)
         inner.load_state_dict(rest)
-        self._engine.restart(numbers.pop("of_gradients", None))
+        self._engine.restart(scaled_by)
         state_dicts.restore(scale, numbers)
         state_dicts.reserve_names(scale, inner)
 
@@ -785,7 +777,6 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             "process_group": engine.process_group,
             "decide": self.decide,
             "numbers": engine.scale.numbers(),
-            "scaled_by": engine.scaled_by(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -794,7 +785,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         scale = _new_scale(rule, inner, decide)
         scale.set_numbers(numbers)
         engine = Engine(inner, scale, clip_norm, process_group)
-        engine.restart(state.pop("scaled_by", None))
+        scaled_by = state.pop("scaled_by", 0.0)
+        if scaled_by:
+            engine.restart(scaled_by)
         self._start(engine, name)
         self.__dict__.update(state)
 
@@ -804,11 +797,13 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         # Process groups are not copied: the copy talks to the same processes.
         memo[id(self.process_group)] = self.process_group
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        self._record.copy_to(copied._record, self._engine, copied._engine)
+        self._record.copy_to(copied._record, self._engine, copied._engine, memo)
         return copied
 
     def __reduce__(self) -> Any:
-        return _blank, (type(self),), self.__getstate__()
+        # A copy has the gradients of the original, a file has none.
+        state = {**self.__getstate__(), "scaled_by": self._engine.scaled_by()}
+        return _blank, (type(self),), state
 
 
 if torch.distributed.is_available():
@@ -835,6 +830,24 @@ def _copied(value: Any) -> Any:
 def _new_scale(rule: Any, inner: Any, decide: str) -> LossScale:
     devices = dict.fromkeys(p.device for p in ranks.parameters_of(inner))
     return (DeviceLossScale if decide == "device" else LossScale)(rule, devices)
+
+
+def _check_backpropagated(loss: Any, info: ranks.ParameterInfo) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise ArgumentTypeError(
+            f"The loss must be a tensor. Received: {loss!r} of type {type(loss).__name__}."
+        )
+    if was_scaled(loss):
+        raise GradientsError(
+            "This loss is already scaled. Pass the unscaled loss to optimizer.backward(loss)."
+        )
+    if info.has_half:
+        raise GradientsError(
+            "A parameter has the dtype float16, in which unscaled gradients would flush to "
+            "zero. Keep the parameters in float32, and compute in float16 under "
+            "torch.autocast. Or wrap an optimizer of torch.optim with fused=True, and call "
+            "optimizer.scale_loss(loss).backward()."
+        )
 
 
 def _backpropagate(

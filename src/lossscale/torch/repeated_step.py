@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.checks import checked_above_zero
 from lossscale.common.monkeypatch import replace
-from lossscale.errors import ArgumentTypeError, UnsupportedError
+from lossscale.errors import ArgumentTypeError
 from lossscale.monitoring.explanation import (
     LARGEST,
     Explanation,
@@ -41,12 +41,12 @@ from lossscale.monitoring.explanation import (
 from lossscale.torch.buffers import Hook, innermost
 from lossscale.torch.ranks import is_spread
 from lossscale.torch.scaling import scaled
-from lossscale.torch.watch import Origin, Watch, is_finite, largest, tensors_in
+from lossscale.torch.watch import CommunicationError, Origin, Watch, is_finite, largest, tensors_in
 
 DEFAULT_BYTES = 2**28
 """The limit for what is held of a step."""
-_CALLS = 16
-"""Calls of the model in one step that are kept."""
+_STATE_BYTES = 2**15
+"""About the size of the random state that is held for each call of the model."""
 _HALVINGS = 24
 """The most halvings of the loss scale that are tried: 2**-24 is the smallest float16 number."""
 _NEAR = 64
@@ -99,26 +99,33 @@ def explain(
             f"Received: a {type(model).__name__} and a {type(loss_fn).__name__}."
         )
     scale = checked_above_zero("scale", scale)
+    if why := _refusal(model):
+        return unknown(why)
     device = next((p.device.type for p in model.parameters()), "cpu")
     casts = all(p.dtype != torch.float16 for p in model.parameters())
 
     def run(model: Any) -> Any:
+        if not model.training:
+            model.train()
         with torch.autocast(device, torch.float16, enabled=casts):
-            loss = loss_fn(model, batch)
+            loss = loss_fn(model, tree_map(lambda leaf: leaf, batch))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ArgumentTypeError(
                 f"`loss_fn` must return a tensor with one element. Received: {loss!r}."
             )
         return scaled(loss.reshape(()), 1.0)
 
-    with _as_it_was(model) as (watch, tensors, roots):
-        _mark(watch, batch, "batch")
-        with watch.forward():
-            outputs = [_called(model, tensors, run)]
-        origin = watch.origin(outputs, masks=True)
-        if origin is not None and origin.is_mask:
-            return infinity_in_the_loss(origin.line)
-        found = examined(watch, outputs, roots, [torch.full_like(outputs[0], scale)], scale)
+    try:
+        with _as_it_was(model) as (watch, tensors, roots):
+            _mark(watch, batch, "batch")
+            with watch.forward():
+                outputs = [_called(model, tensors, run)]
+            origin = watch.origin(outputs, masks=True)
+            if origin is not None and origin.is_mask:
+                return infinity_in_the_loss(origin.line)
+            found = examined(watch, outputs, roots, [torch.full_like(outputs[0], scale)], scale)
+    except CommunicationError as error:
+        return unknown(str(error))
     return found or nothing_to_explain(scale)
 
 
@@ -133,7 +140,7 @@ class CallRecorder:
     def __init__(self, model: torch.nn.Module, limit: int) -> None:
         self._model, self._limit = innermost(model), limit
         self._calls: list[_Call] = []
-        self._made = self._held = 0
+        self._made = self._held = self._weights = 0
         self._is_stale = self._is_running = False
         self._parameters = list(self._model.parameters())
         self._handles = [
@@ -156,9 +163,18 @@ class CallRecorder:
         """Forgets the calls when the next one comes: other optimizers may step on these."""
         self._is_stale = True
 
-    def _before(self, model: Any, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def _before(self, *call: Any) -> None:
+        if not torch.compiler.is_compiling():
+            # It may not raise in a program that runs without it.
+            with contextlib.suppress(Exception):
+                self._called(*call)
+
+    def _after(self, *call: Any) -> None:
+        if not torch.compiler.is_compiling():
+            with contextlib.suppress(Exception):
+                self._returned(*call)
+
+    def _called(self, model: Any, args: Any, kwargs: Any) -> None:
         self._now = None
         if not torch.is_grad_enabled() or self._is_running:
             return
@@ -166,17 +182,16 @@ class CallRecorder:
             self.reset()
         self._made += 1
         given = list(tensors_in((args, kwargs)))
-        self._held += sum(t.numel() * t.element_size() for t in given)
-        if len(self._calls) < _CALLS and self._held <= self._limit:
+        self._held += _STATE_BYTES + sum(t.numel() * t.element_size() for t in given)
+        if self._held <= self._limit:
             self._now = _Call(args, kwargs, given)
 
-    def _after(self, model: Any, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def _returned(self, model: Any, args: Any, output: Any) -> None:
         call, self._now = self._now, None
         if call is None:
             return
-        call.weights = self._versions()
+        # A forward pass may change weights, too, such as those that `max_norm` limits.
+        self._weights = self._versions()
         self._calls.append(call)
         outputs = [(n, t) for n, t in enumerate(tensors_in(output)) if t.requires_grad]
         # The gradient of an output needs the same room. The small ones first: one may be the loss.
@@ -195,12 +210,10 @@ class CallRecorder:
         """Explains the step that was just skipped; changes nothing that training depends on."""
         self._is_running = True
         try:
-            why = _refusal(self._model) or self._why_not()
-            if why:
+            if why := _refusal(self._model) or self._why_not():
                 return unknown(why)
-            calls = [each for each in self._calls if each.gradients]
-            for number, call in enumerate(calls, start=1):
-                found = _repeated(self._model, call, scale)
+            for number, call in enumerate(self._calls, start=1):
+                found = _repeated(self._model, call, scale) if call.gradients else None
                 if found is not None:
                     if self._made > 1:
                         reason = f"in call {number} of {self._made} of the model, {found.reason}"
@@ -209,33 +222,36 @@ class CallRecorder:
         # A model may raise anything, and training has to continue.
         except Exception as error:
             line = str(error).split("\n")[0][:200]
-            if isinstance(error, UnsupportedError):
-                return unknown(f"{line}, so it is not repeated")
+            if isinstance(error, CommunicationError):
+                return unknown(line)
             return unknown(f"the pass cannot be repeated ({type(error).__name__}: {line})")
         finally:
             self._is_running = False
             torch.clear_autocast_cache()
+        if self._is_cut():
+            return unknown(f"{self._too_large()}, and the others are finite")
         return unknown(
             "the pass of this step is finite when it is repeated. Another process may have "
             "overflowed, or gradients were changed after the backward pass"
         )
 
+    def _is_cut(self) -> bool:
+        return self._made > len(self._calls) or any(each.is_cut for each in self._calls)
+
+    def _too_large(self) -> str:
+        return f"the calls of the model need more than explain_bytes={self._limit} of Monitor"
+
     def _why_not(self) -> str:
-        calls = [each for each in self._calls if each.gradients]
-        is_cut = self._made > len(self._calls) or any(each.is_cut for each in self._calls)
-        if is_cut and not (calls and self._made <= len(self._calls)):
-            return (
-                f"a call of the model would need more than {self._limit:,} bytes, or there were "
-                f"more than {_CALLS} calls in this step; pass a higher explain_bytes to Monitor"
-            )
-        if not calls:
+        if not any(each.gradients for each in self._calls):
+            if self._is_cut():
+                return self._too_large()
             return (
                 "the model that Monitor has was not called in this step as model(...), outside of "
                 "compiled code, or no gradient reached what it returned"
             )
-        if any(each.weights != self._versions() for each in calls):
+        if self._weights != self._versions():
             return "another optimizer has changed the weights since the forward pass"
-        if any(each.versions != _versions(each) for each in calls):
+        if any(each.versions != _versions(each) for each in self._calls):
             return "the arguments of the model were written to after its call"
         return ""
 
@@ -251,7 +267,6 @@ class _Call:
         self.casting = [
             (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices
         ]
-        self.weights = 0
         self.is_cut = False
         self.outputs: dict[int, Any] = {}
         self.gradients: dict[int, Any] = {}
@@ -434,8 +449,10 @@ def _as_it_was(model: Any) -> Iterator[tuple[Watch, dict[str, Any], list[Any]]]:
     tables = [t for m in model.modules() for t in (vars(m), m._parameters, m._buffers, m._modules)]
     contents = [(table, dict(table)) for table in tables]
     known = {id(table) for table in tables}
+    generators: list[Any] = []
     for table in tables[::4]:
         _add_contents(list(table.values()), contents, known)
+        generators += filter(None, map(_state_of_generator, table.values()))
     states = _random_states()
     called = staticmethod(lambda function, preserve, *args: function(*args))
     stance = getattr(torch.compiler, "set_stance", lambda _: contextlib.nullcontext())
@@ -459,6 +476,8 @@ def _as_it_was(model: Any) -> Iterator[tuple[Watch, dict[str, Any], list[Any]]]:
             module.training = mode
         watch.restore()
         _set_random_states(states)
+        for restore, state in generators:
+            restore(state)
 
 
 class _Program(torch.nn.Module):
@@ -528,12 +547,20 @@ def _named(model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _differ(now: Any, before: Any) -> bool:
-    """Whether an output is another one than in training, more than by rounding."""
-    if now.shape != before.shape or now.dtype != before.dtype:
-        return True
-    if not torch.equal(now.isfinite(), before.isfinite()):
-        return True
-    return not torch.allclose(now, before, rtol=0.01, atol=0.01, equal_nan=True)
+    """Whether an output is not what it was in training."""
+    # A spectral norm has made a step since, so that the numbers differ a little.
+    is_alike = now.shape == before.shape and now.dtype == before.dtype
+    return not is_alike or is_finite(now) != is_finite(before)
+
+
+def _state_of_generator(value: Any) -> Any:
+    """What restores a generator of random numbers, and its state; None if it is not one."""
+    if isinstance(value, random.Random):
+        return value.setstate, value.getstate()
+    bits = getattr(value, "bit_generator", None) if "numpy" in sys.modules else None
+    if isinstance(value, torch.Generator) or bits is None:
+        return None
+    return functools.partial(setattr, bits, "state"), bits.state
 
 
 def _random_states() -> Any:

@@ -6,18 +6,26 @@ graphs keep a reference to it, and stay valid when the scale changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 
-from lossscale.rules import GradientStats, ScaleRule, ScaleState, host_can_update, updated_on_host
+from lossscale.rules import (
+    DynamicScale,
+    GradientStats,
+    ScaleRule,
+    ScaleState,
+    host_can_update,
+    updated_on_host,
+)
 from lossscale.torch.scaling import CPU, scalar
 
 
 class Factors(NamedTuple):
-    """A loss scale and its reciprocal on one device; float32 scalar tensors."""
+    """The scale of a loss and its reciprocal on one device; float32 scalar tensors."""
 
     scale: Any
     reciprocal: Any
@@ -45,7 +53,9 @@ class Multiplier:
         """Returns the factors on a device."""
         factors = self._factors.get(device)
         if factors is None:
-            scale = self._scale.to(device)
+            number = self.number
+            # Filled, because a copy from the host waits.
+            scale = self._scale.to(device) if number is None else scalar(number, device)
             factors = self._factors[device] = Factors(scale, scale.reciprocal())
         return factors
 
@@ -86,7 +96,8 @@ def update_on_host(rule: ScaleRule, state: ScaleState, stats: GradientStats) -> 
 
 
 def _tensors(state: ScaleState, device: Any) -> ScaleState:
-    kinds = {bool: torch.bool, int: torch.int64}
+    # PyTorch's kernel takes a count of 32 bits.
+    kinds = {bool: torch.bool, int: torch.int32}
     return type(state)(
         *(scalar(value, device, kinds.get(type(value), torch.float32)) for value in state)
     )
@@ -110,7 +121,7 @@ class LossScale:
 
     Attributes:
         start: The counts at the last load, Python numbers; each load makes another object.
-        shown: The values by their names in a state dictionary, tensors that are kept up to date.
+        live: The values by their names in a state dictionary, tensors that are kept up to date.
     """
 
     on_device = False
@@ -123,16 +134,15 @@ class LossScale:
         self.names = {saved_as(field): field for field in fields}
         self.state: Any = self.first
         self.counts = self.start = Counts(0, 0, False)
-        self._make_shown()
-        self._factors: dict[Any, Factors] = {}
+        self._make_live()
+        self._scales: dict[Any, Any] = {}
         for device in (CPU, *devices):
-            self.on(device)
-        self._fill_factors()
+            self.scale_on(device)
 
     @property
     def number(self) -> Any:
         """The loss scale, a Python float; None if only the device knows it."""
-        return float(self.rule.loss_scale(self.state))
+        return float(self.state.scale)
 
     @property
     def multiplier(self) -> Multiplier:
@@ -144,53 +154,61 @@ class LossScale:
     @property
     def tensor(self) -> Any:
         """A copy of the loss scale, a float32 scalar tensor."""
-        return self.on(CPU).scale.clone()
+        return self.scale_on(CPU).clone()
+
+    def scale_on(self, device: Any) -> Any:
+        """The loss scale on a device: a float32 scalar tensor that is kept up to date."""
+        scale = self._scales.get(device)
+        if scale is None:
+            scale = self._new_scale(device)
+            if not torch.compiler.is_compiling():
+                self._scales[device] = scale
+        return scale
 
     def on(self, device: Any) -> Factors:
-        """Returns the factors on a device."""
-        factors = self._factors.get(device)
-        if factors is None:
-            scale = self._new_scale(device)
-            factors = Factors(scale, scale.reciprocal())
-            if not torch.compiler.is_compiling():
-                self._factors[device] = factors
-        return factors
+        """Returns the factors on a device, as those of a `Multiplier`."""
+        scale = self.scale_on(device)
+        return Factors(scale, scale.reciprocal())
 
     def _new_scale(self, device: Any) -> Any:
         return scalar(self.number, device)
 
-    def _fill_factors(self) -> None:
+    def _fill_scales(self) -> None:
         self._multiplier = None
         number = self.number
-        for factors in self._factors.values():
-            factors.scale.fill_(number)
-            torch.reciprocal(factors.scale, out=factors.reciprocal)
+        for scale in self._scales.values():
+            scale.fill_(number)
 
-    def _make_shown(self) -> None:
+    def _make_live(self) -> None:
         self._numbers = numpy.zeros(len(self.names))
         # Tensors, because compiled code is recompiled for each Python number in a group.
         shown = torch.from_numpy(self._numbers).unbind()
-        self.shown: dict[str, Any] = dict(zip(self.names, shown, strict=True))
+        self.live: dict[str, Any] = dict(zip(self.names, shown, strict=True))
         self._show()
 
     def _show(self) -> None:
         self._last = [*map(float, self.state), *map(float, self.counts[:2])]
         self._numbers[:] = self._last
 
-    def written(self) -> dict[str, float]:
-        """Returns the values that other code has written into `shown`."""
+    def foreign_writes(self) -> dict[str, float]:
+        """Returns the values that other code has written into `live`."""
         now = self._numbers.tolist()
         if now == self._last:
             return {}
         changed = zip(self.names, now, self._last, strict=True)
         return {name: new for name, new, old in changed if new != old}
 
-    def update(self, stats: GradientStats) -> None:
-        """Updates the scale after a step."""
+    def update(self, stats: GradientStats, overflow: Any = None) -> None:
+        """Updates the scale after a step.
+
+        Args:
+            stats: What the rule sees.
+            overflow: On a device, float32 scalar tensor, 1 or 0; `stats.finite` may then be None.
+        """
         before = self.number
         self.state = update_on_host(self.rule, self.state, stats)
         if self.number != before:
-            self._fill_factors()
+            self._fill_scales()
 
     def count(self, skipped: Any) -> None:
         """Counts a step; `skipped` is a bool."""
@@ -214,7 +232,7 @@ class LossScale:
         """Sets the state and the counts from Python numbers that are valid for the rule."""
         self.state, self.counts, self.start = state, counts, Counts(*counts)
         self._show()
-        self._fill_factors()
+        self._fill_scales()
 
 
 class DeviceLossScale(LossScale):
@@ -222,67 +240,105 @@ class DeviceLossScale(LossScale):
 
     on_device = True
     number = None
+    _versions: Sequence[int] = ()
+    """Of the state, as PyTorch's kernel has left it; empty if that cannot move it."""
 
     def __init__(self, rule: ScaleRule, devices: Iterable[Any]) -> None:
         devices = list(devices)
         self.home = devices[0]
         super().__init__(rule, ())
         self.state = _tensors(self.first, self.home)
-        kinds = torch.int64, torch.int64, torch.bool
-        self.counts = Counts(*(scalar(0, self.home, kind) for kind in kinds))
-        self.shown = dict(zip(self.names, (*self.state, *self.counts[:2]), strict=True))
+        # A step adds the second to the first: 1, and whether it was skipped.
+        self._counted = scalar(0, self.home, torch.int64).repeat(2)
+        self._last = scalar(True, self.home, torch.bool).repeat(2)
+        self.counts = Counts(self._counted[0], self._counted[1], self._last[1])
+        self.live = dict(zip(self.names, (*self.state, *self.counts[:2]), strict=True))
+        scale = self.state.scale
+        if torch.is_tensor(scale):
+            self._scales[self.home] = scale
         for device in devices:
-            self.on(device)
-        self._fill_factors()
+            self.scale_on(device)
+        self.restore(self.first, self.start)
 
-    def _make_shown(self) -> None:
-        """Not needed: `shown` holds the tensors that the device updates."""
+    def _make_live(self) -> None:
+        """Not needed: `live` holds the tensors that the device updates."""
 
-    def written(self) -> dict[str, float]:
-        # The device updates the tensors in `shown`, so that what is written there counts.
+    def foreign_writes(self) -> dict[str, float]:
+        # The device updates the tensors in `live`, so that what is written there counts.
         return {}
 
     def _new_scale(self, device: Any) -> Any:
-        if self.home not in self._factors:
+        if self.home not in self._scales:
             return scalar(self.first.scale, device)
-        return self._factors[self.home].scale.to(device, copy=True)
+        return self._scales[self.home].to(device, copy=True)
 
     @property
     def tensor(self) -> Any:
-        return self.on(self.home).scale.clone()
+        return self.scale_on(self.home).clone()
 
-    def on(self, device: Any) -> Factors:
-        factors = super().on(device)
-        if device == CPU != self.home and self.home in self._factors:
+    def scale_on(self, device: Any) -> Any:
+        scale = super().scale_on(device)
+        if device == CPU != self.home and self.home in self._scales:
             # A loss on the CPU needs a copy of the scale.
-            factors.scale.copy_(self._factors[self.home].scale)
-        return factors
+            scale.copy_(self._scales[self.home])
+        return scale
 
-    def _fill_factors(self) -> None:
+    def _fill_scales(self) -> None:
         self._multiplier = None
-        scale = self.rule.loss_scale(self.state)
-        for device, factors in self._factors.items():
+        scale = self.state.scale
+        for device, copy in self._scales.items():
             # Reading an unused copy would wait for the device.
-            if device == CPU != self.home:
+            if copy is scale or device == CPU != self.home:
                 continue
-            factors.scale.copy_(scale) if torch.is_tensor(scale) else factors.scale.fill_(scale)
-            torch.reciprocal(factors.scale, out=factors.reciprocal)
+            copy.copy_(scale) if torch.is_tensor(scale) else copy.fill_(scale)
 
-    def update(self, stats: GradientStats) -> None:
-        after = self.rule.update(self.state, stats, xp=torch)
+    def update(self, stats: GradientStats, overflow: Any = None) -> None:
+        rule: Any = self.rule
+        if self._versions == self._versions_now():
+            # Two kernels in the place of some twenty operators on scalars.
+            numbers = rule.growth_factor, rule.backoff_factor, rule.growth_interval
+            torch._amp_update_scale_(*self.state, overflow, *numbers)
+            self.state.scale.clamp_(rule.min_scale, rule.ceiling)
+            self._versions = self._versions_now()
+            self._fill_scales()
+            return
+        if stats.finite is None:
+            stats = stats._replace(finite=overflow == 0)
+        after = rule.update(self.state, stats, xp=torch)
         if after is not self.state:
             for tensor, value in zip(self.state, after, strict=True):
                 tensor.copy_(value)
-            self._fill_factors()
+            self._fill_scales()
+
+    def _versions_now(self) -> list[int]:
+        return [tensor._version for tensor in self.state]
 
     def count(self, skipped: Any) -> None:
         """Counts a step in place; `skipped` is a float32 scalar tensor, 1 or 0."""
-        self.counts.iterations.add_(1)
-        self.counts.steps_skipped.add_(skipped.to(torch.int64))
         self.counts.last_step_skipped.copy_(skipped)
+        self._counted.add_(self._last)
 
     def restore(self, state: ScaleState, counts: Counts) -> None:
         self.start = Counts(*counts)
         for tensor, value in zip((*self.state, *self.counts), (*state, *counts), strict=True):
             tensor.fill_(value)
-        self._fill_factors()
+        # Until other code writes to the state, PyTorch's kernel moves it as the rule does.
+        self._versions = self._versions_now() if _moves_as_torch(self.rule, state) else ()
+        self._fill_scales()
+
+
+def _moves_as_torch(rule: ScaleRule, state: Any) -> bool:
+    """Whether PyTorch's kernel and a clamp move a scale to the same bits as the rule.
+
+    The kernel knows no limits, and waits until the interval is reached exactly. The rule leaves a
+    scale alone that would pass `max_scale`; that is where the clamp takes it, if it is a power of
+    two that doubles.
+    """
+    return (
+        type(rule) is DynamicScale
+        and rule.overflows_before_backoff == 1
+        and rule.powers_of_two
+        and rule.growth_factor == 2.0
+        and math.frexp(state.scale)[0] == 0.5
+        and state.good_steps < rule.growth_interval
+    )

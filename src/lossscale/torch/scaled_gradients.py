@@ -1,9 +1,9 @@
 """Which gradients a scale multiplies, and which parameters a loss reaches.
 
 Every scaled `.grad` is in exactly one `ScaledGradients`: those that one number of one wrapper's
-scale multiplies. Before a backward pass adds to gradients, `begin` puts them into the set of that
-number, and multiplies what is there. If one of them must be unscaled, the whole set is settled. So
-gradients of different scales are never added, and each is divided once.
+scale multiplies. Before a backward pass adds to gradients, `prepare_backward` puts them into the
+set of that number, and multiplies what is there. If one of them must be unscaled, the whole set is
+settled. So gradients of different scales are never added, and each is divided once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from lossscale.errors import GradientsError
 from lossscale.torch import gradients, ranks
 from lossscale.torch.scale import Multiplier
-from lossscale.torch.scaling import CPU, real_parts
+from lossscale.torch.scaling import CPU, filled, real_parts
 
 lock = threading.RLock()
 """Held while gradients join or leave a set: autograd runs hooks in a thread for each device."""
@@ -41,20 +41,22 @@ def was_scaled(loss: Any) -> bool:
 
 # --- Whose a parameter is ---------------------------------------------------------------------
 
-_living: set[weakref.ref[Any]] = set()
+_living: dict[weakref.ref[Any], bool] = {}
+"""The engines, and whether their parameters are sharded."""
 _owners: dict[int, tuple[weakref.ref[Any], ...]] = {}
 """The engines that have a parameter, by its id, which lives as long as one of them."""
 _changes = [0]
 """How many times an engine came, went or got other parameters."""
 
 
-def register(engine: Any, ids: frozenset[int]) -> Callable[[], None]:
+def register(engine: Any, info: ranks.ParameterInfo) -> Callable[[], None]:
     """Remembers whose parameters those of an engine are; returns what forgets it."""
+    ids = info.ids
 
     def forget(ref: weakref.ref[Any]) -> None:
         with lock:
             _changes[0] += 1
-            _living.discard(ref)
+            _living.pop(ref, None)
             for key in ids:
                 rest = tuple(each for each in _owners.get(key, ()) if each is not ref)
                 if rest:
@@ -65,7 +67,7 @@ def register(engine: Any, ids: frozenset[int]) -> Callable[[], None]:
     with lock:
         _changes[0] += 1
         ref = weakref.ref(engine, forget)
-        _living.add(ref)
+        _living[ref] = info.is_sharded
         for key in ids:
             _owners[key] = (*_owners.get(key, ()), ref)
     return lambda: forget(ref)
@@ -74,18 +76,20 @@ def register(engine: Any, ids: frozenset[int]) -> Callable[[], None]:
 def owners(info: ranks.ParameterInfo) -> list[Any]:
     """The engines that have some of these parameters."""
     if info.owners is None or info.owners[0] != _changes[0]:
-        with lock:
-            refs = {ref: None for key in info.ids for ref in _owners.get(key, ())}
-            info.owners = _changes[0], list(refs)
+        info.owners = _changes[0], _references(info.ids)
     return [engine for ref in info.owners[1] if (engine := ref()) is not None]
 
 
-def all_engines() -> list[Any]:
-    """The engines of all optimizers, with the parameters that they have now."""
-    living = [engine for ref in list(_living) if (engine := ref()) is not None]
-    for each in living:
-        each.info()
-    return living
+def _references(ids: Iterable[int]) -> list[Any]:
+    with lock:
+        return list({ref: None for key in ids for ref in _owners.get(key, ())})
+
+
+def all_engines(*, sharded: bool = False) -> list[Any]:
+    """The engines of all optimizers, or of those with sharded parameters."""
+    with lock:
+        refs = [ref for ref, is_sharded in _living.items() if is_sharded or not sharded]
+    return [engine for ref in refs if (engine := ref()) is not None]
 
 
 # --- What multiplies them ---------------------------------------------------------------------
@@ -105,12 +109,18 @@ class ScaledGradients:
         by: What multiplies them; None once they are unscaled.
         info: The parameters.
         checks: Whether an optimizer's rule checks for overflow.
+        left: If the device may have skipped a step and left these gradients behind: whether it
+            has, 1 or 0, and the engine of the loss, which such an overflow does not concern.
+        strays: The ids of tensors of no optimizer that its losses have reached, too; None if it
+            is not known which.
         task: The last backward pass that has begun.
     """
 
     def __init__(self, by: Any) -> None:
         self.by, self.info = by, ranks.ParameterInfo([], [])
         self.checks = False
+        self.left: tuple[Any, Any] | None = None
+        self.strays: set[int] | None = set()
         self.task = self._noted = -1
         self._before: dict[int, int] = {}
 
@@ -149,12 +159,19 @@ class ScaledGradients:
         else:
             self.info = self.info.without(info.ids)
 
+    def reaches(self, tensors: Iterable[Any] | None) -> None:
+        """A loss reaches tensors of no optimizer, to which one may get later; None if unknown."""
+        if tensors is None or self.strays is None:
+            self.strays = None
+        else:
+            self.strays.update(map(id, tensors))
+
     def _end(self) -> None:
         if getattr(self.by, "gradients", None) is self:
             self.by.gradients = None
         self.by = None
 
-    def begins(self) -> None:
+    def note_versions(self) -> None:
         """A backward pass is about to add to them: notes those that are there."""
         if self.task == -1 or self._noted != self.task:
             having = ((id(p), p.grad) for p in self.info.parameters)
@@ -174,22 +191,27 @@ class ScaledGradients:
         return info.without(waiting)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def settle(self, *, whole: bool = False) -> None:
+    def settle(self, *, whole: bool = False, clip: Any = None) -> None:
         """Divides the gradients, and checks each number.
 
         Args:
             whole: Whether all of them have arrived.
+            clip: What to multiply them by, if they are known to be finite.
         """
         with lock:
             if self.by is None:
                 return
             told = [each for each in owners(self.info) if self in each.record.sets]
             info = self.info if whole else self.arrived(self.info)
-            by_device = divide(info, self.by, checks=self.checks)
+            checks = self.checks and clip is None
+            by_device = unscale_by(info, self.by, checks=checks, clip=clip)
             self.leave(info)
-            found = gradients.any_overflow(by_device, info.devices[0] if info.ids else CPU)
+            found = gradients.any_overflow(by_device)
             for each in told:
                 each.record.tell(found, each.info())
+            if self.left is not None:
+                flag, other = self.left
+                other.record.tell(found * (1.0 - flag.to(found.device)), other.info())
 
 
 def set_of(by: Multiplier) -> ScaledGradients:
@@ -222,9 +244,9 @@ class GradientRecord:
         has_own_loss: Whether the optimizer itself scaled a loss; other optimizers' losses may
             reach its parameters too.
         decision: The decision of all processes, if `unscale_` made one.
-        decided_on: The parameters that it was made on.
+        decided_info: The parameters that it was made on.
         clips: Whether they are still to be clipped.
-        is_settled: Whether `zero_grad` was called in place of the step that was decided.
+        is_cleared: Whether `zero_grad` was called in place of the step that was decided.
         by_hand: Whether `get_scaled_loss` was called, and `get_unscaled_gradients` was not.
         divided: The gradients that `get_unscaled_gradients` was given, if it was called.
         warned: Whether the user was warned of a step without a scaled loss.
@@ -239,10 +261,11 @@ class GradientRecord:
         """Starts again, after a step or when the gradients were cleared."""
         self.unseen: Any = None
         self.found: Any = None
-        self.clips = self.is_settled = self.by_hand = self.has_own_loss = False
+        self.clips = self.is_cleared = self.by_hand = self.has_own_loss = False
         self.divided: list[tuple[Any, int]] | None = None
         self.decision: Any = None
-        self.decided_on: Any = None
+        self.decided_info: Any = None
+        self.left: tuple[int, int, Any] | None = None
         self.witness: tuple[Any, int] | None = None
 
     def clear(self, info: ranks.ParameterInfo) -> None:
@@ -272,21 +295,35 @@ class GradientRecord:
     def drop(self, info: ranks.ParameterInfo) -> None:
         """Drops the sets that hold none of its gradients any more."""
         some = [each for each in self.sets if each.by is not None]
-        self.sets = [e for e in some if e.info is info or not e.info.ids.isdisjoint(info.ids)]
+        self.sets = [
+            e
+            for e in some
+            if e.info is info or e.left is not None or not e.info.ids.isdisjoint(info.ids)
+        ]
 
-    def copy_to(self, other: GradientRecord, of: Any, engine: Any) -> None:
-        """Copies what is known of the gradients of an engine to the engine of its copy."""
+    def copy_to(self, other: GradientRecord, of: Any, engine: Any, memo: dict[int, Any]) -> None:
+        """Copies what is known of the gradients of an engine to the engine of its copy.
+
+        Args:
+            other: The record of the copy.
+            of: The engine.
+            engine: The engine of the copy.
+            memo: That of `copy.deepcopy`, which copies a set of several optimizers once.
+        """
         other.__dict__.update(vars(self), sets=[])
-        other.decided_on = engine.info()
+        other.decided_info = engine.info()
         other.unseen = engine.scale if self.unseen is of.scale else self.unseen
         theirs = dict(zip(of.info().parameters, engine.info().parameters, strict=True))
         for each in holding(of.info()):
-            own = each.by is of.scale.multiplier
-            copied = set_of(engine.scale.multiplier) if own else ScaledGradients(each.by)
+            copied = memo.get(id(each))
+            if copied is None:
+                own = each.by is of.scale.multiplier
+                copied = set_of(engine.scale.multiplier) if own else ScaledGradients(each.by)
+                memo[id(each)], copied.checks, copied.strays = copied, each.checks, None
             mine = [theirs[p] for p in each.info.parameters if p in theirs]
             whole = len(mine) == len(theirs)
-            copied.info = engine.info() if whole else ranks.ParameterInfo(mine, [])
-            copied.checks = each.checks
+            new = engine.info() if whole else ranks.ParameterInfo(mine, [])
+            copied.join(new.without(copied.info.ids))
             other.sets.append(copied)
         other.remember(engine.info())
 
@@ -299,6 +336,19 @@ class GradientRecord:
         # No weak reference, which would forbid `model.to` to swap the gradient for another one.
         last = info.last_gradient()
         self.witness = None if last is None else (last, last._version)
+
+    def leave_behind(self, info: ranks.ParameterInfo, skipped: Any) -> None:
+        """Remembers that gradients are still there after a step; `skipped` as in `left_behind`."""
+        last = info.last_gradient()
+        # By its id: nothing keeps a gradient between steps.
+        self.left = None if last is None else (id(last), last._version, skipped)
+
+    def left_behind(self, info: ranks.ParameterInfo) -> Any:
+        """Whether the gradients are those of a skipped step: a bool, or a tensor, 1 or 0."""
+        last = info.last_gradient() if self.left is not None else None
+        if self.left is None or last is None or self.left[:2] != (id(last), last._version):
+            return False
+        return self.left[2]
 
     def is_as_it_was(self, info: ranks.ParameterInfo) -> bool:
         """Whether the last gradient is the remembered one, unchanged."""
@@ -355,7 +405,7 @@ def is_seen(loss: Any) -> bool:
 
 
 def watch(scaled: Any, loss: Any, by: Multiplier, own: Any) -> None:
-    """Has `begin` called when the `backward` of a scaled loss starts."""
+    """Has `prepare_backward` called when the `backward` of a scaled loss starts."""
 
     def starts(_: Any) -> None:
         if own.record.in_backward:
@@ -364,12 +414,14 @@ def watch(scaled: Any, loss: Any, by: Multiplier, own: Any) -> None:
                 "unscaled losses to optimizer.backward(loss)."
             )
         task = torch._C._current_graph_task_id()
-        begin(loss if len(_living) > 1 else None, by, own, task=task)
+        alone = len(_living) == 1
+        (scaled_gradients, *_), rest = prepare_backward(None if alone else loss, by, own, task=task)
+        scaled_gradients.reaches(None if alone else rest)
 
     scaled.register_hook(starts)
 
 
-def begin(
+def prepare_backward(
     loss: Any, by: Multiplier, own: Any, *, inputs: Any = None, task: int = -1
 ) -> tuple[list[ScaledGradients], list[Any]]:
     """Gradients of a loss are about to be added: multiplies those that are there.
@@ -389,11 +441,14 @@ def begin(
     for each in (own, *(each for each, _, _ in found)):
         each.account_for_cleared(by)
     with lock:
-        sets = [own.begin(by, mine, task, own_loss=True)]
-        for each, info, sure in found:
-            sets.append(each.begin(by, info, task, sure=sure))
+        sets = [own.put_into_set(by, mine, task, own_loss=True)]
+        for each, info, certain in found:
+            sets.append(each.put_into_set(by, info, task, certain=certain))
+            if sets[-1].left is not None:
+                sets[-1].left = sets[-1].left[0], own
+                own.record.sets.append(sets[-1])
         for one in sets:
-            one.begins()
+            one.note_versions()
     return sets, rest
 
 
@@ -402,7 +457,7 @@ def reached(
 ) -> tuple[list[tuple[Any, ranks.ParameterInfo, bool]], list[Any]]:
     """The other engines whose parameters a loss reaches, and other tensors.
 
-    Each engine comes with the parameters, and whether the loss reaches them for sure: what
+    Each engine comes with the parameters, and whether the loss reaches them for certain: what
     `fully_shard` computes with cannot be assigned to one of several optimizers.
 
     Args:
@@ -423,18 +478,17 @@ def reached(
     ids = frozenset(rest)
     # `fully_shard` computes with its own parameters, and moves their gradients.
     is_sharded = any(isinstance(t, torch.nn.Parameter) for t in rest.values())
-    if hidden or not all(key in _owners for key in ids):
-        others = all_engines()
-    else:
-        others = owners(ranks.ParameterInfo(list(rest.values()), []))
+    others = dict.fromkeys(ref() for ref in _references(ids))
+    if hidden or is_sharded:
+        others |= dict.fromkeys(all_engines(sharded=not hidden))
     found = []
-    for each in others:
+    for each in filter(None, others):
         if each.record is own.record:
             continue
         info = each.info()
-        sure = not info.ids.isdisjoint(ids)
-        if sure or hidden or (is_sharded and info.is_sharded):
-            found.append((each, info.without(taken), sure))
+        certain = not info.ids.isdisjoint(ids)
+        if certain or hidden or (is_sharded and info.is_sharded):
+            found.append((each, info.without(taken), certain))
             taken = taken | info.ids
             rest = {key: t for key, t in rest.items() if key not in info.ids}
     if mine.is_sharded or any(info.is_sharded for _, info, _ in found):
@@ -481,8 +535,13 @@ def multiply(info: ranks.ParameterInfo, by: Any, before: Any = None) -> None:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def divide(
-    info: ranks.ParameterInfo, by: Any, *, checks: bool = True, allow_float16: bool = False
+def unscale_by(
+    info: ranks.ParameterInfo,
+    by: Any,
+    *,
+    checks: bool = True,
+    allow_float16: bool = False,
+    clip: Any = None,
 ) -> dict[Any, Any]:
     """Divides gradients by their scale, and checks each number.
 
@@ -491,6 +550,7 @@ def divide(
         by: A `Multiplier` or a `LossScale`.
         checks: Whether to check them.
         allow_float16: Whether some may be in float16.
+        clip: What to multiply them by, too, or None.
 
     Returns:
         As `unscale`; empty if they are not checked.
@@ -501,10 +561,17 @@ def divide(
         factors = by.on(device)
         return factors.reciprocal if powers else factors.scale
 
+    if clip is not None and powers:
+        # In one pass, which rounds no more than two do.
+        unscale(info, filled(clip / by.on(CPU).scale), checks=False)
+        return {}
     below_one = checks and is_below_one(by)
-    return unscale(
+    by_device = unscale(
         info, factor, divides=not powers, checks=checks, recheck=below_one, float16=allow_float16
     )
+    if clip is not None:
+        unscale(info, filled(clip), checks=False)
+    return by_device
 
 
 def unscale(

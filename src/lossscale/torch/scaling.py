@@ -47,6 +47,11 @@ def scalar(value: float, device: Any, dtype: Any = torch.float32) -> torch.Tenso
         return torch.full((), value, dtype=dtype, device=device)
 
 
+def filled(number: Any) -> Callable[[Any], Any]:
+    """Returns what makes a scalar tensor of the CPU on a device, without a copy, which waits."""
+    return lambda device: scalar(number.tolist(), device, number.dtype)
+
+
 def read(tensor: Any) -> float:
     """Reads a number from a tensor; see `read_all`."""
     _check_readable(tensor)

@@ -11,6 +11,7 @@ from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
 from lossscale.torch import ranks
 from lossscale.torch.buffers import guard_average, guard_model, unguard_average, unguard_model
 from lossscale.torch.grad_scaler import GradScaler
+from lossscale.torch.monitor import wrapper_in
 from lossscale.torch.optimizer import LossScaleOptimizer
 
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -182,6 +183,7 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
 
 def _guarded_model(model: Any, optimizer: Any, buffers: Iterable[str] | None) -> Any:
     several = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    several = list(map(wrapper_in, several))
     if not several:
         raise ArgumentTypeError("`optimizer` must not be an empty list.")
     for each in several:

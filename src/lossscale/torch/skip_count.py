@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from lossscale.errors import UnsupportedError
 from lossscale.packages import warn
+from lossscale.torch.scaling import is_captured
 
 _MOST_FLAGS = 100
 """After how many flags their sum replaces them."""
@@ -17,10 +20,22 @@ _NO_GRADIENTS = 10
 
 
 class FirstSteps:
-    """Warns of an optimizer that never has any gradient."""
+    """Warns of an optimizer that never has any gradient, and refuses one that reads others."""
 
     def __init__(self) -> None:
         self.without: int | None = 0
+
+    def check(self, parameters: Iterable[Any]) -> None:
+        """Checks, before a first step, that the optimizer reads `.grad`.
+
+        Raises:
+            UnsupportedError: If it is one of Opacus, which reads `grad_sample`.
+        """
+        if self.without is not None and any(hasattr(p, "grad_sample") for p in parameters):
+            raise UnsupportedError(
+                "An optimizer of Opacus reads `grad_sample`, which stays multiplied by the loss "
+                "scale. Use it without a LossScaleOptimizer, in float32 or bfloat16."
+            )
 
     def made(self, inner: Any, empty: bool) -> None:
         """Counts a step without any gradient; with one, all is well."""
@@ -39,22 +54,31 @@ class FirstSteps:
 
 
 class SkipCount:
-    """Number of steps and of skipped steps; the host waits only when it reads the latter.
+    """Number of steps and of skipped steps; the host waits only when it reads them.
 
     Args:
         skipped: Number of skipped steps so far.
     """
 
     def __init__(self, skipped: int = 0) -> None:
-        self.made, self._skipped, self._last = 0, skipped, False
+        self._made, self._skipped, self._last = 0, skipped, False
         self._flags: list[Any] = []
+        self._replayed: Any = None
 
     def add(self, flag: Any) -> None:
         """Counts a step; `flag` is a bool, or a float32 scalar tensor, 1 if it is skipped."""
-        self.made, self._last = self.made + 1, flag
+        self._last = flag
         if isinstance(flag, bool):
-            self._skipped += flag
+            self._made, self._skipped = self._made + 1, self._skipped + flag
             return
+        if is_captured(flag):
+            # Each replay counts. What a graph allocates would be 0 again at each.
+            if self._replayed is not None:
+                self._replayed += torch.stack([torch.ones_like(flag), flag])
+            return
+        if flag.is_cuda and self._replayed is None:
+            self._replayed = torch.zeros(2, device=flag.device)
+        self._made += 1
         self._flags.append(flag)
         if len(self._flags) > _MOST_FLAGS:
             self._flags = [self._sum()]
@@ -62,9 +86,22 @@ class SkipCount:
     def _sum(self) -> Any:
         return torch.stack([flag.to(self._flags[0].device) for flag in self._flags]).sum()
 
+    def _read_replays(self) -> None:
+        if self._replayed is not None:
+            made, skipped = map(int, self._replayed.tolist())
+            self._made, self._skipped = self._made + made, self._skipped + skipped
+            self._replayed.zero_()
+
+    @property
+    def made(self) -> int:
+        """Number of steps."""
+        self._read_replays()
+        return self._made
+
     @property
     def skipped(self) -> int:
         """Number of skipped steps."""
+        self._read_replays()
         if self._flags:
             self._skipped += int(self._sum())
             self._flags = []
@@ -73,5 +110,5 @@ class SkipCount:
     @property
     def last_skipped(self) -> bool:
         """Whether the last step was skipped."""
-        self._last = bool(self._last)
-        return self._last
+        # A replay writes into the flag.
+        return bool(self._last)

@@ -1,4 +1,4 @@
-"""State dictionaries of the wrapper, of gradient scalers, and of other libraries.
+"""State dictionaries of the wrapper and of gradient scalers.
 
 `torch.distributed.checkpoint` saves only `state` and `param_groups` of an optimizer's state
 dictionary. So the values of the loss scale are saved in the first group. Code that flattens a
@@ -20,6 +20,7 @@ from lossscale.checks import LONGEST_INTERVAL
 from lossscale.errors import ArgumentError, StateDictError
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule, ScaleState
+from lossscale.torch.foreign_states import as_torchs, number_of, whole_number_of
 from lossscale.torch.scale import Counts, LossScale
 from lossscale.torch.several import Several, joined
 
@@ -28,7 +29,7 @@ _COUNTS = ("iterations", "steps_skipped")
 _OVERFLOWS = f"{_PREFIX}_overflows"
 """The key of a count that only some rules save. The others ignore it in a dictionary."""
 _OF_GRADIENTS = f"{_PREFIX}_of_gradients"
-"""The key of what multiplies the gradients, if a state was saved before they were unscaled."""
+"""The key of what multiplies the gradients: not 0 if a state was saved before their step."""
 _OF_A_SCALER = {
     "scale": _PREFIX,
     "_growth_tracker": f"{_PREFIX}_good_steps",
@@ -48,19 +49,15 @@ def numbers_of(scale: LossScale) -> dict[str, Any]:
     return {name: values[meant] for name, meant in scale.names.items()}
 
 
-def with_numbers(
-    saved: Mapping[str, Any], scale: LossScale, scaled_by: float | None = None
-) -> dict[str, Any]:
+def with_numbers(saved: Mapping[str, Any], scale: LossScale, scaled_by: float) -> dict[str, Any]:
     """Adds the values of a loss scale to the state dictionary of its optimizer.
 
     Args:
         saved: The state dictionary.
         scale: The loss scale.
-        scaled_by: What multiplies the gradients, or None.
+        scaled_by: What multiplies the gradients; 0 if there are none.
     """
-    numbers = numbers_of(scale)
-    if scaled_by is not None:
-        numbers[_OF_GRADIENTS] = scaled_by
+    numbers = {**numbers_of(scale), _OF_GRADIENTS: scaled_by}
     if not saved.get("param_groups"):
         # The optimizer writes a format of its own.
         return {**saved, _PREFIX: numbers}
@@ -106,7 +103,8 @@ def without_numbers(
 def reserve_names(scale: LossScale, inner: Any) -> None:
     """Puts the live values into the first parameter group of an optimizer."""
     for group in inner.param_groups[:1]:
-        group.update(scale.shown)
+        group.update(scale.live)
+        group.setdefault(_OF_GRADIENTS, torch.zeros(()))
 
 
 def adopt_written(scale: LossScale, inner: Any) -> None:
@@ -116,8 +114,8 @@ def adopt_written(scale: LossScale, inner: Any) -> None:
         ArgumentError: If it is not a number.
     """
     for group in inner.param_groups[:1]:
-        found = scale.written()
-        for name, tensor in scale.shown.items():
+        found = scale.foreign_writes()
+        for name, tensor in scale.live.items():
             now = group.get(name)
             if now is not tensor and now is not None:
                 found[name] = now
@@ -204,7 +202,7 @@ class LossScaleState:
         """
         is_own = isinstance(state_dict, Mapping) and state_dict.keys() & self._scale.names
         if not is_own or "unskipped" in state_dict:
-            scaler, rule = normal(state_dict), self._scale.rule
+            scaler, rule = as_torchs(state_dict), self._scale.rule
             state_dict = {new: scaler[old] for old, new in _OF_A_SCALER.items() if old in scaler}
             settings = {name: scaler[name] for name in _SETTINGS if name in scaler}
             others = {n: value for n, value in settings.items() if value != setting(rule, n)}
@@ -311,7 +309,7 @@ def read_scaler_state(found: Any, rule: ScaleRule, state: ScaleState) -> ScalerS
         ScaleState(scale=8.0, good_steps=3)
     """
     waits = getattr(rule, "overflows_before_backoff", 1)
-    values = normal(found, waits)
+    values = as_torchs(found, waits)
     # Other rules have no such settings.
     if isinstance(rule, DynamicScale):
         rule = with_settings(rule, **{n: values[n] for n in _SETTINGS if n in values})
@@ -319,9 +317,9 @@ def read_scaler_state(found: Any, rule: ScaleRule, state: ScaleState) -> ScalerS
     fields = {name: kept[name] for name in state._fields if name in kept}
     # A fixed scale stays as the code says.
     if "scale" in values and rule.moves:
-        fields["scale"] = _number("scale", values["scale"])
+        fields["scale"] = number_of("scale", values["scale"])
     if "_growth_tracker" in values and "good_steps" in state._fields:
-        fields["good_steps"] = _whole("_growth_tracker", values["_growth_tracker"])
+        fields["good_steps"] = whole_number_of("_growth_tracker", values["_growth_tracker"])
     if "_overflows" in values and "overflows" in state._fields:
         fields["overflows"] = values["_overflows"]
     elif "overflows" not in fields:
@@ -333,7 +331,7 @@ def read_scaler_state(found: Any, rule: ScaleRule, state: ScaleState) -> ScalerS
             f"Training continues with {restored.scale!r}."
         )
     skipped = values.get("steps_skipped")
-    skipped = None if skipped is None else _whole("steps_skipped", skipped)
+    skipped = None if skipped is None else whole_number_of("steps_skipped", skipped)
     return ScalerState(rule, restored, skipped)
 
 
@@ -347,100 +345,3 @@ def before_growth(rule: ScaleRule, state: ScaleState) -> ScaleState:
     if not isinstance(rule, DynamicScale):
         return state
     return state._replace(good_steps=min(state.good_steps, rule.growth_interval - 1))
-
-
-def normal(found: Any, waits: int = 1) -> dict[str, Any]:
-    """Renames the keys of any gradient scaler's dictionary to PyTorch's; warns of lost values.
-
-    Args:
-        found: The dictionary.
-        waits: Number of overflows in a row that lower the scale of the reading rule.
-    """
-    if not isinstance(found, Mapping) or not found:
-        raise StateDictError(
-            "A scaler's state must be a dictionary, as state_dict() returns it. Received: "
-            f"{found!r}. A disabled scaler saves an empty one: make this scaler with "
-            "enabled=False, or do not load it."
-        )
-    scalers = [key for key in found if str(key).startswith("loss_scaler")]
-    if len(scalers) > 1:
-        raise StateDictError(
-            f"This state of Apex has {len(scalers)} loss scalers, and a GradScaler has one scale. "
-            f"Load one of them: {', '.join(f'state[{key!r}]' for key in scalers)}."
-        )
-    found = found[scalers[0]] if scalers else found
-    # DeepSpeed pickles the scaler object.
-    found = found if isinstance(found, Mapping) else getattr(found, "__dict__", {"": found})
-    lost = {name: found[name] for name in _HYSTERESIS if found.get(name, 1) != 1}
-    overflows = _overflows(found, waits)
-    if lost and not (waits > 1 and found.get("consecutive_hysteresis")):
-        here = f"This rule counts {waits} in a row, and starts at {overflows.get('_overflows', 0)}."
-        if waits == 1:
-            here = (
-                "Here the scale falls at each. Pass rule=lossscale.DynamicScale("
-                "overflows_before_backoff=2) to allow one."
-            )
-        warn(
-            "The scaler that wrote this state has hysteresis "
-            f"({', '.join(f'{name}={value}' for name, value in lost.items())}). It counts "
-            f"overflows until the scale grows. {here}"
-        )
-    if "cur_scale" in found:
-        return {**_of_deepspeed(found), **overflows}
-    renamed = next((names for names in _OF_OTHERS if set(names) <= set(found)), None)
-    if renamed is not None:
-        values = {new: found[old] for old, new in zip(renamed, _NAMES, strict=True)}
-        return {**values, **overflows}
-    if "scale" not in found and "_growth_tracker" not in found:
-        raise StateDictError(
-            "This is not the state of a gradient scaler: it has neither 'scale' nor "
-            f"'_growth_tracker'. Its keys: {', '.join(map(repr, found))}."
-        )
-    return dict(found)
-
-
-_NAMES = "scale", "_growth_tracker"
-_OF_OTHERS = (
-    # Apex, Megatron, and the wrapper of this library.
-    ("loss_scale", "unskipped"),
-    ("scale", "growth_tracker"),
-    (_OF_A_SCALER["scale"], _OF_A_SCALER["_growth_tracker"]),
-)
-_HYSTERESIS = "hysteresis_tracker", "delayed_shift"
-
-
-def _overflows(found: Mapping[str, Any], waits: int) -> dict[str, int]:
-    """The overflows that a tracker has counted; both trackers say how many more are let pass."""
-    if waits == 1:
-        return {}
-    for name, all_of_them in (
-        ("hysteresis_tracker", waits),
-        ("cur_hysteresis", found.get("delayed_shift", waits)),
-    ):
-        if name in found:
-            return {"_overflows": max(all_of_them - _whole(name, found[name]), 0)}
-    return {}
-
-
-def _of_deepspeed(found: Mapping[str, Any]) -> dict[str, Any]:
-    values = {"scale": found["cur_scale"]}
-    if "scale_window" in found:
-        window, factor = found["scale_window"], found["scale_factor"]
-        values["growth_interval"], values["growth_factor"] = window, factor
-        values["backoff_factor"] = 1.0 / factor
-        values["_growth_tracker"] = (found["cur_iter"] - found["last_overflow_iter"] - 1) % window
-    return values
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise StateDictError(
-            f"{name!r} of a scaler's state must be a number. Received: {value!r}."
-        ) from None
-
-
-def _whole(name: str, value: Any) -> int:
-    number = _number(name, value)
-    return int(number) if math.isfinite(number) else 0

@@ -35,6 +35,10 @@ _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 
+class CommunicationError(RuntimeError):
+    """Raised in place of a message to another process."""
+
+
 class Origin(NamedTuple):
     """Where an infinity or a NaN comes from.
 
@@ -85,6 +89,7 @@ class Watch(TorchDispatchMode):
         self._written: dict[Any, tuple[Any, Any]] = {}
         self._epsilons: dict[str, float] = {}
         self._in_float16 = False
+        self._generators: dict[Any, Any] = {}
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -148,16 +153,21 @@ class Watch(TorchDispatchMode):
         return None
 
     def restore(self) -> None:
-        """Restores the tensors that the passes have written to."""
+        """Restores the tensors and generators that the passes have written to."""
         with torch.no_grad():
             # In this order, because they may be views of the same storage.
             for tensor, value in reversed(self._written.values()):
                 tensor.data.copy_(value)
+        for generator, state in self._generators.items():
+            generator.set_state(state)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace in _MESSAGES:
-            raise UnsupportedError("processes communicate in this pass")
+            raise CommunicationError("processes communicate in this pass, so it is not repeated")
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Generator):
+                self._generators.setdefault(value, value.get_state())
         name = func._schema.name.partition("::")[2]
         inputs = list(tensors_in((args, kwargs)))
         place, node = self._place(name, args, inputs)

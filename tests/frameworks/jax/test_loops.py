@@ -9,7 +9,6 @@ import optax
 import pytest
 from optax import contrib
 
-import lossscale
 from frameworks.jax import inner_transformations as inner
 from frameworks.jax.support import bits, scaled, signature
 from lossscale.optax import loss_scaled, scale_loss, unscale, value_and_grad
@@ -194,25 +193,6 @@ def test_extra_arguments_arrive_also_where_optax_would_drop_them():
         )
         assert seen
         assert all(set(args) == {"value"} for args in seen)
-
-
-class Halved(lossscale.DynamicScale):
-    """Multiplies the loss by half its scale, which at the floor is below the lowest one."""
-
-    def loss_scale(self, state):
-        return state.scale * 0.5
-
-
-def test_a_rule_may_multiply_the_loss_by_another_number():
-    rule = Halved(32.0, growth_interval=2, min_scale=16.0)
-    tx = loss_scaled(optax.sgd(1.0), rule=rule)
-    for update in (tx.update, jax.jit(tx.update)):
-        state, found = tx.init(jnp.ones(2)), []
-        for factor in (1.0, jnp.nan, 1.0, 1.0):
-            updates, state = update(jnp.full(2, state.loss_scale * factor), state)
-            found.append(float(state.loss_scale))
-        assert found == [16.0, 8.0, 8.0, 16.0]
-        assert updates.tolist() == [-1.0, -1.0]
 
 
 def test_a_step_can_be_differentiated():

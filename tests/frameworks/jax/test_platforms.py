@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.sparse import BCOO
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lossscale import DynamicScale
 from lossscale.jax import gradients as of_jax
+from lossscale.jax import overflow_tracker
 from lossscale.optax import all_finite, loss_scaled, track_overflows
 
 SMALL, LARGE, ALONE = 100, 20_000, of_jax.JOINED + 1
@@ -39,6 +41,28 @@ def test_the_check_of_a_gpu_is_that_of_a_cpu(dtype, value):
         assert np.isfinite(found).all() == np.isfinite(value) == bool(check(given))
         if np.isfinite(value):
             assert found.max() == magnitudes.max()
+
+
+def test_a_gpu_counts_in_each_gradient_as_a_cpu_does():
+    def with_some(size, dtype, *values):
+        array = np.ones(size, dtype)
+        array[: len(values)] = values
+        return jnp.asarray(array)
+
+    gradients = [
+        with_some(LARGE, np.float32, np.inf, np.nan, -np.inf),
+        None,
+        with_some(SMALL, np.float16, np.nan),
+        with_some(LARGE, np.float32, -np.nan),
+        with_some(SMALL, np.complex64, complex(np.inf, np.nan), complex(1, -np.inf)),
+        BCOO.fromdense(with_some(SMALL, np.float32, np.nan, -np.inf)),
+        with_some(ALONE, np.float32, np.inf),
+        jnp.zeros(0),
+    ]
+    expected = [[2, 1], [0, 0], [0, 1], [0, 1], [2, 1], [1, 1], [1, 0], [0, 0]]
+    for counts in (overflow_tracker._nonfinite, overflow_tracker._nonfinite_on_gpu):
+        assert np.asarray(counts(gradients)).tolist() == expected
+    assert np.asarray(overflow_tracker._nonfinite_on_gpu([None])).tolist() == [[0, 0]]
 
 
 def groups(*given):
@@ -85,7 +109,7 @@ def arguments_of(tx, sizes):
 
 def branches(program):
     """The operands that a lowered program branches on, except those that are known."""
-    known = re.findall(r'(%\w+)(?::\d+)? = (?:stablehlo.constant|"stablehlo.case")', program)
+    known = re.findall(r'(%\w+)(?::\d+)? = "?stablehlo\.(?:constant|clamp|case)\b', program)
     return set(re.findall(r'"?stablehlo\.(?:case|if)"?\((%\w+)', program)) - set(known)
 
 

@@ -126,3 +126,34 @@ def test_a_subclass_trains_in_fit_and_is_loaded_as_itself(tmp_path):
     loaded = keras.saving.load_model(tmp_path / "model.keras").optimizer
     assert isinstance(loaded, Registered)
     assert status(loaded) == status(model.optimizer)
+
+
+def keywords_only(base):
+    """A subclass whose constructor takes keywords only, as Horovod makes of any optimizer."""
+
+    class KeywordsOnly(base):
+        def __init__(self, **kwargs):
+            super(self.__class__, self).__init__(**kwargs)
+
+    return KeywordsOnly
+
+
+def another_name(base):
+    """A subclass that has its own name for the inner optimizer."""
+
+    class AnotherName(base):
+        def __init__(self, opt, **kwargs):
+            super().__init__(opt, **kwargs)
+
+    return AnotherName
+
+
+@pytest.mark.parametrize("form", [keywords_only, another_name])
+@pytest.mark.parametrize("made", [wrapped, lambda: experimental.LossScaleOptimizer(SGD(1.0), 8.0)])
+def test_a_subclass_is_made_by_keywords_if_it_takes_them(form, made):
+    optimizer = made()
+    cls = form(type(optimizer))
+    other = cls.from_config(optimizer.get_config())
+    for copied in (other, copy.deepcopy(other)):
+        assert type(copied) is cls
+        assert copied.initial_scale == optimizer.initial_scale

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import pathlib
+import warnings
 
 import torch
 from torch import distributed
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -192,6 +194,57 @@ def guarded(folder):
     for kind in kinds:
         found, skipped = trained(kind, True, True)
         outcome[kind] = [found == trained(kind, False, False)[0], skipped]
+    return outcome
+
+
+class Parallel(torch.nn.Module):
+    """Sums what all processes compute, in the forward pass."""
+
+    def __init__(self, sums):
+        super().__init__()
+        torch.manual_seed(0)
+        self.sums, self.a, self.b = sums, torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        hidden = self.a(x).float()
+        return self.b(all_reduce(hidden) if self.sums else hidden)
+
+
+def explained(folder):
+    """Whether an explained run is the plain one, if only the last process overflows; the causes."""
+
+    def trained(kind, explain):
+        net = Parallel(kind == "sum")
+        if kind == "fsdp":
+            fully_shard(net)
+        whole = DistributedDataParallel(net) if kind == "ddp" else net
+        optimizer = LossScaleOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.1),
+            initial_scale=2.0**8,
+            process_group=distributed.group.WORLD,
+        )
+        monitor = lossscale.torch.Monitor(optimizer, net, explain=explain)
+        losses, causes = [], []
+        for step in range(4):
+            x = torch.ones(2, 4) * (1e6 if step == 1 and is_last() else 1)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = whole(x).float().mean()
+            optimizer.backward(loss)
+            optimizer.step()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                monitor.step(loss)
+            losses.append(float(loss.detach()))
+            if optimizer.last_step_skipped and explain:
+                causes.append(str(monitor.explanation.cause))
+        weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
+        return repr(losses), [w.tolist() for w in weights], causes
+
+    outcome = {}
+    for kind in ("sum", "ddp", "fsdp"):
+        plain, found = trained(kind, 0), trained(kind, 20)
+        outcome[kind] = [plain[:2] == found[:2], found[2]]
     return outcome
 
 
@@ -672,7 +725,17 @@ CASES = {
         fsdp_clipped,
         sharded_scaler,
     ),
-    2: (ddp, guarded, fsdp, fsdp_clipped, uneven, compressed, monitored, whole_and_resumed),
+    2: (
+        ddp,
+        guarded,
+        explained,
+        fsdp,
+        fsdp_clipped,
+        uneven,
+        compressed,
+        monitored,
+        whole_and_resumed,
+    ),
     1: (on_one, seen, clipped, fsdp_clipped, minimized),
 }
 CASES = {size: (*cases_of_parallel.CASES[size], *cases) for size, cases in CASES.items()}

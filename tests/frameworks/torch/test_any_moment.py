@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 
+import lossscale
 from frameworks.torch.support import (
     alone,
     assert_same_without_scaling,
@@ -336,3 +337,32 @@ def test_a_file_at_any_moment_goes_on_as_plain_training(moment, make, how):
     for p, each in ((a, optimizer), (plain, bare)):
         train_step(each, (p * p).sum(), "verb")
     assert bits(a) == bits(plain)
+
+
+SETTINGS = {
+    "host": {},
+    "device": {"decide": "device"},
+    "fixed": {"rule": lossscale.FixedScale(8.0)},
+    "needs": {"rule": lossscale.FixedScale(8.0, skip_nonfinite=True)},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("way", ["verb", "scaled", "unscaled"])
+@pytest.mark.parametrize("share", [lambda g: g, lambda g: g.view(2), lambda g: g.detach()])
+@pytest.mark.parametrize("first", [0, 6])
+def test_one_tensor_becomes_the_gradient_of_two_parameters_later(first, share, way, settings):
+    def run(wrap):
+        a, b = leaf(), leaf(3.0, 1.0)
+        optimizer = wrap(SGD([a, b], lr=0.0625, fused=True))
+        for number in range(9):
+            optimizer.zero_grad()
+            derive(optimizer, ((a + b) ** 2).sum(), "scaled" if way == "unscaled" else way)
+            if number >= first:
+                b.grad = share(a.grad)
+            if way == "unscaled" and wrap is not alone:
+                optimizer.unscale_()
+            optimizer.step()
+        return bits([a, b])
+
+    assert run(lambda inner: wrapped(inner, **settings)) == run(alone)

@@ -6,6 +6,7 @@ import io
 import pickle
 import subprocess
 import sys
+import warnings
 import weakref
 
 import pytest
@@ -365,6 +366,17 @@ def test_buffers_of_another_dtype_since_they_were_saved():
     assert torch.equal(model[1].running_mean, before.double())
 
 
+def test_numbers_that_replace_those_of_a_buffer():
+    model = made()
+    optimizer = wrapped(model)
+    guard(model, optimizer)
+    step(model, optimizer, X, model.forward)
+    model[1].running_mean.data = model[1].running_mean.clone()
+    before = bits(model)
+    step(model, optimizer, BAD, model.forward)
+    assert bits(model) == before
+
+
 def test_reentrant_checkpointing_of_the_whole_model():
     model = made()
     optimizer = wrapped(model)
@@ -525,21 +537,19 @@ def test_a_guard_keeps_neither_the_model_nor_the_optimizer():
 
 def test_a_guard_holds_one_copy_and_two_if_the_device_decides():
     def held():
+        """The number of storages about as large as the table."""
         gc.collect()
-        return sum(
-            t.nbytes
-            for t in gc.get_objects()
-            if isinstance(t, torch.Tensor) and t.dtype is torch.uint8 and t._base is None
-        )
+        tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(0 <= size - 3_000_000 < 2**12 for size in storages.values())
 
-    before = held()
     for decide, copies in (("host", 1), ("device", 2)):
         model = made()
-        model.register_buffer("table", torch.zeros(2**18))
+        model.register_buffer("table", torch.zeros(750_000))
         optimizer = wrapped(model, decide=decide)
         guard(model, optimizer)
         step(model, optimizer, X)
-        assert 0 <= held() - before - copies * 2**20 < 2**12
+        assert held() == 1 + copies
         unguard(model)
         del model, optimizer
 
@@ -628,6 +638,26 @@ def test_a_guard_whose_optimizer_never_steps_warns():
         [step(model, other, X) for _ in range(20)]
     # A scaler that is not enabled skips nothing.
     guard(model, GradScaler("cpu", enabled=False))
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("way", ["backward", "scaler"])
+def test_a_monitor_names_once_what_a_skipped_step_has_spoiled(way, guarded):
+    model = made()
+    model.register_buffer("mask", torch.full((4,), -INF))
+    watched, one = WAYS[way](model)
+    if guarded:
+        guard(model, watched)
+    found = []
+    with lossscale.torch.Monitor(watched, model, on_floor="ignore") as monitor:
+        for x in (X, BAD, X, BAD):
+            one(x)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                monitor.step(1.0)
+            found += [str(each.message) for each in caught]
+    assert len(found) == (not guarded)
+    assert guarded or "has left '1.running_mean' of the model not finite" in found[0]
 
 
 def test_what_cannot_be_guarded():

@@ -137,8 +137,7 @@ def test_the_optimizer_inside_may_be_compiled(counter):
     ("settings", "expected"),
     [
         ({}, 1),
-        # Read with the norm in one transfer, which is not counted here.
-        ({"clip_norm": 1.0}, 0),
+        ({"clip_norm": 1.0}, 1),
         ({"decide": "device"}, 0),
         ({"decide": "device", "clip_norm": 1.0}, 0),
         ({"rule": FixedScale(8.0)}, 0),

@@ -10,7 +10,6 @@ import sys
 
 import pytest
 import torch
-from matplotlib.image import imread
 
 ROOT = pathlib.Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "torch"
@@ -38,6 +37,9 @@ def test_the_policy_learns_the_best_action(capsys):
 
 @pytest.fixture(scope="module")
 def demo():
+    # Where PyTorch alone is installed, these are not.
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("sklearn")
     spec = importlib.util.spec_from_file_location("digits_example", FOLDER / "digits.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     threads = torch.get_num_threads()
@@ -99,6 +101,8 @@ def test_it_shows_where_it_is_and_what_it_wrote(printed):
         line.partition(" [")[0].strip() for line in text.splitlines() if " epoch 4/4" in line
     ] == [*NAMES]
     assert f"Picture: {picture}\n" in text
+    from matplotlib.image import imread
+
     height, width, _ = imread(picture).shape
     assert (width, height) == (1320, 960)
 

@@ -325,6 +325,69 @@ def test_overflows_at_the_lowest_scale_are_warned_of_once():
     one_step(scaler, optimizer, weights, torch.inf)
 
 
+@pytest.mark.parametrize("names", [("adamw-fused", "sgd-fused"), ("adamw-fused", "sgd")])
+def test_a_list_of_optimizers_with_float16_parameters_of_fused_ones(names):
+    weights = [
+        torch.nn.Parameter(torch.ones(3, dtype=torch.float16 if "fused" in name else torch.float32))
+        for name in names
+    ]
+    optimizers = [OPTIMIZERS[name]([w]) for name, w in zip(names, weights, strict=True)]
+    scaler = GradScaler("cpu", init_scale=16.0)
+    for slope, number in ((1.0, 0), (torch.inf, 1), (torch.inf, 0), (1.0, 0)):
+        before = numbers(weights)
+        for each in optimizers:
+            each.zero_grad()
+        loss = sum(w.float().sum() * (slope if n == number else 1.0) for n, w in enumerate(weights))
+        scaler.scale(loss).backward()
+        scaler.step(optimizers)
+        scaler.update()
+        moved = [one != other for one, other in zip(before, numbers(weights), strict=True)]
+        assert moved == [slope == 1.0] * 2
+    assert (scaler.get_scale(), scaler.steps_skipped) == (4.0, 4)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_subclass_checks_an_optimizer_once(watched):
+    calls = []
+
+    class Counting(GradScaler):
+        def _check_inf_per_device(self, optimizer):
+            calls.append(optimizer)
+            return super()._check_inf_per_device(optimizer)
+
+    weights, optimizer, scaler = made("adamw-fused", Counting, init_scale=8.0)
+    if watched:
+        scaler.register_step_skipped_hook(lambda _: None)
+    for slope in (1.0, torch.inf, 1.0):
+        one_step(scaler, optimizer, weights, slope)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0, -1.0])
+def test_a_number_that_other_code_wrote_is_put_back_into_the_range_by_a_skip(value):
+    weights, optimizer, scaler = made(init_scale=8.0, min_scale=0.5)
+    one_step(scaler, optimizer, weights)
+    scaler._scale.fill_(value)
+    one_step(scaler, optimizer, weights, torch.nan)
+    assert scaler.get_scale() == (2.0**126 if value == torch.inf else 0.5)
+    one_step(scaler, optimizer, weights, 0.0)
+    assert is_finite(weights)
+
+
+def test_a_skip_at_the_lowest_scale_that_only_the_device_knows_is_warned_of_when_it_is_read():
+    weights, optimizer, scaler = made("adamw-fused", init_scale=4.0, min_scale=2.0)
+    one_step(scaler, optimizer, weights)
+    # As the host sees steps that a GPU has skipped.
+    scaler._warn_at_floor, warns = lambda number: None, scaler._warn_at_floor
+    one_step(scaler, optimizer, weights, torch.inf)
+    assert scaler.get_scale() == 2.0
+    one_step(scaler, optimizer, weights, torch.inf)
+    scaler._warn_at_floor = warns
+    with pytest.warns(LossScaleWarning, match="minimum loss scale, 2:"):
+        scaler.get_scale()
+    scaler.get_scale()
+
+
 @both
 def test_a_replaced_unscale_grads_allows_float16_parameters_as_trainers_write_it(make, mended):
     weights = [torch.nn.Parameter(torch.ones(3, dtype=torch.float16))]

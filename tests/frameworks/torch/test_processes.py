@@ -27,6 +27,14 @@ def test_a_guarded_model_forgets_a_skipped_step_on_every_process(found):
         assert all(each == [True, 1] for each in outcome["guarded"].values())
 
 
+def test_an_explained_step_sends_no_message(found):
+    of_first, of_last = (outcome["explained"] for outcome in found[2])
+    for kind in ("sum", "fsdp"):
+        assert of_first[kind] == of_last[kind] == [True, ["unknown"]]
+    assert of_last["ddp"] == [True, ["forward overflow"]]
+    assert of_first["ddp"] == [True, ["unknown"]]
+
+
 @pytest.mark.parametrize("size", [4, 2])
 def test_fsdp_skips_together_with_one_number_sent_for_each_step(found, size):
     for processes in zip(*(process["fsdp"].items() for process in found[size]), strict=True):

@@ -5,6 +5,11 @@ import warnings
 
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from frameworks.torch.support import (
     ONES,
@@ -18,7 +23,7 @@ from frameworks.torch.support import (
     wrapped,
 )
 from lossscale import DynamicScale, FixedScale, LossScaleWarning
-from lossscale.errors import ArgumentError
+from lossscale.errors import ArgumentError, CallOrderError
 
 KEYS = ("loss_scale", "loss_scale_good_steps", "loss_scale_iterations", "loss_scale_steps_skipped")
 
@@ -157,3 +162,125 @@ def test_the_state_dictionary_functions_of_distributed_checkpoint():
         assert float(other.loss_scale) == 4.0
         assert (other.steps_skipped, other.iterations) == (1, 2)
     assert bits(list(model.parameters())) == parameters_before
+
+
+# States that are saved between `backward` and `step`, with the gradients.
+
+BATCHES = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(0))
+VERBS = {
+    "verb": lambda o, loss: o.backward(loss),
+    "scale_loss": lambda o, loss: o.scale_loss(loss).backward(),
+    "unscaled": lambda o, loss: (o.scale_loss(loss).backward(), o.unscale_()),
+}
+
+
+def by_files(model, optimizer, folder):
+    file = {"m": model.state_dict(), "o": optimizer.state_dict()}
+    return through_a_file(file | {"g": [p.grad for p in model.parameters()]})
+
+
+def by_distributed_checkpoint(model, optimizer, folder):
+    state = {"m": model.state_dict(), "o": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(
+        state | {"g": [p.grad for p in model.parameters()]}, checkpoint_id=folder, no_dist=True
+    )
+
+
+def small():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    return model, wrapped(torch.optim.Adam(model.parameters(), lr=0.1), initial_scale=1024.0)
+
+
+def load_files(saved, model, optimizer, folder):
+    model.load_state_dict(saved["m"])
+    optimizer.load_state_dict(saved["o"])
+    return saved["g"]
+
+
+def load_distributed_checkpoint(_, model, optimizer, folder):
+    state = {"m": model.state_dict(), "o": get_optimizer_state_dict(model, optimizer)}
+    state["g"] = [torch.zeros_like(p) for p in model.parameters()]
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    model.load_state_dict(state["m"])
+    set_optimizer_state_dict(model, optimizer, state["o"])
+    return state["g"]
+
+
+def by_pickle(model, optimizer, folder):
+    grads = [p.grad for p in model.parameters()]
+    return through_a_file((model, optimizer, grads), weights_only=False)
+
+
+WAYS_OF_SAVING = {
+    "torch.save": (by_files, load_files),
+    "torch.distributed.checkpoint": (by_distributed_checkpoint, load_distributed_checkpoint),
+    "pickle": (by_pickle, None),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("verbs", [(a, b) for a in VERBS for b in VERBS], ids="-".join)
+@pytest.mark.parametrize("how", WAYS_OF_SAVING)
+def test_a_run_that_is_saved_within_a_step_goes_on_as_it_would_have(how, verbs, tmp_path):
+    def run(resumes):
+        model, optimizer = small()
+        for number, batch in enumerate(BATCHES):
+            if number == 3 and resumes:
+                save, load = WAYS_OF_SAVING[how]
+                saved = save(model, optimizer, tmp_path)
+                if load is None:
+                    model, optimizer, gradients = saved
+                else:
+                    model, optimizer = small()
+                    gradients = load(saved, model, optimizer, tmp_path)
+                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                    parameter.grad = gradient
+            VERBS[verbs[number % 2]](optimizer, model(batch).square().mean())
+            if number in (1, 4):
+                optimizer.step()
+                optimizer.zero_grad()
+        return bits(list(model.parameters())), optimizer.iterations
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LossScaleWarning)
+        assert run(True) == run(False)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_state_with_gradients_of_another_scale_is_refused_before_anything_changes(order):
+    given, optimizer = trained(steps=(True,), rule=DynamicScale(8.0, growth_interval=1))
+    optimizer.zero_grad()
+    optimizer.scale_loss(sum(p.sum() for p in given)).backward()
+    saved, kept = copy.deepcopy(optimizer.state_dict()), [p.grad.clone() for p in given]
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.scale_loss(sum(p.sum() for p in given)).backward()
+    before = snapshot(given, optimizer), bits(optimizer.state_dict())
+    with pytest.raises(CallOrderError, match=r"zero_grad\(\) before load_state_dict"):
+        optimizer.load_state_dict(saved)
+    assert (snapshot(given, optimizer), bits(optimizer.state_dict())) == before
+    optimizer.zero_grad()
+    for load in (False, True) if order == "before" else (True, False):
+        if load:
+            optimizer.load_state_dict(saved)
+            continue
+        for p, gradient in zip(given, kept, strict=True):
+            p.grad = gradient
+    optimizer.unscale_()
+    assert [p.grad.tolist() for p in given] == [torch.ones(shape).tolist() for shape in SHAPES]
+
+
+def test_gradients_that_are_multiplied_by_two_scales_are_not_saved():
+    given = parameters(*SHAPES)
+    first, second = (wrapped(torch.optim.SGD(given, lr=0.5), initial_scale=s) for s in (8.0, 4.0))
+    first.scale_loss(given[0].sum()).backward()
+    second.scale_loss(given[1].sum()).backward()
+    assert second.state_dict()["param_groups"][0]["loss_scale_of_gradients"] == 4.0
+    first.backward(given[0].sum())
+    third = wrapped(torch.optim.SGD([given[1]], lr=0.5), initial_scale=2.0)
+    third.scale_loss(given[1].sum()).backward()
+    with pytest.raises(CallOrderError, match="which a state cannot say"):
+        first.state_dict()
+    first.unscale_()
+    assert first.state_dict()["param_groups"][0]["loss_scale_of_gradients"] == 1.0

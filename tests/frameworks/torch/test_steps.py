@@ -178,13 +178,16 @@ def test_numbers_and_functions_are_scaled_too():
         optimizer.scale_loss([torch.ones(())])
 
 
-def test_settings_are_read_and_written_through():
+def test_the_learning_rate_is_an_attribute_and_other_settings_are_in_the_groups():
     _, optimizer = made()
     assert optimizer.lr == optimizer.learning_rate == 0.5
     optimizer.learning_rate = 0.25
-    optimizer.momentum = 0.5
     assert optimizer.param_groups[0]["lr"] == 0.25
-    assert optimizer.inner_optimizer.param_groups[0]["momentum"] == 0.5
+    with pytest.raises(AttributeError, match=r"param_groups\[i\]\['momentum'\]"):
+        optimizer.momentum  # noqa: B018
+    with pytest.raises(AttributeError, match=r"param_groups\[i\]\['momentum'\]"):
+        optimizer.momentum = 0.5
+    assert optimizer.param_groups[0]["momentum"] == 0.9
     with pytest.raises(AttributeError, match="has no setting 'momentun'"):
         optimizer.momentun = 0.5
     with pytest.raises(AttributeError, match="has no setting 'betas'"):

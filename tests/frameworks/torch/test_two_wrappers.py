@@ -10,7 +10,8 @@ import torch
 from hypothesis import strategies as st
 
 import lossscale
-from frameworks.torch.support import derive, parameter, sgd, wrapped
+from frameworks.torch.support import alone, derive, parameter, sgd, wrapped
+from lossscale.torch.engine import Engine
 
 PROGRAMS = int(os.environ.get("LOSSSCALE_SOAK_PROGRAMS", "1")) * 40
 
@@ -73,6 +74,22 @@ def test_gradients_of_another_wrapper_that_are_cleared_are_no_step(way, decide, 
     assert (int(critic.steps_skipped), int(critic.iterations)) == (0, 8)
     assert float(critic.loss_scale) == 2.0**15
     assert int(generator.steps_skipped) == 6
+
+
+@pytest.mark.parametrize("decide", DECIDES)
+@pytest.mark.parametrize("way", WAYS)
+def test_an_overflow_that_a_skipped_step_left_behind_is_none_of_a_later_loss(way, decide):
+    """The generator's loss reaches the critic, whose own loss has overflowed."""
+    given, (generator, critic) = pair(decide)
+    for factor in (1.0, torch.inf, 1.0):
+        critic.zero_grad()
+        derive(critic, given[1].sum() * factor, way)
+        critic.step()
+        generator.zero_grad()
+        derive(generator, loss_of(given, None), way)
+        generator.step()
+    assert [int(each.steps_skipped) for each in (generator, critic)] == [0, 1]
+    assert given[0].tolist() == [1.0 - 3 / 2**10] * 2
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -148,6 +165,84 @@ def test_optimizers_that_share_parameters_train_as_plain_ones(program, way, same
         # The wrapper of some steps has scaled no loss.
         warnings.simplefilter("ignore", lossscale.LossScaleWarning)
         assert trained(program, way, same) == trained(program, None, same)
+
+
+@pytest.mark.parametrize("others", [0, 3])
+@pytest.mark.parametrize("added", ["before", "after"])
+def test_gradients_of_a_group_that_is_added_later_are_those_of_the_loss_that_reached_them(
+    added, others
+):
+    def run(wrap):
+        trained, frozen, unused = parameter(), parameter(), parameter()
+        unused.grad = torch.full((2,), 3.0)
+        optimizer = wrap(sgd(trained, lr=0.5))
+        if added == "before":
+            optimizer.add_param_group({"params": [frozen, unused]})
+        loss = (trained * frozen).sum() * 5.0
+        (loss if wrap is alone else optimizer.scale_loss(loss)).backward()
+        if added == "after":
+            optimizer.add_param_group({"params": [frozen, unused]})
+        optimizer.step()
+        return [p.tolist() for p in (trained, frozen, unused)]
+
+    kept = [wrapped(sgd(parameter())) for _ in range(others)]
+    assert len(kept) == others
+    if others or added == "before":
+        assert run(wrapped) == run(alone)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_asks_no_wrapper_that_its_loss_does_not_reach(way, monkeypatch):
+    weight, x, plain = parameter(), torch.ones(2, requires_grad=True), parameter()
+    optimizer, asked = wrapped(sgd(weight)), []
+    others = [wrapped(sgd(parameter())) for _ in range(20)]
+    info = Engine.info
+    monkeypatch.setattr(Engine, "info", lambda self: asked.append(self) or info(self))
+    derive(optimizer, (weight * x * plain).sum(), way)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert set(asked) == {optimizer._engine}
+    assert len(others) == 20
+
+
+HOOKS = {
+    "step": lambda o, p: o.step(),
+    "unscale": lambda o, p: (o.unscale_(), o.step()),
+    "clip": lambda o, p: (o.unscale_(), torch.nn.utils.clip_grad_norm_([p], 0.25), o.step()),
+}
+
+
+@pytest.mark.parametrize("decide", DECIDES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("does", HOOKS)
+@pytest.mark.parametrize("clears", [False, True])
+@pytest.mark.parametrize("losses", [1, 2])
+def test_wrappers_of_each_parameter_that_step_in_the_backward_pass(
+    losses, clears, does, way, decide
+):
+    def run(wrap):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        optimizers = {p: wrap(sgd(p, lr=0.5, fused=True)) for p in model.parameters()}
+
+        def hook(p):
+            if hooked:
+                if wrap is alone:
+                    optimizers[p].unscale_ = lambda: None
+                HOOKS[does](optimizers[p], p)
+                if clears:
+                    optimizers[p].zero_grad()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(hook)
+        first = next(iter(optimizers.values()))
+        for _ in range(3):
+            for number in range(losses):
+                hooked = number == losses - 1
+                derive(first, model(INPUT).square().mean(), way)
+        return [p.tolist() for p in model.parameters()]
+
+    assert run(lambda inner: wrapped(inner, decide=decide)) == run(alone)
 
 
 def trained_with(kind, given, steps, **settings):

@@ -16,3 +16,5 @@ legacy = lossscale.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(0.1), initi
 reveal_type(legacy.get_slot_names())  # list[str], mypy: Any
 model.compile(legacy, "mse")
 print(float(legacy.loss_scale), int(legacy.iterations))
+own = lossscale.tf_keras.LossScaleOptimizer(tf_keras.optimizers.SGD(0.1))
+reveal_type(own.initial_scale)  # float

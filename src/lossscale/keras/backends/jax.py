@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import keras
 
@@ -14,15 +13,11 @@ from lossscale.common.checks import scaled_value
 from lossscale.errors import UnsupportedError
 from lossscale.jax import gradients as jax_gradients
 from lossscale.jax.apply_or_skip import gated
-from lossscale.keras.backends.backend import Backend, OverflowCheck, Step, check_without_tape
+from lossscale.keras.backends.backend import Backend, check_without_tape
 from lossscale.keras_common.scaled_gradients import Location
 from lossscale.keras_common.state import ScaleVariables
+from lossscale.keras_common.step import OverflowCheck, Step
 from lossscale.rules import GradientStats, ScaleRule
-
-# Where it is has changed.
-_trace_state = getattr(jax.extend.core, "get_opaque_trace_state", None) or (
-    jax.core.get_opaque_trace_state
-)
 
 
 class JaxBackend(Backend):

@@ -1,0 +1,351 @@
+"""What a training step on PyTorch asks of a GPU: waits, launches, bytes and allocations.
+
+    python -m benchmarks.gpu_torch
+
+These are counts and no times, of the simulated CUDA device (tests/simulated_cuda), so two runs give
+the same text. A launch is one operator that computes. Of `_foreach_`, fused and `_amp_` operators,
+ATen makes one for at most 65,536 x 320 elements and some tens of tensors; views and `empty` make
+none. Bytes are the tensors that an operator reads and those that it writes, once each. A step
+consists of a backward pass that only puts gradients in place, the scaling, and the optimizer.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+import pathlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "tests"))
+from simulated_cuda import device
+
+device.start()
+
+import torch  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+import lossscale  # noqa: E402
+
+# --- The ways to train ----------------------------------------------------------------------------
+
+OURS = ("backward", "scale_loss", "device", "fixed")
+SCALERS = ("drop-in", "PyTorch's scaler")
+WAYS = ("bare", *OURS, *SCALERS)
+SCALE = 2.0**10
+
+
+@dataclasses.dataclass
+class Way:
+    """Optimizers, and what scales their losses.
+
+    Args:
+        name: One of `WAYS`.
+        inners: PyTorch's optimizers.
+        clip_norm: What gradients are clipped to, of each optimizer, or None.
+        interval: The growth interval.
+        scale: The first loss scale.
+    """
+
+    name: str
+    inners: Sequence[Any]
+    clip_norm: float | None = None
+    interval: int = 2000
+    scale: float = SCALE
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.scaler, self.wrappers = None, list[Any]()
+        if self.name in SCALERS:
+            cls = lossscale.torch.GradScaler if self.name == "drop-in" else torch.amp.GradScaler
+            self.scaler = cls("cuda", init_scale=self.scale, growth_interval=self.interval)
+        elif self.name != "bare":
+            rule: Any = lossscale.DynamicScale(self.scale, growth_interval=self.interval)
+            if self.name == "fixed":
+                rule = lossscale.FixedScale(self.scale)
+            decide = "device" if self.name == "device" else "host"
+            settings = {"rule": rule, "decide": decide, "clip_norm": self.clip_norm}
+            self.wrappers = [
+                lossscale.torch.LossScaleOptimizer(inner, **settings | self.settings)
+                for inner in self.inners
+            ]
+
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        """What a program steps."""
+        return self.wrappers or self.inners
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients."""
+        for each in self.optimizers:
+            each.zero_grad(set_to_none=set_to_none)
+
+    def scaled(self, loss: Any) -> Any:
+        """The loss of which a program computes gradients."""
+        if self.scaler is not None:
+            return self.scaler.scale(loss)
+        is_scaled = self.wrappers and self.name != "backward"
+        return self.wrappers[0].scale_loss(loss) if is_scaled else loss
+
+    def backward(self, loss: Any) -> None:
+        """Computes gradients of a loss."""
+        if self.name == "backward":
+            self.wrappers[0].backward(loss)
+        else:
+            self.scaled(loss).backward()
+
+    def step(self) -> None:
+        """Steps all optimizers."""
+        for inner in () if self.wrappers or not self.clip_norm else self.inners:
+            if self.scaler is not None:
+                self.scaler.unscale_(inner)
+            parameters = [p for group in inner.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm, foreach=True)
+        for each in self.optimizers:
+            each.step() if self.scaler is None else self.scaler.step(each)
+        if self.scaler is not None:
+            self.scaler.update()
+
+    def scales(self) -> list[float]:
+        """The loss scales; waits for the device."""
+        if self.scaler is not None:
+            return [self.scaler.get_scale()]
+        return [float(each.loss_scale) for each in self.wrappers]
+
+
+# --- Counts ---------------------------------------------------------------------------------------
+
+CHUNK, BLOCKS = 65_536, 320
+MOST_TENSORS = (110, 64, 48, 36, 30)
+"""How many tensors a launch takes, for one list of them, two and so on."""
+FREE = frozenset(
+    ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_")
+) | {"lift_fresh", "_unsafe_view", "is_same_size", "detach", "alias", "_local_scalar_dense"}
+OVERWRITE = frozenset(("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"))
+
+
+class Recorder(TorchDispatchMode):
+    """Counts what the operators of a block do on the device.
+
+    Attributes:
+        launches: How many, by the name of the operator.
+        read, written: Bytes.
+        allocations: How many new tensors.
+        waits: The waits of the host, by what waited.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: collections.Counter[str] = collections.Counter()
+        self.read = self.written = self.allocations = 0
+        self.waits: list[str] = []
+
+    def __enter__(self) -> Recorder:
+        device.taken()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.waits = device.taken()
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that are read and written."""
+        return self.read + self.written
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        inputs, outputs = _on_device((args, kwargs)), _on_device(result)
+        known = {id(t) for t in inputs}
+        new = [t for t in outputs if id(t) not in known]
+        if (inputs or outputs) and not func.is_view:
+            if name not in ("lift_fresh", "detach", "alias"):
+                self.allocations += len(new)
+            if name not in FREE:
+                self._count(func, name, args, kwargs or {}, inputs, new)
+        return result
+
+    def _count(self, func: Any, name: str, args: Any, kwargs: Any, inputs: Any, new: Any) -> None:
+        written = []
+        for place, argument in enumerate(func._schema.arguments):
+            value = kwargs.get(argument.name, args[place] if place < len(args) else None)
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written += _on_device(value)
+        only = set()
+        if name in OVERWRITE or func._overloadname == "out":
+            only = {id(t) for t in written}
+        self.read += sum(t.nbytes for t in inputs if id(t) not in only)
+        self.written += sum(t.nbytes for t in (*written, *new))
+        self.launches[name] += _launches(name, [*args, *kwargs.values()])
+
+
+def _on_device(value: Any) -> list[Any]:
+    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.is_cuda]
+
+
+def _launches(name: str, values: Sequence[Any]) -> int:
+    """How many kernels an operator launches."""
+    kinds = (list, tuple)
+    lists = [v for v in values if isinstance(v, kinds) and v and len(_on_device(v)) == len(v)]
+    if not lists:
+        return 1
+    if not name.startswith(("_foreach_", "_fused_", "_amp_foreach")):
+        # `cat` and `stack` take 128 tensors a launch.
+        return math.ceil(len(lists[0]) / 128) if name in ("cat", "stack") else 1
+    count = len(lists)
+    if name.startswith("_fused_"):
+        # The counts of steps are no list of the kernel.
+        count -= all(t.numel() == 1 for t in lists[-1]) and lists[0][0].numel() > 1
+    elif not name.endswith("_") and name != "_foreach_norm":
+        count += 1
+    sizes = collections.defaultdict(list)
+    for t in lists[0]:
+        sizes[t.device, t.dtype].append(t.numel())
+    made = sum(_launches_of(each, count) for each in sizes.values())
+    if name == "_foreach_norm":
+        # One more adds up the chunks of 110 tensors.
+        made += sum(math.ceil(len(each) / MOST_TENSORS[0]) for each in sizes.values())
+    return made
+
+
+def _launches_of(sizes: Sequence[int], lists: int) -> int:
+    """How many kernels ATen's multi_tensor_apply launches for lists of tensors of these sizes."""
+    most = MOST_TENSORS[min(lists, len(MOST_TENSORS)) - 1]
+    launches = tensors = blocks = 0
+    for size in filter(None, sizes):
+        tensors += 1
+        chunks = math.ceil(size / CHUNK)
+        for chunk in range(chunks):
+            blocks += 1
+            is_last = chunk == chunks - 1
+            if (tensors == most and is_last) or blocks == BLOCKS:
+                launches, blocks = launches + 1, 0
+                tensors = 0 if is_last else 1
+    return launches + bool(blocks)
+
+
+# --- Rows -----------------------------------------------------------------------------------------
+
+LAYOUTS = {"100 x 100,000": [(100_000,)] * 100, "200 x 1,000": [(1000,)] * 200}
+ADAMW, SGD = (torch.optim.AdamW, {"lr": 1e-4}), (torch.optim.SGD, {"lr": 1e-4, "momentum": 0.9})
+OPTIMIZERS = {
+    "AdamW fused": (*ADAMW, {"fused": True}),
+    "AdamW fused, capturable": (*ADAMW, {"fused": True, "capturable": True}),
+    "AdamW foreach": (*ADAMW, {"foreach": True}),
+    "AdamW foreach, capturable": (*ADAMW, {"foreach": True, "capturable": True}),
+    "SGD fused": (*SGD, {"fused": True}),
+    "SGD foreach": (*SGD, {"foreach": True}),
+}
+
+
+class _Filled(torch.autograd.Function):
+    """A loss whose backward pass puts given gradients in place."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Any, gradients: Any, *parameters: Any) -> Any:
+        ctx.gradients = gradients
+        return start.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, None, *ctx.gradients
+
+
+def prepared(
+    way: str,
+    optimizer: str,
+    shapes: Sequence[Any],
+    clip_norm: float | None,
+    optimizers: int = 1,
+    **settings: Any,
+) -> tuple[Way, Callable[[], Any]]:
+    """Returns a way to train, and a function that makes the loss of the next step.
+
+    Args:
+        way: One of `WAYS`.
+        optimizer: One of `OPTIMIZERS`.
+        shapes: Of the parameters.
+        clip_norm: What gradients are clipped to, or None.
+        optimizers: How many, each with a part of the parameters.
+        settings: Passed to `Way`.
+    """
+    cls, numbers, flags = OPTIMIZERS[optimizer]
+    parameters = [torch.nn.Parameter(torch.ones(shape, device="cuda")) for shape in shapes]
+    inners = [cls(parameters[n::optimizers], **numbers, **flags) for n in range(optimizers)]
+    start = torch.ones((), device="cuda", requires_grad=True)
+
+    def loss() -> Any:
+        for p in parameters:
+            p.grad = None
+        return _Filled.apply(start, [torch.full_like(p, 0.01) for p in parameters], *parameters)
+
+    return Way(way, inners, clip_norm, **settings), loss
+
+
+def counted(
+    way: str,
+    optimizer: str,
+    shapes: Sequence[Any],
+    clip_norm: float | None = None,
+    optimizers: int = 1,
+    prepare: Callable[[Way], Any] = lambda way: None,
+) -> Recorder:
+    """Counts the third step, in which nothing is made or seen for the first time.
+
+    Args:
+        way, optimizer, shapes, clip_norm, optimizers: As for `prepared`.
+        prepare: Called with the way before the first step.
+    """
+    made, loss = prepared(way, optimizer, shapes, clip_norm, optimizers)
+    prepare(made)
+    for _ in range(3):
+        value = loss()
+        with Recorder() as recorder:
+            made.backward(value)
+            made.step()
+    return recorder
+
+
+def rows(layouts: Sequence[str] = tuple(LAYOUTS)) -> Iterator[dict[str, Any]]:
+    """Yields the rows of the tables: what each way does, and how much more than the bare one."""
+    for layout in layouts:
+        for optimizer in OPTIMIZERS:
+            for clip_norm in (None, 1.0):
+                bare = counted("bare", optimizer, LAYOUTS[layout], clip_norm)
+                for way in WAYS:
+                    try:
+                        found = counted(way, optimizer, LAYOUTS[layout], clip_norm)
+                    except lossscale.errors.UnsupportedError:
+                        # It cannot skip its own step.
+                        continue
+                    yield {
+                        "parameters": layout,
+                        "optimizer": optimizer,
+                        "clipped": clip_norm is not None,
+                        "way": way,
+                        "waits": len(found.waits),
+                        "launches": found.launches.total(),
+                        "megabytes": found.bytes / 1e6,
+                        "allocations": found.allocations,
+                        "more_launches": found.launches.total() - bare.launches.total(),
+                        "more_megabytes": (found.bytes - bare.bytes) / 1e6,
+                        "more_allocations": found.allocations - bare.allocations,
+                    }
+
+
+def main() -> None:
+    """Prints the rows, each as a line of JSON."""
+    warnings.simplefilter("ignore")
+    for row in rows():
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

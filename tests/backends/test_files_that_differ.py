@@ -1,0 +1,171 @@
+"""Weights of optimizers with attributes of their own, and weights that do not fit."""
+
+import keras
+import numpy as np
+import pytest
+
+from backends.support import arrays, assert_same, data, model_with, status, wrapped
+
+
+def plain(inner):
+    return inner
+
+
+def having(name, make):
+    """An optimizer with an attribute that Keras saves beside its variables."""
+
+    class Having(keras.optimizers.SGD):
+        def __init__(self):
+            super().__init__(0.1, momentum=0.9)
+            setattr(self, name, make())
+
+        def build(self, variables):
+            super().build(variables)
+            for each in optimizers_in(getattr(self, name)):
+                each.build(variables)
+
+    return Having()
+
+
+def optimizers_in(attribute):
+    parts = list(attribute.values()) if isinstance(attribute, dict) else attribute
+    return parts if isinstance(parts, list) else [parts]
+
+
+def other():
+    return keras.optimizers.SGD(0.1, momentum=0.5)
+
+
+ATTRIBUTES = {
+    "an optimizer": other,
+    "a list": lambda: [other(), other()],
+    "a dictionary": lambda: {"first": other()},
+}
+
+
+def filled(optimizer):
+    """Gives each variable of an optimizer another number; returns their arrays."""
+    for number, variable in enumerate(optimizer.variables):
+        variable.assign(np.full(variable.shape, number + 2.0).astype(variable.dtype))
+    return arrays(optimizer.variables)
+
+
+@pytest.mark.parametrize("reads", [wrapped, plain])
+@pytest.mark.parametrize("writes", [wrapped, plain])
+@pytest.mark.parametrize("name", ["base", "_base", "_optimizer", "momentum_of_mine"])
+@pytest.mark.parametrize("kind", ATTRIBUTES)
+def test_weights_have_the_optimizers_that_an_inner_optimizer_holds(
+    tmp_path, kind, name, writes, reads
+):
+    path, found = str(tmp_path / "a.weights.h5"), []
+    for wrap in (writes, reads):
+        inner = having(name, ATTRIBUTES[kind])
+        model = model_with(wrap(inner))
+        model.optimizer.build(model.trainable_variables)
+        parts = optimizers_in(getattr(inner, name))
+        if not found:
+            found.append([filled(part) for part in (inner, *parts)])
+            model.save_weights(path)
+        else:
+            model.load_weights(path)
+            found.append([arrays(part.variables) for part in (inner, *parts)])
+    for written, read in zip(*found, strict=True):
+        assert_same(written, read)
+
+
+@pytest.mark.parametrize("name", ["inner_optimizer", "loss_scale_state"])
+def test_an_attribute_whose_place_in_files_is_taken_is_an_error_that_names_it(name):
+    with pytest.raises(ValueError, match=f"has a saved attribute {name!r}"):
+        wrapped(having(name, other))
+    # What is not saved has no place in files.
+    inner = keras.optimizers.SGD(0.1)
+    inner.__dict__[name] = 3.0
+    assert wrapped(inner).inner_optimizer is inner
+
+
+def model_without(wrap, frozen):
+    model = model_with("sgd")
+    model.layers[0].trainable = not frozen
+    model.compile(wrap(keras.optimizers.Adam(0.01)), "mse", jit_compile=False)
+    return model
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["before build", "after build"])
+@pytest.mark.parametrize("frozen", ["in the file", "now"])
+def test_weights_that_do_not_fit_leave_the_optimizer_as_it_was(tmp_path, frozen, built):
+    path = str(tmp_path / "a.weights.h5")
+    model = model_without(wrapped, frozen == "in the file")
+    x, y = data(32)
+    x[8:16] = np.nan
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    model.save_weights(path)
+
+    model = model_without(wrapped, frozen == "now")
+    optimizer = model.optimizer
+    before = status(optimizer)
+    if built:
+        optimizer.build(model.trainable_variables)
+
+    def load_and_build():
+        model.load_weights(path)
+        optimizer.build(model.trainable_variables)
+
+    with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):
+        load_and_build()
+    assert status(optimizer) == before
+    assert not any(array.any() for array in arrays(optimizer.inner_optimizer._momentums))
+    # What fits is loaded afterwards as ever.
+    other = model_without(wrapped, frozen == "now")
+    other.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    other.save_weights(path)
+    model.load_weights(path)
+    assert status(optimizer) == status(other.optimizer) != before
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["before build", "after build"])
+def test_weights_of_other_shapes_are_refused_as_a_whole(built):
+    def variables(count):
+        shapes = (2, 3), (count,)
+        return [keras.Variable(np.zeros(shape, "float32")) for shape in shapes]
+
+    first = wrapped(keras.optimizers.Adam(0.01))
+    first.build(variables(2))
+    filled(first.inner_optimizer)
+    values, own = {}, {}
+    first.save_own_variables(values)
+    first.loss_scale_state.save_own_variables(own)
+    own["dynamic_scale"] = np.float32(4.0)
+    targets = variables(5)
+    second = wrapped(keras.optimizers.Adam(0.01))
+    before = status(second)
+    if built:
+        second.build(targets)
+    if built:
+        with pytest.raises(ValueError, match="Nothing was changed"):
+            second.load_own_variables(values)
+    else:
+        second.load_own_variables(values)
+    # `skip_mismatch` goes on here.
+    second.loss_scale_state.load_own_variables(own)
+    if not built:
+        with pytest.warns(UserWarning, match="state of the optimizer is not used"):
+            second.build(targets)
+    assert status(second) == before
+    assert not any(array.any() for array in arrays(second.inner_optimizer._momentums))
+
+
+def test_variables_of_one_name_are_saved_beside_one_another():
+    def made():
+        optimizer = wrapped(keras.optimizers.SGD(0.1))
+        for number, name in enumerate(("steps_skipped", "iteration", "mine", "mine")):
+            setattr(optimizer, f"own_{number}", keras.Variable(0.0, name=name))
+        return optimizer
+
+    written, read = made(), made()
+    for number in range(4):
+        getattr(written, f"own_{number}").assign(number + 1.0)
+    values = {}
+    written.loss_scale_state.save_own_variables(values)
+    read.loss_scale_state.load_own_variables(values)
+    assert [float(getattr(read, f"own_{number}")) for number in range(4)] == [1, 2, 3, 4]
+    assert status(read) == status(written)

@@ -1,0 +1,165 @@
+"""Subclasses as programs of 2020 write them, of ours and of the optimizers that ours wrap."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import lossscale
+from frameworks.tf_keras.support import INF, step, wrapped
+from lossscale import experimental
+from lossscale.tf_keras import LossScaleOptimizer
+
+CLASSES = {
+    "2.4": lambda inner: lossscale.LossScaleOptimizer(inner, initial_scale=8),
+    "2.0": lambda inner: experimental.LossScaleOptimizer(inner, experimental.DynamicLossScale(8)),
+}
+NEW, LEGACY = tf_keras.optimizers, tf_keras.optimizers.legacy
+
+
+def keywords_only(base):
+    class KeywordsOnly(base):
+        def __init__(self, **kwargs):
+            super(self.__class__, self).__init__(**kwargs)
+
+        def apply_gradients(self, *args, **kwargs):
+            return super(self.__class__, self).apply_gradients(*args, **kwargs)
+
+    return KeywordsOnly
+
+
+def another_name(base):
+    class AnotherName(base):
+        def __init__(self, opt, **kwargs):
+            super(self.__class__, self).__init__(opt, **kwargs)
+
+    return AnotherName
+
+
+@pytest.mark.parametrize("of_object", [False, True], ids=["the public class", "an object's class"])
+@pytest.mark.parametrize("form", [keywords_only, another_name])
+@pytest.mark.parametrize("made", CLASSES)
+def test_a_subclass_by_the_idiom_of_that_time_trains_and_is_made_of_its_configuration(
+    optimizers, made, form, of_object
+):
+    original = CLASSES[made](optimizers.SGD(0.5))
+    base = type(original)
+    cls = form(base if of_object else base.__mro__[1])
+    optimizer, weight = cls.from_config(original.get_config()), tf.Variable(1.0)
+    step(optimizer, [weight], [1.0])
+    step(optimizer, [weight], [INF])
+    assert float(weight) == 0.5
+    assert int(optimizer.steps_skipped) == 1
+    assert isinstance(optimizer, cls)
+    assert optimizer.__class__ is cls
+    other = copy.deepcopy(optimizer)
+    assert isinstance(other, cls)
+    assert int(other.steps_skipped) == 1
+
+
+def test_a_subclass_of_a_module_is_pickled_by_its_name(optimizers):
+    optimizer = OfModule(opt=optimizers.SGD(0.5))
+    other = pickle.loads(pickle.dumps(optimizer))
+    assert other.__class__ is OfModule
+
+
+class WithoutArguments(LEGACY.SGD):
+    """A legacy optimizer as averaging ones were written, whose verbs know few arguments."""
+
+    def apply_gradients(self, grads_and_vars, name=None):
+        return super().apply_gradients(grads_and_vars, name)
+
+    def _compute_gradients(self, loss, var_list, grad_loss=None, tape=None):
+        return super()._compute_gradients(loss, var_list, grad_loss, tape)
+
+
+class WithFewer(LEGACY.SGD):
+    def apply_gradients(self, grads_and_vars):
+        return super().apply_gradients(grads_and_vars)
+
+
+class NewWithoutArguments(NEW.SGD):
+    def apply_gradients(self, grads_and_vars, name=None):
+        return super().apply_gradients(grads_and_vars, name)
+
+
+FEW_ARGUMENTS = [WithoutArguments, WithFewer, NewWithoutArguments]
+
+
+@pytest.mark.parametrize("inner", FEW_ARGUMENTS)
+def test_an_inner_optimizer_need_not_know_arguments_that_nobody_gives(inner):
+    optimizer, weight = wrapped(inner(0.5)), tf.Variable(1.0)
+    step(optimizer, [weight], [1.0])
+    optimizer.minimize(lambda: weight * 1.0, [weight])
+    tf.function(lambda: optimizer.minimize(lambda: weight * 1.0, [weight]))()
+    assert float(weight) == -0.5
+    model = tf_keras.Sequential([tf_keras.Input((1,)), tf_keras.layers.Dense(1)])
+    model.compile(wrapped(inner(0.5)), "mse")
+    model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0)
+    assert int(model.optimizer.inner_optimizer.iterations) == 1
+    unsummed = {"experimental_aggregate_gradients": False}
+    with pytest.raises(ValueError, match=r"apply_gradients\(\) does not take `"):
+        optimizer.apply_gradients([(tf.constant(1.0), weight)], **unsummed)
+    assert float(weight) == -0.5
+
+
+@pytest.mark.parametrize("inner", FEW_ARGUMENTS)
+def test_it_sums_the_gradients_of_replicas_itself(two_replicas, inner):
+    with two_replicas.scope():
+        optimizer, weight = wrapped(inner(0.5)), tf.Variable(1.0)
+
+    @tf.function
+    def run(values):
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        gradient = tf.gather(values, replica)
+        scaled = optimizer.get_scaled_loss(gradient)
+        optimizer.apply_gradients([(optimizer.get_unscaled_gradients([scaled])[0], weight)])
+
+    two_replicas.run(run, args=(tf.constant([1.0, 2.0]),))
+    assert weight.numpy() == -0.5
+    # One replica overflows, and both skip.
+    two_replicas.run(run, args=(tf.constant([1.0, INF]),))
+    assert weight.numpy() == -0.5
+    assert int(optimizer.steps_skipped) == 1
+
+
+class OfModule(LossScaleOptimizer):
+    def __init__(self, opt, **kwargs):
+        super(self.__class__, self).__init__(opt, **kwargs)
+
+
+@pytest.mark.parametrize("verb", ["compute_gradients", "get_unscaled_gradients", "get_gradients"])
+@pytest.mark.parametrize("missing", [False, True])
+def test_every_verb_counts_the_gradients_that_there_are(optimizers, verb, missing):
+    first, other = wrapped(optimizers.SGD(1.0)), wrapped(optimizers.SGD(1.0))
+    weight, unused = tf.Variable(1.0), tf.Variable(1.0)
+    targets = [weight, unused] if missing and verb != "get_gradients" else [weight]
+    if verb == "compute_gradients":
+        pairs = first.compute_gradients(lambda: weight * 2.0, targets)
+    elif verb == "get_gradients":
+        pairs = zip(first.get_gradients(lambda: weight * 2.0, targets), targets, strict=True)
+    else:
+        scaled = first.get_scaled_loss(tf.constant(2.0))
+        given = [scaled, None][: len(targets)]
+        pairs = zip(first.get_unscaled_gradients(given), targets, strict=True)
+    if len(targets) > 1:
+        with pytest.warns(UserWarning, match="Gradients do not exist"):
+            first.apply_gradients(pairs)
+    else:
+        first.apply_gradients(pairs)
+    # None is left for another optimizer, which has scaled nothing.
+    with pytest.warns(lossscale.LossScaleWarning, match="the loss was never scaled"):
+        other.apply_gradients([(tf.constant(1.0), unused)])
+
+
+@pytest.mark.parametrize("made", CLASSES)
+@pytest.mark.parametrize("verb", ["minimize", "apply_gradients", "get_unscaled_gradients", "build"])
+def test_the_error_about_an_unexpected_keyword_names_the_public_class(optimizers, made, verb):
+    optimizer = CLASSES[made](optimizers.SGD(0.5))
+    with pytest.raises(TypeError, match=rf"LossScaleOptimizer\.{verb}\(\) got an unexpected"):
+        getattr(optimizer, verb)([tf.constant(1.0)], decay_var_list=[])
+    with pytest.raises(TypeError, match=r"LossScaleOptimizer\.from_config\(\) got an unexpected"):
+        type(optimizer).from_config({}, other=1)

@@ -1,0 +1,204 @@
+"""What multiplies each `.grad`, after each call of random programs of two wrappers.
+
+The oracle is the same program without loss scaling. Each scaled gradient is in exactly one set, and
+is the gradient of the oracle times the number of that set.
+"""
+
+import copy
+import itertools
+import os
+import pickle
+import warnings
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import lossscale
+from frameworks.torch.support import bits
+from lossscale.torch.ranks import ParameterInfo
+from lossscale.torch.scaled_gradients import holding
+
+PROGRAMS = int(os.environ.get("LOSSSCALE_SOAK_PROGRAMS", "1")) * 100
+SCALES = 2.0**10, 2.0**4
+
+
+class Run:
+    """Two optimizers that share a tensor; a loss of either may reach what only the other has."""
+
+    def __init__(self, wraps, decide="host", moves=True):
+        self.how = {"decide": decide, "moves": moves}
+        self.shared, self.first, self.second = (
+            torch.tensor([value, -2.0 * value], requires_grad=True) for value in (0.5, 0.25, 0.75)
+        )
+        self.wraps = wraps
+        optimizers = [
+            torch.optim.SGD(each, lr=2.0**-6, fused=True)
+            for each in ([self.shared, self.first], [self.second, self.shared])
+        ]
+        self.optimizers, self.seed, self.saved = optimizers, 0, None
+        if wraps:
+            self.optimizers = [
+                lossscale.torch.LossScaleOptimizer(
+                    each,
+                    rule=lossscale.DynamicScale(scale, growth_interval=1 if moves else 1000),
+                    decide=decide,
+                )
+                for each, scale in zip(optimizers, SCALES, strict=True)
+            ]
+
+    @property
+    def tensors(self):
+        return self.shared, self.first, self.second
+
+    def loss(self, which):
+        self.seed += 1
+        weights = torch.randn(3, 2, generator=torch.Generator().manual_seed(self.seed))
+        parts = {"shared": [0], "first": [0, 1], "second": [0, 2], "all": [0, 1, 2]}[which]
+        return sum((self.tensors[i] * weights[i]).tanh().sum() for i in parts)
+
+    def verb(self, number, which):
+        loss = self.loss(which)
+        self.optimizers[number].backward(loss) if self.wraps else loss.backward()
+
+    def scale(self, number, which):
+        loss = self.loss(which)
+        (self.optimizers[number].scale_loss(loss) if self.wraps else loss).backward()
+
+    def step(self, number):
+        self.optimizers[number].step()
+
+    def unscale(self, number):
+        if self.wraps:
+            self.optimizers[number].unscale_()
+
+    def clear(self, number):
+        self.optimizers[number].zero_grad()
+
+    def clear_all(self):
+        for each in self.tensors:
+            each.grad = None
+
+    def clear_in_place(self):
+        for each in self.tensors:
+            if each.grad is not None:
+                each.grad.zero_()
+
+    def replace(self):
+        """What code that clips by hand does."""
+        for each in self.tensors:
+            if each.grad is not None:
+                each.grad = each.grad.clone()
+
+    def copy(self):
+        self.shared, self.first, self.second, self.optimizers = copy.deepcopy(
+            (self.shared, self.first, self.second, self.optimizers)
+        )
+
+    def file(self, how):
+        """New objects, and the gradients as they were."""
+        kept = [None if t.grad is None else t.grad.clone() for t in self.tensors]
+        if how == "pickle":
+            loaded = pickle.loads(pickle.dumps((*self.tensors, self.optimizers)))
+            self.shared, self.first, self.second, self.optimizers = loaded
+        else:
+            states = [copy.deepcopy(each.state_dict()) for each in self.optimizers]
+            values = [t.detach().clone() for t in self.tensors]
+            made = Run(self.wraps, **self.how)
+            for tensor, value in zip(made.tensors, values, strict=True):
+                tensor.data.copy_(value)
+            if how == "restored before":
+                made.restore(kept)
+            for each, state in zip(made.optimizers, states, strict=True):
+                each.load_state_dict(state)
+            self.shared, self.first, self.second = made.tensors
+            self.optimizers = made.optimizers
+        self.restore(kept)
+
+    def restore(self, kept):
+        for tensor, gradient in zip(self.tensors, kept, strict=True):
+            tensor.grad = None if gradient is None else gradient.clone()
+
+    def check(self, plain, call):
+        """Compares each gradient with that of the oracle, times what multiplies it."""
+        engines = [each._engine for each in self.optimizers]
+        for mine, theirs in zip(self.tensors, plain.tensors, strict=True):
+            sets = holding(ParameterInfo([mine], []))
+            assert len(sets) <= 1, call
+            number = float(sets[0].by.on(torch.device("cpu")).scale) if sets else 1.0
+            expected = None if theirs.grad is None else theirs.grad * number
+            assert bits(mine.grad) == bits(expected), (call, number, mine.grad, theirs.grad)
+        for engine in engines:
+            for each in engine.record.sets:
+                assert each.by is None or each in holding(each.info), call
+        assert bits(self.tensors) == bits(plain.tensors), call
+
+
+def raised_by(call, *arguments):
+    try:
+        call(*arguments)
+    except lossscale.errors.LossScaleError as error:
+        return error
+    return None
+
+
+def check(program, **how):
+    ours, plain = Run(True, **how), Run(False)
+    with warnings.catch_warnings():
+        # The wrapper of some steps has scaled no loss.
+        warnings.simplefilter("ignore", lossscale.LossScaleWarning)
+        for name, *arguments in program:
+            error = raised_by(getattr(ours, name), *arguments)
+            if error is not None:
+                assert name == "file", error
+                assert "multiplied by different loss scales" in str(error), error
+                return
+            getattr(plain, name)(*arguments)
+            ours.check(plain, (name, *arguments))
+
+
+CALLS = [
+    ("scale", 0, "all"),
+    ("scale", 1, "second"),
+    ("verb", 0, "first"),
+    ("step", 0),
+    ("step", 1),
+    ("clear", 0),
+    ("clear_all",),
+]
+
+
+@pytest.mark.parametrize("decide", ["host", "device"])
+def test_all_sequences_of_five_calls(decide):
+    for program in itertools.product([CALLS[0], CALLS[2]], *[CALLS] * 3):
+        check([*program, ("step", 0)], decide=decide)
+        check([*program, ("step", 1)], decide=decide)
+
+
+def of(name, *choices):
+    return st.tuples(st.just(name), *map(st.sampled_from, choices))
+
+
+LOSSES = ["shared", "first", "second", "all"]
+calls = st.one_of(
+    of("scale", [0, 1], LOSSES),
+    of("scale", [0, 1], ["all"]),
+    of("verb", [0, 1], LOSSES),
+    of("step", [0, 1]),
+    of("step", [0, 1]),
+    of("unscale", [0, 1]),
+    of("clear", [0, 1]),
+    of("clear_all"),
+    of("clear_in_place"),
+    of("replace"),
+    of("copy"),
+    of("file", ["pickle", "restored before", "restored after"]),
+)
+
+
+@pytest.mark.parametrize("decide", ["host", "device"])
+@hypothesis.settings(max_examples=PROGRAMS, deadline=None)
+@hypothesis.given(st.lists(calls, min_size=3, max_size=30), st.booleans())
+def test_random_programs(decide, program, moves):
+    check(program, decide=decide, moves=moves)

@@ -1,0 +1,93 @@
+"""A training step on an H100, as XLA's compiler makes it.
+
+Beside it are the step without loss scaling and the peer that launches the fewest kernels;
+docs/internals/gpu_counts.md has all peers.
+"""
+
+import dataclasses
+import math
+
+import pytest
+
+from benchmarks.frameworks.optax import mlp
+from benchmarks.gpu_jax import ROWS, counts
+from benchmarks.workloads import equal
+
+LARGE, SMALL, WHOLE, *OF_KERAS = ROWS
+# A monitor counts in each gradient, which is why it reads all of them once more.
+PLAIN, MONITORED = ("lossscale", "ours_dynamic"), ("tracked", "ours_monitored")
+PEERS = ("apply_if_finite", "peer_dynamic")
+
+
+def with_fewer(row):
+    """The row with fewer variables, since to compile takes longer than all else here."""
+    size = row.workload.shapes[0][0]
+    number = 20 if size > 10_000 else 50
+    return dataclasses.replace(row, workload=equal(number, number * size))
+
+
+ROWS_OF = {
+    PLAIN: (LARGE, SMALL, WHOLE, *map(with_fewer, OF_KERAS)),
+    MONITORED: (*map(with_fewer, (LARGE, SMALL)), WHOLE, *map(with_fewer, OF_KERAS)),
+}
+EACH = pytest.mark.parametrize(
+    ("row", "names"),
+    [
+        pytest.param(row, names, id=f"{row.wrapper} {row.point} {names[0]}")
+        for names, rows in ROWS_OF.items()
+        for row in rows
+    ],
+)
+
+
+def of(row, names):
+    [name] = set(names) & set(row.methods)
+    return counts(row, name)
+
+
+def bytes_of_gradients(row):
+    if row.workload:
+        return 4 * row.workload.parameters
+    return 4 * sum(math.prod(shape) for shape in mlp(small=False)[0].values())
+
+
+@EACH
+def test_a_step_waits_for_nothing_and_is_one_cuda_graph(row, names):
+    found, bare = of(row, names), counts(row, "bare")
+    assert (found.waits, found.collectives) == (0, 0)
+    assert (found.graphs, found.outside) == (bare.graphs, bare.outside) == (1, 0)
+
+
+@EACH
+def test_a_step_reads_each_gradient_once_more(row, names):
+    found, bare, peer = of(row, names), counts(row, "bare"), of(row, PEERS)
+    once = bytes_of_gradients(row)
+    is_large = row.workload and row.workload.shapes[0][0] > 10_000
+    floor = bare.bytes + once if is_large else peer.bytes
+    assert found.bytes <= 1.005 * (floor + once * (names == MONITORED))
+    assert found.temporary <= max(1.005 * peer.temporary, 100_000)
+
+
+@EACH
+def test_a_step_launches_no_more_kernels_than_the_peers(row, names):
+    # In a whole model few gradients have one shape, and a monitor counts in each.
+    more = 15 if (row, names) == (WHOLE, MONITORED) else 0
+    assert of(row, names).kernels <= of(row, PEERS).kernels + more
+
+
+def test_many_gradients_take_few_kernels():
+    # As many as it takes today; the peers take 306 in a chain of 203, and 407.
+    large, small = counts(LARGE, "lossscale"), counts(SMALL, "lossscale")
+    assert (large.kernels <= 118, large.chain <= 9) == (True, True)
+    assert (small.kernels <= 223, small.chain <= 14) == (True, True)
+
+
+def test_a_check_that_reads_each_gradient_by_itself_would_be_noticed(monkeypatch):
+    from lossscale.jax import gradients
+
+    few = dataclasses.replace(LARGE, workload=equal(10, 1_000_000))
+    joined = counts(few, "lossscale")
+    counts.cache_clear()
+    monkeypatch.setattr(gradients, "JOINED", 0)
+    assert counts(few, "lossscale").kernels >= joined.kernels + 15
+    counts.cache_clear()
