@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from lossscale.errors import ArgumentError
 from lossscale.keras.slots import numpy_of
@@ -241,7 +242,7 @@ def _completed(
     if kind_of(inner) == "Nadam" and [id(v) for v in missing] == [id(product)]:
         # These files count applied steps only, so the value can be computed.
         steps = int(filled[0])
-        filled[lacking[0]] = nadam_product(float(inner.beta_1), steps)
+        filled[lacking[0]] = np.asarray(nadam_product(float(inner.beta_1), steps), "float32")
     # For a variable with one axis, this is a placeholder that no step reads.
     elif not (type(inner).__name__ == "Adafactor" and not any(len(v.shape) for v in missing)):
         names = sorted({variable.path for variable in missing})
