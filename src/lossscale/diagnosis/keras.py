@@ -489,7 +489,7 @@ def batches_of(x: Any, y: Any, sample_weight: Any, batch_size: int) -> Iterable[
             "If `x` is an iterable of batches, `y` and `sample_weight` must be None. Received: "
             f"`x` of type {type(x).__name__}. Put them into the batches: (x, y, sample_weight)."
         )
-    return map(_given, x)
+    return map(one_batch, x)
 
 
 def _picked(data: Batch, batch_size: int) -> Iterator[Batch]:
@@ -516,8 +516,13 @@ def _rows_of(rows: Any, array: Any) -> Any:
     return _narrowed(array[rows])
 
 
-def _given(batch: Any) -> Batch:
-    parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+def one_batch(*batch: Any) -> Batch:
+    """Returns a batch, given as one argument or in parts.
+
+    Raises:
+        ArgumentError: If it has more than three parts.
+    """
+    parts = batch if len(batch) > 1 or not isinstance(batch[0], (tuple, list)) else tuple(batch[0])
     if not 1 <= len(parts) <= 3:
         raise ArgumentError(
             "Each batch must be (x,), (x, y) or (x, y, sample_weight). "
