@@ -1,6 +1,8 @@
 """Thirty faults in a vision transformer, a U-Net and a GRU with attention, and the right answers.
 
-They were written before they were first run.
+They were written before they were first run. Two of them were written again: in one nothing was
+skipped on JAX, the other was not a program; and PyTorch computes its gradient of a wider
+convolution in float16 on a CPU only if the channels come first.
 """
 
 import math
@@ -139,17 +141,21 @@ def unet(
     loss_fn=None,
     frozen=False,
 ):
+    def conv(width, name, x, **settings):
+        return layers.Conv2D(width, 1, name=name, **settings)(x)
+
     i = keras.Input((16, 16, 3))
     h = Function(before, "before")(i)
     normed = layers.BatchNormalization(name="batch_norm", trainable=not frozen)
-    first = layers.Conv2D(8, 3, padding="same", name="down", activation="relu")(normed(h))
-    middle = layers.Conv2D(8, 3, padding="same", name="middle", activation="relu", use_bias=False)
-    h = Function(gate, "gate")(middle(layers.MaxPooling2D(name="pool")(first)))
+    first = conv(8, "down", normed(h), activation="relu")
+    small = layers.MaxPooling2D(name="pool")(first)
+    middle = conv(8, "middle", small, activation="relu", use_bias=False)
+    h = Function(gate, "gate")(middle)
     norm = InstanceNorm(name="instance_norm")
     norm.eps = eps
     h = Function(after, "after")(layers.UpSampling2D(name="up")(norm(h)))
     h = layers.Concatenate()([first, h])
-    model = keras.Model(i, layers.Conv2D(1, 3, padding="same", name="out")(h))
+    model = keras.Model(i, conv(1, "out", h))
     model.compile("sgd", loss=keras.losses.BinaryCrossentropy(from_logits=True))
     y = (np.arange(512) % 2).astype(np.float32).reshape(2, 16, 16, 1)
     x = normal(2, 16, 16, 3, seed=4) if x is None else x
@@ -256,7 +262,7 @@ def at_one(value):
 
 
 NAN, INF = math.nan, math.inf
-BLACK, GREY = np.zeros((4, 16, 16, 3), np.float32), np.full((2, 16, 16, 3), 0.5, np.float32)
+BLACK = np.zeros((4, 16, 16, 3), np.float32)
 EMPTY = (9, 3, 0, 7)
 BROKEN = normal(2, 16, 16, 3)
 BROKEN[0, 3, 3, 1] = NAN
@@ -310,14 +316,14 @@ CASES = {
         lambda: unet({"middle/kernel": to(0.0)}, eps=1e-9), "singular", "div", "instance_norm"
     ),
     "unet: edges of a constant image": Case(
-        lambda: unet({"batch_norm/gamma": to(1.0)}, x=GREY, gate=edges, before=lambda x: x * 0),
+        lambda: unet(gate=lambda x: edges(x * 0)),
         "singular, backward overflow",
         "sqrt",
         "gate",
     ),
     "unet: NaN in a pixel": Case(lambda: unet(x=BROKEN), "batch", "x"),
     "unet: an infinite weight of a row": Case(
-        lambda: unet(weight=np.array([1, INF], np.float32)), "batch", "sample_weight"
+        lambda: unet(weight=np.full((2, 16, 16), INF, np.float32)), "batch", "sample_weight"
     ),
     "unet: a variance that is NaN": Case(
         lambda: unet({"batch_norm/moving_variance": to(NAN)}, frozen=True),

@@ -21,6 +21,9 @@ _BACKWARD = "gradient_tape/"
 _SETTERS = ("Const", "Fill", "BroadcastTo", "Select", "SelectV2", "PadV2")
 _ADDING = ("AddV2", "Add", "Maximum", "BiasAdd")
 _SINGULAR = ("Div", "Rsqrt", "Sqrt", "Log", "Pow", "Reciprocal", "Inv", "Xlogy", "Acos", "Asin")
+_FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+_CONCISE_HEALTH = 3
+"""The mode of `DebugNumericSummaryV2` that counts infinities and NaN."""
 _SMALL = 2.0**-14
 """The smallest float16 number with all digits."""
 
@@ -49,12 +52,10 @@ class GraphWatch:
             inner.ref(): names[id(outer)] for outer, inner in graph.captures if id(outer) in names
         }
         self._operations = [each for each in graph.get_operations() if each.outputs]
-        floats = [t for each in self._operations for t in each.outputs if t.dtype.is_floating]
+        floats = [t for each in self._operations for t in each.outputs if t.dtype in _FLOATS]
         self._places = {tensor.ref(): place for place, tensor in enumerate(floats)}
         with graph.as_default():
-            none = tf.zeros([0, 2], tf.bool)
-            flags = tf.stack([_flags(t) for t in floats]) if floats else none
-        self._flags = self._pruned(flags)
+            self._counts = self._pruned(tf.stack(list(map(_counts, floats))))
 
     def _pruned(self, fetches: Any) -> Any:
         return self._traced.prune(self._traced.inputs[:1], fetches)
@@ -62,7 +63,7 @@ class GraphWatch:
     def __call__(self, scale: float) -> Watched:
         """Computes the pass, and returns the origins of what is not finite."""
         self._scale = tf.constant(scale, tf.float32)
-        self._found, self._in_float16 = self._flags(self._scale).numpy(), False
+        self._found, self._in_float16 = self._counts(self._scale).numpy(), False
         origins: dict[Any, Origin] = {}
         for operation in self._operations:
             for tensor in operation.outputs:
@@ -79,7 +80,10 @@ class GraphWatch:
 
     def _of(self, tensor: Any) -> Flags:
         place = self._places.get(tensor.ref())
-        return Flags() if place is None else Flags(*map(bool, self._found[place]))
+        if place is None:
+            return Flags()
+        _, _, negative, positive, nans = self._found[place]
+        return Flags(bool(nans), bool(negative + positive))
 
     def _origin(
         self, operation: Any, tensor: Any, flags: Flags, origins: Mapping[Any, Origin]
@@ -120,9 +124,14 @@ class GraphWatch:
         )
 
 
-def _flags(tensor: Any) -> Any:
-    wide = tf.cast(tensor, tf.float32) if tensor.dtype.size < 4 else tensor
-    return tf.stack([tf.reduce_any(tf.math.is_nan(wide)), tf.reduce_any(tf.math.is_inf(wide))])
+def _counts(tensor: Any) -> Any:
+    """A number, the size, and the counts of -inf, inf and NaN of a tensor.
+
+    One operation for each tensor, since a graph takes longer to build than to run.
+    """
+    return tf.raw_ops.DebugNumericSummaryV2(
+        input=tensor, output_dtype=tf.float32, tensor_debug_mode=_CONCISE_HEALTH
+    )
 
 
 def _module(name: str) -> str:

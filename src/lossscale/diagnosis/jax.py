@@ -162,7 +162,9 @@ class JaxGradientFunction:
             for each in arrays.values()
         ]
         watch = JaxprWatch(closed, [*names, ("scale", False)], epsilons)
-        return explain_pass(lambda scale: watch([*arrays.values(), np.float32(scale)]), scale)
+        given = list(arrays.values())
+        wide = functools.partial(self.explain, batch, scale, False)
+        return explain_pass(lambda scale: watch([*given, np.float32(scale)]), scale, wide)
 
     def _owns(self, path: str) -> bool:
         owned = self._owned

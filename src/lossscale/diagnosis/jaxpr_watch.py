@@ -56,7 +56,7 @@ class JaxprWatch:
     def __call__(self, arguments: Sequence[Any]) -> Watched:
         """Evaluates it, and returns the origins of what is not finite."""
         origins = [
-            Origin(name=name, is_weight=is_weight, is_mask=_is_mask(array))
+            Origin(name=name, is_weight=is_weight, is_mask=not is_weight and _is_mask(array))
             if any(_flags(array))
             else None
             for (name, is_weight), array in zip(self._names, arguments, strict=True)
@@ -251,7 +251,10 @@ def _module(equation: Any) -> str:
 def _line(equation: Any) -> str:
     found = source_info_util.summarize(equation.source_info)
     parts = re.search(r":(\d+)(?::\d+)? \((.*)\)$", found)
-    return f"{parts[2].rpartition('<locals>.')[2]}, line {parts[1]}" if parts else ""
+    if parts is None:
+        return ""
+    names = [name for name in parts[2].split(".<locals>.") if name != "<lambda>"]
+    return f"{['', *names][-1]}, line {parts[1]}".removeprefix(", ")
 
 
 def _derived(jaxpr: Any, equation: Any) -> str:

@@ -100,7 +100,8 @@ class KerasGradientFunction:
         with _as_it_was(self._model), _drawn_in_float32():
             explainer.note_small_numbers(values(False))
         with _as_it_was(self._model), _drawn_in_float32():
-            return explainer.explain(values(half), len(self._trained), scale)
+            wide = functools.partial(self.explain, batch, scale, False)
+            return explainer.explain(values(half), len(self._trained), scale, wide)
 
     def _compute(self, half: bool, values: Sequence[Any], batch: Any, scale: Any) -> Any:
         """Returns the loss, its gradients, and the largest magnitude in each layer's output."""

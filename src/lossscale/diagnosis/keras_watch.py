@@ -51,9 +51,10 @@ class Explainer:
         for part in path.split("/"):
             # TensorFlow numbers scopes that are entered again.
             for name in (part, re.sub(r"_\d+$", "", part)):
-                longer = f"{found}/{name}" if found else name
-                if longer in self._paths:
-                    found = longer
+                # A layer that was called before its model has no path in it.
+                inner = [each for each in (f"{found}/{name}", name) if each in self._paths]
+                if inner:
+                    found = inner[0]
                     break
         return self._inside(found) if found else path
 
@@ -79,22 +80,27 @@ class Explainer:
 
             self._epsilons = dict(of_graph(forward, self._layer))
 
-    def explain(self, values: Sequence[Any], trained: int, scale: float) -> Explanation:
+    def explain(
+        self, values: Sequence[Any], trained: int, scale: float, in_float32: Any
+    ) -> Explanation:
         """Explains a pass.
 
         Args:
             values: The values of all variables.
             trained: The number of those that are trained, which come first.
             scale: The loss scale.
+            in_float32: Explains the same pass in float32.
         """
         on_backend = {
             "jax": self._on_jax,
             "tensorflow": self._on_tensorflow,
             "torch": self._on_torch,
         }
-        return on_backend[keras.backend.backend()](values, trained, scale)
+        return on_backend[keras.backend.backend()](values, trained, scale, in_float32)
 
-    def _on_jax(self, values: Sequence[Any], trained: int, scale: float) -> Explanation:
+    def _on_jax(
+        self, values: Sequence[Any], trained: int, scale: float, in_float32: Any
+    ) -> Explanation:
         import jax
         import jax.numpy as jnp
 
@@ -113,9 +119,12 @@ class Explainer:
         closed = jax.make_jaxpr(compute)(list(values), leaves, 1.0)
         names = [*((n, True) for n in self._names), *((n, False) for n, _ in self._inputs)]
         watch = JaxprWatch(closed, [*names, ("scale", False)], self._epsilons, self._layer)
-        return explain_pass(lambda scale: watch([*values, *leaves, np.float32(scale)]), scale)
+        given = [*values, *leaves]
+        return explain_pass(lambda scale: watch([*given, np.float32(scale)]), scale, in_float32)
 
-    def _on_tensorflow(self, values: Sequence[Any], trained: int, scale: float) -> Explanation:
+    def _on_tensorflow(
+        self, values: Sequence[Any], trained: int, scale: float, in_float32: Any
+    ) -> Explanation:
         import tensorflow as tf
 
         from lossscale.diagnosis.graph_watch import GraphWatch
@@ -138,9 +147,12 @@ class Explainer:
             array = keras.ops.convert_to_numpy(each)
             is_mask = bool(((array == 0) | (array == -np.inf)).all())
             origins[id(each)] = Origin(name=name, is_mask=is_mask)
-        return explain_pass(GraphWatch(compute, origins, self._epsilons, self._layer), scale)
+        watch = GraphWatch(compute, origins, self._epsilons, self._layer)
+        return explain_pass(watch, scale, in_float32)
 
-    def _on_torch(self, values: Sequence[Any], trained: int, scale: float) -> Explanation:
+    def _on_torch(
+        self, values: Sequence[Any], trained: int, scale: float, in_float32: Any
+    ) -> Explanation:
         import torch
 
         from lossscale.torch.repeated_step import examined

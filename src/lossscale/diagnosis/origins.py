@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lossscale.monitoring.explanation import (
+    Cause,
     Explanation,
     FailedOperation,
+    constant_beyond_float16,
     explained,
     infinity_in_the_loss,
     not_finite_argument,
@@ -68,7 +70,8 @@ def passed_on(
     """
     real = [origin for origin, _ in taken if not origin.is_mask]
     if real:
-        return next((origin for origin in real if origin.failed), real[0])
+        # What was not finite before the pass came first.
+        return next((origin for origin in real if origin.failed is None), real[0])
     if sets:
         return Origin(is_mask=True)
     if taken and not in_backward and (not made.nan or any(flags.nan for _, flags in taken)):
@@ -76,17 +79,24 @@ def passed_on(
     return None
 
 
-def explain_pass(watch: Callable[[float], Watched], scale: float) -> Explanation:
+def explain_pass(
+    watch: Callable[[float], Watched], scale: float, in_float32: Callable[[], Explanation]
+) -> Explanation:
     """Returns why a pass is not finite.
 
     Args:
         watch: Computes the pass at a loss scale, and watches it.
         scale: The loss scale.
+        in_float32: Explains the same pass in float32.
     """
     found = watch(scale)
     origin = found.loss or found.gradients
     if origin is None:
         return nothing_to_explain(scale)
+    if origin.is_mask or (origin.failed is not None and origin.failed.of_infinities):
+        narrow = _of_forward(origin)
+        is_finite = narrow.in_float16 and in_float32().cause is Cause.UNKNOWN
+        return constant_beyond_float16(narrow) if is_finite else narrow
     if found.loss is not None or origin.failed is None:
         return _of_forward(origin)
 

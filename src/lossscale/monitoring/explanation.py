@@ -23,7 +23,7 @@ _CHECK_THE_LOSS = (
 NO_SCALE_HELPS = "no loss scale helps: "
 """Advice begins with it if no loss scale makes the step finite."""
 _ADVISED_EPSILON = "1e-4"
-_MANY_HALVINGS = 8
+_MANY_HALVINGS, _LOW = 8, 2**8
 _SINGULAR = {
     "rsqrt": "divides by a square root of 0",
     "reciprocal": "divides by 0",
@@ -32,6 +32,7 @@ _SINGULAR = {
     "pow": "raises 0 to a negative power",
 }
 _SAME = {"true_divide": "div", "truediv": "div", "divide": "div", "addcdiv": "div", "power": "pow"}
+_SAME |= {"realdiv": "div", "divnonan": "div", "integer_pow": "pow", "inv": "reciprocal"}
 
 
 class Cause(enum.StrEnum):
@@ -175,7 +176,7 @@ def explained(
             f"halving{'s'[: halvings > 1]}, at {scale_in_words(scale / 2**halvings)}, nothing does"
         )
         advice = "this is normal: the scale falls by itself"
-        if halvings >= _MANY_HALVINGS:
+        if halvings >= _MANY_HALVINGS and scale / 2**halvings < _LOW:
             advice = f"look for a reason why the gradient is so large at {failed.where}"
     else:
         advice = NO_SCALE_HELPS + advice
@@ -224,7 +225,8 @@ def _meaning(failed: FailedOperation) -> tuple[Cause, str, str]:
     advice = f"compute {here} in float32, or " if failed.in_float16 else ""
     advice += "make its input smaller"
     # Divided by a small number, most likely.
-    if any(part in failed.operation.lower() for part in _SINGULAR):
+    is_power = "pow" in failed.operation.lower() and failed.largest_input >= 1
+    if not is_power and any(part in failed.operation.lower() for part in _SINGULAR):
         advice = _about_epsilon(failed, here)
     return cause, reason, advice
 
@@ -247,7 +249,7 @@ def _about_epsilon(failed: FailedOperation, here: str) -> str:
             f"the epsilon {failed.epsilon:g} is 0 in float16, whose smallest number above 0 is "
             f"{SMALLEST:.3g}; use {_ADVISED_EPSILON} or more, or compute {here} in float32"
         )
-    if failed.meets_negative and not failed.meets_zero:
+    if failed.largest_result is None and failed.meets_negative and not failed.meets_zero:
         return f"keep the input of {here} above 0"
     advice = f"keep the numbers there away from 0, with an epsilon of {_ADVISED_EPSILON} or more"
     return f"{advice}, or compute {here} in float32" if failed.in_float16 else advice
@@ -273,6 +275,22 @@ def not_finite_weights(name: str) -> Explanation:
     """
     reason, advice = f"{name} of the model is not finite", "no later step can be: load a checkpoint"
     return Explanation(Cause.WEIGHTS, reason, advice, module=name, in_float16=False)
+
+
+def constant_beyond_float16(found: Explanation) -> Explanation:
+    """Returns what an infinity of the program means if it is a finite number in float32.
+
+    Args:
+        found: The explanation of the same pass, of infinities that the program sets.
+    """
+    reason = "a number that the program sets is above the largest float16 number, 65,504"
+    if found.operation:
+        name = FailedOperation(found.operation, found.module).where
+        reason += f", and is infinite when it reaches {name}"
+    advice = f"{NO_SCALE_HELPS}use a smaller number, such as -1e4 in a mask, or compute in float32"
+    return dataclasses.replace(
+        found, cause=Cause.FORWARD_OVERFLOW, reason=reason, advice=advice, in_float16=True
+    )
 
 
 def infinity_in_the_loss(line: str) -> Explanation:
