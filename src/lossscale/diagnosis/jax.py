@@ -44,8 +44,7 @@ def diagnose(
     so the function takes the dtype to compute in.
 
     It is compiled by `jax.jit`, once for each kind of pass. Nothing is updated; parameters and
-    batches stay unchanged. If the forward pass overflows,
-    `jax.config.update("jax_debug_infs", True)` names the operation.
+    batches stay unchanged.
 
     Gradients change as a network learns. Measure at the start of training, and again later.
 
@@ -129,12 +128,8 @@ class JaxGradientFunction:
             _check_dtypes(str(function.trace(arrays, scale).jaxpr), half)
             self._compiled[key] = function
         loss, gradients = self._compiled[key](arrays, scale)
-        paths = [path for path, leaf in named_leaves(self._params) if _is_array(leaf)]
-        found = {
-            path: np.asarray(gradient).astype(np.float32)
-            for path, gradient in zip(paths, gradients.values(), strict=True)
-            if self._owns(path)
-        }
+        gradients = self._owned_ones(gradients)
+        found = {path: np.asarray(each).astype(np.float32) for path, each in gradients.items()}
         return Pass(float(loss), found)
 
     def _function(self, batch: Any, half: bool) -> tuple[Any, dict[int, Any], Any]:
@@ -148,12 +143,19 @@ class JaxGradientFunction:
         compute = functools.partial(self._compute, half, structure, rest)
         return compute, arrays, (half, structure, str(rest))
 
+    # JAX computes constants with NumPy, which warns of an overflow.
+    @np.errstate(all="ignore")
     def explain(self, batch: Any, scale: float, half: bool = True) -> Explanation:
         """Explains why a pass is not finite."""
         compute, arrays, _ = self._function(batch, False)
         epsilons = dict(small_numbers(jax.make_jaxpr(compute)(arrays, scale).jaxpr))
         compute, arrays, _ = self._function(batch, half)
-        closed = jax.make_jaxpr(compute)(arrays, scale)
+
+        def owned(arrays: Any, scale: Any) -> Any:
+            loss, gradients = compute(arrays, scale)
+            return loss, list(self._owned_ones(gradients).values())
+
+        closed = jax.make_jaxpr(owned)(arrays, scale)
         _check_dtypes(str(closed), half)
         weights = {id(leaf): path for path, leaf in named_leaves(self._params)}
         inputs = {id(leaf): f"batch/{path}".rstrip("/") for path, leaf in named_leaves(batch)}
@@ -166,9 +168,15 @@ class JaxGradientFunction:
         wide = functools.partial(self.explain, batch, scale, False)
         return explain_pass(lambda scale: watch([*given, np.float32(scale)]), scale, wide)
 
-    def _owns(self, path: str) -> bool:
-        owned = self._owned
-        return owned is None or any(path == each or path.startswith(f"{each}/") for each in owned)
+    def _owned_ones(self, gradients: Mapping[int, Any]) -> dict[str, Any]:
+        """The gradients of the parameters that are trained, by path."""
+        paths = [path for path, leaf in named_leaves(self._params) if _is_array(leaf)]
+        owned = paths if self._owned is None else self._owned
+        return {
+            path: gradient
+            for path, gradient in zip(paths, gradients.values(), strict=True)
+            if any(path == each or path.startswith(f"{each}/") for each in owned)
+        }
 
     def _compute(
         self, half: bool, structure: Any, rest: Sequence[Any], arrays: Mapping[int, Any], scale: Any

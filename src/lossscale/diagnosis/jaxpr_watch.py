@@ -66,9 +66,7 @@ class JaxprWatch:
             for (name, is_weight), array in zip(self._names, arguments, strict=True)
             if is_weight
         }
-        # JAX computes constants with NumPy, which warns of an overflow.
-        with np.errstate(all="ignore"):
-            _, found = self._evaluate(self._closed, arguments, origins)
+        _, found = self._evaluate(self._closed, arguments, origins)
         gradients = [each for each in found[1:] if each is not None and not each.is_mask]
         first = next(iter(gradients), None)
         if found[0] is None and first is not None and first.failed is not None:

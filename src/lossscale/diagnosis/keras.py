@@ -84,6 +84,8 @@ class KerasGradientFunction:
         found = dict(zip(self._names, map(_on_host, gradients), strict=True))
         return Pass(float(_on_host(loss)), found, {n: float(_on_host(s)) for n, s in sizes.items()})
 
+    # JAX computes constants with NumPy, which warns of an overflow.
+    @np.errstate(all="ignore")
     def explain(self, batch: Any, scale: float, half: bool = True) -> Explanation:
         """Explains why a pass is not finite."""
 

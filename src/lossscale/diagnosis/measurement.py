@@ -312,9 +312,10 @@ class _Batch:
         if is_right and second >= MARGIN and self._is_finite(second):
             return self._found(highest_exponent=max(predicted, second))
         highest = self._highest_finite(predicted)
-        if not self._is_finite(highest):
-            # It is not too large: it is not finite at any scale.
-            broken = [name for name, error in self._at(highest).items() if math.isinf(error)]
+        best = self._best()
+        overflowing = [n for n, e in self._at(min(predicted, 0)).items() if math.isinf(e)]
+        # They are not too large: they are finite at no scale, or only where they are 0.
+        if broken := [name for name in overflowing if best[name] >= NOISE]:
             where = f"the gradient of {broken[-1]}"
             return self._found(overflows_at=where, explanation=self._explained())
         self._try_higher(NOISE if is_right else self._tolerance)
@@ -324,8 +325,7 @@ class _Batch:
     def _explained(self, *, half: bool = True) -> Explanation | None:
         """Explains why a pass is not finite; None if that is not found out."""
         try:
-            with np.errstate(all="ignore"):
-                found = self._run.explain(self._batch, 1.0, half)
+            found = self._run.explain(self._batch, 1.0, half)
         # Frameworks and models raise many kinds of exceptions; the verdict holds without it.
         except Exception:
             return None
