@@ -141,7 +141,6 @@ def test_a_line_is_strict_json_with_every_key_of_a_record():
             "reason": "loss",
             "nonfinite": [{"name": "kernel", "infs": 3, "nans": 0}],
             "steps_skipped": None,
-            "explanation": None,
         }
 
 

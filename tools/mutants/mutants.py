@@ -77,11 +77,11 @@ tests/conformance/test_promises.py -k tensorflow-xla
         -> pass
 tests/backends/test_fit.py -k subclass
     keras_common take_step: scaled and (...) -> False
-    keras LossScaleOptimizer.scale_loss: ... and self._is_rewritten(...) -> False
-    keras LossScaleOptimizer.scale_loss: not self._scaling.is_isolated(location) -> True
+    keras LossScaleOptimizer.scale_loss: ... and self._is_overridden(...) -> False
+    keras LossScaleOptimizer.scale_loss: not self._ledger.is_own_step(location) -> True
 tests/frameworks/keras/test_subclasses.py tests/conformance/test_subclasses.py
-    keras_common _noted: self._scaling.isolated_step(location) -> self._backend.eager_scope()
-    keras_common _noted: each is not None -> False
+    keras_common _recording: self._ledger.own_step(location) -> self._backend.eager_scope()
+    keras_common _recording: each is not None -> False
     keras_common KerasCommonOptimizer.__init_subclass__: setattr(cls, name, ...) -> None
 tests/conformance/test_promises.py -k tf_keras-new-function
     keras_common StepOperations.check: not rule.checks_gradients -> False
@@ -157,11 +157,11 @@ tests/backends/test_finite.py
 tests/backends/test_torch.py
     keras on torch _copies: torch.empty_like(gradient) -> gradient
 tests/backends/test_handover.py
-    keras_common ScaledGradientTracker._kind: min(times) < record.losses -> False
+    keras_common ScaleLedger._scaled_or_unscaled: min(times) < record.losses -> False
     keras_common _Record.count: times + 1 -> times
-    keras_common ScaledGradientTracker._check_not_of_another: ... and is_here and not is_ready
+    keras_common ScaleLedger._check_not_of_another: ... and is_here and not is_ready
         -> False
-    keras_common ScaledGradientTracker._left_by_another: (None, self._seen) -> (None,)
+    keras_common ScaleLedger._left_by_another: (None, self._last_at_apply) -> (None,)
 tests/backends/test_files.py
     keras load_inner: restore_scale(optimizer, own) -> pass  -k keras_own_class
     keras_common KerasCommonOptimizer: {'inner_optimizer', 'get_slot_names'} -> {'get_slot_names'}
@@ -206,16 +206,16 @@ tests/frameworks/keras/test_training.py
     tensorflow can_keep_old_values: not getattr(part, 'use_ema', False) -> True  -k xla_function
     tensorflow as_one_operation: len(tf.config.list_logical_devices()) > 1 -> False
         -k one_device
-    keras_common scaled_by_loss: getattr(variable, 'overwrite_with_gradient', False) -> False
+    keras_common without_overwritten: getattr(variable, 'overwrite_with_gradient', False) -> False
         -k overwritten
 tests/frameworks/keras/test_handover.py
     keras_common _Record.is_elsewhere: self.graph is not None and graph is None -> False
         -k wherever_they_run
-    keras_common ScaledGradientTracker._kind: len(kinds) > 1 -> False  -k says_what_to_write
+    keras_common ScaleLedger._scaled_or_unscaled: len(kinds) > 1 -> False  -k says_what_to_write
 tests/conformance/test_page_matrix.py -k iterations_count
     keras StepCounter.assign: ops.minimum(self._skipped, value) -> self._skipped + 0
     keras StepCounter.assign: value - skipped -> value
-tests/frameworks/keras/test_programs.py -k translated
+tests/conformance/test_programs.py -k translated
     common do_not_convert: function.autograph_info__ = {} -> pass
     tensorflow translated: tf.executing_eagerly() -> True
 tests/frameworks/keras/test_persistence.py
@@ -302,6 +302,20 @@ tests/frameworks/torch/test_two_wrappers.py
     torch ScaledGradients.settle: self in each.record.sets -> False  -k the_scale_falls
     torch LossScaleOptimizer._leave_out: not record.has_own_loss -> False  -k no_step
     torch Engine.put_into_set: each.record.decision = None -> pass  -k share_parameters
+tests/frameworks/torch/test_scaled_gradients.py
+    torch ScaledGradients.add: each.settle(whole=True) -> pass  -k five_calls
+    torch ScaledGradients.leave: self.info = self.info.without(info.ids) -> pass  -k five_calls
+    torch GradientRecord.copy_to: memo.get(id(each)) -> None  -k random_programs
+    torch Engine.restart: each.leave(info) -> pass  -k random_programs
+tests/frameworks/torch/test_state.py
+    torch Engine.check_restart: float(each.by.on(CPU).scale) != number -> False
+        -k of_another_scale
+    torch Engine.scaled_by: len(numbers) > 1 -> False  -k two_scales
+tests/frameworks/torch/test_beside_torch.py
+    torch GradScaler._move_as_torch: super().update() -> pass  -k four_calls
+    torch GradScaler.unscale_: stage is OptState.UNSCALED -> False  -k four_calls
+    torch GradScaler._step_that_skips_by_itself: entry['stage'] = OptState.STEPPED; return result
+        -> return result  -k four_calls
 tests/frameworks/torch/test_clipping.py
     torch coefficient: 1.0 -> 2.0
 tests/frameworks/torch/test_guard.py
@@ -309,6 +323,8 @@ tests/frameworks/torch/test_guard.py
     torch GuardedScheduler._holds: now >= self._seen -> True
 tests/frameworks/torch/test_grad_scaler_defects.py
     torch unscale_and_check_: recheck -> False  -k d20
+    torch GradScaler._move_as_torch: torch.fmax(...) -> pass  -k put_back
+    torch GradScaler._unscale_several: check(each) -> pass  -k list_of_optimizers
     torch GradScaler._step_that_skips_by_itself: del optimizer.grad_scale, optimizer.found_inf
         -> pass  -k d25
 tests/frameworks/torch/test_processes.py

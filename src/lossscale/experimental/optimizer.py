@@ -111,14 +111,14 @@ class LossScaleAsObject(_Wrapper):
         # constructor has run.
         self.__dict__["_loss_scale"] = loss_scale
         by_rule = _moves_by_its_rule(loss_scale)
-        rule = loss_scale._rule if by_rule else _WrittenByUser(loss_scale)
+        rule = loss_scale._rule if by_rule else UserLossScaleRule(loss_scale)
         super().__init__(optimizer, rule=rule, name=name)
 
     @property
     def loss_scale(self) -> LossScale:
         """The `LossScale` of this optimizer; call it for the current value."""
         loss_scale: LossScale = self._loss_scale
-        self._scaling.is_scale_read = True
+        self._ledger.is_scale_read = True
         return loss_scale
 
     def apply_gradients(
@@ -199,7 +199,7 @@ def _moves_by_its_rule(loss_scale: LossScale) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _WrittenByUser(ScaleRule):
+class UserLossScaleRule(ScaleRule):
     """The rule of a user's LossScale, which updates itself."""
 
     written: LossScale

@@ -39,7 +39,7 @@ from lossscale.keras.backends.backend import Backend
 from lossscale.keras.private_names import no_automatic_dependency_tracking
 from lossscale.keras.state import KerasScaleVariables, OwnVariable, StepCounter
 from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots
-from lossscale.keras_common.scaled_gradients import UNSCALED_BY_ONE, ScaledGradientTracker
+from lossscale.keras_common.scaled_gradients import UNSCALED_BY_ONE, ScaleLedger
 from lossscale.keras_common.state import arrays_in
 from lossscale.keras_common.step import Step
 from lossscale.members import VariableList
@@ -120,7 +120,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self._backend = backend
         self.inner_optimizer = inner_optimizer
         self._rule = rule
-        self._scaling = ScaledGradientTracker(not rule.moves, _way())
+        self._ledger = ScaleLedger(not rule.moves, _how_with_several_optimizers())
         # Values that were loaded before their variables exist, and those of loss scaling before.
         self._pending_values: dict[str, Any] | None = None
         self._values_before_load: dict[str, Any] | None = None
@@ -203,9 +203,9 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
             4.0
         """
         location = self._backend.current_location()
-        self._scaling.note_scale_loss(location)
+        self._ledger.record_scale_loss(location)
         # A subclass may override a verb and call this one.
-        if not self._scaling.is_isolated(location) and self._is_rewritten("get_scaled_loss"):
+        if not self._ledger.is_own_step(location) and self._is_overridden("get_scaled_loss"):
             return self.get_scaled_loss(loss)
         return self._scaled(loss)
 
@@ -244,9 +244,9 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         check_some_gradient(grads)
         variables = list(trainable_variables)
         location = self._backend.current_location()
-        self._scaling.check_apply(location)
+        self._ledger.check_apply(location)
         self._step(grads, variables, scaled=True)
-        self._scaling.note_apply(location, with_gradient(grads, variables))
+        self._ledger.record_apply(location, with_gradient(grads, variables))
 
     def stateless_apply(
         self,
@@ -334,7 +334,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         tape: Any = None,
     ) -> Any:
         location = self._backend.current_location()
-        with self._scaling.isolated_step(location):
+        with self._ledger.own_step(location):
             gradients, variables = self._differentiated(loss, var_list, grad_loss, tape)
             unscaled = self._unscaled_by_verb(gradients, variables)
             pairs = list(zip(unscaled, variables, strict=True))
@@ -360,7 +360,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     @property
     def loss_scale(self) -> Any:
-        self._scaling.is_scale_read = True
+        self._ledger.is_scale_read = True
         return ops.cast(self._current_scale(), "float32")
 
     @property
@@ -536,7 +536,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         return ops.convert_to_tensor(value, dtype="float32")
 
 
-def _way() -> str:
+def _how_with_several_optimizers() -> str:
     """How one loss is trained by several optimizers."""
     # Keras 3.15 and later.
     if hasattr(keras.optimizers, "MultiOptimizer"):

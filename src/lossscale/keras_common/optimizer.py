@@ -25,9 +25,9 @@ from lossscale.common.checks import (
     with_gradient,
 )
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError, UnknownSlotError
-from lossscale.keras_common.scaled_gradients import ScaledGradientTracker
+from lossscale.keras_common.scaled_gradients import ScaleLedger
 from lossscale.keras_common.state import ScaleVariables, VariablesOfUser
-from lossscale.keras_common.step import Step, scaled_by_loss, take_step, where_scaled
+from lossscale.keras_common.step import Step, take_step, with_overwritten, without_overwritten
 from lossscale.members import DocumentedMembers
 from lossscale.rules import DynamicScale, GradientStats, ScaleRule
 
@@ -64,7 +64,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     # Operations on arrays and variables: a `Backend` of Keras 3, or the `Arrays` of tf_keras.
     _backend: Any
-    _scaling: ScaledGradientTracker
+    _ledger: ScaleLedger
     _state: ScaleVariables
     # Scalar variables: a number of steps, and a boolean.
     _steps_skipped: Any
@@ -120,21 +120,14 @@ class KerasCommonOptimizer(DocumentedMembers):
     ) -> None:
         rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
         self._check_inner(inner_optimizer)
-        for name in ("inner_optimizer", "loss_scale_state"):
-            if _saved_in(getattr(inner_optimizer, name, None), self._library):
-                raise ArgumentError(
-                    f"{type(inner_optimizer).__name__} has a saved attribute {name!r}. In files "
-                    "this is the name of something else of LossScaleOptimizer. Give the attribute "
-                    "another name."
-                )
         self._construct(inner_optimizer, rule, name)
         remember_wrapper(inner_optimizer, self)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name in _VERBS_OF_A_LOSS:
-            if cls._is_rewritten(name) and not hasattr(getattr(cls, name), "is_noted"):
-                setattr(cls, name, _noted(cls, name))
+            if cls._is_overridden(name) and not hasattr(getattr(cls, name), "is_recording"):
+                setattr(cls, name, _recording(cls, name))
 
     def __dir__(self) -> list[str]:
         # Python's own asks for `__class__`, which tf_keras' wrappers have for old programs.
@@ -144,13 +137,14 @@ class KerasCommonOptimizer(DocumentedMembers):
     def _parts_of_inner(self) -> dict[str, Any]:
         """Returns the inner optimizer's attributes that are saved, such as another optimizer.
 
-        Files have them where those of an optimizer without loss scaling have them.
+        Files have them where those of an optimizer without loss scaling have them, unless this
+        optimizer has another attribute of the name.
         """
         inner = self.__dict__.get(self._inner_attribute)
         parts = {} if inner is None else vars(inner)
         listed = _ids_of_variables(inner)
         return {
-            name: part
+            f"_inner_{name}" if self._has_own(name) else name: part
             for name, part in parts.items()
             # An optimizer of several lists the variables of each.
             if any(
@@ -158,6 +152,10 @@ class KerasCommonOptimizer(DocumentedMembers):
                 for each in _saved_in(part, self._library)
             )
         }
+
+    def _has_own(self, name: str) -> bool:
+        # `_optimizer` is the inner optimizer's attribute, if it has one.
+        return name in vars(self) or (hasattr(type(self), name) and name != "_optimizer")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") and not name.startswith("__"):
@@ -167,12 +165,12 @@ class KerasCommonOptimizer(DocumentedMembers):
         return super().__getattr__(name)
 
     @classmethod
-    def _written_class(cls) -> type[Any]:
+    def _public_class(cls) -> type[Any]:
         """The public class, which a module names."""
         return cls
 
     @classmethod
-    def _is_rewritten(cls, verb: str) -> bool:
+    def _is_overridden(cls, verb: str) -> bool:
         """Whether a subclass overrides a verb."""
         return getattr(cls, verb) is not getattr(KerasCommonOptimizer, verb)
 
@@ -180,7 +178,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     @do_not_convert
     def get_scaled_loss(self, loss: Any) -> Any:
-        self._scaling.note(self._backend.current_location(), "get_scaled_loss")
+        self._ledger.record(self._backend.current_location(), "get_scaled_loss")
         return self._scaled(loss)
 
     def _scaled(self, loss: Any) -> Any:
@@ -197,7 +195,7 @@ class KerasCommonOptimizer(DocumentedMembers):
                 f"`grads` must be a list of gradients. Received: {grads!r}."
             ) from None
         number = sum(gradient is not None for gradient in gradients)
-        self._scaling.note_unscaled(self._backend.current_location(), number)
+        self._ledger.record_unscaled(self._backend.current_location(), number)
         scale = self._current_scale()
         return list(self._backend.unscaled(gradients, scale, self._rule.powers_of_two))
 
@@ -216,7 +214,7 @@ class KerasCommonOptimizer(DocumentedMembers):
         location, updated = self._backend.current_location(), with_gradient(gradients, variables)
         asked = experimental_aggregate_gradients and not skip_gradients_aggregation
         aggregate = self._sums_replicas(asked)
-        with self._scaling.applying(location, updated) as scaled:
+        with self._ledger.applying(location, updated) as scaled:
             return self._step(gradients, variables, scaled=scaled, aggregate=aggregate, name=name)
 
     def _check_context(self) -> None:
@@ -241,7 +239,7 @@ class KerasCommonOptimizer(DocumentedMembers):
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
         location = self._backend.current_location()
         params = self._backend.flat_variables(params)
-        with self._scaling.isolated_step(location):
+        with self._ledger.own_step(location):
             if callable(loss):
                 gradients, _ = self._differentiated(loss, params)
             else:
@@ -254,25 +252,25 @@ class KerasCommonOptimizer(DocumentedMembers):
                         "the variable out of `params`."
                     )
             unscaled = self._unscaled_by_verb(gradients, params)
-        self._scaling.note(location, "get_scaled_loss")
-        self._scaling.note_unscaled(location, len(unscaled))
+        self._ledger.record(location, "get_scaled_loss")
+        self._ledger.record_unscaled(location, len(unscaled))
         return unscaled
 
     def get_updates(self, loss: Any, params: Any) -> list[Any]:
         location = self._backend.current_location()
-        with self._scaling.isolated_step(location):
+        with self._ledger.own_step(location):
             gradients = self.get_gradients(loss, params)
             pairs = list(zip(gradients, self._backend.flat_variables(params), strict=True))
             return [self._apply_unscaled(location, pairs, None)]
 
     def _unscaled_by_verb(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Unscales gradients by `get_unscaled_gradients`, which a subclass may override."""
-        scaled = scaled_by_loss(gradients, variables)
-        return where_scaled(scaled, self.get_unscaled_gradients(scaled), gradients)
+        scaled = without_overwritten(gradients, variables)
+        return with_overwritten(scaled, self.get_unscaled_gradients(scaled), gradients)
 
     def _apply_unscaled(self, location: Any, pairs: list[Any], name: str | None) -> Any:
         # Also if a subclass unscales without calling the method of this class.
-        self._scaling.note_unscaled(location, math.inf)
+        self._ledger.record_unscaled(location, math.inf)
         named: dict[str, Any] = {} if name is None else {"name": name}
         return self.apply_gradients(pairs, **named)
 
@@ -376,7 +374,7 @@ class KerasCommonOptimizer(DocumentedMembers):
     def __reduce__(self) -> tuple[Any, ...]:
         inner = self.inner_optimizer
         return _rebuild, (
-            self._written_class(),
+            self._public_class(),
             type(inner),
             inner.get_config(),
             self._constructor_arguments(),
@@ -403,7 +401,7 @@ class KerasCommonOptimizer(DocumentedMembers):
     @classmethod
     def _made(cls, inner: Any, **arguments: Any) -> Any:
         """Returns an object of this class, or of a user's subclass with another constructor."""
-        made: Any = cls._written_class()
+        made: Any = cls._public_class()
         by_name = {cls._name_of_inner: inner, **arguments}
         try:
             inspect.signature(made.__init__).bind(None, **by_name)
@@ -453,7 +451,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 _VERBS_OF_A_LOSS = ("get_scaled_loss", "get_unscaled_gradients")
 
 
-def _noted(cls: type[Any], name: str) -> Callable[..., Any]:
+def _recording(cls: type[Any], name: str) -> Callable[..., Any]:
     """Wraps a subclass' method that scales a loss, so that its calls are recorded too."""
     rewritten = getattr(cls, name)
     is_inherited = name not in vars(cls)
@@ -463,16 +461,16 @@ def _noted(cls: type[Any], name: str) -> Callable[..., Any]:
         # A base class may replace its verb after this class was made.
         verb = getattr(super(cls, self), name) if is_inherited else rewritten.__get__(self)
         location = self._backend.current_location()
-        with self._scaling.isolated_step(location):
+        with self._ledger.own_step(location):
             result = verb(*args, **kwargs)
         if name == "get_scaled_loss":
-            self._scaling.note(location, "get_scaled_loss")
+            self._ledger.record(location, "get_scaled_loss")
             return result
         gradients = list(result)
-        self._scaling.note_unscaled(location, sum(each is not None for each in gradients))
+        self._ledger.record_unscaled(location, sum(each is not None for each in gradients))
         return gradients
 
-    noted.is_noted = True  # type: ignore[attr-defined]
+    noted.is_recording = True  # type: ignore[attr-defined]
     return noted
 
 

@@ -68,7 +68,7 @@ _OF_ANOTHER = (
     "{verb}() was called of an optimizer that has scaled no loss, after another "
     "LossScaleOptimizer scaled one. If these are gradients of that loss, they need the other "
     "loss scale: the two differ after an overflow that only one of them sees. For one loss and "
-    "several optimizers, {way}. If they are of another loss, call get_scaled_loss() of this "
+    "several optimizers, {how}. If they are of another loss, call get_scaled_loss() of this "
     "optimizer."
 )
 
@@ -86,25 +86,25 @@ class _Record:
     """The calls of one replica since its last `scale_loss`, or in a step like `minimize`.
 
     Attributes:
-        is_isolated: Whether they belong to a step like `minimize`, which scales the loss itself.
+        is_own_step: Whether they belong to a step like `minimize`, which scales the loss itself.
         losses: Number of losses scaled before the first of their gradients was applied.
         unscaled: Number of unscaled gradients that are not yet applied.
         graph: Where that was called last.
-        is_home: Whether gradients were applied in the graph where they were made.
+        applied_inside: Whether gradients were applied in the graph where they were made.
         times: The variables that were applied since, and how often, by id.
         returned: The kinds of gradients that came out of a graph, "scaled" or "unscaled", and
             whether the call that applied them was traced.
-        calls: The verbs that were called at any time.
+        verbs: The verbs that were called at any time.
     """
 
-    is_isolated: bool = False
+    is_own_step: bool = False
     losses: int = 0
     unscaled: float = 0
     graph: weakref.ref[Any] | None = None
-    is_home: bool = False
+    applied_inside: bool = False
     times: dict[int, tuple[Any, int]] = dataclasses.field(default_factory=dict)
     returned: set[tuple[str, bool]] = dataclasses.field(default_factory=set)
-    calls: set[str] = dataclasses.field(default_factory=set)
+    verbs: set[str] = dataclasses.field(default_factory=set)
 
     def is_elsewhere(self, graph: Any) -> bool:
         """Whether the calls were made in a graph, and neither in this one nor around it."""
@@ -123,71 +123,72 @@ class _Record:
             self.times[id(variable)] = variable, times + 1
 
 
-class ScaledGradientTracker:
+class ScaleLedger:
     """Records how the loss was scaled, for the call that applies the gradients.
 
     Args:
         is_fixed: Whether programs know the loss scale without reading it.
-        way: How one loss is trained with several optimizers, for a message.
+        how_with_several_optimizers: How they train one loss, for a message.
     """
 
     # The last call of any optimizer that scaled or unscaled: whose, its verb, and where.
     _last: ClassVar[tuple[Any, str, weakref.ref[Any] | None] | None] = None
 
-    def __init__(self, is_fixed: bool, way: str = UNSCALED_BY_ONE) -> None:
+    def __init__(self, is_fixed: bool, how_with_several_optimizers: str = UNSCALED_BY_ONE) -> None:
         # By replica, because each scales its own loss. Not by thread:
         # TensorFlow's replicas get new threads on every run.
         self._records: defaultdict[int, _Record] = defaultdict(_Record)
         # A program that has read the loss scale may multiply by it.
         self.is_scale_read = False
-        self._is_fixed, self._way, self._warned = is_fixed, way, set[str]()
+        self._is_fixed, self._warned = is_fixed, set[str]()
+        self._how_with_several_optimizers = how_with_several_optimizers
         # What was the last call when this optimizer applied gradients.
-        self._seen = self._last
+        self._last_at_apply = self._last
 
-    def note(self, location: Location, verb: str) -> list[_Record]:
+    def record(self, location: Location, verb: str) -> list[_Record]:
         """Records a call that scales or unscales; returns the records of its replicas."""
         graph, replicas = location
         records = [self._records[replica] for replica in replicas]
-        if not records[0].is_isolated:
+        if not records[0].is_own_step:
             if verb == "get_unscaled_gradients" and not self._is_fixed:
                 self._check_not_of_another(location, verb)
-            ScaledGradientTracker._last = weakref.ref(self), verb, _reference(graph)
-        elif verb in _SCALE and records[0].calls & _SCALE:
+            ScaleLedger._last = weakref.ref(self), verb, _reference(graph)
+        elif verb in _SCALE and records[0].verbs & _SCALE:
             self._warn_once(_SCALED_TWICE)
         for record in records:
-            record.calls.add(verb)
+            record.verbs.add(verb)
         return records
 
-    def note_scale_loss(self, location: Location) -> None:
+    def record_scale_loss(self, location: Location) -> None:
         """`scale_loss` was called."""
         graph = location[0]
-        for record in self.note(location, "scale_loss"):
+        for record in self.record(location, "scale_loss"):
             continues = not record.times and not record.is_elsewhere(graph)
             record.losses = record.losses + 1 if continues else 1
             record.unscaled, record.times = 0, {}
-            record.graph, record.is_home = _reference(graph), False
+            record.graph, record.applied_inside = _reference(graph), False
 
     @do_not_convert
-    def note_unscaled(self, location: Location, count: float) -> None:
+    def record_unscaled(self, location: Location, count: float) -> None:
         """`get_unscaled_gradients` was called, and returned so many gradients."""
         graph = location[0]
-        for record in self.note(location, "get_unscaled_gradients"):
+        for record in self.record(location, "get_unscaled_gradients"):
             record.unscaled = count + (0 if record.is_elsewhere(graph) else record.unscaled)
-            record.graph, record.is_home = _reference(graph), False
+            record.graph, record.applied_inside = _reference(graph), False
 
     @contextlib.contextmanager
-    def isolated_step(self, location: Location) -> Iterator[None]:
+    def own_step(self, location: Location) -> Iterator[None]:
         """A context whose calls are not recorded for the loop around it."""
         before = {replica: self._records[replica] for replica in location[1]}
-        self._records.update({replica: _Record(is_isolated=True) for replica in before})
+        self._records.update({replica: _Record(is_own_step=True) for replica in before})
         try:
             yield
         finally:
             self._records.update(before)
 
-    def is_isolated(self, location: Location) -> bool:
-        """Whether an `isolated_step` is in progress."""
-        return self._records[location[1][0]].is_isolated
+    def is_own_step(self, location: Location) -> bool:
+        """Whether an `own_step` is in progress."""
+        return self._records[location[1][0]].is_own_step
 
     @contextlib.contextmanager
     def applying(self, location: Location, variables: Sequence[Any]) -> Iterator[bool]:
@@ -205,13 +206,13 @@ class ScaledGradientTracker:
         """
         graph, (replica, *_) = location
         record = self._records[replica]
-        kind = self._kind(record, location, variables)
+        kind = self._scaled_or_unscaled(record, location, variables)
         yield kind == "scaled"
         if kind == "of another":
             for left in self._left_by_another(location, len(variables)):
                 left.unscaled -= len(variables)
             return
-        self._seen = self._last
+        self._last_at_apply = self._last
         if kind is None:
             return
         if kind == "unscaled":
@@ -220,62 +221,64 @@ class ScaledGradientTracker:
         if record.is_elsewhere(graph):
             record.returned.add((kind, graph is not None))
         else:
-            record.is_home = True
+            record.applied_inside = True
 
-    def _kind(self, record: _Record, location: Location, variables: Sequence[Any]) -> str | None:
+    def _scaled_or_unscaled(
+        self, record: _Record, location: Location, variables: Sequence[Any]
+    ) -> str | None:
         """Whether gradients are "scaled" or "unscaled"; None if no call decided it.
 
         "of another" are those that another optimizer has unscaled and left.
         """
         graph, times = location[0], record.counts(variables)
-        are_left = record.is_home and record.is_elsewhere(graph)
+        left_the_function = record.applied_inside and record.is_elsewhere(graph)
         noted = "scaled" if min(times) < record.losses else None
-        if record.unscaled and not are_left:
+        if record.unscaled and not left_the_function:
             noted = "unscaled"
         # Gradients that are applied in a graph are never those of an eager call.
         kinds = {kind for kind, traced in record.returned if graph is not None or not traced}
         if noted is not None:
             kinds = {noted, *(kinds if graph is None else ())}
-        if len(kinds) > 1 or (are_left and noted):
+        if len(kinds) > 1 or (left_the_function and noted):
             raise GradientsError(_CANNOT_TELL)
         # With one new variable all gradients are those of the loss. Without, they may be those
         # of a second loss, or the first ones were the sum of both.
         if noted == "scaled" and (max(times) >= record.losses or min(times) > 0):
             self._warn_once(_AGAIN.format("divided by the loss scale"))
-        if noted == "unscaled" and not record.is_isolated and not self._is_fixed:
+        if noted == "unscaled" and not record.is_own_step and not self._is_fixed:
             self._check_scaled(record, "get_unscaled_gradients", "get_scaled_loss", *_SCALE)
         if not kinds and record.losses:
             self._warn_once(_AGAIN.format("applied as they are, and not divided by the loss scale"))
-        elif not kinds and "get_unscaled_gradients" not in record.calls:
-            if not record.calls and self._left_by_another(location, len(variables)):
+        elif not kinds and "get_unscaled_gradients" not in record.verbs:
+            if not record.verbs and self._left_by_another(location, len(variables)):
                 return "of another"
             self._check_not_of_another(location, "apply_gradients")
-            self._warn_once(_NOT_UNSCALED if record.calls else _NOTHING_SCALED)
+            self._warn_once(_NOT_UNSCALED if record.verbs else _NOTHING_SCALED)
         return next(iter(kinds), None)
 
     def check_apply(self, location: Location) -> None:
         """Records a call of Keras' `apply`, whose gradients are scaled by definition."""
         self._check_not_of_another(location, "apply")
         record = self._records[location[1][0]]
-        if record.calls != {"get_scaled_loss"}:
+        if record.verbs != {"get_scaled_loss"}:
             self._check_scaled(record, "apply", "scale_loss")
 
-    def note_apply(self, location: Location, variables: Sequence[Any]) -> None:
+    def record_apply(self, location: Location, variables: Sequence[Any]) -> None:
         """Records the end of the step of `apply`."""
         record = self._records[location[1][0]]
         record.unscaled = 0
         record.count(variables)
-        self._seen = self._last
+        self._last_at_apply = self._last
 
     def _check_scaled(self, record: _Record, verb: str, *scale: str) -> None:
         """Warns if a method divides gradients although no loss was scaled."""
-        if not record.calls & set(scale) and not self.is_scale_read:
-            is_twice = verb == "apply" and "get_unscaled_gradients" in record.calls
+        if not record.verbs & set(scale) and not self.is_scale_read:
+            is_twice = verb == "apply" and "get_unscaled_gradients" in record.verbs
             self._warn_once(_UNSCALED_TWICE if is_twice else _NOT_SCALED.format(verb, scale[0]))
 
     def _check_not_of_another(self, location: Location, verb: str) -> None:
         """Raises if another optimizer scaled the last loss here, and this one never scaled any."""
-        if self._last in (None, self._seen) or self._records[location[1][0]].calls:
+        if self._last in (None, self._last_at_apply) or self._records[location[1][0]].verbs:
             return
         (owner, call, origin), graph = self._last, location[0]
         is_here = graph is None if origin is None else graph is origin()
@@ -283,12 +286,13 @@ class ScaledGradientTracker:
         is_ready = call == "get_unscaled_gradients" and verb == "apply_gradients"
         # A program that has read the scale is no exception: reading must not change a step.
         if owner() not in (None, self) and is_here and not is_ready:
-            raise GradientsError(_OF_ANOTHER.format(verb=verb, way=self._way))
+            how = self._how_with_several_optimizers
+            raise GradientsError(_OF_ANOTHER.format(verb=verb, how=how))
 
     def _left_by_another(self, location: Location, count: int) -> list[_Record]:
         """The record of another optimizer that unscaled gradients here and left this many."""
         graph, (replica, *_) = location
-        owner = None if self._last in (None, self._seen) else self._last[0]()
+        owner = None if self._last in (None, self._last_at_apply) else self._last[0]()
         records = [] if owner is None else [owner._records[replica]]
         return [r for r in records if r.unscaled >= count and not r.is_elsewhere(graph)]
 

@@ -33,9 +33,9 @@ class Step(NamedTuple):
     aggregate: bool
     name: str | None
 
-    def scaled_by_loss(self) -> list[Any]:
+    def without_overwritten(self) -> list[Any]:
         """The gradients that the loss scale multiplied, None for others."""
-        return scaled_by_loss(self.gradients, self.variables)
+        return without_overwritten(self.gradients, self.variables)
 
 
 class OverflowCheck(NamedTuple):
@@ -74,15 +74,15 @@ def take_step(
         name: Name of the operations, or None.
     """
     backend, rule, state, tracker = self._backend, self._rule, self._state, self._overflow_tracker
-    if scaled and (state.decide is not None or self._is_rewritten("get_unscaled_gradients")):
+    if scaled and (state.decide is not None or self._is_overridden("get_unscaled_gradients")):
         # Code of the user's unscales them, or decides by unscaled ones.
-        with self._scaling.isolated_step(backend.current_location()):
+        with self._ledger.own_step(backend.current_location()):
             gradients, scaled = self._unscaled_by_verb(gradients, variables), False
     with self._name_scope(name), backend.no_gradients():
         gradients, variables = self._prepared(gradients, variables, aggregate)
         needs_stats = rule.needs != StatsRequest()
-        looks_at_floor = self._may_warn_at_floor() and backend.runs_now(gradients)
-        needs_scale = scaled or needs_stats or looks_at_floor or tracker is not None
+        warns_at_min_scale = self._may_warn_at_floor() and backend.runs_now(gradients)
+        needs_scale = scaled or needs_stats or warns_at_min_scale or tracker is not None
         scale: Any = self._current_scale() if needs_scale else None
         divisor = scale if scaled else None
         step = Step(list(gradients), list(variables), divisor, aggregate, name)
@@ -112,7 +112,7 @@ def take_step(
             return self._update_scale(stats, check.state_on_host)
 
         done = self._apply_or_skip(stats, step, apply, update_scale)
-    if looks_at_floor and not finite:
+    if warns_at_min_scale and not finite:
         self._warned_at_floor = warned_at_floor(rule, float(scale))
     return self._result(done)
 
@@ -158,7 +158,7 @@ class StepOperations:
         elif step.divisor is None:
             finite = self.all_finite(step.gradients)
         else:
-            scaled = step.scaled_by_loss()
+            scaled = step.without_overwritten()
             finite = self.all_finite(scaled, step.divisor, rule.powers_of_two)
             others = [
                 gradient
@@ -176,16 +176,16 @@ class StepOperations:
     def stats(self, step: Step, rule: ScaleRule, finite: Any, scale: Any) -> GradientStats:
         """What the rule needs to see of the gradients."""
         are_scaled = step.divisor is not None
-        gradients = step.scaled_by_loss()
+        gradients = step.without_overwritten()
         return self.gradient_stats(rule.needs, finite, gradients, scale, are_scaled=are_scaled)
 
     def unscale(self, step: Step, rule: ScaleRule) -> list[Any]:
         """Returns the gradients of a step, divided by the loss scale if they are scaled."""
         if step.divisor is None:
             return step.gradients
-        scaled = step.scaled_by_loss()
+        scaled = step.without_overwritten()
         unscaled = self.unscaled(scaled, step.divisor, rule.powers_of_two)
-        return where_scaled(scaled, unscaled, step.gradients)
+        return with_overwritten(scaled, unscaled, step.gradients)
 
     def step_number(self, iterations: Any) -> Any:
         """The number of the current step, counted from 1; None if no tracker needs it."""
@@ -193,7 +193,7 @@ class StepOperations:
 
 
 @do_not_convert
-def scaled_by_loss(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+def without_overwritten(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Returns the gradients that the loss scale multiplied, None for others.
 
     A variable that Keras overwrites with its gradient (float8 statistics) has no gradient of the
@@ -205,7 +205,7 @@ def scaled_by_loss(gradients: Sequence[Any], variables: Sequence[Any]) -> list[A
     ]
 
 
-def where_scaled(
+def with_overwritten(
     scaled: Sequence[Any], unscaled: Sequence[Any], gradients: Sequence[Any]
 ) -> list[Any]:
     """Joins the unscaled gradients and those that the loss scale did not multiply."""

@@ -6,7 +6,9 @@ one. Programs and files name one class, and a user's subclass is for both.
 
 from __future__ import annotations
 
+import dis
 import functools
+import itertools
 from typing import Any, Self
 
 import tf_keras
@@ -67,19 +69,31 @@ class LossScaleOptimizer(TFKerasCommonOptimizer):
         return super().__new__(cls)
 
     @classmethod
-    def _written_class(cls) -> type[Any]:
+    def _public_class(cls) -> type[Any]:
         return cls.__mro__[1] if "_is_of_family" in vars(cls) else cls
 
 
 @functools.cache
 def _of_family(cls: type[Any], family: type[Any]) -> type[Any]:
     """Returns the subclass of `cls` for the optimizers of one family, known by the same name."""
+    written = itertools.takewhile(
+        lambda base: not base.__module__.startswith("lossscale."), cls.__mro__
+    )
+    for function in [each for base in written for each in vars(base).values()]:
+        code = getattr(function, "__code__", None)
+        loaded = [each.argval for each in dis.get_instructions(code)] if code else []
+        if ("super", "type") in itertools.pairwise(loaded):
+            # The type of an object is the class that is made here, so this would not end.
+            raise ArgumentTypeError(
+                f"{function.__qualname__}() calls super(type(self), self), which calls itself "
+                "without end if the class has a subclass. Write super() instead."
+            )
     namespace = {
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,
         "_is_of_family": True,
         # For `super(self.__class__, self)`, which programs of that time write in subclasses.
-        "__class__": property(lambda self: type(self)._written_class()),
+        "__class__": property(lambda self: type(self)._public_class()),
     }
     made = type(cls.__name__, (cls, family), namespace)
     _register_as(made, tf_keras.saving.get_registered_name(cls))

@@ -20,7 +20,7 @@ from lossscale.common.checks import (
 )
 from lossscale.errors import ArgumentError
 from lossscale.keras_common.optimizer import KerasCommonOptimizer
-from lossscale.keras_common.scaled_gradients import ScaledGradientTracker
+from lossscale.keras_common.scaled_gradients import ScaleLedger
 from lossscale.keras_common.step import Step, StepOperations
 from lossscale.members import VariableList
 from lossscale.packages import warn
@@ -128,7 +128,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         self._optimizer = inner_optimizer
         self._given_name = name
         self._rule = rule
-        self._scaling = ScaledGradientTracker(not rule.moves)
+        self._ledger = ScaleLedger(not rule.moves)
         # What was loaded before the variables exist that it belongs to: the inner optimizer's
         # weights, and by name what it does not list. A checkpoint holds no arrays.
         self._pending_values: list[Any] | None = None
@@ -278,7 +278,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             # The new optimizers of tf_keras take the tape in this place.
             grad_loss, tape = None, grad_loss
         location = replicas.current_location()
-        with self._scaling.isolated_step(location):
+        with self._ledger.own_step(location):
             pairs = list(self._computed(loss, var_list, grad_loss, tape))
             if not pairs and var_list is not None:
                 return self._result(tracing.grouped())
@@ -313,11 +313,11 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             6.0
         """
         location = replicas.current_location()
-        with self._scaling.isolated_step(location):
+        with self._ledger.own_step(location):
             scaled, variables = self._differentiated(loss, var_list, grad_loss, tape)
             gradients = self._unscaled_by_verb(scaled, variables)
-        self._scaling.note(location, "get_scaled_loss")
-        self._scaling.note_unscaled(location, len(with_gradient(gradients, variables)))
+        self._ledger.record(location, "get_scaled_loss")
+        self._ledger.record_unscaled(location, len(with_gradient(gradients, variables)))
         return list(zip(gradients, variables, strict=True))
 
     def _differentiated(
@@ -354,7 +354,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     @property
     def loss_scale(self) -> Any:
-        self._scaling.is_scale_read = True
+        self._ledger.is_scale_read = True
         return tf.cast(self._current_scale(), tf.float32)
 
     @property
@@ -392,12 +392,13 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     def _own_variables(self) -> dict[str, Any]:
         """The variables of the loss scale and of the skips, by their names in saving."""
-        return {
-            **self._state.named,
-            **self._loss_scale_variables,
-            "steps_skipped": self._steps_skipped,
-            "last_step_skipped": self._last_step_skipped,
+        named = self._state.named
+        skips = {"steps_skipped": self._steps_skipped, "last_step_skipped": self._last_step_skipped}
+        theirs = {
+            f"own.{name}" if name in {**named, **skips} else name: variable
+            for name, variable in self._loss_scale_variables.items()
         }
+        return {**named, **theirs, **skips}
 
     # --- Settings -----------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 
@@ -15,7 +15,15 @@ from lossscale.torch.monitor import wrapper_in
 from lossscale.torch.optimizer import LossScaleOptimizer
 
 Module = TypeVar("Module", bound=torch.nn.Module)
-Scheduler = TypeVar("Scheduler")
+
+
+class HasStep(Protocol):
+    """A scheduler, for type checkers."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+Scheduler = TypeVar("Scheduler", bound=HasStep)
 
 
 class GuardedScheduler:
@@ -60,8 +68,9 @@ class GuardedScheduler:
             # Compared by parameters, because Accelerate and others wrap the optimizer.
             ids = set(map(id, ranks.parameters_of(optimizer)))
             known = [each for each in known if not ids.isdisjoint(each.info.ids)] or known
-        made = sum(each.count.made for each in known)
-        return made, made - sum(each.count.skipped for each in known)
+        counts = [each.count.read() for each in known]
+        made = sum(steps for steps, _ in counts)
+        return made, made - sum(skipped for _, skipped in counts)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:

@@ -86,26 +86,23 @@ class SkipCount:
     def _sum(self) -> Any:
         return torch.stack([flag.to(self._flags[0].device) for flag in self._flags]).sum()
 
-    def _read_replays(self) -> None:
+    def read(self) -> tuple[int, int]:
+        """Returns the numbers of steps and of skipped steps; waits for the device once."""
         if self._replayed is not None:
+            # A graph may have been replayed.
+            if self._flags:
+                self._replayed[1] += self._sum()
             made, skipped = map(int, self._replayed.tolist())
-            self._made, self._skipped = self._made + made, self._skipped + skipped
             self._replayed.zero_()
-
-    @property
-    def made(self) -> int:
-        """Number of steps."""
-        self._read_replays()
-        return self._made
+        else:
+            made, skipped = 0, int(self._sum()) if self._flags else 0
+        self._made, self._skipped, self._flags = self._made + made, self._skipped + skipped, []
+        return self._made, self._skipped
 
     @property
     def skipped(self) -> int:
         """Number of skipped steps."""
-        self._read_replays()
-        if self._flags:
-            self._skipped += int(self._sum())
-            self._flags = []
-        return self._skipped
+        return self.read()[1]
 
     @property
     def last_skipped(self) -> bool:

@@ -21,8 +21,8 @@ from lossscale.errors import ArgumentError, StateDictError
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule, ScaleState
 from lossscale.torch.foreign_states import as_torchs, number_of, whole_number_of
+from lossscale.torch.optimizer_list import OptimizerList, joined
 from lossscale.torch.scale import Counts, LossScale
-from lossscale.torch.several import Several, joined
 
 _PREFIX = "loss_scale"
 _COUNTS = ("iterations", "steps_skipped")
@@ -74,7 +74,7 @@ def without_numbers(
         StateDictError: If it is not the state of an optimizer.
         ArgumentError: If a value is not a number.
     """
-    if isinstance(inner, Several) and isinstance(state_dict, (list, tuple)):
+    if isinstance(inner, OptimizerList) and isinstance(state_dict, (list, tuple)):
         if len(state_dict) != len(inner):
             raise StateDictError(
                 f"Expected one state dictionary for each of {len(inner)} optimizers: "
@@ -125,7 +125,20 @@ def adopt_written(scale: LossScale, inner: Any) -> None:
 
 
 def take_numbers(scale: LossScale, inner: Any) -> dict[str, float]:
-    """Removes and returns the values from an optimizer that has loaded the wrapper's state."""
+    """Removes and returns the values from an optimizer that has loaded the wrapper's state.
+
+    Raises:
+        ArgumentError: If a group has a key of the user's by the name of one of these values.
+    """
+    # The wrapper writes all of them, into the first group.
+    together = {_PREFIX, f"{_PREFIX}_iterations", f"{_PREFIX}_steps_skipped"}
+    for group in inner.param_groups:
+        found = group.keys() & {*scale.names, _OVERFLOWS, _OF_GRADIENTS}
+        if found and not together <= found:
+            raise ArgumentError(
+                f"A parameter group has the keys {sorted(found)}. A state dictionary has the loss "
+                "scale by these. Give them other names."
+            )
     group = inner.param_groups[0] if inner.param_groups else {}
     # A tensor is a live value of a wrapper that no longer exists.
     saved = {name: value for name, value in group.items() if not torch.is_tensor(value)}

@@ -44,10 +44,10 @@ from frameworks.torch.seeing import noted
 from frameworks.torch.support import OURS, WithScaler, Wrapper, scaler, theirs, wrapper
 from lossscale.rules import StatsRequest
 from lossscale.torch import LossScaleOptimizer, ranks
-from lossscale.torch.amp_install import (
+from lossscale.torch.grad_scaler import GradScaler
+from lossscale.torch.installation import (
     ShardedGradScaler as OurShardedGradScaler,
 )
-from lossscale.torch.grad_scaler import GradScaler
 from noting import Noting
 
 INF = float("inf")
@@ -709,6 +709,30 @@ def compressed(folder):
     return int(optimizer.steps_skipped)
 
 
+def in_zero(folder):
+    """A wrapper that `ZeroRedundancyOptimizer` makes for the part of one process."""
+    # PyTorch's own import of it uses what PyTorch has deprecated.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    found = []
+    for group in (None, distributed.group.WORLD):
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))
+        try:
+            outer = ZeroRedundancyOptimizer(
+                model.parameters(),
+                lambda part, group=group: LossScaleOptimizer(
+                    torch.optim.SGD(part, lr=0.5), process_group=group
+                ),
+            )
+        except lossscale.errors.UnsupportedError as error:
+            found.append(str(error))
+            continue
+        outer.optim.scale_loss(model(torch.ones(1, 2)).sum()).backward()
+        outer.step()
+        found.append("stepped")
+    return found
+
+
 CASES = {
     4: (
         ddp,
@@ -733,6 +757,7 @@ CASES = {
         fsdp_clipped,
         uneven,
         compressed,
+        in_zero,
         monitored,
         whole_and_resumed,
     ),

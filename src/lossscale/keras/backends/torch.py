@@ -52,7 +52,7 @@ class TorchBackend(Backend):
             return check._replace(all_finite=bool(check.all_finite))
         gradients, dense, others = list(step.gradients), [], []
         unscaled = step._replace(gradients=gradients, divisor=None)
-        for index, gradient in enumerate(step.scaled_by_loss()):
+        for index, gradient in enumerate(step.without_overwritten()):
             if gradient is None:
                 if gradients[index] is not None:
                     others.append(gradients[index])
