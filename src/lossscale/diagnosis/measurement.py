@@ -264,7 +264,8 @@ class _Batch:
             if why is not None and why.in_float16:
                 return self._found(overflows_at="the loss", explanation=why)
             unknown = "the loss or a gradient is not finite in float32 already"
-            return self._found(unknown=unknown if why is None else f"{unknown}: {why.reason}")
+            unknown += "" if why is None else f": {why.reason}"
+            return self._found(unknown=unknown, explanation=why)
         try:
             narrow = self._pass(0, half=True)
         except LossScaleError:

@@ -81,7 +81,9 @@ def recommend(found: Measurement) -> Recommendation:
     """
     lowest, highest = found.lowest_exponent, found.highest_exponent
     if found.unknown:
-        return Recommendation(Verdict.UNKNOWN, None, found.unknown)
+        advice = "" if found.explanation is None else found.explanation.advice
+        advice = advice.removeprefix(NO_SCALE_HELPS)
+        return Recommendation(Verdict.UNKNOWN, None, found.unknown, advice)
     if found.overflows_at:
         return _cannot_help(found)
     if lowest > 0 and lowest > highest - 1:
