@@ -225,8 +225,7 @@ def _meaning(failed: FailedOperation) -> tuple[Cause, str, str]:
     advice = f"compute {here} in float32, or " if failed.in_float16 else ""
     advice += "make its input smaller"
     # Divided by a small number, most likely.
-    is_power = "pow" in failed.operation.lower() and failed.largest_input >= 1
-    if not is_power and any(part in failed.operation.lower() for part in _SINGULAR):
+    if any(part in failed.operation.lower() for part in _SINGULAR if part != "pow"):
         advice = _about_epsilon(failed, here)
     return cause, reason, advice
 
