@@ -22,7 +22,8 @@ ARROWS = {
     "arguments": "errors checks rules",
     "members": "errors arguments rules",
     "optimizer": "errors members registry rules",
-    "diagnosis": "errors checks packages rules common keras torch optax *keras *jax *torch **any",
+    "diagnosis": "errors checks packages rules common monitoring jax keras torch optax *keras *jax "
+    "*torch *tensorflow **any",
     "monitoring": "errors checks packages rules",
     "callbacks": "errors packages registry optimizer monitoring",
     "common": "errors packages rules monitoring",

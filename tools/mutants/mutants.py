@@ -275,7 +275,7 @@ tests/frameworks/jax/test_monitor.py
     optax _name: not is_key -> True  -k put_down_to_its_own
     optax Monitor.step: watched.steps_skipped is self._watched.steps_skipped -> False  -k is_shown
 tests/frameworks/jax/test_diagnose.py
-    diagnosis on jax JaxGradientFunction._owns: owned is None or ... -> True
+    diagnosis on jax JaxGradientFunction._owned_ones: any(...) -> True
 tests/frameworks/jax/test_wrong_calls.py
     optax is_array: isinstance(...) -> True  -k functions_in_it
     optax _check_single: jnp.ndim(value) -> False  -k state_of_several

@@ -20,6 +20,7 @@ from lossscale import registry
 
 if TYPE_CHECKING:
     from lossscale.diagnosis.jax import diagnose as diagnose
+    from lossscale.diagnosis.jax import explain as explain
 
 with registry.naming_missing_packages("jax", "optax"):
     from lossscale.optax.conversions import from_flax, from_jmp
@@ -42,6 +43,7 @@ __all__ = [
     "OverflowTrackingState",
     "all_finite",
     "diagnose",
+    "explain",
     "from_flax",
     "from_jmp",
     "loss_scale",
@@ -56,11 +58,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Training does not need the imports of a diagnosis.
-    if name != "diagnose":
+    if name not in ("diagnose", "explain"):
         raise AttributeError(f"module 'lossscale.optax' has no attribute {name!r}")
-    from lossscale.diagnosis.jax import diagnose
+    from lossscale.diagnosis import jax
 
-    return diagnose
+    return getattr(jax, name)
 
 
 def __dir__() -> list[str]:

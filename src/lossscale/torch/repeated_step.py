@@ -34,6 +34,7 @@ from lossscale.monitoring.explanation import (
     infinity_in_the_loss,
     not_finite_argument,
     not_finite_weights,
+    nothing_to_explain,
     scaled_outputs,
     unknown,
 )
@@ -117,10 +118,10 @@ def explain(
             origin = watch.origin(outputs, masks=True)
             if origin is not None and origin.is_mask:
                 return infinity_in_the_loss(origin.line)
-            found = _examined(watch, outputs, roots, [torch.full_like(outputs[0], scale)], scale)
+            found = examined(watch, outputs, roots, [torch.full_like(outputs[0], scale)], scale)
     except UnrepeatableError as error:
         return unknown(str(error))
-    return found or unknown(f"the forward and the backward pass are finite at a scale of {scale:g}")
+    return found or nothing_to_explain(scale)
 
 
 class CallRecorder:
@@ -336,10 +337,10 @@ def _repeated(model: Any, call: _Call, scale: float) -> Explanation | None:
         with contextlib.ExitStack() as stack:
             for device, _, dtype in call.casting:
                 stack.enter_context(torch.autocast(device, dtype, enabled=False))
-            return _examined(watch, outputs, roots, seeds, scale)
+            return examined(watch, outputs, roots, seeds, scale)
 
 
-def _examined(
+def examined(
     watch: Watch, outputs: list[Any], roots: list[Any], seeds: list[Any], scale: float
 ) -> Explanation | None:
     """Returns what is not finite in outputs or in their backward pass; None if nothing is."""

@@ -112,7 +112,61 @@ def test_an_operation_of_the_forward_pass_that_overflows_is_named():
 
     report = diagnose(model, loss, [torch.ones(2, 4)])
     assert report.verdict == "cannot help"
-    assert "Sequential (mul) overflows in float16" in said(report)
+    assert "mul overflows in the forward pass: its input reaches" in said(report)
+
+
+class Norm(torch.nn.Module):
+    def __init__(self, eps):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x):
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.eps)
+
+
+def normed(eps, size):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), Norm(eps), torch.nn.Linear(4, 1))
+    return model, lambda model, batch: (model(batch * size).float() - 1).square().mean()
+
+
+def in_the_loss(function):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    return model, lambda model, batch: function(model(batch)).float().mean()
+
+
+BROKEN = {
+    "an epsilon that is 0 in float16": (
+        normed(1e-8, 1e-4),
+        "cannot help: 1 (rsqrt) divides by a square root of 0",
+        "the epsilon 1e-08 is 0 in float16",
+    ),
+    "an epsilon of 0": (normed(0.0, 0.0), "float32 already: 1 (rsqrt) divides by", "away from 0"),
+    "a gradient of 0 / 0": (
+        in_the_loss(lambda x: (x.half() ** 2 * 2.0**-22).sqrt()),
+        "cannot help: in the loss function, line",
+        "epsilon",
+    ),
+    "a cast in the loss function": (
+        in_the_loss(lambda x: (x * 1e6).half()),
+        "cannot help: in the loss function, line",
+        "or train in bfloat16",
+    ),
+    "a row that is masked as a whole": (
+        in_the_loss(lambda x: x.masked_fill(x < 1e9, -np.inf).softmax(1)),
+        "masked as a whole",
+        "mask with a finite number",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_no_scale_helps_has_its_operation_and_its_advice(name):
+    (model, loss), reason, advice = BROKEN[name]
+    report = diagnose(model, loss, [torch.randn(6, 4, generator=torch.manual_seed(0))])
+    assert report.rule is None
+    assert ("not finite in float32 already" in said(report)) == (report.verdict == "unknown")
+    assert reason in said(report)
+    assert advice in said(report)
 
 
 def test_a_loss_is_judged_by_what_it_trains():
