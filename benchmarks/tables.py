@@ -108,30 +108,6 @@ def _torch(rows: Sequence[Row]) -> str:
     return table(["AdamW", "ms a step, bare", *names], lines)
 
 
-def _syncs(rows: Sequence[Row]) -> str:
-    """The counts of a PyTorch step, in the optimizer alone and in a training step."""
-    counts = ("host_syncs", "graph_breaks", "operations")
-    titles = [(count.replace("_", " "), "in a training step") for count in counts]
-    lines = [
-        [METHODS[name].title]
-        + [f"{found[f'{part}_{count}']:,}" for count in counts for part in ("apply", "train")]
-        for row in rows
-        for name, found in row["methods"].items()
-    ]
-    return table(["", *(title for both in titles for title in both)], lines)
-
-
-def _collectives(rows: Sequence[Row]) -> str:
-    """The number of sums over devices in a step, and the bytes that each device sends."""
-    lines = []
-    for row in rows:
-        backend = row["wrapper"].removeprefix("keras-")
-        for name, found in row["methods"].items():
-            title = f"{backend}, {METHODS[name].title}"
-            lines.append([title, row["point"], f"{found['sums']:,}", f"{found['bytes']:,}"])
-    return table(["", "devices", "sums in a step", "bytes"], lines)
-
-
 def _circumstances(results: dict[str, Any]) -> str:
     """The machine, the versions, the date, and what was not run."""
     machine = results["machine"]
@@ -214,10 +190,8 @@ SECTIONS = (
     ("bench", "Other optimizers", ("optimizers",), _ratios),
     ("bench", "Whole training steps", ("mlp", "cnn"), _ratios),
     ("bench", "Skipped steps", ("skip",), _skips),
-    ("bench", "As work grows", ("variables", "parameters", "replicas"), _growth),
+    ("bench", "As work grows", ("variables", "parameters"), _growth),
     ("bench", "Memory, compilation and graphs", ("big", "small"), _structure),
-    ("bench", "PyTorch: host syncs and graph breaks", ("host_syncs",), _syncs),
-    ("bench", "Sums over devices", ("collectives",), _collectives),
     ("monitoring", "Monitors", ("monitor",), _monitors),
     ("optax", "Optax", ("optax",), _optax),
     ("torch_native", "PyTorch alone", ("torch",), _torch),

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import lossscale
-from lossscale.cli import main
 from lossscale.errors import MissingPackageError
 from lossscale.packages import INCLUDED, PACKAGES, install_command
 
@@ -57,35 +56,6 @@ def test_an_extra_includes_what_it_is_said_to():
 def test_a_command_names_nothing_twice():
     assert install_command(["keras", "tensorflow"]) == 'pip install "lossscale[tensorflow]"'
     assert install_command(["torch", "torch"]) == 'pip install "lossscale[torch]"'
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
-    # It may be imported with another backend.
-    monkeypatch.delitem(sys.modules, "keras", raising=False)
-    Path("old.index").touch()
-    return tmp_path
-
-
-NEEDS = {
-    "info": (["info"], set()),
-}
-
-
-@pytest.mark.parametrize("command", NEEDS)
-def test_each_command_names_each_package_that_it_needs(command, folder, monkeypatch, capsys):
-    arguments, needed = NEEDS[command]
-    for absent in sorted(needed):
-        with monkeypatch.context() as patched:
-            patched.setitem(sys.modules, absent, None)
-            assert main(arguments) == 1
-        out, err = capsys.readouterr()
-        distribution = PACKAGES[absent].distribution
-        assert err.startswith(f"lossscale: {distribution} not found: "), (absent, err)
-        assert (out, err.count("\n")) == ("", 1)
-        assert any(distribution in installed_by(extra) for extra in extras_in(err))
 
 
 # What asks for a package, and the extra that has it.

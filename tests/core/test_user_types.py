@@ -38,6 +38,9 @@ lossscale.LossScaleOptimizer(inner, decide="both")
 lossscale.LossScaleOptimizer("adam")
 lossscale.LossScaleOptimizer(inner, initial_scal=8)
 lossscale.torch.GradScaler().step("adam")
+lossscale.DynamicScale(initial_scale="high")
+lossscale.LossScaleOptimizer(inner).minimize(los=None)
+lossscale.LossScaleOptimizer()
 """
 FIRST_MISTAKE = 8
 

@@ -3,7 +3,6 @@
 import html
 import importlib
 import inspect
-import json
 import os
 import pathlib
 import re
@@ -101,47 +100,6 @@ def test_the_gallery_has_a_line_for_every_example():
         if path.suffix in (".py", ".ipynb")
     }
     assert sorted(linked) == sorted(programs)
-
-
-def test_a_notebook_is_a_page_with_its_output_and_its_pictures(site):
-    page = (site / "examples/notebooks/torch_digits.html").read_text(encoding="utf-8")
-    assert "steps skipped" in page
-    (picture,) = re.findall(r'<img[^>]* src="([^"]*)"', page)
-    assert (site / "examples/notebooks" / picture).read_bytes()[:4] == b"\x89PNG"
-
-
-def test_the_landing_page_has_a_card_for_each_framework(site):
-    text = (site / "index.html").read_text(encoding="utf-8")
-    (cards,) = re.findall(r'<div class="grid cards">(.*?)</div>', text, re.DOTALL)
-    titles = re.findall(r"<strong>(.*?)</strong>", cards)
-    assert titles == [f"I have a {name} program" for name in ("PyTorch", "Keras", "JAX")]
-    for page in re.findall(r'href="([^"]*)"', cards):
-        assert (site / page).is_file(), page
-
-
-@pytest.fixture(scope="module")
-def searched(site):
-    """The entries of the search by their pages."""
-    entries = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))["docs"]
-    return [(entry["location"].partition("#")[0], entry) for entry in entries]
-
-
-def test_the_search_puts_quickstarts_before_internals(searched):
-    boosts = {page: entry.get("boost", 1) for page, entry in searched}
-    assert [boosts[f"{name}.html"] for name in ("pytorch", "keras", "jax")] == [2, 2, 2]
-    assert boosts["troubleshooting.html"] == 1
-    for name in ("internals/design", "internals/benchmarks", "changelog", "examples/jax/plain"):
-        assert boosts[f"{name}.html"] == 0.5, name
-
-
-@pytest.mark.parametrize("word", ["bf16", "underflow", "AMP", "scale_loss", "NaN", "GradScaler"])
-def test_the_search_finds_a_word_on_a_page_for_users(searched, word):
-    found = {
-        page
-        for page, entry in searched
-        if re.search(rf"\b{word}\b", entry["title"] + " " + entry["text"])
-    }
-    assert {page for page in found if "/" not in page} - {"changelog.html"}, found
 
 
 def of_ours(cls):

@@ -24,7 +24,7 @@ def stepped(request):
     """Makes a step of a function: the function itself, or a `tf.function` of it."""
     if request.param == "eager":
         return lambda function: function
-    # To translate a lambda, AutoGraph reads all of its file: see autographs.py for that.
+    # To translate a lambda, AutoGraph reads all of its file: conformance/test_programs.py has that.
     return functools.partial(tf.function, autograph=False)
 
 

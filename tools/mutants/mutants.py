@@ -215,7 +215,7 @@ tests/frameworks/keras/test_handover.py
 tests/conformance/test_page_matrix.py -k iterations_count
     keras StepCounter.assign: ops.minimum(self._skipped, value) -> self._skipped + 0
     keras StepCounter.assign: value - skipped -> value
-tests/frameworks/keras/test_programs.py -k translated
+tests/conformance/test_programs.py -k translated
     common do_not_convert: function.autograph_info__ = {} -> pass
     tensorflow translated: tf.executing_eagerly() -> True
 tests/frameworks/keras/test_persistence.py
