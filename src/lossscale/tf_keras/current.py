@@ -22,7 +22,7 @@ from lossscale.tf_keras.private_names import LossScaleOptimizerV3
 from lossscale.tf_keras.saving import UNLISTED, LossScaleStore, build_pending, values_of
 
 
-class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=CalledAsWritten):
+class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=CalledAsWritten):
     """What differs around the optimizers that tf_keras has had since 2.11."""
 
     _inner_base = tf_keras.optimizers.Optimizer
@@ -39,7 +39,7 @@ class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=CalledAs
     def _unlisted_variables(self) -> dict[str, Any]:
         # tf_keras lists what `add_variable` made, and not what `build` set as an attribute.
         inner, unlisted = self._optimizer, {}
-        trained = [each for group in self._trained for each in group]
+        trained = [each for group in self._built_groups for each in group]
         listed = [*inner.variables, inner.iterations, *trained]
         seen = {id(variable) for variable in (*listed, inner._learning_rate)}
         for name, variable in _variables_in(vars(inner), UNLISTED.removesuffix(".")):
