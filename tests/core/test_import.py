@@ -30,7 +30,7 @@ ARROWS = {
     "tensorflow": "errors packages rules registry common monitoring *tensorflow",
     "keras_common": "errors checks packages rules arguments members common",
     "torch": "errors checks packages rules arguments members optimizer common monitoring *torch",
-    "optax": "errors checks packages rules arguments common jax monitoring *jax *optax",
+    "optax": "errors checks packages registry rules arguments common jax monitoring *jax *optax",
     # A backend of Keras imports its own framework as well.
     "keras": "errors packages rules registry members arguments optimizer old_formats common "
     "keras_common tensorflow jax torch callbacks *keras",

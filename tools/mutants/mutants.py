@@ -302,6 +302,20 @@ tests/frameworks/torch/test_two_wrappers.py
     torch ScaledGradients.settle: self in each.record.sets -> False  -k the_scale_falls
     torch LossScaleOptimizer._leave_out: not record.has_own_loss -> False  -k no_step
     torch Engine.put_into_set: each.record.decision = None -> pass  -k share_parameters
+tests/frameworks/torch/test_scaled_gradients.py
+    torch ScaledGradients.add: each.settle(whole=True) -> pass  -k five_calls
+    torch ScaledGradients.leave: self.info = self.info.without(info.ids) -> pass  -k five_calls
+    torch GradientRecord.copy_to: memo.get(id(each)) -> None  -k random_programs
+    torch Engine.restart: each.leave(info) -> pass  -k random_programs
+tests/frameworks/torch/test_state.py
+    torch Engine.check_restart: float(each.by.on(CPU).scale) != number -> False
+        -k of_another_scale
+    torch Engine.scaled_by: len(numbers) > 1 -> False  -k two_scales
+tests/frameworks/torch/test_beside_torch.py
+    torch GradScaler._move_as_torch: super().update() -> pass  -k four_calls
+    torch GradScaler.unscale_: stage is OptState.UNSCALED -> False  -k four_calls
+    torch GradScaler._step_that_skips_by_itself: entry['stage'] = OptState.STEPPED; return result
+        -> return result  -k four_calls
 tests/frameworks/torch/test_clipping.py
     torch coefficient: 1.0 -> 2.0
 tests/frameworks/torch/test_guard.py
@@ -309,6 +323,8 @@ tests/frameworks/torch/test_guard.py
     torch GuardedScheduler._holds: now >= self._seen -> True
 tests/frameworks/torch/test_grad_scaler_defects.py
     torch unscale_and_check_: recheck -> False  -k d20
+    torch GradScaler._move_as_torch: torch.fmax(...) -> pass  -k put_back
+    torch GradScaler._unscale_several: check(each) -> pass  -k list_of_optimizers
     torch GradScaler._step_that_skips_by_itself: del optimizer.grad_scale, optimizer.found_inf
         -> pass  -k d25
 tests/frameworks/torch/test_processes.py

@@ -387,7 +387,8 @@ def _check_arguments(model: Any, loss_fn: Any) -> None:
             f"{loss_fn!r} of type {type(loss_fn).__name__}. A batch is (x, y, sample_weight); "
             "return the loss."
         )
-    train_step = getattr(model.train_step, "__func__", None)
+    # That of a guarded model wraps its own.
+    train_step = getattr(inspect.unwrap(model.train_step), "__func__", None)
     if loss_fn is None and train_step is not keras.Model.train_step:
         raise ArgumentError(_lines_to_write(model))
     if loss_fn is None and not model.compiled:

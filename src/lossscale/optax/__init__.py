@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lossscale.packages import not_installed
+from lossscale import registry
 
 if TYPE_CHECKING:
     from lossscale.diagnosis.jax import diagnose as diagnose
 
-try:
+with registry.naming_missing_packages("jax", "optax"):
     from lossscale.optax.conversions import from_flax, from_jmp
     from lossscale.optax.loops import (
         all_finite,
@@ -35,12 +35,6 @@ try:
     from lossscale.optax.overflow_tracking import OverflowTrackingState, track_overflows
     from lossscale.optax.scale_state import LossScaleState
     from lossscale.optax.transformation import loss_scaled
-except ModuleNotFoundError as error:
-    # NumPy comes with JAX.
-    if error.name not in ("jax", "numpy", "optax"):
-        raise
-    missing = ["optax"] if error.name == "optax" else ["jax", "optax"]
-    raise not_installed(missing, purpose="lossscale.optax") from None
 
 __all__ = [
     "LossScaleState",

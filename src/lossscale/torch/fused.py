@@ -12,7 +12,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from lossscale.errors import UnsupportedError
-from lossscale.torch.several import Several
+from lossscale.torch.optimizer_list import OptimizerList
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """PyTorch's optimizers with fused kernels, which read `grad_scale` and `found_inf`."""
@@ -20,7 +20,7 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 
 def can_skip(inner: Any) -> bool:
     """Whether an optimizer, with its present settings, reads `grad_scale` and `found_inf`."""
-    if isinstance(inner, Several):
+    if isinstance(inner, OptimizerList):
         return all(map(can_skip, inner.optimizers))
     if type(inner).step in _steps_of_torch():
         # Not the optimizer's own flag: loading a state replaces `fused` in the groups, and a copy
@@ -31,7 +31,7 @@ def can_skip(inner: Any) -> bool:
 
 def can_unscale(inner: Any) -> bool:
     """Whether the kernel may unscale: nothing else reads `.grad` before it."""
-    if isinstance(inner, Several):
+    if isinstance(inner, OptimizerList):
         return not _has_pre_hooks(inner) and all(map(can_unscale, inner.optimizers))
     return (
         can_skip(inner)
@@ -71,7 +71,7 @@ def _steps_of_torch() -> list[Any]:
 
 def expects_attributes(inner: Any) -> bool:
     """Whether an optimizer may need both attributes, or has a `grad_scale` of its own."""
-    if isinstance(inner, Several):
+    if isinstance(inner, OptimizerList):
         return any(map(expects_attributes, inner.optimizers))
     has_own = getattr(inner, "grad_scale", None) is not None
     return can_skip(inner) and (has_own or not steps_as_torch(inner))
@@ -109,27 +109,6 @@ def is_dummy_step(optimizer: Any) -> bool:
     """
     groups = optimizer.param_groups
     return not optimizer.state and all("lr" in group and group["lr"] == 0 for group in groups)
-
-
-def demands_closure(inner: Any) -> bool:
-    """Whether `step` requires a closure, as that of LBFGS does."""
-    closure = inspect.signature(type(inner).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def evaluates_first(inner: Any) -> bool:
-    """Whether a step with a closure equals one evaluation, then a step without it."""
-    if isinstance(inner, Several):
-        return True
-    step = inspect.signature(type(inner).step).parameters
-    if "closure" not in step:
-        return True
-    return type(inner).step.__module__.startswith("torch.") and not demands_closure(inner)
-
-
-def starts_with_closure(inner: Any) -> bool:
-    """Whether an optimizer is known to evaluate its closure before it changes anything."""
-    return isinstance(inner, torch.optim.LBFGS)
 
 
 def takes_a_scaler(step: Any) -> bool:

@@ -841,8 +841,6 @@ class GradScaler(torch.amp.GradScaler):
         return {name: value for name, value in state.items() if name not in _OF_ONE_SCALER}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Older pickles have a number in its place.
-        self._skips = SkipCount(state.get("_steps_skipped", 0))
         super().__setstate__(state)
         self._forget()
 

@@ -32,7 +32,7 @@ from lossscale.torch import buffers, closures, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.documented_verbs import DocumentedVerbs
 from lossscale.torch.engine import Engine, StepDecision
-from lossscale.torch.inner_settings import InnerSettings
+from lossscale.torch.optimizer_list import OptimizerList, parts_of, with_parts, zero_grad
 from lossscale.torch.scale import DeviceLossScale, LossScale
 from lossscale.torch.scaled_gradients import (
     ONE_FOR_SEVERAL,
@@ -46,7 +46,7 @@ from lossscale.torch.scaled_gradients import (
     watch,
 )
 from lossscale.torch.scaling import CPU, WIDE, never_compiled, scalar, uncompiled, widened
-from lossscale.torch.several import Several, parts_of, with_parts, zero_grad
+from lossscale.torch.settings import InnerSettings
 
 _NOTHING_SCALED = (
     "step() was called, and this optimizer has scaled no loss since its last step. The gradients "
@@ -147,7 +147,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         if isinstance(inner_optimizer, (list, tuple)):
             for each in inner_optimizer:
                 _check_inner(each, is_one_of_several=True)
-            inner_optimizer = Several(list(inner_optimizer))
+            inner_optimizer = OptimizerList(list(inner_optimizer))
         _check_inner(inner_optimizer)
         _check_processes(inner_optimizer, process_group)
         clip_norm = _checked_clip_norm(clip_norm)
@@ -895,7 +895,7 @@ def _check_inner(inner: Any, is_one_of_several: bool = False) -> None:
             "torch.optim.AdamW(model.parameters())."
         )
     fused.check_signature(inner)
-    if is_one_of_several and fused.demands_closure(inner):
+    if is_one_of_several and closures.demands_closure(inner):
         raise UnsupportedError(
             f"{type(inner).__name__} evaluates a closure in its step, so it cannot be one of "
             "several optimizers. Wrap it alone."

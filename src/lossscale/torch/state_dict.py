@@ -21,8 +21,8 @@ from lossscale.errors import ArgumentError, StateDictError
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule, ScaleState
 from lossscale.torch.foreign_states import as_torchs, number_of, whole_number_of
+from lossscale.torch.optimizer_list import OptimizerList, joined
 from lossscale.torch.scale import Counts, LossScale
-from lossscale.torch.several import Several, joined
 
 _PREFIX = "loss_scale"
 _COUNTS = ("iterations", "steps_skipped")
@@ -74,7 +74,7 @@ def without_numbers(
         StateDictError: If it is not the state of an optimizer.
         ArgumentError: If a value is not a number.
     """
-    if isinstance(inner, Several) and isinstance(state_dict, (list, tuple)):
+    if isinstance(inner, OptimizerList) and isinstance(state_dict, (list, tuple)):
         if len(state_dict) != len(inner):
             raise StateDictError(
                 f"Expected one state dictionary for each of {len(inner)} optimizers: "

@@ -44,10 +44,10 @@ from frameworks.torch.seeing import noted
 from frameworks.torch.support import OURS, WithScaler, Wrapper, scaler, theirs, wrapper
 from lossscale.rules import StatsRequest
 from lossscale.torch import LossScaleOptimizer, ranks
-from lossscale.torch.amp_install import (
+from lossscale.torch.grad_scaler import GradScaler
+from lossscale.torch.installation import (
     ShardedGradScaler as OurShardedGradScaler,
 )
-from lossscale.torch.grad_scaler import GradScaler
 from noting import Noting
 
 INF = float("inf")

@@ -11,7 +11,7 @@ import torch
 from lossscale.common.checks import check_own_name, check_settable
 from lossscale.errors import UnknownSettingError, UnsupportedError
 from lossscale.members import unknown_setting
-from lossscale.torch.several import Several
+from lossscale.torch.optimizer_list import OptimizerList
 
 _OF_SCALERS = {
     "scale": "call scale_loss(loss)",
@@ -83,7 +83,7 @@ class InnerSettings:
 
     @lr.setter
     def lr(self, value: Any) -> None:
-        if isinstance(self.inner_optimizer, Several):
+        if isinstance(self.inner_optimizer, OptimizerList):
             raise UnsupportedError(
                 f"Ambiguous: several optimizers could get lr={value!r}. Set it in the groups of "
                 f"one, optimizer.optimizers[i].param_groups; {self.inner_optimizer.described()}."
