@@ -261,7 +261,11 @@ class GradScaler(torch.amp.GradScaler):
     def __repr__(self) -> str:
         if not self.is_enabled():
             return "<GradScaler, not enabled>"
-        return f"<GradScaler: loss scale {self.get_scale():g}, {self.steps_skipped} steps skipped>"
+        if self._scale is not None and self._scale.device.type != "cpu":
+            # To read the scale would wait for the device.
+            return f"<GradScaler: loss scale on {self._scale.device}>"
+        scale = super().get_scale()
+        return f"<GradScaler: loss scale {scale:g}, {self.steps_skipped} steps skipped>"
 
     def _of(self, optimizer: Any) -> _Known:
         """What is known of an optimizer."""

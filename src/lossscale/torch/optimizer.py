@@ -657,6 +657,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         """Whether the "host" or the "device" decides to skip a step."""
         return "device" if self._engine.scale.on_device else "host"
 
+    def _state_in_words(self) -> str:
+        # To read the scale would wait for the device.
+        return ": the device decides" if self.decide == "device" else super()._state_in_words()
+
     # --- Processes that run out of data -------------------------------------------------------
 
     @property
