@@ -133,8 +133,10 @@ class KerasCommonOptimizer(DocumentedMembers):
         return {
             f"_inner_{name}" if self._has_own(name) else name: part
             for name, part in parts.items()
-            # An optimizer of several lists the variables of each.
-            if any(
+            # TensorFlow lists in `_self_...` what it tracks. An optimizer of several lists the
+            # variables of each.
+            if not name.startswith("_self_")
+            and any(
                 not _ids_of_variables(each) or not listed.issuperset(_ids_of_variables(each))
                 for each in _saved_in(part, self._library)
             )
