@@ -151,10 +151,10 @@ class Engine:
 
     def account_for_cleared(self, by: Any) -> None:
         """Counts a step that was left out, before a loss with a scale adds to the gradients."""
-        record, info = self.record, self.info()
+        record = self.record
         if record.found is None or any(each.by is by for each in record.sets):
             return
-        if record.are_gone(info):
+        if record.are_gone(self.info()):
             if self.left_out is not None:
                 self.left_out()
             record.reset()
@@ -203,9 +203,10 @@ class Engine:
 
     def _see(self) -> ScaledGradients | None:
         """Makes a set of what is scaled by a loss whose backward pass could not be seen."""
-        record, rest = self.record, self.info()
+        record = self.record
         if record.unseen is None:
             return None
+        rest = self.info()
         for each in holding(rest):
             rest = rest.without(each.info.ids)
         by, record.unseen = record.unseen, None
