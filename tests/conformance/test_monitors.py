@@ -175,7 +175,6 @@ def expected(front, batches, every=1):
             "reason": reason if skipped else None,
             "nonfinite": tensors if skipped else [],
             "steps_skipped": step - sum(finite[:step]),
-            "explanation": None,
         }
         if step in (1, len(batches)) or step % every == 0:
             if last_skip and front.in_between and not skipped:

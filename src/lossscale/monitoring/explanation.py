@@ -209,7 +209,7 @@ def _meaning(failed: FailedOperation) -> tuple[Cause, str, str]:
         reason += f", its result {_size(failed.largest_result)}"
     advice = f"compute {here} in float32, or make its input smaller"
     # Divided by a small number, most likely.
-    if any(part in failed.operation for part in _SINGULAR):
+    if any(part in failed.operation for part in _SINGULAR if part != "pow"):
         advice = _about_epsilon(failed, here)
     return cause, reason, advice
 

@@ -35,8 +35,8 @@ _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 
-class CommunicationError(RuntimeError):
-    """Raised in place of a message to another process."""
+class UnrepeatableError(RuntimeError):
+    """Raised in place of a message to another process, and of what cannot be put back."""
 
 
 class Origin(NamedTuple):
@@ -154,7 +154,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace in _MESSAGES:
-            raise CommunicationError("processes communicate in this pass, so it is not repeated")
+            raise UnrepeatableError("processes communicate in this pass, so it is not repeated")
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator):
                 self._generators.setdefault(value, value.get_state())
