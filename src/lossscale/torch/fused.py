@@ -143,16 +143,18 @@ class KnownStates:
     """Remembers of which parameters an optimizer has the state, because a look takes long."""
 
     def __init__(self) -> None:
-        # The states of the optimizers, the number of entries in each, and the ids of parameters.
-        self._seen: tuple[list[Any], list[int], set[int]] = ([], [], set())
+        # The parameters, the states and settings of the optimizers, and the ids of parameters.
+        self._seen: tuple[Any, list[Any], list[Any], set[int]] = (None, [], [], set())
 
     def are_made(self, optimizers: Sequence[Any], parameters: Sequence[Any]) -> bool:
         """Whether no parameter with a gradient takes its first step."""
         states = [each.state for each in optimizers]
-        sizes = list(map(len, states))
-        before, sizes_before, ids = self._seen
-        if sizes != sizes_before or not all(map(operator.is_, states, before)):
-            # A state was made, loaded or cleared.
+        # Changes if a state is made, loaded or cleared, or momentum is turned on.
+        facts = [sum(map(bool, state.values())) for state in states]
+        facts += [group.get("momentum") for each in optimizers for group in each.param_groups]
+        seen, states_before, facts_before, ids = self._seen
+        is_known = seen is parameters and facts == facts_before
+        if not (is_known and all(map(operator.is_, states, states_before))):
             ids = {
                 id(parameter)
                 for each in optimizers
@@ -160,5 +162,5 @@ class KnownStates:
                 for parameter in group["params"]
                 if has_state(each, parameter, group)
             }
-            self._seen = states, sizes, ids
+            self._seen = parameters, states, facts, ids
         return all(p.grad is None or id(p) in ids for p in parameters)

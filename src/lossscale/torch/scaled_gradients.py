@@ -97,6 +97,8 @@ def all_engines(*, sharded: bool = False) -> list[Any]:
 
 # --- What multiplies them ---------------------------------------------------------------------
 
+_NOTHING = ranks.ParameterInfo([], [])
+
 
 class ScaledGradients:
     """The gradients that one number of one wrapper's scale multiplies.
@@ -120,7 +122,7 @@ class ScaledGradients:
     """
 
     def __init__(self, by: Any) -> None:
-        self.by, self.info = by, ranks.ParameterInfo([], [])
+        self.by, self.info = by, _NOTHING
         self.checks = False
         self.left: tuple[Any, Any] | None = None
         self.strays: set[int] | None = set()
