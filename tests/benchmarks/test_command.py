@@ -13,7 +13,7 @@ import pytest
 import benchmarks.__main__
 from benchmarks.__main__ import main
 from benchmarks.rows import ALL_MODES, Process
-from fresh import Program
+from forks import Program
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 UNOPTIMIZED = "--xla_backend_optimization_level=0"

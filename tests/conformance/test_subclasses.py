@@ -42,27 +42,27 @@ def optimizers(request):
     return FAMILIES[request.param]
 
 
-def noting(base):
-    """A subclass that notes which of its methods are called."""
+def recording_calls(base):
+    """A subclass that records which of its methods are called."""
 
-    class Noting(base):
+    class RecordingCalls(base):
         def __init__(self, *args, **kwargs):
             self.calls = []
             super().__init__(*args, **kwargs)
 
-    def noted(verb):
+    def recorded(verb):
         def call(self, *args):
             self.calls.append(verb)
-            return getattr(super(Noting, self), verb)(*args)
+            return getattr(super(RecordingCalls, self), verb)(*args)
 
         return call
 
     for verb in VERBS:
-        setattr(Noting, verb, noted(verb))
-    return Noting
+        setattr(RecordingCalls, verb, recorded(verb))
+    return RecordingCalls
 
 
-class Own(noting(CURRENT)):
+class Own(recording_calls(CURRENT)):
     """Does all by itself: another scale, twice the gradients, and an answer of its own."""
 
     def get_scaled_loss(self, loss):
@@ -79,9 +79,9 @@ class Own(noting(CURRENT)):
 
 
 MAKERS = {
-    "noting": noting(CURRENT),
+    "noting": recording_calls(CURRENT),
     "own": Own,
-    "older": lambda inner: noting(OLDER)(inner, "dynamic"),
+    "older": lambda inner: recording_calls(OLDER)(inner, "dynamic"),
 }
 
 

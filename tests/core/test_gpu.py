@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import run
 from tools import gpu
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -21,6 +22,11 @@ def test_the_page_has_a_row_for_each_part_which_runs_what_there_is():
             path, _, test = argument.partition("::")
             source = (ROOT / path).read_text()
             assert not test or f"def {test}(" in source
+
+
+def test_a_gpu_gets_the_tests_that_the_simulated_one_gets():
+    given = {a.partition("::")[0] for part in gpu.PARTS for a in part.arguments}
+    assert given >= set(run.SIMULATED[1:])
 
 
 def test_on_the_processor_parts_run_and_say_what_came_of_them(tmp_path):

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from core.source_tree import FRAMEWORKS, imports, modules
-from fresh import Program
+from forks import Program
 
 # A part is a file or a folder of src/lossscale; `lossscale` is the package itself. Each may import
 # itself, those that are named here, and the frameworks at the end, whose names begin with a star;

@@ -8,12 +8,14 @@ import pytest
 import tensorflow as tf
 
 import two_devices
-from documents import forms
+from documents import documented_classes
 
 two_devices.split_cpu()
 
 
-@pytest.fixture(params=[forms.CURRENT, forms.EXPERIMENTAL], ids=lambda form: form.name)
+@pytest.fixture(
+    params=[documented_classes.CURRENT, documented_classes.EXPERIMENTAL], ids=lambda form: form.name
+)
 def form(request):
     """The documented class: that of TensorFlow 2.4 and later, and that of 2.0 to 2.3."""
     return request.param

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from backends.support import assert_same, number
-from documents import forms
-from documents.forms import everything, overflow, sgd
+from documents import documented_classes
+from documents.documented_classes import everything, overflow, sgd
 
 
 def test_a_first_scale_below_1_is_its_own_floor(form, var):
@@ -59,7 +59,7 @@ def test_what_programs_read_that_is_on_no_page(form):
     assert optimizer._optimizer is inner
     assert not hasattr(optimizer._optimizer, "_optimizer")
     assert float(optimizer._loss_scale()) == 8.0
-    if form is forms.EXPERIMENTAL:
+    if form is documented_classes.EXPERIMENTAL:
         loss_scale = optimizer.loss_scale
         assert float(loss_scale._current_loss_scale) == 8.0
         assert int(loss_scale._num_good_steps) == 0
@@ -158,7 +158,7 @@ def test_gradients_that_are_no_list_are_a_type_error(form):
 def test_a_third_argument_of_apply_gradients_is_what_it_was_or_refused(form, var, third):
     optimizer = form.dynamic(sgd(1.0), 8)
     (gradient,) = optimizer.get_unscaled_gradients([optimizer.get_scaled_loss(tf.ones_like(var))])
-    if form is forms.EXPERIMENTAL:
+    if form is documented_classes.EXPERIMENTAL:
         optimizer.apply_gradients([(gradient, var)], None, third)
         assert var.numpy() == 0.0
         return

@@ -157,6 +157,10 @@ def number_that_is_read(way):
     then(way, way.scaler.get_scale)
 
 
+def repr_that_is_shown(way):
+    then(way, lambda: repr(way.scaler))
+
+
 def nothing(way):
     pass
 
@@ -165,6 +169,7 @@ def nothing(way):
     ("before", "waits"),
     [
         (nothing, 0),
+        (repr_that_is_shown, 0),
         (step_of_a_list, 0),
         # Once for each optimizer.
         (hook_of_skips, 2),

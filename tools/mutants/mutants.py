@@ -210,7 +210,7 @@ tests/frameworks/keras/test_training.py
         -k overwritten
 tests/frameworks/keras/test_handover.py
     keras_common _Record.is_elsewhere: self.graph is not None and graph is None -> False
-        -k wherever_they_run
+        -k groups
     keras_common ScaleLedger._scaled_or_unscaled: len(kinds) > 1 -> False  -k says_what_to_write
 tests/conformance/test_page_matrix.py -k iterations_count
     keras StepCounter.assign: ops.minimum(self._skipped, value) -> self._skipped + 0
@@ -276,7 +276,7 @@ tests/frameworks/jax/test_monitor.py
     optax Monitor.step: watched.steps_skipped is self._watched.steps_skipped -> False  -k is_shown
 tests/frameworks/jax/test_diagnose.py
     diagnosis on jax JaxGradientFunction._owned_ones: any(...) -> True
-tests/frameworks/jax/test_mistakes.py
+tests/frameworks/jax/test_wrong_calls.py
     optax is_array: isinstance(...) -> True  -k functions_in_it
     optax _check_single: jnp.ndim(value) -> False  -k state_of_several
     optax value_and_grad: isinstance(found[0][1], _Result) -> True  -k returns_no_value
@@ -334,7 +334,7 @@ tests/frameworks/torch/test_processes.py
     torch grad_norm: info.copies(gradient) -> 1  -k the_norm
 tests/frameworks/torch/test_ranks.py
     torch _groups_along: placement.is_replicate() -> not placement.is_shard()
-tests/frameworks/torch/test_mistakes.py
+tests/frameworks/torch/test_wrong_calls.py
     torch _dense: not gradient.is_coalesced() -> False  -k one_index
     torch LossScaleOptimizer._unscale_: if decision.empty: return decision
         -> pass  -k before_there_are_gradients

@@ -92,7 +92,7 @@ class Explanation:
     @property
     def text(self) -> str:
         """One or two sentences: what happened, and what to do."""
-        named = tuple(name for name in (self.module, self.operation) if name)
+        named = tuple(f"{name} " for name in (self.module, self.operation) if name)
         # A name keeps its form.
         reason = self.reason if self.reason.startswith(named) else _capital(self.reason)
         return f"{reason}. {_capital(self.advice)}." if self.advice else f"{reason}."

@@ -228,7 +228,7 @@ class BufferGuard:
             for name in [n for n in now if names is None and n not in was]:
                 del now[name]
             for name, tensor in was.items():
-                one = now.get(name)
+                one: Any = now.get(name)
                 if one is tensor:
                     continue
                 if one is None or tensor is None or _kind(one) == _kind(tensor):

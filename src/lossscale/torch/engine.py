@@ -545,7 +545,7 @@ class Engine:
         with fused.attributes(list(filter(fused.can_skip, parts_of(inner))), divisor, overflow):
             return inner.step(*args, **more)
 
-    def shadow(self) -> None:
+    def step_without_data(self) -> None:
         """Takes part in a step of the processes that still have data."""
         info = self.info()
         device = info.devices[0] if info.devices else CPU

@@ -105,19 +105,10 @@ def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:
         new_scale = new_scale.item()
     with as_of_a_scaler():
         number = checked_number("new_scale", new_scale)
-    if not rule.moves:
+    # A rule that does not move the scale restores its own.
+    if float(rule.restored(rule.init()._replace(scale=number)).scale) != number:
         raise ScalerArgumentError(
-            f"update() cannot set the scale of this scaler: its rule fixes it at "
-            f"{rule.init().scale:g}. Received: new_scale={new_scale!r}. Make the scaler with "
-            "another `rule`."
-        )
-    restored = rule.restored(rule.init()._replace(scale=number))
-    if float(restored.scale) != number:
-        limits = ""
-        if isinstance(rule, DynamicScale):
-            limits = f", from {rule.min_scale:g} to {rule.ceiling:g}"
-        raise ScalerArgumentError(
-            f"`new_scale` must lie in the range of the scaler's rule{limits}. "
+            f"update() can set only a scale that the rule of the scaler allows: {rule!r}. "
             f"Received: new_scale={new_scale!r}."
         )
     return number
@@ -270,7 +261,11 @@ class GradScaler(torch.amp.GradScaler):
     def __repr__(self) -> str:
         if not self.is_enabled():
             return "<GradScaler, not enabled>"
-        return f"<GradScaler: loss scale {self.get_scale():g}, {self.steps_skipped} steps skipped>"
+        if self._scale is not None and self._scale.device.type != "cpu":
+            # To read the scale would wait for the device.
+            return f"<GradScaler: loss scale on {self._scale.device}>"
+        scale = super().get_scale()
+        return f"<GradScaler: loss scale {scale:g}, {self.steps_skipped} steps skipped>"
 
     def _of(self, optimizer: Any) -> _Known:
         """What is known of an optimizer."""
@@ -772,10 +767,6 @@ class GradScaler(torch.amp.GradScaler):
             )
         return self._scale, self._growth_tracker
 
-    def _read(self) -> Any:
-        """The state of the rule, as Python numbers."""
-        return self._adopt(self.get_scale(), self._get_growth_tracker())
-
     def _adopt(self, number: float, good_steps: int) -> Any:
         """The state of the rule with what the tensors hold."""
         if number != float(self._state.scale):
@@ -800,7 +791,7 @@ class GradScaler(torch.amp.GradScaler):
         """The state as Python numbers, which PyTorch's own scaler loads too; empty if disabled."""
         if not self._enabled:
             return {}
-        state = self._read()
+        state = self._adopt(self.get_scale(), self._get_growth_tracker())
         scale = float(state.scale)
         return state_dicts.scaler_state(self._rule, state, scale, self.steps_skipped)
 
@@ -818,8 +809,11 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
+        # Not by `get_scale`, which PyTorch's method does not call.
+        number = self._init_scale if self._scale is None else float(self._scale)
+        state = self._adopt(number, self._get_growth_tracker())
         with as_of_a_scaler():
-            read = state_dicts.read_scaler_state(state_dict, self._rule, self._read())
+            read = state_dicts.read_scaler_state(state_dict, self._rule, state)
         self._rule = read.rule
         self._put(read.state)
         if read.steps_skipped is not None:

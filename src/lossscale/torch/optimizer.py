@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
-import sys
 import types
 import weakref
 from collections import OrderedDict
@@ -659,6 +657,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         """Whether the "host" or the "device" decides to skip a step."""
         return "device" if self._engine.scale.on_device else "host"
 
+    def _state_in_words(self) -> str:
+        # To read the scale would wait for the device.
+        return ": the device decides" if self.decide == "device" else super()._state_in_words()
+
     # --- Processes that run out of data -------------------------------------------------------
 
     @property
@@ -695,7 +697,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         def leave(is_last_joiner: bool) -> None:
             engine.join_group = None
 
-        return types.SimpleNamespace(main_hook=engine.shadow, post_hook=leave)
+        return types.SimpleNamespace(main_hook=engine.step_without_data, post_hook=leave)
 
     @property
     def _join_config(self) -> Any:
@@ -918,28 +920,11 @@ def _check_processes(inner: Any, process_group: Any) -> None:
                 "ZeroRedundancyOptimizer with overlap_with_ddp=True steps inside backward(), "
                 "before all gradients are checked. Make it with overlap_with_ddp=False."
             )
-    if process_group is None and _is_made_by_zero():
-        raise UnsupportedError(
-            "A LossScaleOptimizer inside a ZeroRedundancyOptimizer cannot see overflows of other "
-            "processes. Wrap the ZeroRedundancyOptimizer, or make the LossScaleOptimizer with "
-            "process_group=torch.distributed.group.WORLD."
-        )
     if any(hasattr(p, "_in_backward_optimizers") for p in ranks.parameters_of(inner)):
         raise UnsupportedError(
             "_apply_optimizer_in_backward steps these parameters inside backward(), before all "
             "gradients are checked. Wrap an optimizer of other parameters."
         )
-
-
-def _is_made_by_zero() -> bool:
-    """Whether a `ZeroRedundancyOptimizer` is making a wrapper for the part of this process."""
-    module: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    frame = None if module is None else inspect.currentframe()
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), module.ZeroRedundancyOptimizer):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _checked_clip_norm(value: Any) -> float | None:

@@ -54,6 +54,9 @@ def register(engine: Any, info: ranks.ParameterInfo) -> Callable[[], None]:
     ids = info.ids
 
     def forget(ref: weakref.ref[Any]) -> None:
+        if lock is None:
+            # Python is ending, and has cleared this module.
+            return  # type: ignore[unreachable]
         with lock:
             _changes[0] += 1
             _living.pop(ref, None)

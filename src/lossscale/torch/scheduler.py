@@ -240,7 +240,7 @@ def _check_optimizer(optimizer: Any) -> None:
         raise ArgumentTypeError(
             "`optimizer` must be the lossscale.torch.LossScaleOptimizer whose steps count, or the "
             "lossscale.torch.GradScaler; for a model also a list of them. "
-            f"Received: {type(optimizer).__name__}."
+            f"Received: {type(optimizer).__module__}.{type(optimizer).__qualname__}."
         )
 
 

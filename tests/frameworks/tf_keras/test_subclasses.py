@@ -8,7 +8,6 @@ import tf_keras
 import lossscale
 from frameworks.tf_keras.support import INF, step, wrapped
 from lossscale import experimental
-from lossscale.tf_keras import LossScaleOptimizer
 
 CLASSES = {
     "2.4": lambda inner: lossscale.LossScaleOptimizer(inner, initial_scale=8),
@@ -22,7 +21,7 @@ def test_a_subclass_whose_super_would_not_end_is_an_error_at_construction(optimi
         def apply_gradients(self, *args, **kwargs):
             return super(type(self), self).apply_gradients(*args, **kwargs)
 
-    class Mixed(Mixin, LossScaleOptimizer):
+    class Mixed(Mixin, lossscale.tf_keras.LossScaleOptimizer):
         pass
 
     with pytest.raises(TypeError, match=r"apply_gradients\(\) calls super\(type\(self\)"):

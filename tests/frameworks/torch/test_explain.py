@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import lossscale
 from frameworks.torch.explain_cases import CASES, INF, judged, program
 from frameworks.torch.support import bits
-from lossscale.monitoring import Cause
+from lossscale.monitoring import Cause, Explanation
 
 
 @pytest.fixture(autouse=True)
@@ -394,6 +394,11 @@ def test_an_explanation_is_in_the_record_the_file_and_a_warning(tmp_path):
     assert saved["cause"] == "batch"
     assert saved["text"] == records[1].explanation.text
     assert records[1].reason == "loss"
+
+
+def test_a_text_begins_with_a_capital_unless_a_name_does():
+    for reason, text in (("the pass", "The pass."), ("t (add) fails", "t (add) fails.")):
+        assert Explanation(Cause.SCALE, reason, operation="add", module="t").text == text
 
 
 def test_a_record_between_samples_has_the_explanation_of_its_step():

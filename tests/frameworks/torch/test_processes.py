@@ -3,7 +3,7 @@
 import pytest
 
 from frameworks.torch import cases_of_processes as cases
-from frameworks.torch.seeing import expected
+from frameworks.torch.expected_stats import expected
 
 
 def of_all(found, size, case):
@@ -167,11 +167,8 @@ def test_processes_that_run_out_of_data_keep_one_scale(found):
     assert [process["compressed"] for process in found[2]] == [1, 1]
 
 
-def test_a_wrapper_inside_of_zero_needs_a_group(found):
-    for process in found[2]:
-        refused, stepped = process["in_zero"]
-        assert "Wrap the ZeroRedundancyOptimizer, or make the LossScaleOptimizer with" in refused
-        assert stepped == "stepped"
+def test_wrappers_inside_of_zero_that_get_a_group_skip_together(found):
+    assert [process["in_zero"] for process in found[2]] == [[False, True]] * 2
 
 
 def test_each_process_logs_its_own_records_and_names_the_overflows_of_its_shards(found):

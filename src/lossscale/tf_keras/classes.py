@@ -16,8 +16,8 @@ import tf_keras
 from lossscale import registry
 from lossscale.errors import ArgumentTypeError
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
-from lossscale.tf_keras.legacy import AroundLegacy
-from lossscale.tf_keras.new import AroundNew
+from lossscale.tf_keras.current import CurrentWrapper
+from lossscale.tf_keras.legacy import LegacyWrapper
 from lossscale.tf_keras.optimizer import TFKerasCommonOptimizer
 
 
@@ -52,13 +52,13 @@ class LossScaleOptimizer(TFKerasCommonOptimizer):
     __module__ = "lossscale.tf_keras"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        if not issubclass(cls, (AroundNew, AroundLegacy)):
+        if not issubclass(cls, (CurrentWrapper, LegacyWrapper)):
             # A subclass names its arguments as it likes.
             given = [*args, *kwargs.values()]
             families = [
                 family
                 for each in given
-                for family in (AroundNew, AroundLegacy)
+                for family in (CurrentWrapper, LegacyWrapper)
                 if isinstance(each, family._inner_base)
             ]
             if not families:
