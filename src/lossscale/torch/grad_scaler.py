@@ -738,8 +738,11 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
+        # Not by `get_scale`, which PyTorch's method does not call.
+        number = self._init_scale if self._scale is None else float(self._scale)
+        state = self._adopt(number, self._get_growth_tracker())
         with state_dicts.as_of_a_scaler():
-            read = state_dicts.read_scaler_state(state_dict, self._rule, self._read())
+            read = state_dicts.read_scaler_state(state_dict, self._rule, state)
         self._rule = read.rule
         self._put(read.state)
         if read.steps_skipped is not None:

@@ -104,6 +104,7 @@ class InnerSettings:
 
     @property
     def learning_rate(self) -> Any:
+        """`lr`, by the name that it has in Keras."""
         # Not `learning_rate = lr`, whose type mypy cannot find from the front door.
         return self.lr
 
