@@ -31,7 +31,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
     """Runs the benchmarks; returns the exit status."""
     options = _parser().parse_args(command_line)
     common = options.case, options.mode, options.quick, options.rounds, options.device
-    processes = [p for backend in options.backend for p in Process(backend, *common).split()]
+    processes = [Process(backend, *common) for backend in options.backend]
+    processes = [process for process in processes if process.rows((options.device or "cpu",))]
     if not processes:
         names = ", ".join([*options.backend, *options.case, *options.mode])
         print(f"error: nothing runs with {names} together", file=sys.stderr)
@@ -68,7 +69,7 @@ def _run(process: Process) -> tuple[dict[str, Any], str]:
         environment = {**os.environ, "TMPDIR": folder, **worker.environment(process)}
         status = subprocess.run(command, env=environment, check=False).returncode
         part = json.loads(output.read_text()) if output.exists() else {}
-    ended = f"{process.backend} on {process.devices} devices ended with status {status}, see above"
+    ended = f"{process.backend} ended with status {status}, see above"
     return part, ended if status else ""
 
 

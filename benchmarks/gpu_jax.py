@@ -9,8 +9,11 @@ These are counts and no times. XLA's compiler for GPUs makes each program for an
 from __future__ import annotations
 
 import functools
+import json
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from benchmarks import xla_gpu
 from benchmarks.rows import Row
@@ -27,8 +30,6 @@ ROWS = (
     Row("big", "keras-jax", "jit", KERAS, "100 x 100,000", LARGE),
     Row("small", "keras-jax", "jit", KERAS, "200 x 1,000", SMALL),
 )
-DEVICES = (1, 2, 4)
-"""How many H100s a step runs on."""
 
 
 @functools.cache
@@ -50,7 +51,7 @@ def counts(row: Row, method: str, devices: int = 1, divided: bool = False) -> Co
     program = FRAMEWORK.program(row, method, False)
     mesh = xla_gpu.mesh(devices)
 
-    def placed(leaf):
+    def placed(leaf: Any) -> Any:
         axes = ("d",) if divided and leaf.shape and not leaf.shape[0] % devices else ()
         return xla_gpu.placed(leaf, mesh, *axes)
 
@@ -58,19 +59,21 @@ def counts(row: Row, method: str, devices: int = 1, divided: bool = False) -> Co
     return xla_gpu.counts(xla_gpu.compiled(program.function, *arguments, donate=(0,)))
 
 
-def table(rows: Iterator[Row] = ROWS) -> Iterator[str]:
-    """The lines of a table in Markdown."""
-    yield f"| step | method | {' | '.join(Counts._fields)} |"
-    yield "|---|---|" + "---|" * len(Counts._fields)
-    for row in rows:
-        for method in row.methods:
-            cells = map(str, counts(row, method))
-            yield f"| {row.wrapper} {row.point} | {method} | {' | '.join(cells)} |"
+def rows(
+    steps: Iterable[Row] = ROWS, methods: Iterable[str] = OPTAX + KERAS
+) -> Iterator[dict[str, Any]]:
+    """Yields the rows of the tables."""
+    for row in steps:
+        step = f"{'Optax' if row.wrapper == 'optax' else 'Keras'}, {row.point}"
+        for method in (name for name in row.methods if name in methods):
+            yield {"step": step, "way": method, **counts(row, method)._asdict()}
 
 
 def main() -> None:
-    for line in table():
-        print(line, flush=True)
+    """Prints the rows, each as a line of JSON."""
+    warnings.simplefilter("ignore")
+    for row in rows():
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

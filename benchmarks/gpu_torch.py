@@ -12,13 +12,14 @@ consists of a backward pass that only puts gradients in place, the scaling, and 
 from __future__ import annotations
 
 import collections
-import dataclasses
+import itertools
 import json
 import math
+import os
 import pathlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "tests"))
@@ -31,92 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import lossscale  # noqa: E402
+from benchmarks.frameworks.torch_native import WAYS, Way  # noqa: E402
 
-# --- The ways to train ----------------------------------------------------------------------------
-
-OURS = ("backward", "scale_loss", "device", "fixed")
-SCALERS = ("drop-in", "PyTorch's scaler")
-WAYS = ("bare", *OURS, *SCALERS)
 SCALE = 2.0**10
-
-
-@dataclasses.dataclass
-class Way:
-    """Optimizers, and what scales their losses.
-
-    Args:
-        name: One of `WAYS`.
-        inners: PyTorch's optimizers.
-        clip_norm: What gradients are clipped to, of each optimizer, or None.
-        interval: The growth interval.
-        scale: The first loss scale.
-    """
-
-    name: str
-    inners: Sequence[Any]
-    clip_norm: float | None = None
-    interval: int = 2000
-    scale: float = SCALE
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.scaler, self.wrappers = None, list[Any]()
-        if self.name in SCALERS:
-            cls = lossscale.torch.GradScaler if self.name == "drop-in" else torch.amp.GradScaler
-            self.scaler = cls("cuda", init_scale=self.scale, growth_interval=self.interval)
-        elif self.name != "bare":
-            rule: Any = lossscale.DynamicScale(self.scale, growth_interval=self.interval)
-            if self.name == "fixed":
-                rule = lossscale.FixedScale(self.scale)
-            decide = "device" if self.name == "device" else "host"
-            settings = {"rule": rule, "decide": decide, "clip_norm": self.clip_norm}
-            self.wrappers = [
-                lossscale.torch.LossScaleOptimizer(inner, **settings | self.settings)
-                for inner in self.inners
-            ]
-
-    @property
-    def optimizers(self) -> Sequence[Any]:
-        """What a program steps."""
-        return self.wrappers or self.inners
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients."""
-        for each in self.optimizers:
-            each.zero_grad(set_to_none=set_to_none)
-
-    def scaled(self, loss: Any) -> Any:
-        """The loss of which a program computes gradients."""
-        if self.scaler is not None:
-            return self.scaler.scale(loss)
-        is_scaled = self.wrappers and self.name != "backward"
-        return self.wrappers[0].scale_loss(loss) if is_scaled else loss
-
-    def backward(self, loss: Any) -> None:
-        """Computes gradients of a loss."""
-        if self.name == "backward":
-            self.wrappers[0].backward(loss)
-        else:
-            self.scaled(loss).backward()
-
-    def step(self) -> None:
-        """Steps all optimizers."""
-        for inner in () if self.wrappers or not self.clip_norm else self.inners:
-            if self.scaler is not None:
-                self.scaler.unscale_(inner)
-            parameters = [p for group in inner.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm, foreach=True)
-        for each in self.optimizers:
-            each.step() if self.scaler is None else self.scaler.step(each)
-        if self.scaler is not None:
-            self.scaler.update()
-
-    def scales(self) -> list[float]:
-        """The loss scales; waits for the device."""
-        if self.scaler is not None:
-            return [self.scaler.get_scale()]
-        return [float(each.loss_scale) for each in self.wrappers]
-
 
 # --- Counts ---------------------------------------------------------------------------------------
 
@@ -134,7 +52,7 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         launches: How many, by the name of the operator.
-        read, written: Bytes.
+        bytes: How many are read and written.
         allocations: How many new tensors.
         waits: The waits of the host, by what waited.
     """
@@ -142,7 +60,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.launches: collections.Counter[str] = collections.Counter()
-        self.read = self.written = self.allocations = 0
+        self.bytes = self.allocations = 0
         self.waits: list[str] = []
 
     def __enter__(self) -> Recorder:
@@ -154,10 +72,14 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*exception)
         self.waits = device.taken()
 
-    @property
-    def bytes(self) -> int:
-        """The bytes that are read and written."""
-        return self.read + self.written
+    def counts(self) -> dict[str, int]:
+        """Returns the numbers of a table."""
+        return {
+            "waits": len(self.waits),
+            "launches": self.launches.total(),
+            "bytes": self.bytes,
+            "allocations": self.allocations,
+        }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -181,8 +103,8 @@ class Recorder(TorchDispatchMode):
         only = set()
         if name in OVERWRITE or func._overloadname == "out":
             only = {id(t) for t in written}
-        self.read += sum(t.nbytes for t in inputs if id(t) not in only)
-        self.written += sum(t.nbytes for t in (*written, *new))
+        read = [t for t in inputs if id(t) not in only]
+        self.bytes += sum(t.nbytes for t in (*read, *written, *new))
         self.launches[name] += _launches(name, [*args, *kwargs.values()])
 
 
@@ -286,7 +208,7 @@ def prepared(
             p.grad = None
         return _Filled.apply(start, [torch.full_like(p, 0.01) for p in parameters], *parameters)
 
-    return Way(way, inners, clip_norm, **settings), loss
+    return Way(way, inners, clip_norm, **{"scale": SCALE, **settings}), loss
 
 
 def counted(
@@ -313,37 +235,57 @@ def counted(
     return recorder
 
 
-def rows(layouts: Sequence[str] = tuple(LAYOUTS)) -> Iterator[dict[str, Any]]:
-    """Yields the rows of the tables: what each way does, and how much more than the bare one."""
-    for layout in layouts:
-        for optimizer in OPTIMIZERS:
-            for clip_norm in (None, 1.0):
-                bare = counted("bare", optimizer, LAYOUTS[layout], clip_norm)
-                for way in WAYS:
-                    try:
-                        found = counted(way, optimizer, LAYOUTS[layout], clip_norm)
-                    except lossscale.errors.UnsupportedError:
-                        # It cannot skip its own step.
-                        continue
-                    yield {
-                        "parameters": layout,
-                        "optimizer": optimizer,
-                        "clipped": clip_norm is not None,
-                        "way": way,
-                        "waits": len(found.waits),
-                        "launches": found.launches.total(),
-                        "megabytes": found.bytes / 1e6,
-                        "allocations": found.allocations,
-                        "more_launches": found.launches.total() - bare.launches.total(),
-                        "more_megabytes": (found.bytes - bare.bytes) / 1e6,
-                        "more_allocations": found.allocations - bare.allocations,
-                    }
+def of_keras(way: str, inner: str) -> tuple[Recorder, list[Any]]:
+    """Counts the third call of `apply` of Keras 3; returns the variables, too.
+
+    Args:
+        way: One of `KERAS_WAYS`.
+        inner: One of `KERAS_INNERS`.
+    """
+    import keras
+
+    kind, settings = KERAS_INNERS[inner]
+    made = getattr(keras.optimizers, kind)(1e-4, **settings)
+    if way != "bare":
+        cls: Any = lossscale if way == "ours" else keras.mixed_precision
+        made = cls.LossScaleOptimizer(made, initial_scale=SCALE)
+    variables = [keras.Variable(torch.ones(100)) for _ in range(10)]
+    made.build(variables)
+    for _ in range(3):
+        loss = torch.full((), 0.01, device="cuda")
+        scaled = loss if way == "bare" else made.scale_loss(loss)
+        gradients = [scaled.repeat(100) for _ in variables]
+        with Recorder() as recorder:
+            made.apply(gradients, variables)
+    return recorder, variables
+
+
+KERAS_WAYS = ("bare", "ours", "Keras' class")
+KERAS_INNERS: dict[str, tuple[str, dict[str, float]]] = {
+    "Adam": ("Adam", {}),
+    "SGD": ("SGD", {"momentum": 0.9}),
+}
+
+
+def rows(layouts: Iterable[str] = tuple(LAYOUTS)) -> Iterator[tuple[dict[str, Any], Recorder]]:
+    """Yields the rows of the tables, and what they count."""
+    for layout, optimizer, clip_norm in itertools.product(layouts, OPTIMIZERS, (None, 1.0)):
+        step = f"{optimizer}, {layout}" + (", clipped" if clip_norm else "")
+        for way in WAYS:
+            # Only fused optimizers can skip their own step.
+            if way != "device" or "fused" in optimizer:
+                found = counted(way, optimizer, LAYOUTS[layout], clip_norm)
+                yield {"step": step, "way": way, **found.counts()}, found
+    for inner, way in itertools.product(KERAS_INNERS, KERAS_WAYS):
+        found, _ = of_keras(way, inner)
+        yield {"step": f"Keras, {inner}, 10 x 100", "way": way, **found.counts()}, found
 
 
 def main() -> None:
     """Prints the rows, each as a line of JSON."""
     warnings.simplefilter("ignore")
-    for row in rows():
+    os.environ["KERAS_BACKEND"] = "torch"
+    for row, _ in rows():
         print(json.dumps(row), flush=True)
 
 

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import gc
 import importlib.metadata
-import math
 import os
 import pathlib
 import platform
@@ -16,7 +15,6 @@ from typing import Any
 
 _PACKAGES = ("keras", "tensorflow", "tf_keras", "jax", "jaxlib", "torch", "optax")
 _CPUS = pathlib.Path("/proc/cpuinfo")
-_MEMINFO = pathlib.Path("/proc/meminfo")
 _STATUS = pathlib.Path("/proc/self/status")
 
 
@@ -71,17 +69,6 @@ def peak_above_rest(run: Callable[[], None]) -> int | None:
         return None
     run()
     return max(0, _kibibytes(_STATUS, "VmHWM") - rest) * 1024
-
-
-def available() -> float:
-    """Returns the available memory in bytes; infinite if the system does not report it.
-
-    It includes the memory of this process, which its allocators can use again.
-    """
-    try:
-        return (_kibibytes(_MEMINFO, "MemAvailable") + _kibibytes(_STATUS, "VmRSS")) * 1024
-    except OSError:
-        return math.inf
 
 
 def _kibibytes(file: pathlib.Path, field: str) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.frameworks import Framework
-from benchmarks.machine import available
 from benchmarks.methods import SKIPPED, method
 from benchmarks.rows import Row
 from benchmarks.timing import Program, interleave, quartiles, ratios, steps_for
@@ -22,16 +21,10 @@ MOST_OVERFLOWS = 135
 # The first program of a row can run 10% faster (JAX) or slower (TensorFlow) than the same program
 # built again. So the first program is not compared.
 COMPILED = ("function", "xla", "jit")
-# Variables, two slots, gradients, their copies and the copies of a branch, in float32.
-BYTES_PER_PARAMETER = 4 * 8
 
 
 class WrongResultError(Exception):
     """The result of a method differs from the others, so that their times mean nothing."""
-
-
-class TooBigError(Exception):
-    """There is not enough memory for a row."""
 
 
 def measure(
@@ -47,21 +40,12 @@ def measure(
 
     Raises:
         WrongResultError: If the weights of a method are wrong, or it traced again.
-        TooBigError: If there is not enough memory.
     """
-    if row.workload is not None:
-        programs = len(row.methods) + (row.mode in COMPILED)
-        needed = row.workload.parameters * BYTES_PER_PARAMETER * programs
-        if needed > (free := available()):
-            raise TooBigError(f"needs {needed / 2**30:.0f} GiB of memory, {free / 2**30:.0f} free")
     fields = ("case", "point", "wrapper", "mode", "device", "optimizer")
     found = {field: getattr(row, field) for field in fields}
     try:
         with framework.on_device(row.device):
-            if row.timing is not None:
-                return {**found, **_timed(row, framework, rounds, quick)}
-            made = {name: framework.program(row, name, quick) for name in row.methods}
-            return {**found, "methods": {name: one.structure() for name, one in made.items()}}
+            return {**found, **_timed(row, framework, rounds, quick)}
     finally:
         # A row's arrays are in cycles with its compiled functions; the next row needs the memory.
         framework.forget()

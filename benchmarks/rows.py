@@ -23,7 +23,7 @@ BACKENDS = tuple(MODES)
 ALL_MODES = tuple(dict.fromkeys(mode for modes in MODES.values() for mode in modes))
 CASES = (
     *("big", "small", "sparse", "optimizers", "mlp", "cnn", "skip", "variables", "parameters"),
-    *("replicas", "collectives", "host_syncs", "monitor", "alone", "backward", "whole"),
+    *("monitor", "alone", "backward", "whole"),
 )
 """The cases; docs/internals/benchmarks.md describes each of them."""
 
@@ -84,10 +84,9 @@ class Row:
         methods: Names of the methods; most are compared with the first.
         point: The difference from the other rows of the case.
         workload: The variables and gradients of an optimizer; None for a whole training step.
-        timing: How to time it; None to measure only its structure.
+        timing: How to time it.
         optimizer: Name of the inner optimizer.
         model: Name of the model of a whole training step.
-        devices: Number of virtual devices of its process.
         structure: Whether to measure memory and graph size too.
         exact: Whether loss scaling must not change a bit of the weights.
         device: The kind of device it runs on.
@@ -99,10 +98,9 @@ class Row:
     methods: tuple[str, ...]
     point: str = ""
     workload: Workload | None = None
-    timing: Timing | None = SHORT
+    timing: Timing = SHORT
     optimizer: str = "Adam"
     model: str = ""
-    devices: int = 1
     structure: bool = False
     exact: bool = True
     device: str = "cpu"
@@ -130,14 +128,6 @@ def _of_keras(backend: str) -> Iterator[Row]:
     for wrapper in wrappers:
         for each in (mode, *others):
             yield from _of_wrapper(backend, wrapper, each)
-    for devices in (1, 2, 4) if backend == "tensorflow" else ():
-        work, point = equal(8, 2_000_000), str(devices)
-        yield Row("replicas", *wrappers, mode, GROWTH, point, work, devices=devices)
-    for devices in (2, 4) if backend in ("tensorflow", "jax") else ():
-        work, point = equal(10, 10_000), str(devices)
-        yield Row("collectives", *wrappers, mode, GROWTH, point, work, None, devices=devices)
-    if backend == "torch":
-        yield Row("host_syncs", *wrappers, mode, STEP, "", equal(50, 50_000), None, model="mlp")
     yield Row("monitor", wrappers[0], fit, tuple(MONITORS), timing=OF_FIT)
 
 
@@ -175,7 +165,7 @@ def _of_wrapper(backend: str, wrapper: str, mode: str) -> Iterator[Row]:
         methods = GROWTH[:2] if mode == "function" and variables > 100 else GROWTH
         work, point = equal(variables, variables * 1000), f"{variables:,}"
         yield row("variables", methods=methods, point=point, workload=work)
-    for parameters in [10**power for power in range(4, 9)]:
+    for parameters in [10**power for power in range(4, 8)]:
         work, point = equal(8, parameters), f"{parameters:,}"
         yield row("parameters", methods=GROWTH, point=point, workload=work)
 
@@ -222,13 +212,13 @@ def _short_form(rows: Sequence[Row]) -> Iterator[Row]:
     """Returns tiny rows: every case and method in one mode, and every mode in one case."""
     seen, first_mode = set(), {}
     for row in rows:
-        kind = (row.case, row.wrapper, row.mode, row.optimizer, row.model, row.devices)
+        kind = (row.case, row.wrapper, row.mode, row.optimizer, row.model)
         is_first = row.mode == first_mode.setdefault(row.case, row.mode)
-        if kind in seen or row.devices > 2 or not (is_first or row.case in ("big", "alone")):
+        if kind in seen or not (is_first or row.case in ("big", "alone")):
             continue
         seen.add(kind)
         work = row.workload
-        if work is not None and row.case != "collectives":
+        if work is not None:
             work = Workload(((40, 4),), 4) if work.rows_touched else equal(3, 60)
         yield dataclasses.replace(row, workload=work, methods=_few(row, is_first))
 
@@ -237,16 +227,14 @@ def _few(row: Row, is_first_mode: bool) -> tuple[str, ...]:
     """The methods of a row in the short form."""
     if row.case in ("variables", "parameters", "small", "cnn", "optimizers"):
         return GROWTH[:2]
-    if row.case in ("mlp", "replicas") or (row.case == "big" and not is_first_mode):
+    if row.case == "mlp" or (row.case == "big" and not is_first_mode):
         return GROWTH
-    return ("ours_dynamic",) if row.case == "host_syncs" else row.methods
+    return row.methods
 
 
 @dataclasses.dataclass(frozen=True)
 class Process:
     """A process that measures the requested rows of one backend.
-
-    Its number of virtual devices is fixed when it starts.
 
     Args:
         backend: One of `BACKENDS`.
@@ -255,7 +243,6 @@ class Process:
         quick: Whether everything is tiny.
         rounds: Number of timed rounds; None for each row's default.
         device: The kind of device to measure on, "cpu" or "gpu"; empty for all available ones.
-        devices: Number of virtual devices.
     """
 
     backend: str
@@ -264,24 +251,10 @@ class Process:
     quick: bool = False
     rounds: int | None = None
     device: str = ""
-    devices: int = 1
 
     def rows(self, kinds: Iterable[str] = ("cpu",)) -> list[Row]:
-        """Returns the rows to time on each kind of device, then the rows to count on the CPU."""
-        own = [row for row in self._asked() if row.devices == self.devices]
-        timed = [row for row in own if row.timing is not None]
-        kinds = [kind for kind in kinds if self.device in ("", kind)]
-        timed = [dataclasses.replace(row, device=kind) for kind in kinds for row in timed]
-        if self.device == "gpu":
-            return timed
-        # After `torch.compile`, the first steps of other rows are slower.
-        return [*timed, *(row for row in own if row.timing is None)]
-
-    def split(self) -> list[Process]:
-        """Returns the required processes, one for each number of devices."""
-        needed = sorted({row.devices for row in self._asked()})
-        return [dataclasses.replace(self, devices=devices) for devices in needed]
-
-    def _asked(self) -> list[Row]:
+        """Returns the rows to time on each kind of device."""
         rows = [r for r in table(self.backend) if r.case in self.cases and r.mode in self.modes]
-        return list(_short_form(rows)) if self.quick else rows
+        rows = list(_short_form(rows)) if self.quick else rows
+        kinds = [kind for kind in kinds if self.device in ("", kind)]
+        return [dataclasses.replace(row, device=kind) for kind in kinds for row in rows]

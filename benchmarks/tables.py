@@ -20,10 +20,10 @@ def page(results: dict[str, Any], name: str | None = None) -> str:
 def sections(results: dict[str, Any], name: str | None = None) -> dict[str, str]:
     """Returns the tables of a page, or all, by title; those without rows are left out."""
     found = {}
-    for of, title, values, table in SECTIONS:
+    for of, title, values, write in SECTIONS:
         rows = [row for row in results["rows"] if row["case"] in values or row["wrapper"] in values]
         if rows and name in (None, of):
-            found[title] = table(rows)
+            found[title] = write(rows)
     return found
 
 
@@ -37,7 +37,7 @@ def _ratios(rows: Sequence[Row]) -> str:
     """Times as ratios to the bare optimizer: the median and the quartiles."""
     names = [name for name in _present(rows) if name != "bare"]
     lines = [[_title(row), _bare(row), *_cells(row, names, _ratio)] for row in rows]
-    return _table(["", "bare, ms", *_titles(names)], lines)
+    return table(["", "bare, ms", *_titles(names)], lines)
 
 
 def _skips(rows: Sequence[Row]) -> str:
@@ -51,7 +51,7 @@ def _skips(rows: Sequence[Row]) -> str:
             to_applied = _ratio(skipped, "ratio_to_applied")
             lines[-1] += [_ratio(applied), _ratio(skipped), to_applied]
     titles = [f"{title}: {each}" for title in _titles(_DYNAMIC) for each in what]
-    return _table(["", "bare, ms", *titles], lines)
+    return table(["", "bare, ms", *titles], lines)
 
 
 def _growth(rows: Sequence[Row]) -> str:
@@ -60,7 +60,7 @@ def _growth(rows: Sequence[Row]) -> str:
     for row in sorted(rows, key=lambda row: (row["case"], row["wrapper"], _where(row))):
         names = f"{row['wrapper']}, {_where(row)}", f"{row['point']} {row['case']}"
         lines.append([*names, _bare(row), *_cells(row, _DYNAMIC, _ratio)])
-    return _table(["", "", "bare, ms", *_titles(_DYNAMIC)], lines)
+    return table(["", "", "bare, ms", *_titles(_DYNAMIC)], lines)
 
 
 def _structure(rows: Sequence[Row]) -> str:
@@ -72,7 +72,7 @@ def _structure(rows: Sequence[Row]) -> str:
         return " · ".join([f"{method['first_step_seconds']:.1f} s", *parts])
 
     names = [name for name in _present(rows) if name != "bare_again"]
-    return _table(["", *_titles(names)], [[_title(row), *_cells(row, names, text)] for row in rows])
+    return table(["", *_titles(names)], [[_title(row), *_cells(row, names, text)] for row in rows])
 
 
 def _monitors(rows: Sequence[Row]) -> str:
@@ -84,7 +84,7 @@ def _monitors(rows: Sequence[Row]) -> str:
         place = "" if row["device"] == "cpu" else f", {row['device'].upper()}"
         milliseconds = _milliseconds(row["methods"][base])
         lines.append([backend + place, milliseconds, *_cells(row, names, _ratio)])
-    return _table(["Keras on", f"ms a step, {base}", *names], lines)
+    return table(["Keras on", f"ms a step, {base}", *names], lines)
 
 
 def _optax(rows: Sequence[Row]) -> str:
@@ -94,7 +94,7 @@ def _optax(rows: Sequence[Row]) -> str:
     for row in rows:
         point = row["point"] if row["device"] == "cpu" else f"{row['point']}, GPU"
         lines.append([point, *_cells(row, names, _median)])
-    return _table(["", *names], lines)
+    return table(["", *names], lines)
 
 
 def _torch(rows: Sequence[Row]) -> str:
@@ -105,31 +105,7 @@ def _torch(rows: Sequence[Row]) -> str:
         milliseconds = _milliseconds(row["methods"]["bare"])
         point = row["point"] if row["device"] == "cpu" else f"{row['point']}, GPU"
         lines.append([point, milliseconds, *_cells(row, names, _median, "-")])
-    return _table(["AdamW", "ms a step, bare", *names], lines)
-
-
-def _syncs(rows: Sequence[Row]) -> str:
-    """The counts of a PyTorch step, in the optimizer alone and in a training step."""
-    counts = ("host_syncs", "graph_breaks", "operations")
-    titles = [(count.replace("_", " "), "in a training step") for count in counts]
-    lines = [
-        [METHODS[name].title]
-        + [f"{found[f'{part}_{count}']:,}" for count in counts for part in ("apply", "train")]
-        for row in rows
-        for name, found in row["methods"].items()
-    ]
-    return _table(["", *(title for both in titles for title in both)], lines)
-
-
-def _collectives(rows: Sequence[Row]) -> str:
-    """The number of sums over devices in a step, and the bytes that each device sends."""
-    lines = []
-    for row in rows:
-        backend = row["wrapper"].removeprefix("keras-")
-        for name, found in row["methods"].items():
-            title = f"{backend}, {METHODS[name].title}"
-            lines.append([title, row["point"], f"{found['sums']:,}", f"{found['bytes']:,}"])
-    return _table(["", "devices", "sums in a step", "bytes"], lines)
+    return table(["AdamW", "ms a step, bare", *names], lines)
 
 
 def _circumstances(results: dict[str, Any]) -> str:
@@ -203,7 +179,7 @@ def _bytes(number: int) -> str:
     return f"{number / 1e6:,.1f} MB" if number >= 1e5 else f"{number / 1e3:,.1f} kB"
 
 
-def _table(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def table(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """Returns a table in Markdown."""
     texts = ["| " + " | ".join(cells) + " |" for cells in (titles, *lines)]
     return "\n".join([texts[0], "|---" * len(titles) + "|", *texts[1:]])
@@ -214,10 +190,8 @@ SECTIONS = (
     ("bench", "Other optimizers", ("optimizers",), _ratios),
     ("bench", "Whole training steps", ("mlp", "cnn"), _ratios),
     ("bench", "Skipped steps", ("skip",), _skips),
-    ("bench", "As work grows", ("variables", "parameters", "replicas"), _growth),
+    ("bench", "As work grows", ("variables", "parameters"), _growth),
     ("bench", "Memory, compilation and graphs", ("big", "small"), _structure),
-    ("bench", "PyTorch: host syncs and graph breaks", ("host_syncs",), _syncs),
-    ("bench", "Sums over devices", ("collectives",), _collectives),
     ("monitoring", "Monitors", ("monitor",), _monitors),
     ("optax", "Optax", ("optax",), _optax),
     ("torch_native", "PyTorch alone", ("torch",), _torch),

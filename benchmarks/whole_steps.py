@@ -11,7 +11,6 @@ else with the result.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import time
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 WIDTH, CHANNELS, TOKENS, HEADS = 256, 64, 8, 4
+_HALF, _WIDE = WIDTH // 2, 2 * WIDTH
 NETS = ("mlp", "cnn", "transformer")
 OPTIMIZERS = ("adam", "adamw, clipped", "adam, accumulated")
 PRECISIONS = ("float32", "mixed_float16")
@@ -68,78 +68,17 @@ def with_verdict(gradients: Any) -> Any:
 # --- With Optax -----------------------------------------------------------------------------------
 
 
-def _mlp(params: Any, inputs: Any) -> Any:
-    for index in range(2):
-        inputs = jax.nn.relu(inputs @ params[f"k{index}"] + params[f"b{index}"])
-    return inputs @ params["k2"] + params["b2"]
-
-
-def _cnn(params: Any, inputs: Any) -> Any:
-    convolve = functools.partial(
-        jax.lax.conv_general_dilated,
-        window_strides=(1, 1),
-        padding="SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )
-    hidden = convolve(jax.nn.relu(convolve(inputs, params["k0"]) + params["b0"]), params["k1"])
-    return (hidden + params["b1"]).mean((1, 2)) @ params["k2"] + params["b2"]
-
-
-def _normalized(hidden: Any) -> Any:
-    wide = hidden.astype(jnp.float32)
-    wide = (wide - wide.mean(-1, keepdims=True)) * jax.lax.rsqrt(wide.var(-1, keepdims=True) + 1e-3)
-    return wide.astype(hidden.dtype)
-
-
-def _transformer(params: Any, inputs: Any) -> Any:
-    hidden = params["embedding"][inputs]
-    normalized = _normalized(hidden)
-
-    def by_head(name: str) -> Any:
-        return jnp.moveaxis((normalized @ params[name]).reshape(-1, TOKENS, HEADS, 32), 2, 1)
-
-    scores = (by_head("q") @ jnp.swapaxes(by_head("k"), 2, 3)).astype(jnp.float32)
-    attended = jax.nn.softmax(scores).astype(hidden.dtype) @ by_head("v")
-    hidden = hidden + jnp.moveaxis(attended, 1, 2).reshape(hidden.shape) @ params["o"]
-    wide = jax.nn.gelu(_normalized(hidden) @ params["k0"] + params["b0"])
-    hidden = hidden + wide @ params["k1"] + params["b1"]
-    return hidden @ params["k2"] + params["b2"]
-
-
-_HALF, _WIDE = WIDTH // 2, 2 * WIDTH
-_OPTAX_NETS: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]], tuple[int, ...]]] = {
-    "mlp": (
-        _mlp,
-        {f"k{i}": (WIDTH, WIDTH) for i in range(3)} | {f"b{i}": (WIDTH,) for i in range(3)},
-        (4, WIDTH),
-    ),
-    "cnn": (
-        _cnn,
-        {f"k{i}": (3, 3, CHANNELS, CHANNELS) for i in range(2)}
-        | {"k2": (CHANNELS, CHANNELS)}
-        | {f"b{i}": (CHANNELS,) for i in range(3)},
-        (2, 8, 8, CHANNELS),
-    ),
-    "transformer": (
-        _transformer,
-        dict.fromkeys("qkvo", (_HALF, _HALF))
-        | {"embedding": (64, _HALF), "k0": (_HALF, _WIDE), "b0": (_WIDE,)}
-        | {"k1": (_WIDE, _HALF), "b1": (_HALF,), "k2": (_HALF, 64), "b2": (64,)},
-        (2, TOKENS),
-    ),
-}
-
-
 def of_optax(net: str, precision: str, optimizer: str, method: str) -> Taken:
     """A step of a function of arrays, with `lossscale.optax`."""
     import optax
 
+    from benchmarks.frameworks.optax import MODELS
     from lossscale.optax import loss_scaled, value_and_grad
 
-    transform, shapes, inputs_shape = _OPTAX_NETS[net]
+    shapes, logits, *given = MODELS[net](small=False)
     dtype = jnp.float16 if precision == "mixed_float16" else jnp.float32
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    inputs = jax.ShapeDtypeStruct(inputs_shape, jnp.int32 if net == "transformer" else jnp.float32)
+    inputs = jax.ShapeDtypeStruct(given[0], dtype)
     tx = {
         "adam": lambda: optax.adam(1e-2),
         "adamw, clipped": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
@@ -152,8 +91,7 @@ def of_optax(net: str, precision: str, optimizer: str, method: str) -> Taken:
 
     def loss_fn(params: Any, inputs: Any) -> Any:
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-        inputs = inputs if inputs.dtype == jnp.int32 else inputs.astype(dtype)
-        return jnp.mean((transform(params, inputs).astype(jnp.float32) - 1.0) ** 2)
+        return jnp.mean((logits(params, inputs).astype(jnp.float32) - 1.0) ** 2)
 
     def step(params: Any, state: Any, inputs: Any) -> Any:
         if ours:

@@ -1,4 +1,4 @@
-"""One process of the benchmarks: some cases of one backend, on one number of devices."""
+"""One process of the benchmarks: some cases of one backend."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import importlib
 import json
-import os
 import pathlib
 import sys
 import time
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.frameworks import Framework
-from benchmarks.measure import TooBigError, WrongResultError, measure
+from benchmarks.measure import WrongResultError, measure
 from benchmarks.rows import Process, Row
 
 # PyTorch allocates for each operation. If the C library returns large blocks to the system at once,
@@ -34,10 +33,7 @@ def environment(process: Process) -> dict[str, str]:
         found.update(KERAS_BACKEND="tensorflow", TF_USE_LEGACY_KERAS="1")
     if process.backend == "torch":
         found.update(_KEEP_FREED_MEMORY)
-    if process.backend == "jax" and process.devices > 1:
-        devices = f"--xla_force_host_platform_device_count={process.devices}"
-        found["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip()
-    if (process.backend == "optax" and process.device != "gpu") or process.devices > 1:
+    if process.backend == "optax" and process.device != "gpu":
         found["JAX_PLATFORMS"] = "cpu"
     return found
 
@@ -51,12 +47,12 @@ def main(arguments: Sequence[str]) -> int:
     process, output = Process(**json.loads(arguments[0])), pathlib.Path(arguments[1])
     module = "tensorflow" if process.backend == "tf_keras" else process.backend
     framework = importlib.import_module(f"benchmarks.frameworks.{module}").FRAMEWORK
-    framework.start(process.devices)
+    framework.start()
     kinds = framework.devices()
     gpus = {process.backend: kinds["gpu"]} if "gpu" in kinds else {}
     results: dict[str, Any] = {"gpus": gpus, "rows": [], "not_run": [], "wrong": []}
     asked = process.backend in ("jax", "torch") or process.device == "gpu"
-    if asked and process.devices == 1 and not gpus:
+    if asked and not gpus:
         results["not_run"].append({"what": f"{process.backend} on a GPU", "why": "there is no GPU"})
     output.write_text(json.dumps(results))
     _warm_up(process, framework)
@@ -71,16 +67,13 @@ def _measure(row: Row, framework: Framework, process: Process, results: dict[str
     begin = time.perf_counter()
     try:
         found = measure(row, framework, rounds=process.rounds, quick=process.quick)
-    except TooBigError as error:
-        results["not_run"].append({"what": row.name, "why": str(error)})
-        told = f"left out, it {error}"
     except WrongResultError as error:
         results["wrong"].append(str(error))
         told = f"error: {error}"
     else:
         results["rows"].append(found)
-        times = f"{found['rounds']} rounds of {found['steps_per_round']}, " if row.timing else ""
-        told = f"{times}{time.perf_counter() - begin:.0f} s"
+        times = f"{found['rounds']} rounds of {found['steps_per_round']}"
+        told = f"{times}, {time.perf_counter() - begin:.0f} s"
     print(f"{row.name}: {told}", file=sys.stderr, flush=True)
 
 
@@ -88,7 +81,7 @@ def _warm_up(process: Process, framework: Framework) -> None:
     """Makes the framework do its one-time loading, so that no row pays for it."""
     rows = dataclasses.replace(process, quick=True, device="").rows()
     for row in rows:
-        if row.case == rows[0].case and row.timing is not None:
+        if row.case == rows[0].case:
             first = dataclasses.replace(row, methods=row.methods[:1])
             measure(first, framework, rounds=1, quick=True)
     # Loaded objects stay; searching them for garbage after each row would take seconds.

@@ -83,14 +83,12 @@ class Program(NamedTuple):
         thunks: What is launched, in order, with the last of the launches that each waits for.
         lowered: Its StableHLO.
         temporary: Temporary memory, in bytes.
-        ptx: The PTX of all kernels.
     """
 
     hlo: str
     thunks: str
     lowered: str
     temporary: int
-    ptx: str
 
 
 def compiled(function: Callable[..., Any], *arguments: Any, donate: Sequence[int] = ()) -> Program:
@@ -120,7 +118,6 @@ def compiled(function: Callable[..., Any], *arguments: Any, donate: Sequence[int
         thunks.get("thunk_sequence_after_thunk_passes", thunks["thunk_sequence"]),
         lowered.as_text(),
         made.memory_analysis().temp_size_in_bytes,
-        "\n".join(text for name, text in sorted(dump.items()) if name.endswith(".ptx")),
     )
 
 

@@ -9,6 +9,7 @@ import pathlib
 import posixpath
 import re
 
+import griffe
 from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -34,6 +35,18 @@ BOOSTS = {
 # A long name in a sentence, which a narrow screen has to break.
 LONG_NAME = re.compile(r"<code>([^<\s]{24,})</code>")
 LINK = re.compile(r"\[([^\]\[]*)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
+
+
+class ConstructorOfNew(griffe.Extension):
+    """Shows `__new__` as the signature of a class without `__init__`."""
+
+    def on_class(self, *, cls, **kwargs):
+        new = cls.members.get("__new__")
+        if new is not None and "__init__" not in cls.members:
+            for function in (new, *(new.overloads or ())):
+                # What it returns is not shown.
+                function.name = "__init__"
+            cls.members["__init__"] = new
 
 
 def on_files(files, config):

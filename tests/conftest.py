@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 
 from benchmarks import xla_gpu
-from quickly import compiling_quickly
+from compile_options import compiling_quickly
 from simulated_cuda import device as simulated_cuda
 
 # Each is read once, while the framework is imported. A value from outside wins.

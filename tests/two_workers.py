@@ -4,7 +4,7 @@ import contextlib
 import json
 import socket
 
-from fresh import Program
+from forks import Program
 
 
 def free_ports(count):

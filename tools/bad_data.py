@@ -4,7 +4,8 @@
 their gradients in each step. Then it simulates each rule on them. A step is bad with a probability
 p: its gradients are infinite at any scale. It prints the share of the gradients that float16
 flushes to 0 in applied steps. `--page docs/internals/bad_data.md` writes the tables between the
-markers of that page. It takes about two minutes, and needs PyTorch and scikit-learn.
+markers of that page. It checks its rules and its law first. It takes about two minutes, and needs
+PyTorch and scikit-learn.
 """
 
 from __future__ import annotations
@@ -418,6 +419,64 @@ def tables(traces: Sequence[Trace]) -> str:
     return "\n\n".join(parts)
 
 
+def stationary_drift(rule: DynamicScale, probability: float) -> float:
+    """The drift by the stationary distribution of both counters, a Markov chain.
+
+    The first states are numbers of finite steps in a row, and then those of overflows.
+
+    Args:
+        rule: The rule.
+        probability: That of an overflow in a step.
+    """
+    interval, waits = rule.growth_interval, rule.overflows_before_backoff
+    finite, size = 1 - probability, interval + waits
+    move = np.zeros((size, size))
+    for state in range(size):
+        count = state if state < interval else 0
+        move[state, (count + 1) % interval] += finite
+        overflows = state - interval + 1 if state >= interval else 0
+        move[state, interval + min(overflows + 1, waits) - 1] += probability
+    # The left eigenvector of 1, and its sum.
+    system = np.vstack([move.T - np.eye(size), np.ones(size)])
+    share, *_ = np.linalg.lstsq(system, np.r_[np.zeros(size), 1.0], rcond=None)
+    grows = share[interval - 1] + (share[interval:].sum() if interval == 1 else 0)
+    growth, backoff = np.log2([rule.growth_factor, rule.backoff_factor])
+    return float(growth * grows * finite + backoff * share[interval + waits - 1])
+
+
+def check() -> None:
+    """Compares the law with the chain, and each scaler and what it flushes with known numbers."""
+    for interval, waits, factor in ((1, 1, 2.0), (1, 3, 2.0), (7, 2, 4.0), (40, 4, 8.0)):
+        rule = DynamicScale(
+            growth_interval=interval, overflows_before_backoff=waits, growth_factor=factor
+        )
+        for probability in (1e-9, 0.01, 0.3, 0.999, critical_probability(rule)):
+            drift = expected_drift(rule, probability)
+            assert abs(drift - stationary_drift(rule, probability)) < 1e-9
+        assert abs(drift) < 1e-9
+    overflows, rule = (0, 1, 0, 1, 0, 1, 1, 1), DynamicScale(2.0**15)
+    for kind, expected in (
+        (Scaler, (15, 14, 14, 13, 13, 12, 11, 10)),
+        # The first one is let pass, and then none until the scale grows.
+        (Hysteresis, (15, 15, 15, 14, 14, 13, 12, 11)),
+        (LossAware, (15,) * 8),
+    ):
+        scaler = kind(rule, 1)
+        for overflow, exponent in zip(overflows, expected, strict=True):
+            bad = np.array([bool(overflow)])
+            scaler.step(~bad, bad)
+            assert scaler.exponents()[0] == exponent
+    # Shares of 0.25, 0.5 and 1 below 2**-30, 2**-20 and 2**0; the largest is 2**-1.
+    shares = np.zeros(HIGHEST - LOWEST + 1)
+    for exponent, share in zip((-30, -20, 0), (0.25, 0.5, 1.0), strict=True):
+        shares[exponent - LOWEST :] = share
+    trace = Trace(np.full(4, -1.0), np.tile(shares, (4, 1)), {0: rule})
+    for exponent, lost in ((0, 0.25), (6, 0.0), (-5, 0.5), (-30, 1.0)):
+        scaler = Scaler(DynamicScale(2.0**exponent, min_scale=2.0**-40), 1)
+        found, vain = flushed(trace, scaler, 0, np.zeros((4, 1), bool))
+        assert (found[0], vain[0]) == (lost, 0.0)
+
+
 def main(command_line: list[str] | None = None) -> None:
     """Trains, runs the rules and prints the tables."""
     parser = argparse.ArgumentParser(
@@ -426,6 +485,7 @@ def main(command_line: list[str] | None = None) -> None:
     parser.add_argument("--page", type=pathlib.Path, help="a page to write the tables into")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each training")
     options = parser.parse_args(command_line)
+    check()
     text = tables([trace_of(task, options.steps) for task in TASKS.values()])
     print(f"{law()}\n\n{text}")
     if options.page is not None:

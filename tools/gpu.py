@@ -42,7 +42,7 @@ SEEN = {
 }
 PROMISES = tuple(
     f"tests/conformance/test_{name}.py"
-    for name in ("device", "promises", "what_rules_see", "random_programs")
+    for name in ("device", "promises", "what_rules_see", "random_programs", "arguments")
 )
 BENCHMARKS = "benchmarks"
 
@@ -106,6 +106,9 @@ def _parts() -> list[Part]:
         for shows, name in OF_TORCH.items()
     ]
     parts += [
+        Part(
+            "PyTorch: clipping", "torch", ("tests/frameworks/torch/test_clipping.py",), (), on_torch
+        ),
         Part("PyTorch: promises", "torch", PROMISES, (), on_torch | native),
         Part("JAX with Optax: promises", "jax", PROMISES, ("optax",), on_jax | native),
         _measured("PyTorch: benchmarks", "torch", "torch_native", ()),

@@ -14,6 +14,7 @@ import sys
 from run import JAX, ROOT, TENSORFLOW, TF_KERAS, TORCH
 
 TESTS = "tests/conformance/test_random_programs.py"
+FIXTURES = ("-p", "conftest", "-p", "conformance.conftest")
 # What a framework has besides.
 MORE = {"torch": ["tests/frameworks/torch/test_random_orders.py"]}
 PROCESSES = {"tensorflow": TENSORFLOW, "tf_keras": TF_KERAS, "jax": JAX, "torch": TORCH}
@@ -39,14 +40,15 @@ def main() -> int:
     failed = []
     for name in arguments.frameworks or PROCESSES:
         print(f"{name}:", flush=True)
-        files = [TESTS, *MORE.get(name, ())]
-        command = [sys.executable, "-m", "pytest", "-q", "-rP", "-p", "no:cacheprovider", *files]
+        command = [sys.executable, "-m", "pytest", "-q", "-rP", "-p", "no:cacheprovider"]
+        command += ["-k", arguments.k]
         environment = {**os.environ, **PROCESSES[name], **further}
-        if subprocess.run(
-            [*command, "-k", arguments.k], cwd=ROOT, env=environment, check=False
-        ).returncode:
-            failed.append(name)
-    print(f"failed: {', '.join(failed)}" if failed else "passed")
+        for files in ([TESTS, *MORE.get(name, ())], [*FIXTURES, "tools/soak_runs.py"]):
+            if subprocess.run(
+                [*command, *files], cwd=ROOT, env=environment, check=False
+            ).returncode:
+                failed.append(name)
+    print(f"failed: {', '.join(dict.fromkeys(failed))}" if failed else "passed")
     return int(bool(failed))
 
 

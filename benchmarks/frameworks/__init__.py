@@ -16,14 +16,14 @@ class Framework(NamedTuple):
     Args:
         program: Returns the program of a row's method, given the row, the name of the method and
             whether models are tiny.
-        start: Takes the number of virtual devices, before the first operation.
+        start: Called before the first operation.
         devices: Returns the kinds of device there are, with the GPU's name.
         on_device: Within it arrays are made on a device of this kind.
         forget: Lets go of what is kept of programs that are gone.
     """
 
     program: Callable[[Row, str, bool], Program]
-    start: Callable[[int], None] = lambda devices: None
+    start: Callable[[], None] = lambda: None
     devices: Callable[[], dict[str, str]] = lambda: {"cpu": ""}
     on_device: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     forget: Callable[[], None] = lambda: None

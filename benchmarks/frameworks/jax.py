@@ -5,7 +5,6 @@ Nothing is imported here that a process without Keras would not need.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,16 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import models
 from benchmarks.frameworks import Framework
 from benchmarks.rows import Row
 from benchmarks.timing import Program
-
-_EXAMPLES = 8
-_SUM = re.compile(r"= (\(.*?\)|\S+) all-reduce(?:-start)?\(")
-_ARRAY = re.compile(r"(pred|[a-z]+(\d+))\[([\d,]*)\]")
 
 
 class Compiled(Program):
@@ -100,54 +94,9 @@ def _training(row: Row, name: str, small: bool) -> Compiled:
     return Compiled(step, tuple(_copies(group) for group in groups), data)
 
 
-class _Divided(Program):
-    """A training step whose batch is divided among the devices; all else is on each of them.
-
-    The loss is linear in the variables, so that each gradient is a mean over the examples.
-    """
-
-    def __init__(self, row: Row, name: str) -> None:
-        mesh = Mesh(np.array(jax.devices()[: row.devices]), ("batch",))
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        divided = NamedSharding(mesh, PartitionSpec("batch"))
-        keras, (optimizer, variables) = models.package(row), models.alone(row, name)
-
-        def scaled_loss(values: Any, state: Any, examples: Any) -> Any:
-            pairs = zip(values, examples, strict=True)
-            loss = sum(jnp.mean(example @ value) for value, example in pairs)
-            mapping = list(zip(optimizer.variables, state, strict=True))
-            with keras.StatelessScope(state_mapping=mapping):
-                return optimizer.scale_loss(loss)
-
-        def step(values: Any, state: Any, examples: Any) -> Any:
-            gradients = jax.grad(scaled_loss)(values, state, examples)
-            return optimizer.stateless_apply(state, gradients, values)
-
-        first = _copies(variables), _copies(optimizer.variables)
-        values, state = jax.device_put(first, everywhere)
-        shapes = [(_EXAMPLES, *shape) for shape in row.workload.shapes]
-        examples = jax.device_put([np.ones(shape, np.float32) for shape in shapes], divided)
-        self._step = jax.jit(step, out_shardings=everywhere).lower(values, state, examples)
-
-    def structure(self) -> dict[str, int]:
-        """How many sums over the devices a step does, and of how many bytes."""
-        sums = _SUM.findall(self._step.compile().as_text())
-        return {"sums": len(sums), "bytes": sum(_bytes(result) for result in sums)}
-
-
-def _bytes(result: str) -> int:
-    total = 0
-    for kind, bits, shape in _ARRAY.findall(result):
-        size = 1 if kind == "pred" else int(bits) // 8
-        total += size * math.prod(int(n) for n in shape.split(",") if n)
-    return total
-
-
 def _program(row: Row, name: str, small: bool) -> Program:
     if row.case == "monitor":
         return models.Epoch(row, name, small)
-    if row.case == "collectives":
-        return _Divided(row, name)
     return _training(row, name, small) if row.model else _alone(row, name)
 
 

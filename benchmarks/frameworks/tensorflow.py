@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 # TensorFlow has no public name for it.
@@ -20,9 +18,6 @@ from benchmarks.methods import SCALE, method
 from benchmarks.rows import Row
 from benchmarks.timing import Program
 from benchmarks.workloads import Rows
-
-_SUMS = ("CollectiveReduce", "CollectiveReduceV2", "CollectiveReduceV3", "NcclAllReduce")
-_BYTES_OF_FLOAT32 = 4
 
 # Each row makes functions of its own; TensorFlow takes that for retracing.
 tf.get_logger().setLevel("ERROR")
@@ -66,7 +61,9 @@ class Step(Program):
             text = self._run.experimental_get_compiler_ir()(stage="hlo")
             found["graph_size"] = len(re.findall(r"^\s+(?:ROOT )?%?\S+ = ", text, re.M))
         elif self._mode == "function":
-            found["graph_size"] = len(self._nodes())
+            graph = self._run.get_concrete_function().graph.as_graph_def()
+            nodes = (len(each.node_def) for each in graph.library.function)
+            found["graph_size"] = len(graph.node) + sum(nodes)
         return found
 
     def _peak_memory(self) -> int | None:
@@ -79,47 +76,6 @@ class Step(Program):
         rest = memory.get_memory_info("CPU:0")["current"]
         self._run()
         return memory.get_memory_info("CPU:0")["peak"] - rest
-
-    def _nodes(self) -> list[Any]:
-        """Returns the nodes of the traced graph and of its functions, with shapes."""
-        graph = self._run.get_concrete_function().graph.as_graph_def(add_shapes=True)
-        return [*graph.node, *(node for each in graph.library.function for node in each.node_def)]
-
-
-class Replicated(Step):
-    """`apply` on every replica, each with gradients of its own, in a `tf.function`."""
-
-    def __init__(self, row: Row, name: str) -> None:
-        self._replicas, replicated = row.devices, _strategy(row.devices)
-        with replicated.scope():
-            optimizer, variables = models.alone(row, name)
-        gradients = replicated.experimental_distribute_values_from_function(
-            lambda context: tuple(_tensors(models.gradients(row, name)))
-        )
-
-        def on_replica(gradients: Any) -> None:
-            optimizer.scale_loss(1.0)
-            optimizer.apply(list(gradients), variables)
-
-        run = functools.partial(replicated.run, on_replica, args=(gradients,))
-        super().__init__(run, "function", optimizer.variables[0].value, variables)
-
-    def structure(self) -> dict[str, int]:
-        """How often a replica takes part in a sum in one step, and of how many bytes."""
-        sums = [node for node in self._nodes() if node.op in _SUMS]
-        elements = 0
-        for node in sums:
-            (shape,) = node.attr["_output_shapes"].list.shape
-            elements += int(np.prod([dimension.size for dimension in shape.dim]))
-        # The graph holds the nodes of all replicas.
-        size = elements * _BYTES_OF_FLOAT32 // self._replicas
-        return {"sums": len(sums) // self._replicas, "bytes": size}
-
-
-@functools.cache
-def _strategy(replicas: int) -> Any:
-    """Returns the process' strategy: two of them would mix up each other's sums."""
-    return tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(replicas)])
 
 
 def _tensors(gradients: list[Any]) -> list[Any]:
@@ -191,16 +147,9 @@ def _training(row: Row, name: str, small: bool) -> Step:
 def _program(row: Row, name: str, small: bool) -> Program:
     if row.case == "monitor":
         return models.Epoch(row, name, small)
-    if row.case in ("replicas", "collectives"):
-        return Replicated(row, name)
     if row.model:
         return _training(row, name, small)
     return (_alone_with_tf_keras if "tf_keras" in row.wrapper else _alone)(row, name)
-
-
-def _start(devices: int) -> None:
-    each = [tf.config.LogicalDeviceConfiguration()] * devices
-    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], each)
 
 
 def _forget() -> None:
@@ -214,6 +163,4 @@ def _forget() -> None:
         del known[name]
 
 
-FRAMEWORK = Framework(
-    _program, start=_start, on_device=lambda kind: tf.device(f"{kind}:0"), forget=_forget
-)
+FRAMEWORK = Framework(_program, on_device=lambda kind: tf.device(f"{kind}:0"), forget=_forget)

@@ -5,13 +5,10 @@ Nothing is imported here that a process without Keras would not need.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo.utils import counters
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import models
@@ -21,39 +18,13 @@ from benchmarks.rows import Row
 from benchmarks.timing import Program
 
 
-class Calls(TorchDispatchMode):
-    """Counts the operations that reach a device, and the waits for it."""
+class _Calls(TorchDispatchMode):
+    """Counts the operations that reach a device."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.host_syncs = 0
-        self._copies = _CopiesToHost(self)
-
-    def __enter__(self) -> Any:
-        self._copies.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._copies.__exit__(*error)
+    calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls += 1
-        # What item(), bool() and float() of a tensor come down to.
-        self.host_syncs += func._schema.name == "aten::_local_scalar_dense"
-        return func(*args, **(kwargs or {}))
-
-
-class _CopiesToHost(TorchFunctionMode):
-    """Counts what waits for the device too, but is no operation if that is the CPU."""
-
-    def __init__(self, counted: Calls) -> None:
-        super().__init__()
-        self._counted = counted
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._counted.host_syncs += func in (torch.Tensor.tolist, torch.Tensor.numpy)
         return func(*args, **(kwargs or {}))
 
 
@@ -101,28 +72,26 @@ class Step(Program):
             return None
         return [tensor.detach().cpu().numpy().copy() for tensor in self._tensors]
 
-    def counted(self) -> Calls:
-        """Returns what a step does."""
-        self.prepare()
-        with Calls() as counted:
-            self.step()
-        return counted
-
     def structure(self) -> dict[str, Any]:
         """The operations of a step, and the peak of memory.
 
         That is on a CPU the rise of resident memory, on a GPU the allocator's peak.
         """
-        calls = self.counted().calls
+        self.prepare()
+        with _Calls() as counted:
+            self.step()
         self.prepare()
         self.wait()
         if not self._tensors[0].is_cuda:
-            return {"graph_size": calls, "memory_bytes": peak_above_rest(self.step)}
+            return {"graph_size": counted.calls, "memory_bytes": peak_above_rest(self.step)}
         torch.cuda.reset_peak_memory_stats()
         rest = torch.cuda.memory_allocated()
         self.step()
         self.wait()
-        return {"graph_size": calls, "memory_bytes": torch.cuda.max_memory_allocated() - rest}
+        return {
+            "graph_size": counted.calls,
+            "memory_bytes": torch.cuda.max_memory_allocated() - rest,
+        }
 
 
 def _read(gradients: list[Any]) -> Any:
@@ -159,44 +128,9 @@ def _training(row: Row, name: str, small: bool) -> Step:
     return Step(lambda: model.train_step(data), tensors)
 
 
-class _HostSyncs(Program):
-    """What is counted in a step of the optimizer alone, and in a whole training step."""
-
-    def __init__(self, row: Row, name: str, small: bool) -> None:
-        self._small = small
-        self._steps = {"apply": _alone(row, name), "train": _training(row, name, small)}
-
-    def structure(self) -> dict[str, int]:
-        """Operations, host syncs, and how often `torch.compile` stops tracing."""
-        found = {}
-        for prefix, step in self._steps.items():
-            step.prepare()
-            step.step()
-            counted = step.counted()
-            found[f"{prefix}_operations"] = counted.calls
-            found[f"{prefix}_host_syncs"] = counted.host_syncs
-            found[f"{prefix}_graph_breaks"] = _graph_breaks(step, 1 if self._small else 4)
-        return found
-
-
-def _graph_breaks(program: Step, steps: int) -> int:
-    """Returns how often tracing stopped in the first steps."""
-    torch._logging.set_logs(dynamo=logging.ERROR)
-    torch._dynamo.reset()
-    counters.clear()
-    # What is counted happens before a compiler gets the graphs, so none is needed.
-    step = torch.compile(program.step, backend="eager")
-    for _ in range(steps):
-        program.prepare()
-        step()
-    return sum(counters["graph_break"].values())
-
-
 def _program(row: Row, name: str, small: bool) -> Program:
     if row.case == "monitor":
         return models.Epoch(row, name, small)
-    if row.case == "host_syncs":
-        return _HostSyncs(row, name, small)
     return _training(row, name, small) if row.model else _alone(row, name)
 
 

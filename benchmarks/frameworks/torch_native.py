@@ -9,8 +9,9 @@ does not depend on that, and float16 is slow on processors.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +26,93 @@ from lossscale.torch.scaled_gradients import all_engines, register
 
 CLIP = 1.0
 FLAGS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}
-SCALERS = {"drop-in": lossscale.torch.GradScaler, "GradScaler": torch.amp.GradScaler}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "wrapper": {},
-    "device": {"decide": "device"},
-    "fixed": {"rule": lossscale.FixedScale(SCALE)},
-}
+NAMES = {"verb": "backward", "wrapper": "scale_loss", "GradScaler": "PyTorch's scaler"}
+
+OURS = ("backward", "scale_loss", "device", "fixed")
+SCALERS = ("drop-in", "PyTorch's scaler")
+WAYS = ("bare", *OURS, *SCALERS)
+
+
+@dataclasses.dataclass
+class Way:
+    """Optimizers, and what scales their losses.
+
+    Args:
+        name: One of `WAYS`.
+        inners: PyTorch's optimizers.
+        clip_norm: What gradients are clipped to, of each optimizer, or None.
+        interval: The growth interval.
+        scale: The first loss scale.
+        device: The type of their device.
+        settings: Further arguments of wrappers.
+    """
+
+    name: str
+    inners: Sequence[Any]
+    clip_norm: float | None = None
+    interval: int = 2000
+    scale: float = SCALE
+    device: str = "cuda"
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.scaler, self.wrappers = None, list[Any]()
+        if self.name in SCALERS:
+            cls = lossscale.torch.GradScaler if self.name == "drop-in" else torch.amp.GradScaler
+            self.scaler = cls(self.device, init_scale=self.scale, growth_interval=self.interval)
+        elif self.name != "bare":
+            rule: Any = lossscale.DynamicScale(self.scale, growth_interval=self.interval)
+            if self.name == "fixed":
+                rule = lossscale.FixedScale(self.scale)
+            decide = "device" if self.name == "device" else "host"
+            settings = {"rule": rule, "decide": decide, "clip_norm": self.clip_norm}
+            self.wrappers = [
+                lossscale.torch.LossScaleOptimizer(inner, **settings | self.settings)
+                for inner in self.inners
+            ]
+
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        """What a program steps."""
+        return self.wrappers or self.inners
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients."""
+        for each in self.optimizers:
+            each.zero_grad(set_to_none=set_to_none)
+
+    def scaled(self, loss: Any) -> Any:
+        """The loss of which a program computes gradients."""
+        if self.scaler is not None:
+            return self.scaler.scale(loss)
+        is_scaled = self.wrappers and self.name != "backward"
+        return self.wrappers[0].scale_loss(loss) if is_scaled else loss
+
+    def backward(self, loss: Any) -> None:
+        """Computes gradients of a loss."""
+        if self.name == "backward":
+            self.wrappers[0].backward(loss)
+        else:
+            self.scaled(loss).backward()
+
+    def step(self) -> None:
+        """Steps all optimizers."""
+        clipped = not self.clip_norm or any(each.clip_norm for each in self.wrappers)
+        for inner in () if clipped else self.inners:
+            if self.scaler is not None:
+                self.scaler.unscale_(inner)
+            parameters = [p for group in inner.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(parameters, self.clip_norm)
+        for each in self.optimizers:
+            each.step() if self.scaler is None else self.scaler.step(each)
+        if self.scaler is not None:
+            self.scaler.update()
+
+    def scales(self) -> list[float]:
+        """The loss scales; waits for the device."""
+        if self.scaler is not None:
+            return [self.scaler.get_scale()]
+        return [float(each.loss_scale) for each in self.wrappers]
 
 
 class _Step(Step):
@@ -63,37 +145,15 @@ class _Filled(torch.autograd.Function):
         return None, None
 
 
-def _method(name: str, parameters: list[Any], row: Row) -> tuple[Any, ...]:
-    """Returns an optimizer, what scales a loss, what comes after the backward pass, and a scaler.
-
-    What scales a loss is None if the optimizer has `backward`. The scaler may be None.
-    """
+def _way(name: str, parameters: list[Any], row: Row) -> Way:
     # A rate that leaves the parameters where they are, which all methods share.
     inner = torch.optim.AdamW(parameters, lr=1e-12, weight_decay=0.0, **FLAGS[row.mode])
     way, _, clips = name.partition(", ")
-    if way in SETTINGS:
-        clip_norm = CLIP if clips else None
-        ours = lossscale.torch.LossScaleOptimizer(inner, clip_norm=clip_norm, **SETTINGS[way])
-        return ours, ours.scale_loss, ours.step, None
-    if way in ("bare", "verb"):
-        optimizer = lossscale.torch.LossScaleOptimizer(inner) if way == "verb" else inner
-
-        def step() -> None:
-            if clips:
-                nn.utils.clip_grad_norm_(parameters, CLIP)
-            optimizer.step()
-
-        return optimizer, None if way == "verb" else lambda loss: loss, step, None
-    scaler: Any = SCALERS[way]("cpu" if row.device == "cpu" else "cuda", init_scale=SCALE)
-
-    def step_and_update() -> None:
-        if clips:
-            scaler.unscale_(inner)
-            nn.utils.clip_grad_norm_(parameters, CLIP)
-        scaler.step(inner)
-        scaler.update()
-
-    return inner, scaler.scale, step_and_update, scaler
+    # The verb leaves gradients that anything can clip.
+    settings = {"clip_norm": None} if way == "verb" else {}
+    device = "cpu" if row.device == "cpu" else "cuda"
+    clip_norm = CLIP if clips else None
+    return Way(NAMES.get(way, way), [inner], clip_norm, device=device, settings=settings)
 
 
 @functools.lru_cache(maxsize=1)
@@ -122,24 +182,18 @@ def _shared(row: Row, small: bool) -> tuple[list[Any], Callable[[], Any]]:
 
 def _program(row: Row, name: str, small: bool) -> Step:
     parameters, loss = _shared(row, small)
-    optimizer, scale, finish, scaler = _method(name, parameters, row)
-    owner = optimizer if scaler is None else scaler
+    way = _way(name, parameters, row)
+    owner = way.scaler or way.optimizers[0]
 
     def alone() -> None:
-        scale(loss())
-        finish()
-
-    def derive(loss: Any) -> None:
-        if scale is None:
-            optimizer.backward(loss)
-        else:
-            scale(loss).backward()
+        way.scaled(loss())
+        way.step()
 
     def whole() -> None:
-        optimizer.zero_grad()
+        way.zero_grad()
         for _ in range(4 if row.model.endswith("4 micro-batches") else 1):
-            derive(loss())
-        finish()
+            way.backward(loss())
+        way.step()
 
     start = torch.ones((), requires_grad=True)
 
@@ -152,8 +206,8 @@ def _program(row: Row, name: str, small: bool) -> Step:
             for parameter, gradient in zip(parameters, grads, strict=True):
                 parameter.grad = gradient
 
-        derive(_Filled.apply(start, fill))
-        finish()
+        way.backward(_Filled.apply(start, fill))
+        way.step()
 
     if row.workload is None:
         return _Step(whole, owner, parameters)
@@ -165,7 +219,7 @@ def _program(row: Row, name: str, small: bool) -> Step:
 
 FRAMEWORK = Framework(
     _program,
-    start=lambda devices: torch.set_num_threads(1),
+    start=lambda: torch.set_num_threads(1),
     devices=devices,
     # What is made without a device is made on that one.
     on_device=lambda kind: torch.device("cpu" if kind == "cpu" else "cuda"),

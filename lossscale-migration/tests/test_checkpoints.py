@@ -222,7 +222,7 @@ def witnessed(family, case):
     return path, then, (support.values(variables), support.number(witness.loss_scale))
 
 
-def fresh(family, case, target="keras"):
+def optimizer_to_fill(family, case, target="keras"):
     """Ours; what a file of this family holds is set to other numbers."""
     _, arguments = {**OPTIMIZERS, **ONLY_NEW}[case]
     others = {name: 0.3 for name in SAVED_SETTINGS & set(arguments) if family == "legacy"}
@@ -242,7 +242,7 @@ def fresh(family, case, target="keras"):
 )
 def test_training_goes_on_as_in_tf_keras(family, case, target):
     path, (then, scale), (later, later_scale) = witnessed(family, case)
-    optimizer = fresh(family, case, target)
+    optimizer = optimizer_to_fill(family, case, target)
     mine = restored(path, optimizer)
     np.testing.assert_array_equal(support.values(mine), then)
     assert support.number(optimizer.loss_scale) == scale == 32.0
@@ -257,7 +257,7 @@ def test_training_goes_on_as_in_tf_keras(family, case, target):
 def test_the_average_of_weights_is_restored(tmp_path):
     witness = WITNESS(made(tf_keras.optimizers, "ema", 0.05))
     _, path = saved(witness, tmp_path)
-    optimizer = fresh("new", "ema")
+    optimizer = optimizer_to_fill("new", "ema")
     averages = witness.inner_optimizer._model_variables_moving_average
     for variable, average in zip(restored(path, optimizer), averages, strict=True):
         found = optimizer.get_slot(variable, "average")
@@ -396,7 +396,7 @@ def test_the_order_of_the_objects_does_not_matter(family, tmp_path):
     inner = made(FAMILIES[family], "adam", 0.05)
     theirs, path = saved(WITNESS(inner), tmp_path)
     mine = {name: tf.Variable(tf.zeros((2, 2))) for name in "uw"}
-    optimizer = fresh(family, "adam")
+    optimizer = optimizer_to_fill(family, "adam")
     restore_checkpoint(path, optimizer=optimizer, **mine)
     momentums = [inner.get_slot(v, "m") for v in theirs] if family == "legacy" else inner._momentums
     for name, momentum in zip("wu", momentums, strict=True):

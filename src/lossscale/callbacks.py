@@ -128,7 +128,7 @@ class LossScaleMonitor:
 
     # What `fit` calls.
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: object) -> None:
         """Sets the model that is trained."""
         # PyTorch's DistributedDataParallel has the model inside.
         of_ours = [each for each in (model, getattr(model, "module", None)) if each is not None]
@@ -136,7 +136,7 @@ class LossScaleMonitor:
             raise ArgumentError(_other_framework(self._framework))
         super().set_model(model)  # type: ignore[misc]
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks the model, opens the file, and has the training step compiled again."""
         model = self.model
         self._optimizer = None
@@ -157,11 +157,11 @@ class LossScaleMonitor:
         self._before = None
         self._mean_is_finite: bool | None = True
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Keras starts a new mean of the loss."""
         self._mean_is_finite = True
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Marks the first step of an execution, which may be of several steps."""
         if self._optimizer is None:
             return
@@ -172,7 +172,7 @@ class LossScaleMonitor:
             self._position = self._before.step
             self._optimizer._overflow_tracker.count_from(self._position)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Reads a sampled step, and adds the last known numbers to `logs`."""
         if self._optimizer is None:
             return
@@ -189,7 +189,7 @@ class LossScaleMonitor:
             self._follow_mean(loss)
         self._show(logs)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds the current numbers to `logs`."""
         if self._optimizer is None:
             return
@@ -198,7 +198,7 @@ class LossScaleMonitor:
         self._shown = self._stats()
         self._show(logs)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Records the last step if it was not sampled, and closes the file."""
         if self._optimizer is None:
             return

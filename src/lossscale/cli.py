@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from lossscale import __version__
 from lossscale.errors import ArgumentError, LossScaleError, shortened, visible
-from lossscale.packages import OLD_FILES, PACKAGES
+from lossscale.packages import EXTRAS, OLD_FILES
 
 # Libraries whose training loops call the optimizer.
 _TRAINERS = ("accelerate", "equinox", "flax", "lightning", "transformers")
@@ -79,7 +79,7 @@ def _info(arguments: argparse.Namespace) -> str:
     distributions = metadata.packages_distributions()
     versions = {
         module: metadata.version(distributions[module][0]) if module in distributions else None
-        for module in sorted({*PACKAGES, *_TRAINERS})
+        for module in sorted({*EXTRAS, *_TRAINERS})
     }
     gpus = _gpus()
     found = {

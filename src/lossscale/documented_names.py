@@ -269,11 +269,11 @@ def _making_ours(deserialize: Callable[..., Any], own: type[Any]) -> Callable[..
 
 def _converting_ours(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Returns a replacement for tf_keras' function that converts optimizers to legacy ones."""
-    from lossscale.tf_keras.new import AroundNew
+    from lossscale.tf_keras.current import CurrentWrapper
 
     @functools.wraps(convert)
     def convert_to_legacy_optimizer(optimizer: Any) -> Any:
-        if not isinstance(optimizer, AroundNew):
+        if not isinstance(optimizer, CurrentWrapper):
             return convert(optimizer)
         inner = convert(optimizer.inner_optimizer)
         # A copy, because two optimizers must not share one loss scale.

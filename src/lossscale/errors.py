@@ -47,7 +47,7 @@ class LossScaleError(Exception):
     # a ValueError nor a TypeError. It leaves exceptions with this attribute alone.
     ag_pass_through = True
 
-    def __init__(self, *args: Any, **named: Any) -> None:
+    def __init__(self, *args: object, **named: object) -> None:
         # The message may quote a value from a file, of any length.
         super().__init__(*(shortened(a) if isinstance(a, str) else a for a in args), **named)
 

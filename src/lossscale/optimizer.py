@@ -94,7 +94,7 @@ class LossScaleOptimizer(DocumentedMembers, abc.ABC):
     @overload
     def __new__(
         cls,
-        inner_optimizer: _OfKeras,
+        inner_optimizer: KerasOptimizer,
         dynamic: bool = True,
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
@@ -121,12 +121,12 @@ class LossScaleOptimizer(DocumentedMembers, abc.ABC):
 
     def __new__(
         cls,
-        inner_optimizer: Any,
-        dynamic: Any = True,
-        initial_scale: Any = None,
-        dynamic_growth_steps: Any = None,
+        inner_optimizer: KerasOptimizer | torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        dynamic: bool = True,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
         *,
-        rule: Any = None,
+        rule: ScaleRule | None = None,
         name: str | None = None,
         **of_framework: Any,
     ) -> Any:
@@ -167,7 +167,7 @@ class LossScaleOptimizer(DocumentedMembers, abc.ABC):
 
 if TYPE_CHECKING:
 
-    class _OfKeras(Protocol):
+    class KerasOptimizer(Protocol):
         """An optimizer of Keras 3 or tf_keras.
 
         By what it has, because its class would be any class where that Keras is not installed.

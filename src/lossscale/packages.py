@@ -9,34 +9,20 @@ import importlib.util
 import inspect
 import warnings
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from lossscale.errors import LossScaleWarning, MissingPackageError
 
-
-class Package(NamedTuple):
-    """An optional package.
-
-    Attributes:
-        distribution: Its name for pip.
-        extra: The smallest extra of lossscale that installs it.
-    """
-
-    distribution: str
-    extra: str
-
-
-PACKAGES = {
-    "h5py": Package("h5py", "keras"),
-    "jax": Package("jax", "jax"),
-    "keras": Package("keras", "keras"),
-    "numpy": Package("numpy", "diagnosis"),
-    "optax": Package("optax", "optax"),
-    "tensorflow": Package("tensorflow", "tensorflow"),
-    "tf_keras": Package("tf_keras", "tf-keras"),
-    "torch": Package("torch", "torch"),
+EXTRAS = {
+    "h5py": "keras",
+    "jax": "jax",
+    "keras": "keras",
+    "numpy": "diagnosis",
+    "optax": "optax",
+    "tensorflow": "tensorflow",
+    "tf_keras": "tf-keras",
+    "torch": "torch",
 }
-"""Maps each imported module to its package."""
+"""Maps each optional package to the smallest extra that installs it."""
 
 INCLUDED = {
     "optax": {"jax"},
@@ -68,7 +54,7 @@ def require(*modules: str, purpose: str = "", hint: str = "") -> None:
     """Raises unless modules can be imported.
 
     Args:
-        *modules: Keys of `PACKAGES`.
+        *modules: Keys of `EXTRAS`.
         purpose: What needs them, as the start of a sentence.
         hint: A sentence at the end of the message.
 
@@ -93,7 +79,7 @@ def not_installed(
     """Returns the error for missing packages, with the command to install them.
 
     Args:
-        modules: Keys of `PACKAGES`.
+        modules: Keys of `EXTRAS`.
         purpose: What needs them, as the start of a sentence.
         hint: A sentence at the end of the message.
         extras: The extras that install them; by default the smallest ones.
@@ -105,8 +91,8 @@ def not_installed(
         'This schedule needs optax, which is not installed: pip install "lossscale[optax]"'
     """
     modules = list(modules)
-    named = ", ".join(PACKAGES[module].distribution for module in modules)
-    command = install_command(extras or (PACKAGES[module].extra for module in modules))
+    named = ", ".join(modules)
+    command = install_command(extras or map(EXTRAS.__getitem__, modules))
     if purpose:
         are = "is" if len(modules) == 1 else "are"
         message = f"{purpose} needs {named}, which {are} not installed: {command}"
@@ -138,7 +124,7 @@ def lacking_for_keras() -> list[str]:
     return ["keras"] if any(map(is_installed, BACKENDS)) else ["keras", "tensorflow"]
 
 
-_BETWEEN = {*PACKAGES, "lossscale", "contextlib", "accelerate", "lightning", "transformers"}
+_BETWEEN = {*EXTRAS, "lossscale", "contextlib", "accelerate", "lightning", "transformers"}
 """Modules that may be on the call stack between the user's line and the warning."""
 
 

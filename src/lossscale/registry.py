@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from lossscale.errors import ArgumentError, ArgumentTypeError, MissingPackageError
-from lossscale.packages import PACKAGES, is_installed, lacking_for_keras, not_installed
+from lossscale.packages import EXTRAS, is_installed, lacking_for_keras, not_installed
 
 
 class Framework(NamedTuple):
@@ -155,7 +155,7 @@ def naming_missing_packages(*needed: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name not in PACKAGES:
+        if error.name not in EXTRAS:
             raise
         lacking = [each for each in needed if not is_installed(each)] or [error.name]
         if lacking == ["keras"]:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import struct
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 from lossscale.checks import (
     LARGEST_SCALE,
@@ -99,8 +99,8 @@ class GradientStats(NamedTuple):
 class ScaleRule(Protocol):
     """The base class of rules, which adjust a loss scale during training.
 
-    A rule is immutable and hashable, and holds no arrays: everything that changes is in the state.
-    The first field of a state is always `scale`.
+    A rule is immutable and hashable, and holds no arrays: everything that changes is in the state,
+    a named tuple such as `ScaleState`, whose first field is `scale`.
     """
 
     @property
@@ -139,11 +139,11 @@ class ScaleRule(Protocol):
         """The lowest scale that the rule reaches; None if not known."""
         return None
 
-    def init(self) -> ScaleState:
+    def init(self) -> Any:
         """Returns the first state, as Python numbers."""
         ...
 
-    def update(self, state: ScaleState, stats: GradientStats, *, xp: Any) -> ScaleState:
+    def update(self, state: Any, stats: GradientStats, *, xp: Any) -> Any:
         """Returns the state after a step.
 
         Args:
@@ -154,7 +154,7 @@ class ScaleRule(Protocol):
         """
         ...
 
-    def restored(self, state: ScaleState) -> ScaleState:
+    def restored(self, state: Any) -> Any:
         """Returns a state read from a file, made valid for this rule.
 
         Args:
@@ -377,12 +377,13 @@ class DynamicScale(ScaleRule):
     def lowest_scale(self) -> float:
         return self.min_scale
 
-    def init(self) -> Any:
+    # Each state of this class has the fields of a `ScaleState`.
+    def init(self) -> ScaleState:
         if self.overflows_before_backoff == 1:
             return ScaleState(scale=self.initial_scale, good_steps=0)
-        return OverflowCountState(scale=self.initial_scale, good_steps=0, overflows=0)
+        return cast(ScaleState, OverflowCountState(self.initial_scale, 0, 0))
 
-    def update(self, state: Any, stats: GradientStats, *, xp: Any) -> Any:
+    def update(self, state: ScaleState, stats: GradientStats, *, xp: Any) -> ScaleState:
         scale, good_steps = state.scale, state.good_steps
         counted = good_steps + 1
         waiting = counted < self.growth_interval
@@ -395,7 +396,8 @@ class DynamicScale(ScaleRule):
         kept = xp.where(waiting | (grown > self.ceiling), scale, grown)
         counts = {}
         if self.overflows_before_backoff > 1:
-            overflows = state.overflows + 1
+            given: Any = state
+            overflows = given.overflows + 1
             early = overflows < self.overflows_before_backoff
             lowered = xp.where(early, scale, lowered)
             overflows = xp.where(early, overflows, self.overflows_before_backoff)
@@ -408,7 +410,7 @@ class DynamicScale(ScaleRule):
             **counts,
         )
 
-    def restored(self, state: Any) -> Any:
+    def restored(self, state: ScaleState) -> ScaleState:
         scale = float(state.scale)
         if not (math.isfinite(scale) and scale > 0):
             scale = self.initial_scale
@@ -417,8 +419,9 @@ class DynamicScale(ScaleRule):
         good_steps = min(max(int(state.good_steps), 0), LONGEST_INTERVAL - 1)
         if self.overflows_before_backoff == 1:
             return ScaleState(scale=scale, good_steps=good_steps)
-        overflows = min(max(int(state.overflows), 0), self.overflows_before_backoff)
-        return OverflowCountState(scale, good_steps, overflows)
+        overflows = int(cast(OverflowCountState, state).overflows)
+        overflows = min(max(overflows, 0), self.overflows_before_backoff)
+        return cast(ScaleState, OverflowCountState(scale, good_steps, overflows))
 
     def get_config(self) -> dict[str, Any]:
         config = dataclasses.asdict(self)
@@ -448,7 +451,8 @@ class PythonNumbers:
 
 def updated_on_host(rule: ScaleRule, before: ScaleState, applied: bool) -> ScaleState:
     """Returns the state after a step; otherwise like `updates_on_host`."""
-    return rule.update(before, GradientStats(applied), xp=PythonNumbers)
+    after: ScaleState = rule.update(before, GradientStats(applied), xp=PythonNumbers)
+    return after
 
 
 def updates_on_host(rule: ScaleRule, before: ScaleState, applied: bool) -> dict[str, Any]:

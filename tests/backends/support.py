@@ -1,14 +1,15 @@
 """Models and data that every backend of Keras can use."""
 
-from typing import NamedTuple
-
 import keras
 import numpy as np
 
 import lossscale
-from fresh import Program
+from forks import Program
+from kerases import Status, assert_same, number, status
+from kerases import values as arrays
 from seeding import seed
 
+__all__ = ["Status", "arrays", "assert_same", "number", "status"]
 BACKEND = keras.backend.backend()
 
 
@@ -35,45 +36,6 @@ def wrapped(inner, **arguments):
     """Returns a loss scale optimizer whose scale moves within a few steps."""
     rule = {"initial_scale": 2.0**10, "growth_interval": 3, **arguments}
     return lossscale.LossScaleOptimizer(inner, rule=lossscale.DynamicScale(**rule))
-
-
-def number(value):
-    """A scalar of any backend, or a variable, on replicas or not, as a Python number."""
-    return keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value)).item()
-
-
-def arrays(variables):
-    """The values of variables, as NumPy arrays."""
-    return [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
-
-
-def assert_same(left, right):
-    """Asserts that two lists of arrays are the same bit for bit."""
-    for a, b in zip(left, right, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-class Status(NamedTuple):
-    """What an optimizer says about its loss scale, as Python numbers."""
-
-    scale: float
-    counter: int | None
-    skipped: int
-    last: bool
-    iterations: int
-    applied: int
-
-
-def status(optimizer):
-    """Returns what the optimizer says."""
-    return Status(
-        scale=number(optimizer.loss_scale),
-        counter=number(optimizer.dynamic_counter) if optimizer.dynamic else None,
-        skipped=number(optimizer.steps_skipped),
-        last=number(optimizer.last_step_skipped),
-        iterations=number(optimizer.iterations),
-        applied=number(optimizer.inner_optimizer.iterations),
-    )
 
 
 def run(source, backend, *arguments, **environment):

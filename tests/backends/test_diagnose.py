@@ -222,21 +222,12 @@ def test_a_model_that_casts_to_float16_itself_has_a_reference_in_float32(divisor
         assert min(gradient.errors.values()) < 0.02
 
 
-def test_gradients_that_are_zero_are_told_and_do_not_matter():
-    dead = layers.Dense(4, activation="relu", bias_initializer=keras.initializers.Constant(-1e3))
-    model = cases.compiled(keras.Sequential([keras.Input((6,)), dead, layers.Dense(1)]))
-    x, _ = cases.some_data()
-    report = diagnose(model, x, x[:, :1])
-    assert report.verdict == "not needed"
-    said = " ".join(str(report).split())
-    assert f"left out 3 of the gradients: {dead.name}/kernel" in said
-
-
 def test_a_layer_that_overflows_is_named():
     x, _ = cases.some_data()
     report = diagnose(chain(), np.abs(x) + 5e4, x[:, :1])
     assert report.verdict == "cannot help"
-    assert "first overflows in float16" in str(report)
+    # A cast of the input has no layer on JAX.
+    assert any(words in str(report) for words in ("cannot help: the input of", "help: first ("))
 
 
 class Looping(layers.Layer):
@@ -455,20 +446,6 @@ def test_the_model_is_left_as_it_was_by_an_exception():
         with pytest.raises(error):
             diagnose(model, **{"x": x, "y": y, **arguments})
         assert_same(before, state(model))
-
-
-def test_a_model_that_does_not_run_in_float16_is_unknown_and_says_why():
-    class Picky(layers.Layer):
-        def call(self, x):
-            if self.compute_dtype == "float16":
-                raise TypeError("No float16, please")
-            return x
-
-    model = cases.compiled(keras.Sequential([keras.Input((6,)), Picky(), layers.Dense(1)]))
-    x, _ = cases.some_data()
-    report = diagnose(model, x, x[:, :1])
-    assert report.verdict == "unknown"
-    assert "does not run in float16 here" in " ".join(str(report).split())
 
 
 # --- Data ----------------------------------------------------------------------------------------

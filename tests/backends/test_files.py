@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pathlib
+import warnings
 
 import keras
 import numpy as np
@@ -20,7 +21,7 @@ from backends.support import (
     status,
     wrapped,
 )
-from fresh import Program
+from forks import Program
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -148,6 +149,33 @@ def test_a_file_of_keras_own_class_is_read(tmp_path, when):
         scale=2.0**12, counter=2, skipped=0, last=False, iterations=8, applied=8
     )
     assert_same(arrays(ours.inner_optimizer.variables), arrays(own.inner_optimizer.variables))
+
+
+class Averaged(keras.optimizers.SGD):
+    """Sets a variable as an attribute, which Keras' own class does not save."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.average = keras.Variable(5.0, name="average", trainable=False)
+
+
+@pytest.mark.parametrize("when", ["built", "unbuilt"])
+@pytest.mark.parametrize("made", [keras.optimizers.Nadam, Averaged])
+def test_a_file_of_keras_own_class_that_lacks_state_is_completed_or_says_so(tmp_path, made, when):
+    own = keras.optimizers.LossScaleOptimizer(made(0.01))
+    trained(own).save_weights(tmp_path / "own.weights.h5")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = loaded(tmp_path / "own.weights.h5", wrapped(made(0.01)), when).inner_optimizer
+    said = [str(each.message) for each in caught if "has no values for" in str(each.message)]
+    assert int(ours.iterations) == int(own.inner_optimizer.iterations) == 8
+    assert len(said) == (made is Averaged)
+    if made is Averaged:
+        assert float(ours.average) == 5.0
+    else:
+        plain = made(0.01)
+        trained(plain)
+        np.testing.assert_allclose(*arrays([ours._u_product, plain._u_product]), rtol=1e-6)
 
 
 def test_set_weights_takes_all_variables():

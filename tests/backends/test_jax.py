@@ -223,7 +223,7 @@ def test_an_overflow_on_one_of_two_devices_skips_the_step_on_both():
     }
 
 
-class Noting(keras.optimizers.SGD):
+class RecordingSGD(keras.optimizers.SGD):
     """Keeps a fraction in a variable of whole numbers, beside one of fractions."""
 
     def build(self, variables):
@@ -242,7 +242,7 @@ class Noting(keras.optimizers.SGD):
 def test_the_state_inside_keeps_the_form_that_it_has_without_loss_scaling(compiled):
     found = []
     for wrap in (lambda inner: inner, lambda inner: wrapped(inner, initial_scale=8.0)):
-        weight, inner = keras.Variable([1.0, 2.0]), Noting(0.5, momentum=0.5)
+        weight, inner = keras.Variable([1.0, 2.0]), RecordingSGD(0.5, momentum=0.5)
         optimizer = wrap(inner)
         optimizer.build([weight])
         factor = 1.0 if optimizer is inner else 8.0

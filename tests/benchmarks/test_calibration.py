@@ -51,22 +51,6 @@ def test_the_command_runs_one(monkeypatch, capsys, tmp_path):
     assert status in (0, 1)
 
 
-@pytest.mark.parametrize(
-    ("found", "known", "status"),
-    [("WRONG", True, 0), ("WRONG", False, 1), ("alarm", True, 1), ("alarm", False, 0)],
-)
-def test_a_wrong_verdict_is_named_or_an_error(found, known, status, monkeypatch, capsys):
-    name = keras_models.TASKS[0].name
-    row = {"task": name, "verdict": "not needed", "rule": None, "wrong": found}
-    row |= {"untrained": 1.0, "float32": 0.1, "unscaled": 0.9}
-    monkeypatch.setattr(keras_models, "TASKS", keras_models.TASKS[:1])
-    monkeypatch.setattr(keras_models, "run", lambda task: row)
-    monkeypatch.setattr(command, "KNOWN_WRONG", {"Keras on torch": (name,)} if known else {})
-    monkeypatch.setenv("KERAS_BACKEND", "torch")
-    assert command.main([]) == status
-    assert (f"error: {name}" in capsys.readouterr().err) == bool(status)
-
-
 def test_the_page_names_each_wrong_verdict_and_names_are_unique():
     page = (pathlib.Path(__file__).parents[2] / "docs/internals/calibration.md").read_text()
     wrong = [name for names in command.KNOWN_WRONG.values() for name in names]

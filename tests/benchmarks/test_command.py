@@ -13,7 +13,7 @@ import pytest
 import benchmarks.__main__
 from benchmarks.__main__ import main
 from benchmarks.rows import ALL_MODES, Process
-from fresh import Program
+from forks import Program
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 UNOPTIMIZED = "--xla_backend_optimization_level=0"
@@ -23,10 +23,10 @@ UNOPTIMIZED = "--xla_backend_optimization_level=0"
 # one program of a whole step on TensorFlow, and one of an optimizer alone. Whole steps of Optax
 # take half a minute to compile, and run in `make bench` alone.
 PROGRAMS = {
-    "tensorflow": ["sparse", "big", "replicas", "collectives"],
+    "tensorflow": ["sparse", "big"],
     "tf_keras": ["mlp"],
-    "jax": ["big", "mlp", "collectives"],
-    "torch": ["big", "optimizers", "mlp", "cnn", "skip", "host_syncs", "monitor"],
+    "jax": ["big", "mlp"],
+    "torch": ["big", "optimizers", "mlp", "cnn", "skip", "monitor"],
     "optax": ["alone"],
     "torch_native": ["alone", "backward", "whole"],
 }
@@ -104,14 +104,13 @@ def test_the_short_form_runs_every_program(backend, tmp_path, monkeypatch, capfd
     assert set(results) >= {"date", "machine", "versions", "rows", "not_run"}
     assert set(results["machine"]) >= {"processor", "cores", "memory_bytes", "python", "gpus"}
     assert set(results["versions"]) >= {"keras", "tensorflow", "jax", "torch"}
-    processes = Process(backend, cases, modes, quick=True).split()
-    expected = [row for process in processes for row in process.rows()]
+    expected = Process(backend, cases, modes, quick=True).rows()
     assert {row.case for row in expected} == set(cases)
     for row, found in zip(expected, results["rows"], strict=True):
         for field in ("case", "wrapper", "mode", "point", "optimizer", "device"):
             assert found[field] == getattr(row, field)
         assert tuple(found["methods"]) == row.methods
-        (check_times if row.timing else check_counts)(row, found)
+        check_times(row, found)
         assert row.point in printed
         assert row.wrapper.removeprefix("keras-") in printed or backend in WITHOUT_KERAS
     if backend in ("jax", "torch") and not results["machine"]["gpus"]:
@@ -140,16 +139,3 @@ def check_times(row, found):
         assert ("graph_size" in method) == (row.structure and compiled)
         assert ("memory_bytes" in method) == row.structure
         assert (method.get("memory_bytes") or 0) >= 0
-
-
-def check_counts(row, found):
-    for method in found["methods"].values():
-        if row.case == "host_syncs":
-            # The verdict is read once, by the optimizer.
-            assert method["apply_host_syncs"] == method["train_host_syncs"] == 1
-            assert method["apply_graph_breaks"] >= 1
-            assert method["train_operations"] > method["apply_operations"] > 1
-        else:
-            # The gradients of 10 variables of 1,000 float32 numbers, and perhaps a verdict.
-            assert method["sums"] >= 1
-            assert 40_000 <= method["bytes"] < 41_000

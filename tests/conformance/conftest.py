@@ -2,8 +2,8 @@ import contextlib
 
 import pytest
 
+from compile_options import compiling_quickly
 from conformance.wrappers import BACKEND, KERAS, WRAPPERS
-from quickly import compiling_quickly
 
 if KERAS != "none" and BACKEND not in ("jax", "torch"):
     import two_devices

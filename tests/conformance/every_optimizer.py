@@ -148,7 +148,7 @@ def state_of(optimizer: Any) -> dict[str, Any]:
 # What is kept somewhere else too, `_coalesced_children` from the first save on.
 _NOT_STATE = {
     "_trainable_variables",
-    "_trained",
+    "_built_groups",
     "_self_unconditional_dependency_names",
     "_coalesced_children",
 }

@@ -498,13 +498,13 @@ def rmsprop_has_three_weights(at):
 def calls_apply_gradients(at):
     called = []
 
-    class Noting(type(at.new())):
+    class RecordingOptimizer(type(at.new())):
         def apply_gradients(self, grads_and_vars, *args, **kwargs):
             called.extend(pairs := list(grads_and_vars))
             return super().apply_gradients(pairs, *args, **kwargs)
 
     arguments, var = {"loss_scale": 8} if at.form == EXPERIMENTAL else {}, at.variable()
-    Noting(at.inner(), **arguments).minimize(lambda: var**2, [var])
+    RecordingOptimizer(at.inner(), **arguments).minimize(lambda: var**2, [var])
     assert [at.number(gradient) for gradient, _ in called] == [2.0]
 
 

@@ -13,7 +13,6 @@ import copy
 import dataclasses
 import math
 import pathlib
-import pickle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,23 +76,6 @@ class Run:
         momenta = [np.zeros_like(value) for value in values]
         self.expected = Expected(values, momenta, self.rule.initial_scale)
         self.log: list[str] = []
-
-    def write_checkpoint(self, number: int) -> None:
-        """Writes where it stands, so that a folder of that name is whole or is not there."""
-        unfinished = self.folder / f"unfinished-{number}"
-        unfinished.mkdir()
-        self.harness.save(unfinished / "state.weights.h5")
-        (unfinished / "expected.pickle").write_bytes(pickle.dumps(self.expected))
-        unfinished.rename(self.folder / f"checkpoint-{number}")
-
-    def resume(self) -> int:
-        """Goes on from the newest checkpoint, and returns its number."""
-        found = self.folder.glob("checkpoint-*")
-        number, newest = max((int(path.name.rpartition("-")[2]), path) for path in found)
-        self.harness.load(newest / "state.weights.h5")
-        self.expected = pickle.loads((newest / "expected.pickle").read_bytes())
-        self._has_loaded()
-        return number
 
     def act(self) -> None:
         """Does one thing of those that programs do, and checks what there is then."""
@@ -161,7 +143,7 @@ class Run:
         self.log.append(f"scale {scale}")
         self.harness.set_scale(scale)
         self.expected = self.expected._replace(scale=scale)
-        self._has_loaded()
+        self.has_loaded()
 
     def reload(self) -> None:
         """Writes a file, and goes on from it with another optimizer."""
@@ -170,9 +152,9 @@ class Run:
         self.harness.save(path)
         self.other.load(path)
         self.harness, self.other = self.other, self.harness
-        self._has_loaded()
+        self.has_loaded()
 
-    def _has_loaded(self) -> None:
+    def has_loaded(self) -> None:
         if not self.harness.saves_last_step_skipped:
             self.expected = self.expected._replace(last_skipped=False)
 

@@ -111,6 +111,7 @@ FAMILIES = {"new": keras.optimizers}
 if not IS_KERAS_3:
     FAMILIES["legacy"] = keras.optimizers.legacy
 each_family = pytest.mark.parametrize("optimizers", FAMILIES.values(), ids=FAMILIES)
+on_tensorflow = pytest.mark.skipif(BACKEND in ("jax", "torch"), reason="of TensorFlow")
 
 
 @pytest.mark.usefixtures("optimized")
@@ -330,3 +331,95 @@ def test_two_monitors_at_once(tmp_path):
     for path in paths:
         assert column(path, "step") == [1, 2, 3, 4]
         assert nonfinite(path) == [[], [], [(SPOILED, 1, 0)], []]
+
+
+@on_tensorflow
+@each_family
+def test_what_replicas_have_is_counted_together_and_once(two_replicas, tmp_path, optimizers):
+    # Of a batch of 8 rows each replica gets four: after a step without an overflow there is one on
+    # the first, one on the second, and one on both.
+    data, path, results = rows(8, spoiled=[2, 5, 6, 7], infs=2), tmp_path / "run.jsonl", []
+    for callbacks in ([], [LossScaleMonitor(path)]):
+        with two_replicas.scope():
+            model = net(optimizers.Adam(0.01), jit_compile=False)
+        fit(model, data, callbacks, batch_size=8)
+        results.append(trained(model))
+    for without, monitored in zip(*results, strict=True):
+        np.testing.assert_array_equal(without, monitored)
+    assert column(path, "scale") == [1024.0, 1024.0, 512.0, 256.0]
+    *steps, [(name, infs, nans)] = nonfinite(path)
+    assert steps == [[], [(SPOILED, 2, 0)], [(SPOILED, 2, 0)]]
+    # tf_keras counts in the sum over the replicas.
+    assert (name, infs + nans) == (SPOILED, 4 if IS_KERAS_3 else 2)
+
+
+@on_tensorflow
+@each_family
+def test_tensorflow_saves_what_it_saves_of_a_run_without_a_monitor(tmp_path, optimizers):
+    import tensorflow as tf
+
+    monitored, plain = (net(optimizers.Adam(0.01)) for _ in ("monitored", "plain"))
+    fit(monitored, rows(3, spoiled=[1]), [LossScaleMonitor(tmp_path / "run.jsonl")])
+    fit(plain, rows(3), [])
+    for source, target in ((monitored, plain), (plain, monitored)):
+        saved = tf.train.Checkpoint(model=source).save(str(tmp_path / "checkpoint"))
+        tf.train.Checkpoint(model=target).restore(saved).assert_consumed()
+        pair = (arrays(each.optimizer.variables) for each in (source, target))
+        for one, other in zip(*pair, strict=True):
+            np.testing.assert_array_equal(one, other)
+    if IS_KERAS_3:
+        monitored.export(tmp_path / "saved", verbose=False)
+    else:
+        monitored.save(tmp_path / "saved", save_format="tf")
+    of_model = str(tmp_path / "saved/variables/variables")
+    names = [name for path in (saved, of_model) for name, _ in tf.train.list_variables(path)]
+    assert len(names) > 8
+    assert not [name for name in names if "track" in name]
+
+
+@on_tensorflow
+@pytest.mark.parametrize("mode", [{"run_eagerly": True}, {"jit_compile": False}], ids=str)
+def test_a_model_that_gets_its_shape_in_fit(tmp_path, mode):
+    (_, extra), y = rows(3, spoiled=[1])
+    layers = [Spoiled(name="spoiled"), keras.layers.Dense(1)]
+    model = keras.Sequential(layers, name="net")
+    model.compile(lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.0)), "mse", **mode)
+    fit(model, (extra, y), [LossScaleMonitor(tmp_path / "run.jsonl")])
+    name = f"{'net/' * IS_KERAS_3}{SPOILED}"
+    assert nonfinite(tmp_path / "run.jsonl") == [[], [(name, 1, 0)], []]
+
+
+@on_tensorflow
+def test_sparse_gradients_are_counted_as_they_are_stored(tmp_path):
+    layers = [keras.Input((2,), dtype="int32"), keras.layers.Embedding(5, 3, name="words")]
+    model = keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(1)])
+    model.compile(lossscale.LossScaleOptimizer(keras.optimizers.SGD()), "mse", jit_compile=False)
+    data = np.zeros((8, 2), "int32"), np.full((8, 1), np.inf, "float32")
+    with pytest.warns(UserWarning, match="loss of step 1 is inf"):
+        fit(model, data, [LossScaleMonitor(tmp_path / "run.jsonl")], batch_size=8)
+    [record] = read_records(tmp_path / "run.jsonl")
+    words = next(tensor for tensor in record.nonfinite if "words" in tensor.name)
+    assert words.infs + words.nans == 8 * 2 * 3
+
+
+def test_float16_gradients_are_counted(tmp_path):
+    path = tmp_path / "run.jsonl"
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        model = net(rule=lossscale.DynamicScale(initial_scale=2.0**30))
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+    fit(model, rows(1), [LossScaleMonitor(path)])
+    [record] = read_records(path)
+    assert record.skipped
+    assert "hidden/kernel" in {tensor.name for tensor in record.nonfinite}
+
+
+@pytest.mark.skipif(KERAS != "keras" or BACKEND != "tensorflow", reason="both are loaded there")
+def test_a_model_of_the_other_generation_is_refused():
+    import tf_keras
+
+    model = tf_keras.Sequential([tf_keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ArgumentError, match="framework='tf_keras'"):
+        fit(model, (np.ones((1, 1)), np.ones((1, 1))), [LossScaleMonitor()])

@@ -14,7 +14,7 @@ import pytest
 import lossscale
 from conformance.harness import array
 from conformance.wrappers import BACKEND, KERAS
-from fresh import Program
+from forks import Program
 from lossscale.errors import ArgumentTypeError, LossScaleWarning
 from seeding import seed
 

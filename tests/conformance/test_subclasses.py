@@ -3,11 +3,14 @@
 What `fit` calls is in tests/backends/test_fit.py, on each backend.
 """
 
+import copy
 import importlib
+import pickle
 
 import numpy as np
 import pytest
 
+import lossscale
 from conformance.wrappers import BACKEND, KERAS
 from lossscale import experimental
 
@@ -39,27 +42,27 @@ def optimizers(request):
     return FAMILIES[request.param]
 
 
-def noting(base):
-    """A subclass that notes which of its methods are called."""
+def recording_calls(base):
+    """A subclass that records which of its methods are called."""
 
-    class Noting(base):
+    class RecordingCalls(base):
         def __init__(self, *args, **kwargs):
             self.calls = []
             super().__init__(*args, **kwargs)
 
-    def noted(verb):
+    def recorded(verb):
         def call(self, *args):
             self.calls.append(verb)
-            return getattr(super(Noting, self), verb)(*args)
+            return getattr(super(RecordingCalls, self), verb)(*args)
 
         return call
 
     for verb in VERBS:
-        setattr(Noting, verb, noted(verb))
-    return Noting
+        setattr(RecordingCalls, verb, recorded(verb))
+    return RecordingCalls
 
 
-class Own(noting(CURRENT)):
+class Own(recording_calls(CURRENT)):
     """Does all by itself: another scale, twice the gradients, and an answer of its own."""
 
     def get_scaled_loss(self, loss):
@@ -76,9 +79,9 @@ class Own(noting(CURRENT)):
 
 
 MAKERS = {
-    "noting": noting(CURRENT),
+    "noting": recording_calls(CURRENT),
     "own": Own,
-    "older": lambda inner: noting(OLDER)(inner, "dynamic"),
+    "older": lambda inner: recording_calls(OLDER)(inner, "dynamic"),
 }
 
 
@@ -149,3 +152,104 @@ def test_gradients_of_rewritten_verbs_are_known_to_be_unscaled(optimizers, scale
     run()
     run()
     assert float(variable) == 0.25
+
+
+def keywords_only(base):
+    """A subclass whose constructor takes keywords only, as Horovod makes of any optimizer."""
+
+    class KeywordsOnly(base):
+        def __init__(self, **kwargs):
+            super(self.__class__, self).__init__(**kwargs)
+
+        def apply_gradients(self, *args, **kwargs):
+            return super(self.__class__, self).apply_gradients(*args, **kwargs)
+
+    return KeywordsOnly
+
+
+def another_name(base):
+    """A subclass that has its own name for the inner optimizer."""
+
+    class AnotherName(base):
+        def __init__(self, opt, **kwargs):
+            super(self.__class__, self).__init__(opt, **kwargs)
+
+    return AnotherName
+
+
+def made(optimizers, older=False):
+    """An optimizer of the current class, or of the older one."""
+    if older:
+        scale = experimental.DynamicLossScale(8)
+        return experimental.LossScaleOptimizer(optimizers.SGD(0.5), scale)
+    return lossscale.LossScaleOptimizer(optimizers.SGD(0.5), initial_scale=8)
+
+
+def overflow_after_a_step(optimizer, weight):
+    for factor in (1.0, np.inf):
+        optimizer.minimize(lambda factor=factor: weight * factor, [weight])
+
+
+@pytest.mark.parametrize("of_object", [False, True], ids=["the public class", "an object's class"])
+@pytest.mark.parametrize("form", [keywords_only, another_name])
+@pytest.mark.parametrize("older", [False, True], ids=["2.4", "2.0"])
+def test_a_subclass_by_the_idiom_of_2020_trains_and_is_made_of_its_configuration(
+    optimizers, older, form, of_object
+):
+    original = made(optimizers, older)
+    cls = form(type(original) if of_object else (OLDER if older else CURRENT))
+    optimizer, weight = cls.from_config(original.get_config()), tf.Variable(1.0)
+    overflow_after_a_step(optimizer, weight)
+    assert float(weight) == 0.5
+    for each in (optimizer, copy.deepcopy(optimizer)):
+        assert isinstance(each, cls)
+        assert each.__class__ is cls
+        assert int(each.steps_skipped) == 1
+
+
+def counting(base, name):
+    """A subclass with attributes of its own, set before and after the constructor it inherits."""
+
+    class Counting(base):
+        momentums = None
+
+        def __init__(self, *args, **kwargs):
+            self.early, self._hidden = "early", "hidden"
+            super().__init__(*args, **kwargs)
+            self.rates, self.last = [], None
+
+        def apply_gradients(self, grads_and_vars):
+            self.rates.append(float(self.learning_rate))
+            return super().apply_gradients(grads_and_vars)
+
+    Counting.__name__ = Counting.__qualname__ = name
+    return Counting
+
+
+Counting, CountingOlder = counting(CURRENT, "Counting"), counting(OLDER, "CountingOlder")
+
+
+@pytest.mark.parametrize("make", [Counting, lambda inner: CountingOlder(inner, "dynamic")])
+def test_attributes_of_ones_own_are_kept_and_misspelt_settings_refused(optimizers, make):
+    optimizer = make(optimizers.SGD(0.5, momentum=0.5))
+    overflow_after_a_step(optimizer, tf.Variable(1.0))
+    optimizer.tag, optimizer.last = "x", 3
+    others = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
+    for each in (optimizer, *others):
+        assert type(each).__name__ == type(optimizer).__name__
+        assert (each.tag, each.last, [*each.rates]) == ("x", 3, [0.5, 0.5])
+        assert (each.early, each._hidden) == ("early", "hidden")
+        assert "rates" not in vars(each.inner_optimizer)
+    assert not {"tag", "rates"} & {*optimizer.get_config()}
+    # A name close to a setting's can be had by giving it a default in the class.
+    optimizer.momentums = 7
+    for each in (optimizer, made(optimizers)):
+        before = dict(vars(each)), dict(vars(each.inner_optimizer))
+        for name in ("momentun", "learningrate", "clip_norm", "nestrov"):
+            with pytest.raises(AttributeError, match="Did you mean"):
+                setattr(each, name, 0.25)
+            with pytest.raises(AttributeError, match=f"has an attribute '{name}'"):
+                getattr(each, name)
+        with pytest.raises(AttributeError, match="SGD has no setting 'beta_1'"):
+            each.beta_1 = 0.5
+        assert (vars(each), vars(each.inner_optimizer)) == before

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import lossscale
-from fresh import Program
+from forks import Program
 
 SOURCES = pathlib.Path(lossscale.__file__).parent
 PAGE = pathlib.Path(__file__).parents[2] / "docs/internals/design.md"

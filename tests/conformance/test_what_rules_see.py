@@ -12,7 +12,7 @@ import pytest
 from conformance.recordings import GRADIENTS, VALUES, spoiled
 from conformance.wrappers import BACKEND
 from lossscale.rules import DynamicScale, ScaleRule, StatsRequest
-from noting import ALL, EDGES, Noting
+from recording_rule import ALL, EDGES, RecordingRule
 
 
 def gradients(factor, spoil=None):
@@ -22,7 +22,7 @@ def gradients(factor, spoil=None):
     return made
 
 
-class Following(Noting):
+class Following(RecordingRule):
     """Doubles the scale until the largest gradient is large or many are, as far as it sees them."""
 
     # As of a rule that says nothing of its scales.
@@ -67,7 +67,7 @@ def test_a_rule_sees_what_numpy_sees_and_can_follow_it(wrapper, needs):
 
 
 def test_without_a_gradient_a_variable_is_not_counted(wrapper):
-    harness = wrapper.make(VALUES, "sgd", Noting())
+    harness = wrapper.make(VALUES, "sgd", RecordingRule())
     with wrapper.missing_gradient():
         harness.step([GRADIENTS[0], None])
     recorded = harness.rule_state()

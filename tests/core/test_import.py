@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from core.source_tree import FRAMEWORKS, imports, modules
-from fresh import Program
+from forks import Program
 
 # A part is a file or a folder of src/lossscale; `lossscale` is the package itself. Each may import
 # itself, those that are named here, and the frameworks at the end, whose names begin with a star;
@@ -22,7 +22,8 @@ ARROWS = {
     "arguments": "errors checks rules",
     "members": "errors arguments rules",
     "optimizer": "errors members registry rules",
-    "diagnosis": "errors checks packages rules common keras torch optax *keras *jax *torch **any",
+    "diagnosis": "errors checks packages rules common monitoring jax keras torch optax *keras *jax "
+    "*torch *tensorflow **any",
     "monitoring": "errors checks packages rules",
     "callbacks": "errors packages registry optimizer monitoring",
     "common": "errors packages rules monitoring",
@@ -30,7 +31,7 @@ ARROWS = {
     "tensorflow": "errors packages rules registry common monitoring *tensorflow",
     "keras_common": "errors checks packages rules arguments members common",
     "torch": "errors checks packages rules arguments members optimizer common monitoring *torch",
-    "optax": "errors checks packages rules arguments common jax monitoring *jax *optax",
+    "optax": "errors checks packages registry rules arguments common jax monitoring *jax *optax",
     # A backend of Keras imports its own framework as well.
     "keras": "errors packages rules registry members arguments optimizer old_formats common "
     "keras_common tensorflow jax torch callbacks *keras",

@@ -1,6 +1,6 @@
 """A file of ours loads whatever the order of imports; isort puts lossscale before tensorflow."""
 
-import fresh
+import forks
 
 # All modules below the roots stay imported, so that another import runs the root module alone, in
 # milliseconds, by the finders. TensorFlow's is left out: to other modules it is an import of Keras,
@@ -115,5 +115,5 @@ print(len(orders), "orders")
 
 
 def test_a_file_loads_whatever_the_order_of_imports():
-    done = fresh.Program(PROGRAM, module="tensorflow").finished()
+    done = forks.Program(PROGRAM, module="tensorflow").finished()
     assert (done.returncode, done.stdout) == (0, "9 orders\n"), done.stderr

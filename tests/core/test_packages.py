@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import lossscale
-from lossscale.cli import main
 from lossscale.errors import MissingPackageError
-from lossscale.packages import INCLUDED, PACKAGES, install_command
+from lossscale.packages import EXTRAS as EXTRA_OF
+from lossscale.packages import INCLUDED, install_command
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -42,10 +42,9 @@ def extras_in(message):
     return re.search(r'pip install "lossscale\[([\w,-]+)\]"', message)[1].split(",")
 
 
-@pytest.mark.parametrize("module", PACKAGES)
+@pytest.mark.parametrize("module", EXTRA_OF)
 def test_the_extra_of_a_package_installs_it(module):
-    distribution, extra = PACKAGES[module]
-    assert distribution in installed_by(extra)
+    assert module in installed_by(EXTRA_OF[module])
 
 
 def test_an_extra_includes_what_it_is_said_to():
@@ -57,35 +56,6 @@ def test_an_extra_includes_what_it_is_said_to():
 def test_a_command_names_nothing_twice():
     assert install_command(["keras", "tensorflow"]) == 'pip install "lossscale[tensorflow]"'
     assert install_command(["torch", "torch"]) == 'pip install "lossscale[torch]"'
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
-    # It may be imported with another backend.
-    monkeypatch.delitem(sys.modules, "keras", raising=False)
-    Path("old.index").touch()
-    return tmp_path
-
-
-NEEDS = {
-    "info": (["info"], set()),
-}
-
-
-@pytest.mark.parametrize("command", NEEDS)
-def test_each_command_names_each_package_that_it_needs(command, folder, monkeypatch, capsys):
-    arguments, needed = NEEDS[command]
-    for absent in sorted(needed):
-        with monkeypatch.context() as patched:
-            patched.setitem(sys.modules, absent, None)
-            assert main(arguments) == 1
-        out, err = capsys.readouterr()
-        distribution = PACKAGES[absent].distribution
-        assert err.startswith(f"lossscale: {distribution} not found: "), (absent, err)
-        assert (out, err.count("\n")) == ("", 1)
-        assert any(distribution in installed_by(extra) for extra in extras_in(err))
 
 
 # What asks for a package, and the extra that has it.
@@ -129,7 +99,7 @@ for ask in asked:
 def test_the_library_alone_names_what_each_of_its_parts_needs():
     done = subprocess.run(
         # Without frameworks nothing can be imported in this process, where they are loaded.
-        [sys.executable, "-c", BARE % ((set(PACKAGES), list(ASKED)),)],
+        [sys.executable, "-c", BARE % ((set(EXTRA_OF), list(ASKED)),)],
         env=os.environ,
         capture_output=True,
         text=True,
@@ -163,7 +133,7 @@ for ask in asked:
 def test_an_attribute_that_needs_a_missing_package_is_none_that_hasattr_finds():
     program = BARE.replace("for ask in asked:\n", READING + "for ask in asked:\n", 1)
     done = subprocess.run(
-        [sys.executable, "-c", program % ((set(PACKAGES), list(ATTRIBUTES)),)],
+        [sys.executable, "-c", program % ((set(EXTRA_OF), list(ATTRIBUTES)),)],
         env=os.environ,
         capture_output=True,
         text=True,

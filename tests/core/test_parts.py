@@ -55,17 +55,6 @@ def test_it_is_named_in_the_last_line_and_demanded_by_ci(
     assert run.main() == 1
 
 
-def test_the_compiler_for_gpus_is_that_of_jaxlib():
-    pins = pathlib.Path(run.ROOT, "constraints.txt").read_text(encoding="utf-8").split()
-    [version] = [pin.partition("==")[2] for pin in pins if pin.startswith("jaxlib==")]
-    assert {f"{wheel}=={version}" for wheel in xla_gpu.WHEELS} <= set(pins)
-
-
-def test_ci_demands_it():
-    ci = pathlib.Path(run.ROOT, ".ci", "run").read_text(encoding="utf-8")
-    assert f"export {run.DEMAND}=1" in ci
-
-
 def test_the_list_of_what_the_device_cannot_do_is_short_and_true():
     assert len(device.CANNOT) <= 10
     tests = "".join(

@@ -7,8 +7,6 @@ import inspect
 import pathlib
 import pydoc
 import re
-import subprocess
-import sys
 import tomllib
 from importlib import metadata
 
@@ -160,56 +158,6 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
     assert not hasattr(lossscale, "plotting")
     with pytest.raises(AttributeError, match="'lossscale' has no attribute 'plotting'"):
         lossscale.plotting  # noqa: B018
-
-
-PROGRAM = """\
-from typing import Any
-
-import lossscale
-
-
-def train(inner: Any, loss: Any, gradients: list[Any], weights: list[Any]) -> float:
-    optimizer = lossscale.LossScaleOptimizer(inner, initial_scale=2.0**10, dynamic_growth_steps=5)
-    scaled = optimizer.get_scaled_loss(loss)
-    unscaled = optimizer.get_unscaled_gradients([scaled])
-    optimizer.apply_gradients(zip(unscaled, weights))
-    optimizer.minimize(lambda: loss, weights)
-    optimizer.learning_rate = 0.5
-    skipped: int = int(optimizer.steps_skipped)
-    rule: lossscale.ScaleRule = optimizer.rule
-    again: lossscale.LossScaleOptimizer = type(optimizer).from_config(optimizer.get_config())
-    return float(again.loss_scale) + skipped + float(rule.init().scale)
-
-
-class Counting(lossscale.keras.LossScaleOptimizer):
-    def get_scaled_loss(self, loss: Any) -> Any:
-        return super().get_scaled_loss(loss)
-
-
-Counting(None, rule=lossscale.FixedScale(128.0))
-"""
-MISTAKES = {
-    "lossscale.LossScaleOptimizer(None, initial_scal=3)": "call-overload",
-    "lossscale.LossScaleOptimizer(None, dynamic='dynamic')": "call-overload",
-    "lossscale.LossScaleOptimizer()": "call-overload",
-    "lossscale.LossScaleOptimizer(None).get_scaled_loss()": "call-overload",
-    "lossscale.LossScaleOptimizer(None).minimize(los=None)": "call-arg",
-    "lossscale.LossScaleOptimizer(None).apply_gradients(3)": "arg-type",
-    "lossscale.DynamicScale(initial_scale='high')": "arg-type",
-}
-
-
-def test_a_type_checker_knows_the_members_and_finds_mistakes(tmp_path):
-    program = tmp_path / "program.py"
-    first = PROGRAM.count("\n") + 1
-    program.write_text(PROGRAM + "".join(f"{mistake}\n" for mistake in MISTAKES))
-    # As the package itself is checked, so that what was found then need not be found again.
-    command = [sys.executable, "-m", "mypy", "--follow-imports", "silent", str(program)]
-    said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout
-    found = re.findall(r"program\.py:(\d+): error: .* \[([a-z-]+)\]", said)
-    expected = [(str(first + row), code) for row, code in enumerate(MISTAKES.values())]
-    # Of an overloaded call there may be two.
-    assert list(dict.fromkeys(found)) == expected, said
 
 
 # These have tests of their examples themselves.

@@ -38,6 +38,12 @@ lossscale.LossScaleOptimizer(inner, decide="both")
 lossscale.LossScaleOptimizer("adam")
 lossscale.LossScaleOptimizer(inner, initial_scal=8)
 lossscale.torch.GradScaler().step("adam")
+lossscale.DynamicScale(initial_scale="high")
+lossscale.LossScaleOptimizer(inner).minimize(los=None)
+lossscale.LossScaleOptimizer()
+lossscale.torch.Monitor(optimizer, on_floor="stop")
+lossscale.DynamicScale(growth=3)
+lossscale.torch.guard("model", optimizer)
 """
 FIRST_MISTAKE = 8
 
@@ -120,6 +126,7 @@ def runs():
 
 def without_modules(said):
     """A type as a user would write it."""
+    said = re.sub(r"tuple\[[^][]*?, fallback=([\w.]+)\]", r"\1", said)
     said = re.sub(r"tuple\[.*?, fallback=([\w.]+)\]", r"\1", said)
     said = said.replace("'] | Literal['", "', '")
     return re.sub(r"\b(?:\w+\.)+(?=\w)", "", said)
@@ -157,4 +164,5 @@ def test_a_users_program_has_the_types_that_it_says(program):
 def test_a_type_checker_finds_mistakes():
     wrong = {*range(FIRST_MISTAKE, MISTAKES.count("\n") + 1)}
     assert {number for number, _ in by_pyright("mistakes")} == wrong
-    assert {number for number, _ in by_mypy("mistakes")} == wrong
+    # mypy is not shown the file of `torch.nn.Module`, which might be any class.
+    assert {number for number, _ in by_mypy("mistakes")} == wrong - {max(wrong)}

@@ -348,14 +348,22 @@ def test_a_loss_that_is_another_in_each_pass_is_unknown():
 
 
 class Failing(Model):
+    """Raises what an error is given by in the pass in float16."""
+
     def __call__(self, batch, scale, half, **keywords):
         if half:
-            raise RuntimeError("no kernel for Half\nand more")
+            raise self.ends("no kernel for Half\nand more")
         return super().__call__(batch, scale, half, **keywords)
 
 
 UNKNOWN = {
-    "no kernels": (Failing({"w": spread(-6, 0)}), "does not run in float16 here: no kernel"),
+    **{
+        error.__name__: (
+            Failing({"w": spread(-6, 0)}, ends=error),
+            "does not run in float16 here: no kernel",
+        )
+        for error in (RuntimeError, NotImplementedError, TypeError)
+    },
     "NaN": (
         Model({"w": np.array([1.0, np.nan], np.float32)}),
         "a gradient is not finite in float32",

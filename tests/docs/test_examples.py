@@ -8,7 +8,7 @@ import re
 import pytest
 
 from conformance.wrappers import TABLE
-from fresh import Program
+from forks import Program
 from pages import outputs, programs
 
 ROOT = pathlib.Path(__file__).parents[2]

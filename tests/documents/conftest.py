@@ -8,12 +8,14 @@ import pytest
 import tensorflow as tf
 
 import two_devices
-from documents import forms
+from documents import documented_classes
 
 two_devices.split_cpu()
 
 
-@pytest.fixture(params=[forms.CURRENT, forms.EXPERIMENTAL], ids=lambda form: form.name)
+@pytest.fixture(
+    params=[documented_classes.CURRENT, documented_classes.EXPERIMENTAL], ids=lambda form: form.name
+)
 def form(request):
     """The documented class: that of TensorFlow 2.4 and later, and that of 2.0 to 2.3."""
     return request.param
@@ -24,7 +26,7 @@ def stepped(request):
     """Makes a step of a function: the function itself, or a `tf.function` of it."""
     if request.param == "eager":
         return lambda function: function
-    # To translate a lambda, AutoGraph reads all of its file: see autographs.py for that.
+    # To translate a lambda, AutoGraph reads all of its file: conformance/test_programs.py has that.
     return functools.partial(tf.function, autograph=False)
 
 

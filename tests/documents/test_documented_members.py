@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import lossscale
 from backends.support import assert_same, number
-from documents import forms
-from documents.forms import INF, everything, overflow, sgd
+from documents import documented_classes
+from documents.documented_classes import everything, overflow, sgd
 
 
 def test_a_first_scale_below_1_is_its_own_floor(form, var):
@@ -16,26 +15,6 @@ def test_a_first_scale_below_1_is_its_own_floor(form, var):
     overflow(optimizer, var)
     assert form.scale_of(optimizer) == 0.25
     assert optimizer.steps_skipped == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("initial_scale", (0, -1, INF, float("nan"), 2.0**127, "8", True)),
-        ("dynamic_growth_steps", (0, -1, 2.7, "3")),
-        ("dynamic", (8,)),
-    ],
-)
-def test_arguments_that_cannot_be_used_are_refused(name, values):
-    inner = sgd()
-    for value in values:
-        said = "dynamic=False, initial_scale=8" if name == "dynamic" else name
-        with pytest.raises(TypeError if name == "dynamic" else ValueError, match=said):
-            lossscale.LossScaleOptimizer(inner, **{name: value})
-    with pytest.raises(ValueError, match="initial_scale"):
-        lossscale.LossScaleOptimizer(inner, dynamic=False, initial_scale=0)
-    # The inner optimizer was not taken.
-    lossscale.LossScaleOptimizer(inner)
 
 
 def test_set_weights_before_the_first_step_says_that_it_is_too_early(form):
@@ -80,19 +59,10 @@ def test_what_programs_read_that_is_on_no_page(form):
     assert optimizer._optimizer is inner
     assert not hasattr(optimizer._optimizer, "_optimizer")
     assert float(optimizer._loss_scale()) == 8.0
-    if form is forms.EXPERIMENTAL:
+    if form is documented_classes.EXPERIMENTAL:
         loss_scale = optimizer.loss_scale
         assert float(loss_scale._current_loss_scale) == 8.0
         assert int(loss_scale._num_good_steps) == 0
-
-
-def test_minimize_takes_the_variables_that_it_is_given_or_all_trainable_ones_of_the_loss(form):
-    first, second = tf.Variable(1.0), tf.Variable(2.0)
-    frozen = tf.Variable(3.0, trainable=False)
-    optimizer = form.dynamic(sgd())
-    for variables, expected in ((None, [0.5, 1.0, 3.0]), ([first], [0.25, 1.0, 3.0])):
-        optimizer.minimize(lambda: first**2 + second**2 + frozen**2, variables)
-        assert [v.numpy() for v in (first, second, frozen)] == expected
 
 
 @pytest.mark.parametrize("make", [tf.Variable, keras.Variable])
@@ -188,7 +158,7 @@ def test_gradients_that_are_no_list_are_a_type_error(form):
 def test_a_third_argument_of_apply_gradients_is_what_it_was_or_refused(form, var, third):
     optimizer = form.dynamic(sgd(1.0), 8)
     (gradient,) = optimizer.get_unscaled_gradients([optimizer.get_scaled_loss(tf.ones_like(var))])
-    if form is forms.EXPERIMENTAL:
+    if form is documented_classes.EXPERIMENTAL:
         optimizer.apply_gradients([(gradient, var)], None, third)
         assert var.numpy() == 0.0
         return

@@ -13,7 +13,7 @@ import tensorflow as tf
 import lossscale
 from backends.support import assert_same
 from core import oracle
-from documents.forms import everything, sgd
+from documents.documented_classes import everything, sgd
 from lossscale import experimental
 from lossscale.experimental import DynamicLossScale, FixedLossScale, LossScale
 from seeding import seed

@@ -10,7 +10,7 @@ from keras.src.trainers import trainer
 
 import lossscale
 from backends.support import assert_same
-from documents.forms import everything
+from documents.documented_classes import everything
 from lossscale import experimental
 from seeding import seed
 

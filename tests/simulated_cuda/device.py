@@ -31,8 +31,12 @@ CANNOT = {
     "test_a_compiled_forward_pass": "inductor generates kernels of Triton, for a real GPU",
     "test_two_ranks_on_one_device": "other processes have no simulated device",
 }
-"""Tests of what the device cannot do, and why. It knows nothing of time, of a GPU's rounding, of
-NCCL, and of memory that the allocator gives to another stream."""
+"""Tests of what the device cannot do, and why.
+
+It knows nothing of time, of a GPU's rounding, of NCCL, of a `torch.Generator` on the device (which
+Keras' initializers ask for), and of memory that the allocator gives to another stream.
+"""
+
 
 _driver: Any = None
 
@@ -111,8 +115,17 @@ def _replaced(torch: Any) -> dict[str, Any]:
     def exchange(device: int) -> int:
         return int(_driver.simulated_exchange_device(device))
 
-    def stream(device: Any = None, priority: int = 0) -> Any:
-        return torch.Stream(torch.device("cuda", index(device)))
+    class Stream:
+        """A class, because annotations name it."""
+
+        def __new__(cls, device: Any = None, priority: int = 0) -> Any:
+            return torch.Stream(torch.device("cuda", index(device)))
+
+    class Event:
+        """A class, because annotations name it."""
+
+        def __new__(cls, *_: Any, **__: Any) -> Any:
+            return torch.Event("cuda")
 
     def synchronize(device: Any = None) -> None:
         torch.accelerator.synchronize(index(device))
@@ -125,7 +138,8 @@ def _replaced(torch: Any) -> dict[str, Any]:
         "current_device": lambda: exchange(-1),
         "set_device": lambda device: exchange(index(device)),
         "_exchange_device": exchange,
-        "_maybe_exchange_device": exchange,
+        # One function under two names confuses PyTorch's compiler.
+        "_maybe_exchange_device": lambda device: exchange(device),
         "get_device_name": lambda device=None: "simulated",
         "get_device_capability": lambda device=None: (9, 0),
         "is_bf16_supported": lambda including_emulation=True: True,
@@ -135,8 +149,8 @@ def _replaced(torch: Any) -> dict[str, Any]:
         "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
         "synchronize": synchronize,
         "set_sync_debug_mode": lambda mode: _driver.simulated_waits_raise(mode in (2, "error")),
-        "Stream": stream,
-        "Event": lambda *_, **__: torch.Event("cuda"),
+        "Stream": Stream,
+        "Event": Event,
         "stream": lambda given: given or contextlib.nullcontext(),
         "current_stream": lambda device=None: torch.accelerator.current_stream(index(device)),
         "default_stream": lambda device=None: torch.Stream(

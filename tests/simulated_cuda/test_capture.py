@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lossscale
-from benchmarks.gpu_torch import SCALERS, Way
+from benchmarks.frameworks.torch_native import SCALERS, Way
 from lossscale import FixedScale
 from lossscale.torch import LossScaleOptimizer, guard
 from simulated_cuda.device import taken

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.gpu_torch import SCALERS, WAYS, Way
+from benchmarks.frameworks.torch_native import SCALERS, WAYS, Way
 from simulated_cuda import device
 
 FLAGS = {"single": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}

@@ -15,6 +15,7 @@ import typing
 import pytest
 
 import lossscale
+from lossscale.diagnosis import report
 
 FRAMEWORK = os.environ.get("LOSSSCALE_TEST_KERAS", os.environ["KERAS_BACKEND"])
 PROGRAMS = {
@@ -53,7 +54,12 @@ def named(library):
             "GradientTransformationExtraArgs": transformation,
             "LossScaleState": lossscale.optax.LossScaleState,
         }
-    return {"Tensor": sys.modules["torch"].Tensor} if library == "torch" else {}
+    if library == "torch":
+        import torch
+
+        schedule = torch.optim.lr_scheduler.ExponentialLR
+        return {"Tensor": torch.Tensor, "Linear": torch.nn.Linear, "ExponentialLR": schedule}
+    return {}
 
 
 @pytest.mark.parametrize("program", PROGRAMS[FRAMEWORK])
@@ -66,14 +72,15 @@ def test_what_type_checkers_reveal_is_so_in_a_run(program, monkeypatch):
         return value
 
     monkeypatch.setattr(typing, "reveal_type", reveal)
-    runpy.run_path(str(path))
+    ran = runpy.run_path(str(path))
     lines = path.read_text(encoding="utf-8").splitlines()
     assert {number for number, _ in revealed} == {
         number for number, line in enumerate(lines, 1) if "reveal_type(" in line
     }
-    names = {"Any": typing.Any, "Literal": typing.Literal, "ScaleRule": lossscale.ScaleRule}
-    names |= dict.fromkeys(["AroundKeras", "AroundTorch"], lossscale.LossScaleOptimizer)
-    names |= named(FRAMEWORK)
+    names = dict.fromkeys(["AroundKeras", "AroundTorch"], lossscale.LossScaleOptimizer)
+    for module in (typing, lossscale, lossscale.monitoring, report, sys.modules.get("keras")):
+        names |= vars(module) if module else {}
+    names |= ran | named(FRAMEWORK)
     for number, value in revealed:
         said = re.search(r"# (.*?)(, mypy: .*)?$", lines[number - 1])[1]
         assert is_of(value, eval(said, names)), (lines[number - 1], type(value))

@@ -139,6 +139,6 @@ ENTRY %main (a: f32[4,2], b: f16[10]) -> (f32[4,2], f32[]) {
 
 
 def test_the_texts_that_xla_writes_are_read():
-    found = xla_gpu.counts(xla_gpu.Program(HLO, THUNKS, "@annotate_device_placement", 7, ""))
+    found = xla_gpu.counts(xla_gpu.Program(HLO, THUNKS, "@annotate_device_placement", 7))
     moved = 10 * 2 + 10 + 10 + 2 * 32
     assert found == xla_gpu.Counts(6, 4, 1, 2, 2, 1, moved, 7)

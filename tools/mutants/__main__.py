@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 
-from fresh import Program
+from forks import Program
 from tools import ROOT
 from tools.mutants.edits import PACKAGES
 from tools.mutants.mutants import ALL, TENSORFLOW, TF_KERAS, Mutant

@@ -210,12 +210,12 @@ tests/frameworks/keras/test_training.py
         -k overwritten
 tests/frameworks/keras/test_handover.py
     keras_common _Record.is_elsewhere: self.graph is not None and graph is None -> False
-        -k wherever_they_run
+        -k groups
     keras_common ScaleLedger._scaled_or_unscaled: len(kinds) > 1 -> False  -k says_what_to_write
 tests/conformance/test_page_matrix.py -k iterations_count
     keras StepCounter.assign: ops.minimum(self._skipped, value) -> self._skipped + 0
     keras StepCounter.assign: value - skipped -> value
-tests/frameworks/keras/test_programs.py -k translated
+tests/conformance/test_programs.py -k translated
     common do_not_convert: function.autograph_info__ = {} -> pass
     tensorflow translated: tf.executing_eagerly() -> True
 tests/frameworks/keras/test_persistence.py
@@ -275,8 +275,8 @@ tests/frameworks/jax/test_monitor.py
     optax _name: not is_key -> True  -k put_down_to_its_own
     optax Monitor.step: watched.steps_skipped is self._watched.steps_skipped -> False  -k is_shown
 tests/frameworks/jax/test_diagnose.py
-    diagnosis on jax JaxGradientFunction._owns: owned is None or ... -> True
-tests/frameworks/jax/test_mistakes.py
+    diagnosis on jax JaxGradientFunction._owned_ones: any(...) -> True
+tests/frameworks/jax/test_wrong_calls.py
     optax is_array: isinstance(...) -> True  -k functions_in_it
     optax _check_single: jnp.ndim(value) -> False  -k state_of_several
     optax value_and_grad: isinstance(found[0][1], _Result) -> True  -k returns_no_value
@@ -302,6 +302,20 @@ tests/frameworks/torch/test_two_wrappers.py
     torch ScaledGradients.settle: self in each.record.sets -> False  -k the_scale_falls
     torch LossScaleOptimizer._leave_out: not record.has_own_loss -> False  -k no_step
     torch Engine.put_into_set: each.record.decision = None -> pass  -k share_parameters
+tests/frameworks/torch/test_scaled_gradients.py
+    torch ScaledGradients.add: each.settle(whole=True) -> pass  -k five_calls
+    torch ScaledGradients.leave: self.info = self.info.without(info.ids) -> pass  -k five_calls
+    torch GradientRecord.copy_to: memo.get(id(each)) -> None  -k random_programs
+    torch Engine.restart: each.leave(info) -> pass  -k random_programs
+tests/frameworks/torch/test_state.py
+    torch Engine.check_restart: float(each.by.on(CPU).scale) != number -> False
+        -k of_another_scale
+    torch Engine.scaled_by: len(numbers) > 1 -> False  -k two_scales
+tests/frameworks/torch/test_beside_torch.py
+    torch GradScaler._move_as_torch: super().update() -> pass  -k four_calls
+    torch GradScaler.unscale_: stage is OptState.UNSCALED -> False  -k four_calls
+    torch GradScaler._step_that_skips_by_itself: entry['stage'] = OptState.STEPPED; return result
+        -> return result  -k four_calls
 tests/frameworks/torch/test_clipping.py
     torch coefficient: 1.0 -> 2.0
 tests/frameworks/torch/test_guard.py
@@ -309,6 +323,8 @@ tests/frameworks/torch/test_guard.py
     torch GuardedScheduler._holds: now >= self._seen -> True
 tests/frameworks/torch/test_grad_scaler_defects.py
     torch unscale_and_check_: recheck -> False  -k d20
+    torch GradScaler._move_as_torch: torch.fmax(...) -> pass  -k put_back
+    torch GradScaler._unscale_several: check(each) -> pass  -k list_of_optimizers
     torch GradScaler._step_that_skips_by_itself: del optimizer.grad_scale, optimizer.found_inf
         -> pass  -k d25
 tests/frameworks/torch/test_processes.py
@@ -318,7 +334,7 @@ tests/frameworks/torch/test_processes.py
     torch grad_norm: info.copies(gradient) -> 1  -k the_norm
 tests/frameworks/torch/test_ranks.py
     torch _groups_along: placement.is_replicate() -> not placement.is_shard()
-tests/frameworks/torch/test_mistakes.py
+tests/frameworks/torch/test_wrong_calls.py
     torch _dense: not gradient.is_coalesced() -> False  -k one_index
     torch LossScaleOptimizer._unscale_: if decision.empty: return decision
         -> pass  -k before_there_are_gradients

@@ -1,7 +1,7 @@
 """The recipes of docs/trainers.md with torchtitan and Ray, and torchao's optimizers.
 
-It runs where these are installed (CONTRIBUTING.md has the commands), and says of each what came of
-it.
+`python -m tools.peers.large_trainers` takes some minutes. It runs where these are installed, in an
+environment of its own (CONTRIBUTING.md has the commands), and says of each what came of it.
 """
 
 from __future__ import annotations

@@ -301,7 +301,7 @@ class TFKerasRestorePlan(RestorePlan):
         self.optimizer._build(list(variables))
 
     def _built_with(self) -> list[Any]:
-        return [each for group in self.optimizer._trained for each in group]
+        return [each for group in self.optimizer._built_groups for each in group]
 
     def _key(self, variable: Any) -> Any:
         return variable._unique_id

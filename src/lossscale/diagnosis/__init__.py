@@ -1,4 +1,4 @@
-"""Whether a model needs loss scaling in float16, and which rule: `diagnose` measures it."""
+"""`diagnose` measures whether a model needs loss scaling; `explain` names what is not finite."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from lossscale.checks import checked_above_zero
 from lossscale.errors import ArgumentTypeError
 from lossscale.packages import require
 
 if TYPE_CHECKING:
     from lossscale.diagnosis.report import Report
+    from lossscale.monitoring.explanation import Explanation
 
-__all__ = ["diagnose"]
+__all__ = ["diagnose", "explain"]
 
 
 def diagnose(
@@ -80,6 +82,55 @@ def diagnose(
     batches = batches_of(x, y, sample_weight, batch_size)
     options = {"max_batches": max_batches, "tolerance": tolerance}
     return make_report(run, batches, model=model.name, setting=run.setting, **options)
+
+
+def explain(
+    model: Any,
+    x: Any,
+    y: Any = None,
+    *,
+    sample_weight: Any = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    parameters: Iterable[Any] | None = None,
+    scale: float = 2.0**15,
+) -> Explanation:
+    """Explains why a step on a batch would be skipped: the first operation that is not finite.
+
+    Computes the loss and its gradients as `diagnose` does, operation by operation, which takes many
+    times as long as a step. The model stays unchanged. Weights must be those of the step.
+
+    Args:
+        model: A built model of Keras 3, compiled unless `loss_fn` is given.
+        x: The inputs of one batch: arrays of shape (rows, ...), in a list or dictionary if the
+            model has several.
+        y: The targets of the batch, or None.
+        sample_weight: The weights of the rows, arrays of shape (rows,), or None.
+        loss_fn: As for `diagnose`.
+        parameters: As for `diagnose`.
+        scale: The loss scale of the step.
+
+    Returns:
+        The explanation. Its cause is "unknown" if the forward and the backward pass are finite.
+
+    Raises:
+        ArgumentTypeError: If `model` is not a model of Keras 3, or `loss_fn` does not return a
+            loss.
+        ArgumentError: If its loss is not known, it has no variables, or `scale` is not a number
+            above 0.
+
+    Examples:
+        >>> explain("model", [1.0])
+        Traceback (most recent call last):
+        ...
+        lossscale.errors.ArgumentTypeError: The first argument must be a model of Keras 3.
+        Received: 'model' of type str.
+    """
+    require("numpy")
+    _check_is_keras(model)
+    from lossscale.diagnosis.keras import KerasGradientFunction, one_batch
+
+    run = KerasGradientFunction(model, loss_fn, parameters)
+    return run.explain(one_batch(x, y, sample_weight), checked_above_zero("scale", scale))
 
 
 def _check_is_keras(model: Any) -> None:

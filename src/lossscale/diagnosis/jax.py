@@ -14,9 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lossscale.checks import checked_above_zero
+from lossscale.diagnosis.jaxpr_watch import JaxprWatch, small_numbers
 from lossscale.diagnosis.measurement import Pass, checked_loss
+from lossscale.diagnosis.origins import explain_pass
 from lossscale.diagnosis.report import Report, make_report
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.monitoring.explanation import Explanation
 from lossscale.optax.overflow_check import is_gradient
 from lossscale.optax.overflow_tracking import named_leaves
 
@@ -40,8 +44,7 @@ def diagnose(
     so the function takes the dtype to compute in.
 
     It is compiled by `jax.jit`, once for each kind of pass. Nothing is updated; parameters and
-    batches stay unchanged. If the forward pass overflows,
-    `jax.config.update("jax_debug_infs", True)` names the operation.
+    batches stay unchanged.
 
     Gradients change as a network learns. Measure at the start of training, and again later.
 
@@ -77,6 +80,19 @@ def diagnose(
         >>> report.verdict.value, report.rule.initial_scale > 1
         ('needed', True)
     """
+    run = JaxGradientFunction(params, _checked(loss_fn), _checked_paths(parameters))
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    return make_report(
+        run,
+        batches,
+        model="this loss" if name == "<lambda>" else name,
+        setting=f"JAX, {jax.default_backend()}, compiled, by the loss with dtype=float16",
+        max_batches=max_batches,
+        tolerance=tolerance,
+    )
+
+
+def _checked(loss_fn: Any) -> Any:
     try:
         inspect.signature(loss_fn).bind(None, None, None)
     except TypeError:
@@ -84,19 +100,15 @@ def diagnose(
             f"`loss_fn` must accept the call {CALL} and compute in that dtype, float16 or "
             f"float32. Received: {loss_fn!r}."
         ) from None
+    return loss_fn
+
+
+def _checked_paths(parameters: Any) -> Any:
     if isinstance(parameters, str):
         raise ArgumentTypeError(
             f"`parameters` must be a list. Received: {parameters!r}; write [{parameters!r}]."
         )
-    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    return make_report(
-        JaxGradientFunction(params, loss_fn, parameters),
-        batches,
-        model="this loss" if name == "<lambda>" else name,
-        setting=f"JAX, {jax.default_backend()}, compiled, by the loss with dtype=float16",
-        max_batches=max_batches,
-        tolerance=tolerance,
-    )
+    return parameters
 
 
 class JaxGradientFunction:
@@ -109,31 +121,62 @@ class JaxGradientFunction:
 
     def __call__(self, batch: Any, scale: float, half: bool) -> Pass:
         """Computes a pass."""
+        compute, arrays, key = self._function(batch, half)
+        if key not in self._compiled:
+            exactly = {"xla_allow_excess_precision": False}
+            function = jax.jit(compute, compiler_options=exactly)
+            _check_dtypes(str(function.trace(arrays, scale).jaxpr), half)
+            self._compiled[key] = function
+        loss, gradients = self._compiled[key](arrays, scale)
+        gradients = self._owned_ones(gradients)
+        found = {path: np.asarray(each).astype(np.float32) for path, each in gradients.items()}
+        return Pass(float(loss), found)
+
+    def _function(self, batch: Any, half: bool) -> tuple[Any, dict[int, Any], Any]:
+        """Returns a function of arrays and a scale, the arrays, and a key of the function."""
         leaves, structure = jax.tree.flatten((self._params, batch))
         # Other leaves, such as the functions in a model of Equinox, are a part of what is compiled.
         arrays = {
             n: leaf if half else _widened(leaf) for n, leaf in enumerate(leaves) if _is_array(leaf)
         }
         rest = [None if n in arrays else leaf for n, leaf in enumerate(leaves)]
-        key = half, structure, str(rest)
-        if key not in self._compiled:
-            compute = functools.partial(self._compute, half, structure, rest)
-            exactly = {"xla_allow_excess_precision": False}
-            function = jax.jit(compute, compiler_options=exactly)
-            _check_dtypes(str(function.trace(arrays, scale).jaxpr), half)
-            self._compiled[key] = function
-        loss, gradients = self._compiled[key](arrays, scale)
-        paths = [path for path, leaf in named_leaves(self._params) if _is_array(leaf)]
-        found = {
-            path: np.asarray(gradient).astype(np.float32)
-            for path, gradient in zip(paths, gradients.values(), strict=True)
-            if self._owns(path)
-        }
-        return Pass(float(loss), found)
+        compute = functools.partial(self._compute, half, structure, rest)
+        return compute, arrays, (half, structure, str(rest))
 
-    def _owns(self, path: str) -> bool:
-        owned = self._owned
-        return owned is None or any(path == each or path.startswith(f"{each}/") for each in owned)
+    # JAX computes constants with NumPy, which warns of an overflow.
+    @np.errstate(all="ignore")
+    def explain(self, batch: Any, scale: float, half: bool = True) -> Explanation:
+        """Explains why a pass is not finite."""
+        compute, arrays, _ = self._function(batch, False)
+        epsilons = dict(small_numbers(jax.make_jaxpr(compute)(arrays, scale).jaxpr))
+        compute, arrays, _ = self._function(batch, half)
+
+        def owned(arrays: Any, scale: Any) -> Any:
+            loss, gradients = compute(arrays, scale)
+            return loss, list(self._owned_ones(gradients).values())
+
+        closed = jax.make_jaxpr(owned)(arrays, scale)
+        _check_dtypes(str(closed), half)
+        weights = {id(leaf): path for path, leaf in named_leaves(self._params)}
+        inputs = {id(leaf): f"batch/{path}".rstrip("/") for path, leaf in named_leaves(batch)}
+        names = [
+            (weights.get(id(each), inputs.get(id(each), "batch")), id(each) in weights)
+            for each in arrays.values()
+        ]
+        watch = JaxprWatch(closed, [*names, ("scale", False)], epsilons)
+        given = list(arrays.values())
+        wide = functools.partial(self.explain, batch, scale, False)
+        return explain_pass(lambda scale: watch([*given, np.float32(scale)]), scale, wide)
+
+    def _owned_ones(self, gradients: Mapping[int, Any]) -> dict[str, Any]:
+        """The gradients of the parameters that are trained, by path."""
+        paths = [path for path, leaf in named_leaves(self._params) if _is_array(leaf)]
+        owned = paths if self._owned is None else self._owned
+        return {
+            path: gradient
+            for path, gradient in zip(paths, gradients.values(), strict=True)
+            if any(path == each or path.startswith(f"{each}/") for each in owned)
+        }
 
     def _compute(
         self, half: bool, structure: Any, rest: Sequence[Any], arrays: Mapping[int, Any], scale: Any
@@ -152,6 +195,48 @@ class JaxGradientFunction:
         trained = {n: each for n, each in arrays.items() if n < of_params and is_gradient(each)}
         loss, pull = jax.vjp(loss_of, trained)
         return loss, pull(jnp.asarray(scale, loss.dtype))[0]
+
+
+def explain(
+    loss_fn: Callable[[Any, Any, Any], Any],
+    params: Any,
+    batch: Any,
+    *,
+    scale: float = 2.0**15,
+    parameters: Iterable[str] | None = None,
+) -> Explanation:
+    """Explains why a step on a batch would be skipped: the first operation that is not finite.
+
+    Evaluates the loss and its gradients in float16, operation by operation, which takes many times
+    as long as a compiled step.
+
+    Args:
+        loss_fn: As for `diagnose`: a pure function of the parameters, a batch and a dtype.
+        params: The parameters, as for `diagnose`.
+        batch: One batch, a tree of arrays.
+        scale: The loss scale of the step.
+        parameters: The parameters that the optimizer of this loss trains, as for `diagnose`.
+
+    Returns:
+        The explanation. Its cause is "unknown" if the forward and the backward pass are finite.
+
+    Raises:
+        ArgumentTypeError: If `loss_fn` or what it returns have another type.
+        ArgumentError: If `scale` is not a number above 0, there is nothing to train, or `loss_fn`
+            does not compute in `dtype`.
+
+    Examples:
+        >>> def loss_fn(params, batch, dtype):
+        ...     x = batch.astype(dtype) * params["w"].astype(dtype)
+        ...     return jnp.mean((x / (x + 1e-8)).astype(jnp.float32))
+        >>> found = explain(loss_fn, {"w": jnp.ones(3)}, jnp.zeros((2, 3)))
+        >>> str(found.cause), found.operation
+        ('singular', 'div')
+        >>> "the epsilon 1e-08 is 0 in float16" in found.text
+        True
+    """
+    run = JaxGradientFunction(params, _checked(loss_fn), _checked_paths(parameters))
+    return run.explain(batch, checked_above_zero("scale", scale))
 
 
 def _is_array(leaf: Any) -> bool:

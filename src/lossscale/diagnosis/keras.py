@@ -22,10 +22,12 @@ import numpy as np
 
 from lossscale.checks import checked_count
 from lossscale.common.monkeypatch import replace
+from lossscale.diagnosis.keras_watch import Explainer
 from lossscale.diagnosis.measurement import TARGETS, Pass, checked_loss, numbered
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.keras import backends
 from lossscale.keras.private_names import random_functions
+from lossscale.monitoring.explanation import Explanation
 
 _NARROW = ("float16", "bfloat16")
 _WIDER = ("float32", "float64", "bfloat16")
@@ -81,6 +83,27 @@ class KerasGradientFunction:
         loss, gradients, sizes = computed
         found = dict(zip(self._names, map(_on_host, gradients), strict=True))
         return Pass(float(_on_host(loss)), found, {n: float(_on_host(s)) for n, s in sizes.items()})
+
+    # JAX computes constants with NumPy, which warns of an overflow.
+    @np.errstate(all="ignore")
+    def explain(self, batch: Any, scale: float, half: bool = True) -> Explanation:
+        """Explains why a pass is not finite."""
+
+        def forward(values: Sequence[Any], parts: Any) -> Any:
+            loss = checked_loss(self._forward(values, parts, {}), keras.ops.is_tensor)
+            return keras.ops.reshape(keras.ops.cast(loss, "float32"), ())
+
+        def values(half: bool) -> list[Any]:
+            self._set_precision(half)
+            return [_value(variable, half) for variable in self._variables]
+
+        names = [variable.path for variable in self._variables]
+        explainer = Explainer(self._model, forward, (*batch, None, None)[:3], names)
+        with _as_it_was(self._model), _drawn_in_float32():
+            explainer.note_small_numbers(values(False))
+        with _as_it_was(self._model), _drawn_in_float32():
+            wide = functools.partial(self.explain, batch, scale, False)
+            return explainer.explain(values(half), len(self._trained), scale, wide)
 
     def _compute(self, half: bool, values: Sequence[Any], batch: Any, scale: Any) -> Any:
         """Returns the loss, its gradients, and the largest magnitude in each layer's output."""
@@ -387,7 +410,8 @@ def _check_arguments(model: Any, loss_fn: Any) -> None:
             f"{loss_fn!r} of type {type(loss_fn).__name__}. A batch is (x, y, sample_weight); "
             "return the loss."
         )
-    train_step = getattr(model.train_step, "__func__", None)
+    # That of a guarded model wraps its own.
+    train_step = getattr(inspect.unwrap(model.train_step), "__func__", None)
     if loss_fn is None and train_step is not keras.Model.train_step:
         raise ArgumentError(_lines_to_write(model))
     if loss_fn is None and not model.compiled:
@@ -469,7 +493,7 @@ def batches_of(x: Any, y: Any, sample_weight: Any, batch_size: int) -> Iterable[
             "If `x` is an iterable of batches, `y` and `sample_weight` must be None. Received: "
             f"`x` of type {type(x).__name__}. Put them into the batches: (x, y, sample_weight)."
         )
-    return map(_given, x)
+    return map(one_batch, x)
 
 
 def _picked(data: Batch, batch_size: int) -> Iterator[Batch]:
@@ -496,8 +520,13 @@ def _rows_of(rows: Any, array: Any) -> Any:
     return _narrowed(array[rows])
 
 
-def _given(batch: Any) -> Batch:
-    parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+def one_batch(*batch: Any) -> Batch:
+    """Returns a batch, given as one argument or in parts.
+
+    Raises:
+        ArgumentError: If it has more than three parts.
+    """
+    parts = batch if len(batch) > 1 or not isinstance(batch[0], (tuple, list)) else tuple(batch[0])
     if not 1 <= len(parts) <= 3:
         raise ArgumentError(
             "Each batch must be (x,), (x, y) or (x, y, sample_weight). "

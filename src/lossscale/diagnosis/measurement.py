@@ -19,6 +19,7 @@ import numpy as np
 
 from lossscale.checks import checked_count, checked_number
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError, first_line
+from lossscale.monitoring.explanation import Cause, Explanation
 
 LARGEST = 65504.0
 """The largest number of float16."""
@@ -71,6 +72,9 @@ class GradientFunction(Protocol):
 
     def __call__(self, batch: Any, scale: float, half: bool) -> Pass:
         """Computes a pass in float16 or float32 of the loss, which is multiplied by `scale`."""
+
+    def explain(self, batch: Any, scale: float, half: bool) -> Explanation:
+        """Explains why such a pass is not finite."""
 
 
 def numbered(name: str, counts: Counter[str]) -> str:
@@ -129,7 +133,9 @@ class Measurement:
         outputs: The largest magnitude in the float16 output of each operation of the forward pass.
         lowest_exponent: That of the lowest scale at which every gradient is right; 0 for 0 or less.
         highest_exponent: That of the highest scale at which every gradient is finite.
-        overflows_at: Name of the operation, or "the loss", that overflows in float16; "" if none.
+        overflows_at: Name of the operation or the gradient, or "the loss", that is not finite in
+            float16 at any scale; "" if none.
+        explanation: Why it is not, if the operation was found.
         reference: The exponent of the loss scale at which the float32 gradients were computed: 0,
             or higher for a model that casts to float16 itself.
         tolerance: The largest accepted error.
@@ -143,6 +149,7 @@ class Measurement:
     lowest_exponent: int = 0
     highest_exponent: int = _HIGHEST
     overflows_at: str = ""
+    explanation: Explanation | None = None
     reference: int = 0
     tolerance: float = TOLERANCE
     batches: int = 0
@@ -253,7 +260,12 @@ class _Batch:
                 "parameters that `loss_fn` receives, without detaching it."
             )
         if not _is_finite(wide):
-            return self._found(unknown="the loss or a gradient is not finite in float32 already")
+            why = self._explained(half=False)
+            if why is not None and why.in_float16:
+                return self._found(overflows_at="the loss", explanation=why)
+            unknown = "the loss or a gradient is not finite in float32 already"
+            unknown += "" if why is None else f": {why.reason}"
+            return self._found(unknown=unknown, explanation=why)
         try:
             narrow = self._pass(0, half=True)
         except LossScaleError:
@@ -269,7 +281,9 @@ class _Batch:
         over = [name for name, size in self._outputs.items() if math.isinf(size)]
         targets = [name for name in over if name.startswith(TARGETS)]
         if targets or not math.isfinite(narrow.loss):
-            return self._found(overflows_at=[*targets, *over, "the loss"][0])
+            why = None if targets else self._explained()
+            where = [*targets, *over, "the loss"][0]
+            return self._found(overflows_at=where, explanation=why)
         self._errors[0] = _errors(wide, narrow)
         found = self._backward()
         least = _ROUNDING * _largest(self._reference)
@@ -299,9 +313,24 @@ class _Batch:
         if is_right and second >= MARGIN and self._is_finite(second):
             return self._found(highest_exponent=max(predicted, second))
         highest = self._highest_finite(predicted)
+        best = self._best()
+        overflowing = [n for n, e in self._at(min(predicted, 0)).items() if math.isinf(e)]
+        # They are not too large: they are finite at no scale, or only where they are 0.
+        if broken := [name for name in overflowing if best[name] >= NOISE]:
+            where = f"the gradient of {broken[-1]}"
+            return self._found(overflows_at=where, explanation=self._explained())
         self._try_higher(NOISE if is_right else self._tolerance)
         lowest = 0 if self._worst(0) <= self._tolerance else self._find_lowest()
         return self._found(lowest_exponent=lowest, highest_exponent=highest)
+
+    def _explained(self, *, half: bool = True) -> Explanation | None:
+        """Explains why a pass is not finite; None if that is not found out."""
+        try:
+            found = self._run.explain(self._batch, 1.0, half)
+        # Frameworks and models raise many kinds of exceptions; the verdict holds without it.
+        except Exception:
+            return None
+        return None if found.cause is Cause.UNKNOWN else found
 
     def _found(self, **fields: Any) -> Measurement:
         rows = [

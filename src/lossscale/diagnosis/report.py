@@ -1,6 +1,6 @@
 """The verdict on a measurement, and the report. Four questions, in this order:
 
-1. Does something overflow in the forward pass? If so, no loss scale can help.
+1. Is the forward pass not finite, or a gradient at any scale? If so, no loss scale can help.
 2. Does one gradient need a scale at which another overflows? If so, no single scale works.
 3. Is every gradient right without scaling, and far enough from overflow? If so, no loss scale is
    needed.
@@ -28,12 +28,17 @@ from lossscale.diagnosis.measurement import (
     Measurement,
     measure,
 )
+from lossscale.monitoring.explanation import NO_SCALE_HELPS, Cause
 from lossscale.rules import DynamicScale
 
 _LARGEST_EXPONENT = 126
 _BELOW = 20
 """Bits that a rule may go down if no gradient is too small."""
 _WIDTH = 88
+
+
+_OF_FLOAT16 = (Cause.FORWARD_OVERFLOW, Cause.BACKWARD_OVERFLOW, Cause.SINGULAR)
+"""Causes that a dtype with a larger range may remove."""
 
 
 class Verdict(enum.StrEnum):
@@ -43,7 +48,8 @@ class Verdict(enum.StrEnum):
         NOT_NEEDED: Every gradient is right without loss scaling, and far from overflow.
         NEEDED: Without loss scaling, float16 loses a part of a gradient, or is near overflow.
         NO_SINGLE_SCALE: At the scale that one gradient needs, another gradient overflows.
-        CANNOT_HELP: The forward pass, which is not scaled, overflows in float16.
+        CANNOT_HELP: In float16, the forward pass is not finite, which is not scaled, or a gradient
+            is not at any scale.
         UNKNOWN: The loss could not be measured.
     """
 
@@ -75,9 +81,11 @@ def recommend(found: Measurement) -> Recommendation:
     """
     lowest, highest = found.lowest_exponent, found.highest_exponent
     if found.unknown:
-        return Recommendation(Verdict.UNKNOWN, None, found.unknown)
+        advice = "" if found.explanation is None else found.explanation.advice
+        advice = advice.removeprefix(NO_SCALE_HELPS)
+        return Recommendation(Verdict.UNKNOWN, None, found.unknown, advice)
     if found.overflows_at:
-        return _cannot_help(found.overflows_at)
+        return _cannot_help(found)
     if lowest > 0 and lowest > highest - 1:
         return _no_single_scale(found)
     is_right = found.worst_error <= found.tolerance
@@ -115,12 +123,21 @@ def _no_single_scale(found: Measurement) -> Recommendation:
     )
 
 
-def _cannot_help(where: str) -> Recommendation:
+def _cannot_help(found: Measurement) -> Recommendation:
+    where, why = found.overflows_at, found.explanation
+    if why is not None:
+        advice = why.advice.removeprefix(NO_SCALE_HELPS)
+        if why.cause in _OF_FLOAT16:
+            advice += "; or train in bfloat16"
+        return Recommendation(Verdict.CANNOT_HELP, None, why.reason, advice)
     reason = f"{where} overflows in float16"
     advice = f"scale down the input of {where}, or compute it in float32; or train in bfloat16"
     if where.startswith(TARGETS):
         reason = "the targets are beyond the range of float16, the dtype of the model's output"
         advice = "normalize the targets, or compute the last layer in float32"
+    elif where.startswith("the gradient of "):
+        reason = f"{where} is not finite in float16 at any loss scale"
+        advice = "compute that part of the model in float32; or train in bfloat16"
     elif where == "the loss":
         reason = "the loss is not finite in float16"
         advice = "cast the model's outputs to float32, and compute the loss from them"

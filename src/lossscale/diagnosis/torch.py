@@ -25,7 +25,9 @@ from lossscale.common.monkeypatch import replace
 from lossscale.diagnosis.measurement import Pass, checked_loss, numbered
 from lossscale.diagnosis.report import Report, make_report
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from lossscale.monitoring.explanation import Explanation
 from lossscale.torch.ranks import is_spread
+from lossscale.torch.repeated_step import explain
 from lossscale.torch.scaling import real_parts, scaled, widened
 
 LossFn = Callable[[Any, Any], Any]
@@ -122,6 +124,12 @@ class TorchGradientFunction:
             with contextlib.suppress(RuntimeError):
                 return self._pass(tree_map(_widened, batch), scale, half, widen=True)
         return self._pass(batch, scale, half)
+
+    def explain(self, batch: Any, scale: float, half: bool = True) -> Explanation:
+        """Explains why a pass is not finite."""
+        dtype = torch.float16 if half else None
+        with _as_it_was(self._model), _casting_to(dtype), _DrawnInFloat32():
+            return explain(self._model, self._loss_fn, copy.deepcopy(batch), scale=scale)
 
     def _pass(self, batch: Any, scale: float, half: bool, *, widen: bool = False) -> Pass:
         dtype = torch.float16 if half else None

@@ -25,6 +25,8 @@ from lossscale.optimizer import refuse_subclass
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
 if TYPE_CHECKING:
+    from lossscale.optimizer import KerasOptimizer
+
     # The wrapper class of Keras 3 or tf_keras, the next base.
     _Wrapper: Any
 else:
@@ -70,7 +72,11 @@ class LossScaleOptimizer(abc.ABC):  # noqa: B024 - for `register`
     """
 
     def __new__(
-        cls, optimizer: Any, loss_scale: Any, name: str | None = None, **others: Any
+        cls,
+        optimizer: KerasOptimizer,
+        loss_scale: float | str | LossScale,
+        name: str | None = None,
+        **others: Any,
     ) -> Any:
         return class_for(registry.framework_of(optimizer))(optimizer, loss_scale, name, **others)
 

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 from lossscale.common.autograph import do_not_convert
 from lossscale.errors import ArgumentTypeError
 from lossscale.keras_common.optimizer import KerasCommonOptimizer
+from lossscale.members import DocumentedMembers
 from lossscale.packages import warn
 
 Model = TypeVar("Model")
 
 
-def guard(model: Model, *optimizers: Any) -> Model:
+def guard(model: Model, *optimizers: DocumentedMembers) -> Model:
     """Makes a skipped step of a model leave alone what its forward pass changed.
 
     Without it, one batch that overflows float16 in the forward pass leaves the moving averages of

@@ -27,9 +27,9 @@ from lossscale.common.checks import (
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError, UnknownSlotError
 from lossscale.keras_common.scaled_gradients import ScaleLedger
 from lossscale.keras_common.state import ScaleVariables, VariablesOfUser
-from lossscale.keras_common.step import Step, take_step, with_overwritten, without_overwritten
+from lossscale.keras_common.step import take_step, with_overwritten, without_overwritten
 from lossscale.members import DocumentedMembers
-from lossscale.rules import DynamicScale, GradientStats, ScaleRule
+from lossscale.rules import DynamicScale, ScaleRule
 
 Slots = Iterator[tuple[list[str], dict[Any, Any]]]
 """The names of each kind of slot, and its variables by the key of the reference variable."""
@@ -44,8 +44,27 @@ _INSTEAD = {
 class KerasCommonOptimizer(DocumentedMembers):
     """The members shared by Keras 3 and tf_keras: the documented methods, settings, slots, copies.
 
-    A subclass for one of them adds its attributes, its step and its files. The members that it must
-    define are declared first.
+    A subclass for one of them adds its attributes, its step and its files. It defines:
+
+    - `_backend`: operations on arrays and variables, a `Backend` of Keras 3 or `TensorFlowArrays`.
+    - `_check_inner(inner)` checks the optimizer to wrap; `_construct(inner, rule, name)` makes all
+      attributes.
+    - The parts of a step: `_prepared(gradients, variables, aggregate)` builds, and returns the
+      gradients to check and their variables; `_apply_or_skip(stats, step, apply, update)` applies
+      gradients or skips, then updates the loss scale; `_apply(step)`; `_update_scale(stats,
+      state_on_host)` updates the loss scale and the counters.
+    - `_differentiated(loss, variables)`: the gradients of a scaled loss, given as a callable, and
+      the variables they belong to; `_symbolic(loss, variables)`: those of a tensor of the function
+      that is being traced.
+    - `_slots_of_inner()`, `_new_slot(variable, name, initializer)`: the inner optimizer's slots.
+    - `_build_alike(other)` builds a copy for the same variables, which an optimizer knows by
+      identity.
+    - `_inner_values()`: the inner optimizer's variables as arrays; `_set_inner_values(values)`
+      keeps them until the variables exist. `_own_values()`, `_set_own_values(values)`: those of
+      the loss scale and the counters, by name.
+    - For `LossScale` objects of the older API, which may be used without an optimizer: `_arrays()`,
+      what others have as `_backend`; `_new_variable(name, dtype, value)`, `_new_state(rule)`,
+      `_constant(value)`.
     """
 
     # The module `keras` or `tf_keras`.
@@ -62,7 +81,6 @@ class KerasCommonOptimizer(DocumentedMembers):
     # dir() for get_slot_names, and writes no checkpoint if slots are attributes as well.
     _hidden: ClassVar[frozenset[str]] = frozenset({"inner_optimizer", "get_slot_names"})
 
-    # Operations on arrays and variables: a `Backend` of Keras 3, or the `Arrays` of tf_keras.
     _backend: Any
     _ledger: ScaleLedger
     _state: ScaleVariables
@@ -73,39 +91,8 @@ class KerasCommonOptimizer(DocumentedMembers):
     # By the name of the slot and the key of its variable.
     _added_slots: dict[tuple[str, Any], Any]
 
-    # Checks the optimizer to wrap; makes all attributes.
-    _check_inner: Callable[[Any], None]
-    _construct: Callable[[Any, Any, str | None], None]
-    # The parts of a step. Builds; returns the gradients to check, and their variables.
-    _prepared: Callable[[Sequence[Any], Sequence[Any], bool], tuple[Sequence[Any], Sequence[Any]]]
-    # Applies gradients or skips, then updates the loss scale; see `Backend.apply_or_skip`.
-    _apply_or_skip: Callable[[GradientStats, Step, Any, Any], Any]
-    # Applies gradients; updates the loss scale and the counters, maybe by the state on the host.
-    _apply: Callable[[Step], Any]
-    _update_scale: Callable[[GradientStats, Any], Any]
-    # The gradients of a scaled loss, given as a callable, and the variables they belong to; those
-    # of a tensor of the function that is being traced.
-    _differentiated: Callable[..., tuple[list[Any], list[Any]]]
-    _symbolic: Callable[..., list[Any]]
-    # The slots that the inner optimizer made; a new one, of a variable, a name and an initializer.
-    _slots_of_inner: Callable[[], Slots]
-    _new_slot: Callable[[Any, str, Any], Any]
-    # Builds a copy for the same variables: an optimizer knows them by identity.
-    _build_alike: Callable[[Any], None]
-    # The inner optimizer's variables as arrays; set, they wait until the variables exist.
-    _inner_values: Callable[[], Any]
-    _set_inner_values: Callable[[Any], None]
-    # The loss scale's variables and the counters by name; set, they are made valid for the rule.
-    _own_values: Callable[[], dict[str, Any]]
-    _set_own_values: Callable[[Any], None]
     # The inner optimizer of a configuration.
     _inner_from_config: Callable[[Any, Any], Any]
-    # For `LossScale` objects of the older API, which may be used without an optimizer: what others
-    # have as `_backend`; a new scalar variable, the variables of a rule, a constant.
-    _arrays: Callable[[], Any]
-    _new_variable: Callable[[str, Any, Any], Any]
-    _new_state: Callable[[Any], ScaleVariables]
-    _constant: Callable[[float], Any]
 
     @checks_keywords("LossScaleOptimizer", _INSTEAD, ArgumentError)
     def __init__(
@@ -120,13 +107,6 @@ class KerasCommonOptimizer(DocumentedMembers):
     ) -> None:
         rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
         self._check_inner(inner_optimizer)
-        for name in ("inner_optimizer", "loss_scale_state"):
-            if _saved_in(getattr(inner_optimizer, name, None), self._library):
-                raise ArgumentError(
-                    f"{type(inner_optimizer).__name__} has a saved attribute {name!r}. In files "
-                    "this is the name of something else of LossScaleOptimizer. Give the attribute "
-                    "another name."
-                )
         self._construct(inner_optimizer, rule, name)
         remember_wrapper(inner_optimizer, self)
 
@@ -144,20 +124,27 @@ class KerasCommonOptimizer(DocumentedMembers):
     def _parts_of_inner(self) -> dict[str, Any]:
         """Returns the inner optimizer's attributes that are saved, such as another optimizer.
 
-        Files have them where those of an optimizer without loss scaling have them.
+        Files have them where those of an optimizer without loss scaling have them, unless this
+        optimizer has another attribute of the name.
         """
         inner = self.__dict__.get(self._inner_attribute)
         parts = {} if inner is None else vars(inner)
         listed = _ids_of_variables(inner)
         return {
-            name: part
+            f"_inner_{name}" if self._has_own(name) else name: part
             for name, part in parts.items()
-            # An optimizer of several lists the variables of each.
-            if any(
+            # TensorFlow lists in `_self_...` what it tracks. An optimizer of several lists the
+            # variables of each.
+            if not name.startswith("_self_")
+            and any(
                 not _ids_of_variables(each) or not listed.issuperset(_ids_of_variables(each))
                 for each in _saved_in(part, self._library)
             )
         }
+
+    def _has_own(self, name: str) -> bool:
+        # `_optimizer` is the inner optimizer's attribute, if it has one.
+        return name in vars(self) or (hasattr(type(self), name) and name != "_optimizer")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") and not name.startswith("__"):

@@ -45,7 +45,7 @@ class ScaleVariables:
         Args:
             saved: Numbers by the fields of the state; missing ones are those of the first state.
         """
-        state = self.rule.restored(self.first._replace(**saved))
+        state: ScaleState = self.rule.restored(self.first._replace(**saved))
         scale = saved.get("scale", state.scale)
         if self.rule.moves and np.float32(scale) != np.float32(state.scale):
             warn(
@@ -79,7 +79,7 @@ class VariablesOfUser(ScaleVariables):
         self._loss_scale, self._replica_count, self._after = loss_scale, replica_count, after
 
     @property
-    def first(self) -> ScaleState:  # type: ignore[override]
+    def first(self) -> Any:  # type: ignore[override]
         return self.rule.init()
 
     def read(self) -> ScaleState:

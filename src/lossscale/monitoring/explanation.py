@@ -20,8 +20,10 @@ _CHECK_THE_LOSS = (
     "check the targets and the loss function; explain(model, loss_fn, batch) names its operation "
     "and line"
 )
+NO_SCALE_HELPS = "no loss scale helps: "
+"""Advice begins with it if no loss scale makes the step finite."""
 _ADVISED_EPSILON = "1e-4"
-_MANY_HALVINGS = 8
+_MANY_HALVINGS, _LOW = 8, 2**8
 _SINGULAR = {
     "rsqrt": "divides by a square root of 0",
     "reciprocal": "divides by 0",
@@ -30,6 +32,7 @@ _SINGULAR = {
     "pow": "raises 0 to a negative power",
 }
 _SAME = {"true_divide": "div", "truediv": "div", "divide": "div", "addcdiv": "div", "power": "pow"}
+_SAME |= {"realdiv": "div", "divnonan": "div", "integer_pow": "pow", "inv": "reciprocal"}
 
 
 class Cause(enum.StrEnum):
@@ -69,6 +72,8 @@ class Explanation:
         module: The path of its module, or the parameter that is not finite; "" if not known.
         in_backward: Whether it is an operation of the backward pass.
         halvings: Number of times the loss scale must be halved; None if no loss scale helps.
+        in_float16: Whether the pass had computed in float16 by then. If not, float16 is not to
+            blame.
 
     Examples:
         >>> print(unknown("the model was compiled"))
@@ -82,11 +87,12 @@ class Explanation:
     module: str = ""
     in_backward: bool = False
     halvings: int | None = None
+    in_float16: bool = True
 
     @property
     def text(self) -> str:
         """One or two sentences: what happened, and what to do."""
-        named = tuple(name for name in (self.module, self.operation) if name)
+        named = tuple(f"{name} " for name in (self.module, self.operation) if name)
         # A name keeps its form.
         reason = self.reason if self.reason.startswith(named) else _capital(self.reason)
         return f"{reason}. {_capital(self.advice)}." if self.advice else f"{reason}."
@@ -122,6 +128,7 @@ class FailedOperation(NamedTuple):
         cast_of: Name of the parameter whose cast to float16 it is; "" if it is not one.
         is_cast: Whether it is a cast to float16.
         epsilon: A small number that is added in the same module, in float16; 0 if none.
+        in_float16: Whether the pass has computed in float16 by then.
     """
 
     operation: str
@@ -135,6 +142,7 @@ class FailedOperation(NamedTuple):
     cast_of: str = ""
     is_cast: bool = False
     epsilon: float = 0.0
+    in_float16: bool = True
 
     @property
     def where(self) -> str:
@@ -163,17 +171,24 @@ def explained(
         cause = Cause.SCALE
         size = "" if failed.largest_result is None else f" ({_size(failed.largest_result)})"
         reason = (
-            f"the forward pass is finite; at a loss scale of {scale:g}, {failed.where} overflows "
-            f"in the backward pass{size}, and after {halvings} halving{'s'[: halvings > 1]}, at "
-            f"{scale / 2**halvings:g}, nothing does"
+            f"the forward pass is finite; at a loss scale of {scale_in_words(scale)}, "
+            f"{failed.where} overflows in the backward pass{size}, and after {halvings} "
+            f"halving{'s'[: halvings > 1]}, at {scale_in_words(scale / 2**halvings)}, nothing does"
         )
         advice = "this is normal: the scale falls by itself"
-        if halvings >= _MANY_HALVINGS:
+        if halvings >= _MANY_HALVINGS and scale / 2**halvings < _LOW:
             advice = f"look for a reason why the gradient is so large at {failed.where}"
     else:
-        advice = f"no loss scale helps: {advice}"
+        advice = NO_SCALE_HELPS + advice
     return Explanation(
-        cause, reason, advice, failed.operation, failed.module, failed.in_backward, halvings
+        cause,
+        reason,
+        advice,
+        failed.operation,
+        failed.module,
+        failed.in_backward,
+        halvings,
+        failed.in_float16,
     )
 
 
@@ -207,9 +222,10 @@ def _meaning(failed: FailedOperation) -> tuple[Cause, str, str]:
     reason = f"{where} overflows {when}: its input reaches {failed.largest_input:.3g}"
     if math.isfinite(failed.largest_result):
         reason += f", its result {_size(failed.largest_result)}"
-    advice = f"compute {here} in float32, or make its input smaller"
+    advice = f"compute {here} in float32, or " if failed.in_float16 else ""
+    advice += "make its input smaller"
     # Divided by a small number, most likely.
-    if any(part in failed.operation for part in _SINGULAR):
+    if any(part in failed.operation.lower() for part in _SINGULAR if part != "pow"):
         advice = _about_epsilon(failed, here)
     return cause, reason, advice
 
@@ -232,12 +248,10 @@ def _about_epsilon(failed: FailedOperation, here: str) -> str:
             f"the epsilon {failed.epsilon:g} is 0 in float16, whose smallest number above 0 is "
             f"{SMALLEST:.3g}; use {_ADVISED_EPSILON} or more, or compute {here} in float32"
         )
-    if failed.meets_negative and not failed.meets_zero:
+    if failed.largest_result is None and failed.meets_negative and not failed.meets_zero:
         return f"keep the input of {here} above 0"
-    return (
-        f"keep the numbers there away from 0, with an epsilon of {_ADVISED_EPSILON} or more, or "
-        f"compute {here} in float32"
-    )
+    advice = f"keep the numbers there away from 0, with an epsilon of {_ADVISED_EPSILON} or more"
+    return f"{advice}, or compute {here} in float32" if failed.in_float16 else advice
 
 
 def not_finite_argument(name: str) -> Explanation:
@@ -247,7 +261,9 @@ def not_finite_argument(name: str) -> Explanation:
         name: The name of the argument of the model.
     """
     reason = f"the argument {name} of the model contains infinities or NaN"
-    return Explanation(Cause.BATCH, reason, "no loss scale helps: check the data", name)
+    return Explanation(
+        Cause.BATCH, reason, f"{NO_SCALE_HELPS}check the data", name, in_float16=False
+    )
 
 
 def not_finite_weights(name: str) -> Explanation:
@@ -257,7 +273,23 @@ def not_finite_weights(name: str) -> Explanation:
         name: The name of the parameter or buffer.
     """
     reason, advice = f"{name} of the model is not finite", "no later step can be: load a checkpoint"
-    return Explanation(Cause.WEIGHTS, reason, advice, module=name)
+    return Explanation(Cause.WEIGHTS, reason, advice, module=name, in_float16=False)
+
+
+def constant_beyond_float16(found: Explanation) -> Explanation:
+    """Returns what an infinity of the program means if it is a finite number in float32.
+
+    Args:
+        found: The explanation of the same pass, of infinities that the program sets.
+    """
+    reason = "a number that the program sets is above the largest float16 number, 65,504"
+    if found.operation:
+        name = FailedOperation(found.operation, found.module).where
+        reason += f", and is infinite when it reaches {name}"
+    advice = f"{NO_SCALE_HELPS}use a smaller number, such as -1e4 in a mask, or compute in float32"
+    return dataclasses.replace(
+        found, cause=Cause.FORWARD_OVERFLOW, reason=reason, advice=advice, in_float16=True
+    )
 
 
 def infinity_in_the_loss(line: str) -> Explanation:
@@ -279,8 +311,8 @@ def scaled_outputs(infs: int, scale: float, *, is_sure: bool = True) -> Explanat
         is_sure: Whether it is known that the loss is finite, or that others are near overflow.
     """
     reason = (
-        f"the outputs of the model are finite; at a loss scale of {scale:g}, {infs} of their "
-        "gradients, in float16, overflow"
+        f"the outputs of the model are finite; at a loss scale of {scale_in_words(scale)}, {infs} "
+        "of their gradients, in float16, overflow"
     )
     advice = "a lower scale helps, or outputs in float32"
     operation = "gradient of the outputs"
@@ -322,6 +354,27 @@ def unknown(why: str) -> Explanation:
         why: Why it could not be, as a clause.
     """
     return Explanation(Cause.UNKNOWN, f"not explained: {why}")
+
+
+def nothing_to_explain(scale: float) -> Explanation:
+    """Returns the explanation of a pass that is finite.
+
+    Args:
+        scale: The loss scale.
+    """
+    where = f"at a scale of {scale_in_words(scale)}"
+    return unknown(f"the forward and the backward pass are finite {where}")
+
+
+def scale_in_words(scale: float) -> str:
+    """Returns a loss scale for a text: a power of two from 2**20 on.
+
+    Examples:
+        >>> scale_in_words(2.0**15), scale_in_words(2.0**30), scale_in_words(0.5)
+        ('32768', '2**30', '0.5')
+    """
+    exponent = math.log2(scale)
+    return f"2**{int(exponent)}" if exponent >= 20 and exponent % 1 == 0 else f"{scale:g}"
 
 
 def _size(value: float) -> str:

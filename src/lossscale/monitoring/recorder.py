@@ -282,8 +282,9 @@ def _next_step(record: StepRecord) -> str:
     if record.explanation is not None:
         return record.explanation.text
     return (
-        "explain(model, loss_fn, batch) names the "
-        "operation, and lossscale.torch.Monitor(optimizer, model, explain=20) does so in training. "
+        "explain() of lossscale.torch, lossscale.optax or lossscale.diagnosis (Keras) names the "
+        "operation for one batch; on PyTorch, lossscale.torch.Monitor(optimizer, model, "
+        "explain=20) does so in training. "
         "If diagnose() reports that gradients need a lower scale, pass "
         "rule=lossscale.DynamicScale(min_scale=2.0**-24)."
     )

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lossscale.packages import not_installed
+from lossscale import registry
 
 if TYPE_CHECKING:
     from lossscale.diagnosis.jax import diagnose as diagnose
+    from lossscale.diagnosis.jax import explain as explain
 
-try:
+with registry.naming_missing_packages("jax", "optax"):
     from lossscale.optax.conversions import from_flax, from_jmp
     from lossscale.optax.loops import (
         all_finite,
@@ -35,12 +36,6 @@ try:
     from lossscale.optax.overflow_tracking import OverflowTrackingState, track_overflows
     from lossscale.optax.scale_state import LossScaleState
     from lossscale.optax.transformation import loss_scaled
-except ModuleNotFoundError as error:
-    # NumPy comes with JAX.
-    if error.name not in ("jax", "numpy", "optax"):
-        raise
-    missing = ["optax"] if error.name == "optax" else ["jax", "optax"]
-    raise not_installed(missing, purpose="lossscale.optax") from None
 
 __all__ = [
     "LossScaleState",
@@ -48,6 +43,7 @@ __all__ = [
     "OverflowTrackingState",
     "all_finite",
     "diagnose",
+    "explain",
     "from_flax",
     "from_jmp",
     "loss_scale",
@@ -62,11 +58,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Training does not need the imports of a diagnosis.
-    if name != "diagnose":
+    if name not in ("diagnose", "explain"):
         raise AttributeError(f"module 'lossscale.optax' has no attribute {name!r}")
-    from lossscale.diagnosis.jax import diagnose
+    from lossscale.diagnosis import jax
 
-    return diagnose
+    return getattr(jax, name)
 
 
 def __dir__() -> list[str]:

@@ -144,7 +144,7 @@ def _converted_state(
         )
     first = rule.init()
     kept = {name: type(getattr(first, name))(value) for name, value in fields.items()}
-    return state_of(rule, rule.restored(first._replace(**kept)), inner_state)
+    return state_of(rule.restored(first._replace(**kept)), inner_state)
 
 
 def _number_in(name: str, value: Any) -> Any:

@@ -12,7 +12,7 @@ import lossscale.optax.overflow_check as overflow_check
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax.gradients import scaled, unscaled
 from lossscale.optax.gating import is_array
-from lossscale.optax.state_lookup import described, has_loss_scale, state_in
+from lossscale.optax.state_lookup import array_in, described, has_loss_scale, state_in
 from lossscale.packages import warn
 
 P = ParamSpec("P")
@@ -39,10 +39,7 @@ def loss_scale(opt_state: Any) -> jax.Array:
         >>> float(lossscale.optax.loss_scale(tx.init(jnp.ones(2))))
         8.0
     """
-    scale = state_in(opt_state).loss_scale
-    # A flax.nnx variable returns its array on request.
-    scale = scale.get_value() if hasattr(scale, "get_value") else scale
-    return jnp.asarray(scale, jnp.float32)
+    return jnp.asarray(array_in(state_in(opt_state).loss_scale), jnp.float32)
 
 
 def scale_loss(opt_state: Any, loss: jax.typing.ArrayLike) -> jax.Array:
@@ -205,7 +202,7 @@ def value_and_grad(
     return value_and_scaled_grad
 
 
-def unless_skipped(opt_state: Any, new: Any, old: Any) -> Any:
+def unless_skipped(opt_state: Any, new: Tree, old: Tree) -> Tree:
     """Returns what a step made of a tree, or the tree as it was if the step was skipped.
 
     For what the forward pass changes: the statistics of a batch normalization, an average, a
@@ -231,8 +228,7 @@ def unless_skipped(opt_state: Any, new: Any, old: Any) -> Any:
         >>> lossscale.optax.unless_skipped(opt_state, {"mean": jnp.nan}, {"mean": 0.5})
         {'mean': Array(0.5, dtype=float32, weak_type=True)}
     """
-    skipped = state_in(opt_state).last_step_skipped
-    skipped = skipped.get_value() if hasattr(skipped, "get_value") else skipped
+    skipped = array_in(state_in(opt_state).last_step_skipped)
     _check_single(skipped, "decisions")
 
     def chosen(path: Any, new: Any, old: Any) -> Any:
@@ -260,7 +256,8 @@ def unless_skipped(opt_state: Any, new: Any, old: Any) -> Any:
             "of a Flax NNX module changes with the module. Take a copy of it before the step: "
             "nnx.clone(nnx.state(model, nnx.BatchStat))."
         )
-    return jax.tree_util.tree_map_with_path(chosen, new, old)
+    tree: Tree = jax.tree_util.tree_map_with_path(chosen, new, old)
+    return tree
 
 
 class _Result(NamedTuple):

@@ -18,7 +18,7 @@ from lossscale.jax.overflow_tracker import TrackedSteps
 from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
 from lossscale.optax.overflow_tracking import OverflowTrackingState, names_of
-from lossscale.optax.state_lookup import state_in
+from lossscale.optax.state_lookup import array_in, state_in
 from lossscale.rules import ScaleRule
 
 
@@ -174,7 +174,8 @@ class Monitor(LoopMonitor):
     def _arrays_of(self, opt_state: Any) -> _Watched:
         """Returns the arrays to read, without reading them."""
         state = state_in(opt_state)
-        if isinstance(_array(state.loss_scale), jax.core.Tracer):
+        scale = array_in(state.loss_scale)
+        if isinstance(scale, jax.core.Tracer):
             raise UnsupportedError(
                 "Monitor.step() must be called outside of compiled functions. Received: a state "
                 "that is being traced. Pass what the compiled function returns."
@@ -182,39 +183,28 @@ class Monitor(LoopMonitor):
         whole = opt_state if isinstance(opt_state, tuple) else getattr(opt_state, "opt_state", None)
         tracking = None
         if isinstance(whole, OverflowTrackingState):
-            tracked = jax.tree.map(_array, whole.tracked, is_leaf=_is_variable)
-            tracking = _array(whole.iterations), tracked
+            tracked = TrackedSteps(*map(array_in, whole.tracked))
+            tracking = array_in(whole.iterations), tracked
             if tracked.nonfinite.shape[0] != len(self._names):
                 raise ArgumentError(
                     "`params` must be the parameters that tx.init was called with. Received: "
                     f"{len(self._names)} trainable arrays, for a state that tracks "
                     f"{tracked.nonfinite.shape[0]}."
                 )
-        scale = _array(state.loss_scale)
         if np.ndim(scale):
             raise ArgumentError(
                 "The loss scale must be a scalar. Received: an array of shape "
                 f"{np.shape(scale)}. If the state is replicated for pmap, pass one replica: "
                 "jax.tree.map(lambda x: x[0], opt_state)."
             )
-        return _Watched(
-            tracking, scale, _array(state.steps_skipped), _array(state.last_step_skipped)
-        )
+        skips = map(array_in, (state.steps_skipped, state.last_step_skipped))
+        return _Watched(tracking, scale, *skips)
 
 
 def _stats(watched: _Watched, position: int) -> StepStats:
     number = position if watched.tracking is None else watched.tracking[0]
     step, scale, count, skipped = jax.device_get((number, *watched[1:]))
     return StepStats(int(step), float(scale), float(scale), int(count), bool(skipped))
-
-
-def _array(leaf: Any) -> Any:
-    return leaf.get_value() if _is_variable(leaf) else leaf
-
-
-def _is_variable(leaf: Any) -> bool:
-    # A variable of flax.nnx, which holds an array.
-    return hasattr(leaf, "get_value")
 
 
 def _any_deleted(watched: _Watched) -> bool:

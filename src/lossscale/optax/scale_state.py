@@ -37,7 +37,7 @@ class LossScaleState(NamedTuple):
     inner_state: Any
 
 
-def state_of(rule: ScaleRule, scale_state: ScaleState, inner_state: Any) -> LossScaleState:
+def state_of(scale_state: ScaleState, inner_state: Any) -> LossScaleState:
     """Returns a state for a rule's state of Python numbers, with no skipped step."""
     return LossScaleState(
         # Separate arrays: one buffer in two places cannot be donated.
@@ -81,26 +81,16 @@ def scalars_of(rule: ScaleRule, state: LossScaleState) -> LossScaleState:
 
 
 def _no_state(state: Any) -> str:
-    if isinstance(state, dict):
-        advice = (
-            "Restore a file with a target of the same structure: jax.eval_shape(tx.init, params)."
-        )
-    else:
-        advice = (
-            "For the state of an optimizer without loss scaling, write "
-            "tx.init(params)._replace(inner_state=state)."
-        )
+    advice = (
+        "Restore a file with a target of the same structure: jax.eval_shape(tx.init, params)."
+        if isinstance(state, dict)
+        else "For the state of an optimizer without loss scaling, write "
+        "tx.init(params)._replace(inner_state=state)."
+    )
     return (
         "The state must be what `init` or `update` of loss_scaled returned. "
         f"Received: a {type(state).__name__}. {advice}"
     )
-
-
-def scale_state_of(rule: ScaleRule, state: LossScaleState) -> ScaleState:
-    """Returns the rule's state that a state of `loss_scaled` contains."""
-    first = rule.init()
-    # The scale of a fixed rule comes from the program, never from a file.
-    return first._replace(scale=state.loss_scale, **state.rule_state) if rule.moves else first
 
 
 def moved(rule: ScaleRule, state: LossScaleState, stats: GradientStats) -> LossScaleState:
@@ -111,7 +101,10 @@ def moved(rule: ScaleRule, state: LossScaleState, stats: GradientStats) -> LossS
         state: The state before the step, from `scalars_of`.
         stats: The statistics of the step; `finite` is a boolean scalar array.
     """
-    before = scale_state_of(rule, state)
+    before = rule.init()
+    if rule.moves:
+        # The scale of a fixed rule comes from the program, never from a file.
+        before = before._replace(scale=state.loss_scale, **state.rule_state)
     after = rule.update(before, stats, xp=jnp)
     finite = stats.finite
     return LossScaleState(

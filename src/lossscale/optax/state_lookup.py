@@ -18,8 +18,13 @@ _TRANSPARENT = {
 """States of wrappers that change no gradients: class name, and field of the inner state."""
 
 
+def array_in(leaf: Any) -> Any:
+    """Returns a leaf of a state; of a variable of Flax NNX, its array."""
+    return leaf.get_value() if hasattr(leaf, "get_value") else leaf
+
+
 def states_below(tree: Any) -> list[tuple[tuple[Any, ...], LossScaleState]]:
-    """Yields every state of loss scaling in a tree, with the nodes above it, outermost first."""
+    """Returns every state of loss scaling in a tree, with the nodes above it, outermost first."""
     found: list[tuple[tuple[Any, ...], LossScaleState]] = []
 
     def walk(node: Any, above: tuple[Any, ...]) -> None:
@@ -61,8 +66,6 @@ def state_in(opt_state: Any) -> LossScaleState:
             inside.
     """
     opt_state = _held(opt_state)
-    if isinstance(opt_state, LossScaleState):
-        return opt_state
     found = states_below(opt_state)
     if not found:
         raise ArgumentTypeError(
@@ -78,7 +81,7 @@ def state_in(opt_state: Any) -> LossScaleState:
             "optimizer, wrap once, outermost: loss_scaled(optax.multi_transform({...}, labels))."
         )
     above, state = found[0]
-    for node, below in zip(above, [*above[1:], state], strict=True):
+    for node, below in zip(above, [*above[1:], state], strict=False):
         if not _is_transparent(node, below):
             raise ArgumentError(_wrong_order(node, below))
     return state
@@ -95,56 +98,30 @@ def _is_transparent(node: Any, below: Any) -> bool:
 
 
 def _wrong_order(node: Any, below: Any) -> str:
-    names = list(node) if isinstance(node, OrderedDict) else []
-    if names:
-        node = tuple(node.values())
-    if isinstance(node, (dict, list)) or not isinstance(node, tuple):
+    """Returns the message about a node around the state of `loss_scaled`, which is in `below`."""
+    chain = "optax.chain"
+    if isinstance(node, OrderedDict):
+        chain, node = "optax.named_chain", tuple(node.values())
+    if not isinstance(node, tuple):
         return (
             "`opt_state` must be the state that `init` or `update` of one optimizer returned. "
             f"Received: {described(node)} that contains one. Pass that one."
         )
+    name = type(node).__name__
     if type(node) is tuple:
-        position = next(index for index, child in enumerate(node) if child is below)
-        others = [
-            type(child).__name__
-            if not isinstance(child, tuple) or hasattr(child, "_fields")
-            else "a tuple"
-            for index, child in enumerate(node)
-            if index != position
-        ]
-        chain = "optax.named_chain" if names else "optax.chain"
-        around = (
-            f"it is number {position + 1} of {len(node)} in {chain}, alongside transformations "
-            f"with the states {', '.join(others)}. Earlier ones get scaled gradients, later ones "
-            "run on skipped steps too"
-        )
+        position = 1 + next(index for index, child in enumerate(node) if child is below)
+        around = f"it is number {position} of {len(node)} in {chain}"
         right = f"loss_scaled({chain}(...))"
-    elif type(node).__name__ in _TRANSPARENT:
-        moved = ", ".join(map(repr, getattr(node, "hyperparams_states", ())))
-        around = (
-            "it is inside optax.inject_hyperparams with a schedule, which would advance on skipped "
-            f"steps too: {moved}"
-        )
+    elif name in _TRANSPARENT:
+        around = "it is inside optax.inject_hyperparams with a schedule"
         right = "loss_scaled(optax.inject_hyperparams(...))"
     else:
-        name = type(node).__name__.removesuffix("State")
-        right = f"loss_scaled({_FUNCTIONS.get(name, name)}(...))"
-        around = (
-            f"{name} (with the state {type(node).__name__}) is around it, gets scaled gradients "
-            "and does not know which steps are skipped"
-        )
-    return f"loss_scaled must be the outermost transformation: {around}. Write {right}."
-
-
-_FUNCTIONS = {
-    "MultiSteps": "optax.MultiSteps",
-    "ApplyIfFinite": "optax.apply_if_finite",
-    "Partition": "optax.partition",
-    "Masked": "optax.masked",
-    "ScheduleFree": "optax.contrib.schedule_free",
-    "SAM": "optax.contrib.sam",
-    "Lookahead": "optax.lookahead",
-}
+        around = f"{name.removesuffix('State')} (with the state {name}) is around it"
+        right = "loss_scaled(...) around the whole optimizer"
+    return (
+        f"loss_scaled must be the outermost transformation: {around}. What is outside gets scaled "
+        f"gradients, and does not know which steps are skipped. Write {right}."
+    )
 
 
 def described(value: Any) -> str:

@@ -124,7 +124,7 @@ class LossScaled:
         if states_below(inner_state):
             raise AlreadyWrappedError(_TWICE)
         inner_state = scale_state.of_its_own(inner_state, params)
-        return scale_state.state_of(self.rule, self.rule.init(), inner_state)
+        return scale_state.state_of(self.rule.init(), inner_state)
 
     def update(
         self, updates: Any, state: LossScaleState, params: Any = None, **extra_args: Any

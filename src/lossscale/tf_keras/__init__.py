@@ -8,7 +8,7 @@ from lossscale import registry
 
 with registry.naming_missing_packages("tf_keras", "tensorflow"):
     from lossscale.keras_common.guard import guard
-    from lossscale.tf_keras.families import LossScaleOptimizer
+    from lossscale.tf_keras.classes import LossScaleOptimizer
 
 if TYPE_CHECKING:
     from lossscale.tf_keras.monitor import LossScaleMonitor as LossScaleMonitor

@@ -18,7 +18,7 @@ from lossscale.tf_keras.private_names import LegacyLossScaleOptimizer
 from lossscale.tf_keras.saving import build_pending
 
 
-class AroundLegacy(TFKerasCommonOptimizer, LegacyLossScaleOptimizer, metaclass=CalledAsWritten):
+class LegacyWrapper(TFKerasCommonOptimizer, LegacyLossScaleOptimizer, metaclass=CalledAsWritten):
     """What differs around `tf_keras.optimizers.legacy`, the only ones before 2.11."""
 
     _inner_base = tf_keras.optimizers.legacy.Optimizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -37,16 +37,16 @@ from lossscale.tf_keras.arguments import (
 )
 from lossscale.tf_keras.private_names import BaseLossScaleOptimizer
 from lossscale.tf_keras.state import (
+    BaseOptimizerNode,
     CheckpointChildren,
     LossScaleNode,
-    OlderBaseOptimizer,
     StepCounter,
     TFKerasScaleVariables,
     new_variable,
 )
 
 
-class Arrays(StepOperations):
+class TensorFlowArrays(StepOperations):
     """The operations that loss scaling needs on TensorFlow's arrays and variables."""
 
     sums_before_check = True
@@ -98,7 +98,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     _sets_scale = (
         "Restore a checkpoint, or make LossScaleOptimizer(inner_optimizer, initial_scale={value!r})"
     )
-    _backend = Arrays()
+    _backend = TensorFlowArrays()
     _state: Any
 
     # Defined by each family.
@@ -107,15 +107,10 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     _is_legacy: ClassVar[bool]
     # The argument of the inner optimizer's `apply_gradients` that says so, and its value.
     _are_summed: ClassVar[tuple[str, bool]]
-    # Creates the inner optimizer's variables for these, of which some may have no gradient.
-    _build: Callable[..., None]
-    # The weights that the inner optimizer lists.
-    _inner_weights: Callable[[], list[Any]]
-    # Pairs of a scaled loss, variables and a tape; gradients of a tensor of the traced function.
-    _inner_gradients: Callable[[Any, list[Any], Any], list[Any]]
-    _symbolic_gradients: Callable[[Any, Sequence[Any]], list[Any]]
-    # Sums the gradients of pairs over the replicas.
-    _aggregated: Callable[[list[Any]], Any]
+    # Also methods: `_build(variables, has_gradient)` creates the inner optimizer's variables;
+    # `_inner_weights()` lists them; `_inner_gradients(loss, variables, tape)` returns pairs of a
+    # scaled loss, `_symbolic_gradients(loss, variables)` gradients of a tensor of the traced
+    # function; `_aggregated(pairs)` sums gradients over the replicas.
 
     def _check_inner(self, inner_optimizer: Any) -> None:
         check_inner(inner_optimizer, self._inner_base)
@@ -139,7 +134,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         self.__dict__["_pending_groups"] = []
         self._warned_of_none = False
         # All variables that it was built with.
-        self._trained: tuple[Any, ...] = ()
+        self._built_groups: tuple[Any, ...] = ()
         # Variables of a LossScale object, by name.
         self._loss_scale_variables: dict[str, Any] = {}
         self._added_slots = {}
@@ -162,7 +157,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         extras = {name: own.pop(name) for name in ("steps_skipped", "last_step_skipped")}
         self._children = CheckpointChildren(
             LossScaleNode(own, extras) if own or self._rule.checks_gradients else None,
-            OlderBaseOptimizer(self._optimizer, self._is_legacy, self._find_slot),
+            BaseOptimizerNode(self._optimizer, self._is_legacy, self._find_slot),
         )
 
     def _first_state(self) -> Any:
@@ -338,7 +333,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     def _symbolic(self, loss: Any, params: Sequence[Any]) -> list[Any]:
         check_symbolic(loss)
-        return self._symbolic_gradients(self.get_scaled_loss(loss), params)
+        return list(self._symbolic_gradients(self.get_scaled_loss(loss), params))
 
     # --- What can be read ---------------------------------------------------------------------
 
@@ -392,12 +387,13 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     def _own_variables(self) -> dict[str, Any]:
         """The variables of the loss scale and of the skips, by their names in saving."""
-        return {
-            **self._state.named,
-            **self._loss_scale_variables,
-            "steps_skipped": self._steps_skipped,
-            "last_step_skipped": self._last_step_skipped,
+        named = self._state.named
+        skips = {"steps_skipped": self._steps_skipped, "last_step_skipped": self._last_step_skipped}
+        theirs = {
+            f"own.{name}" if name in {**named, **skips} else name: variable
+            for name, variable in self._loss_scale_variables.items()
         }
+        return {**named, **theirs, **skips}
 
     # --- Settings -----------------------------------------------------------------------------
 
@@ -441,15 +437,15 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     def _build_alike(self, other: Any) -> None:
         # In the same order, which identifies weights.
-        for variables in self._trained:
+        for variables in self._built_groups:
             other._build(list(variables))
 
     def _remember_trained(self, variables: Sequence[Any]) -> None:
         """Records variables that it was not built with before."""
-        known = {id(each) for group in self._trained for each in group}
+        known = {id(each) for group in self._built_groups for each in group}
         new = [each for each in variables if id(each) not in known]
-        if new or not self._trained:
-            self._trained = (*self._trained, new)
+        if new or not self._built_groups:
+            self._built_groups = (*self._built_groups, new)
 
     def get_config(self) -> dict[str, Any]:
         return {
@@ -464,7 +460,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     _new_variable = staticmethod(new_variable)
 
-    _arrays = staticmethod(Arrays)
+    _arrays = staticmethod(TensorFlowArrays)
 
     _new_state = staticmethod(TFKerasScaleVariables)
 

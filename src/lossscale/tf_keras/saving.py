@@ -92,7 +92,7 @@ def inner_values(optimizer: Any) -> dict[str, Any]:
     """
     pending = optimizer._pending_values
     values = values_of(optimizer._inner_weights()) if pending is None else pending
-    groups = [[_key_and_shape(each) for each in group] for group in optimizer._trained]
+    groups = [[_key_and_shape(each) for each in group] for group in optimizer._built_groups]
     return {
         "values": [np.array(value) for value in values],
         "groups": groups or optimizer._pending_groups,

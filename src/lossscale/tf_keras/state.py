@@ -171,7 +171,7 @@ class CheckpointChildren:
 _NEW_NAMES = {"iter": "_iterations", "learning_rate": "_learning_rate"}
 
 
-class OlderBaseOptimizer(Trackable):
+class BaseOptimizerNode(Trackable):
     """The child `base_optimizer` of checkpoints of TensorFlow 2.0 to 2.2; writes nothing.
 
     There the inner optimizer stands below the loss scale optimizer, and its slots belong to that

@@ -32,7 +32,7 @@ _WHERE = {
     "diagnose": ".diagnosis.torch",
     "explain": "repeated_step",
     "guard": "scheduler",
-    "install": "amp_install",
+    "install": "installation",
     "report_skips_to_accelerate": "scheduler",
     "unguard": "scheduler",
 }
@@ -40,8 +40,8 @@ _WHERE = {
 
 if TYPE_CHECKING:
     from lossscale.diagnosis.torch import diagnose as diagnose
-    from lossscale.torch.amp_install import install as install
     from lossscale.torch.grad_scaler import GradScaler as GradScaler
+    from lossscale.torch.installation import install as install
     from lossscale.torch.monitor import Monitor as Monitor
     from lossscale.torch.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from lossscale.torch.repeated_step import explain as explain

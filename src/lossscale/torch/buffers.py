@@ -94,10 +94,7 @@ class BufferGuard:
         self._groups: list[_Group] = []
         self._others: list[list[Any]] = []
         self._lazy: list[Any] = []
-        self._entries: list[tuple[dict[str, Any], str]] = []
         self._tensors: list[Any] = []
-        self._lengths_of = [table for table, names in self._tables if names is None]
-        self._lengths: list[int] = []
         # The optimizers that have stepped since a forward pass was seen; None if none is seen.
         self._ended: set[int] | None = None
         self._waits, self._is_compiled = True, False
@@ -209,13 +206,21 @@ class BufferGuard:
     def _is_known(self) -> bool:
         """Whether the buffers are the tensors that were saved last."""
         # Called in each step, with some hundred modules and buffers.
-        now = [table.get(name, table) for table, name in self._entries]
+        now = self._now()
         return (
-            list(map(len, self._lengths_of)) == self._lengths
+            len(now) == len(self._tensors)
             and all(map(operator.is_, now, self._tensors))
             and all([t.data_ptr() for t in g.tensors] == g.places for g in self._groups)
             and all(map(_is_lazy, self._lazy))
         )
+
+    def _now(self) -> list[Any]:
+        """The buffers, None included."""
+        found: list[Any] = []
+        for table, names in self._tables:
+            if table:
+                found += table.values() if names is None else map(table.get, names)
+        return found
 
     def _put_back(self) -> None:
         """Restores which tensors the buffers are."""
@@ -223,15 +228,15 @@ class BufferGuard:
             for name in [n for n in now if names is None and n not in was]:
                 del now[name]
             for name, tensor in was.items():
-                one = now.get(name)
+                one: Any = now.get(name)
                 if one is tensor:
                     continue
-                if one is not None and tensor is not None and not _is_alike(one, tensor):
-                    # `model.to` was called since: the numbers count, not where they were.
-                    with contextlib.suppress(RuntimeError):
-                        one.copy_(tensor)
+                if one is None or tensor is None or _kind(one) == _kind(tensor):
+                    now[name] = tensor
                     continue
-                now[name] = tensor
+                # `model.to` was called since: the numbers count, not where they were.
+                with contextlib.suppress(RuntimeError):
+                    one.copy_(tensor)
         for module in self._modules if self._lazy else ():
             # These had no values before this step, in which they got their shape.
             tensors = [t for t in module._buffers.values() if any(t is each for each in self._lazy)]
@@ -243,10 +248,7 @@ class BufferGuard:
             {n: t for n, t in now.items() if names is None or n in names}
             for now, names in self._tables
         ]
-        self._lengths = list(map(len, self._lengths_of))
-        pairs = list(zip(self._tables, self._saved, strict=True))
-        self._entries = [(table, name) for (table, _), was in pairs for name in was]
-        self._tensors = [tensor for was in self._saved for tensor in was.values()]
+        self._tensors = self._now()
         found = {id(t): t for t in self._tensors if t is not None}
         self._lazy = [t for t in found.values() if _is_lazy(t)]
         kinds: dict[Any, list[Any]] = {}
@@ -255,7 +257,8 @@ class BufferGuard:
             if _is_lazy(each) or each.is_meta or each.is_inference():
                 continue
             local = each.to_local() if hasattr(each, "to_local") else each
-            if local.layout != torch.strided or local.is_quantized or not _is_plain(local):
+            is_plain = type(local) in (torch.Tensor, torch.nn.Parameter)
+            if local.layout != torch.strided or local.is_quantized or not is_plain:
                 self._others.append([each, each])
             else:
                 kinds.setdefault((local.device, local.dtype), []).append(local)
@@ -435,12 +438,8 @@ def _is_lazy(tensor: Any) -> bool:
     return bool(torch.nn.parameter.is_lazy(tensor))
 
 
-def _is_plain(tensor: Any) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
-
-
-def _is_alike(one: Any, other: Any) -> bool:
-    return (one.device, one.dtype) == (other.device, other.dtype)
+def _kind(tensor: Any) -> tuple[Any, Any]:
+    return tensor.device, tensor.dtype
 
 
 def _data(tensor: Any) -> Any:

@@ -8,6 +8,7 @@ repeated at a lower scale.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 
 from lossscale.errors import ArgumentTypeError, GradientsError
-from lossscale.torch import fused, ranks
+from lossscale.torch import ranks
 from lossscale.torch.engine import StepDecision
+from lossscale.torch.optimizer_list import OptimizerList
 from lossscale.torch.scaled_gradients import was_scaled
 from lossscale.torch.scaling import real_parts
 
@@ -39,7 +41,7 @@ def step(optimizer: Any, closure: Callable[[], Any], nothing_scaled: str, **more
     """
     _check_closure(closure)
     inner, record = optimizer.inner_optimizer, optimizer._record
-    if optimizer.decide == "device" or fused.evaluates_first(inner):
+    if optimizer.decide == "device" or evaluates_first(inner):
         with torch.enable_grad():
             loss = closure()
         optimizer._take_step(**more)
@@ -49,7 +51,7 @@ def step(optimizer: Any, closure: Callable[[], Any], nothing_scaled: str, **more
     if not record.is_nothing() and not optimizer._unscale_(nothing_scaled).apply:
         optimizer._take_step()
         return None
-    before = None if fused.starts_with_closure(inner) else _norms(inner)
+    before = None if starts_with_closure(inner) else _norms(inner)
     decision, is_first = record.decision, True
 
     def evaluate() -> Any:
@@ -150,3 +152,27 @@ def _check_loss(loss: Any, inner: Any) -> None:
             f"The closure returned the scaled loss. Return the loss itself: {type(inner).__name__} "
             "compares it with unscaled gradients, and with losses at other scales."
         )
+
+
+# --- What optimizers do with a closure ----------------------------------------------------------
+
+
+def demands_closure(inner: Any) -> bool:
+    """Whether `step` requires a closure, as that of LBFGS does."""
+    closure = inspect.signature(type(inner).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def evaluates_first(inner: Any) -> bool:
+    """Whether a step with a closure equals one evaluation, then a step without it."""
+    if isinstance(inner, OptimizerList):
+        return True
+    step = inspect.signature(type(inner).step).parameters
+    if "closure" not in step:
+        return True
+    return type(inner).step.__module__.startswith("torch.") and not demands_closure(inner)
+
+
+def starts_with_closure(inner: Any) -> bool:
+    """Whether an optimizer is known to evaluate its closure before it changes anything."""
+    return isinstance(inner, torch.optim.LBFGS)

@@ -11,7 +11,7 @@ import torch
 from lossscale.common.checks import check_named, checked_pairs, flat_list
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError
 from lossscale.members import Wrapper
-from lossscale.torch import fused, ranks
+from lossscale.torch import closures, ranks
 from lossscale.torch.scaled_gradients import versions_of
 from lossscale.torch.scaling import CPU, unscaled
 
@@ -183,7 +183,7 @@ class DocumentedVerbs(Wrapper):
             if var_list is None
             else flat_list(var_list, list, _is_variable)
         )
-        if fused.demands_closure(self.inner_optimizer):
+        if closures.demands_closure(self.inner_optimizer):
 
             def closure() -> Any:
                 self.zero_grad()

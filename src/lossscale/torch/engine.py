@@ -18,6 +18,7 @@ from lossscale.errors import CallOrderError
 from lossscale.rules import GradientStats, ScaleRule, StatsRequest
 from lossscale.torch import fused, gradients, ranks
 from lossscale.torch.gradients import Gradients
+from lossscale.torch.optimizer_list import parts_of, with_parts
 from lossscale.torch.ranks import ParameterInfo
 from lossscale.torch.scale import Multiplier
 from lossscale.torch.scaled_gradients import (
@@ -31,7 +32,6 @@ from lossscale.torch.scaled_gradients import (
     set_of,
 )
 from lossscale.torch.scaling import CPU, filled, read, read_all, scalar
-from lossscale.torch.several import parts_of, with_parts
 from lossscale.torch.skip_count import FirstSteps
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
@@ -151,10 +151,10 @@ class Engine:
 
     def account_for_cleared(self, by: Any) -> None:
         """Counts a step that was left out, before a loss with a scale adds to the gradients."""
-        record, info = self.record, self.info()
+        record = self.record
         if record.found is None or any(each.by is by for each in record.sets):
             return
-        if record.are_gone(info):
+        if record.are_gone(self.info()):
             if self.left_out is not None:
                 self.left_out()
             record.reset()
@@ -203,9 +203,10 @@ class Engine:
 
     def _see(self) -> ScaledGradients | None:
         """Makes a set of what is scaled by a loss whose backward pass could not be seen."""
-        record, rest = self.record, self.info()
+        record = self.record
         if record.unseen is None:
             return None
+        rest = self.info()
         for each in holding(rest):
             rest = rest.without(each.info.ids)
         by, record.unseen = record.unseen, None
@@ -545,7 +546,7 @@ class Engine:
         with fused.attributes(list(filter(fused.can_skip, parts_of(inner))), divisor, overflow):
             return inner.step(*args, **more)
 
-    def shadow(self) -> None:
+    def step_without_data(self) -> None:
         """Takes part in a step of the processes that still have data."""
         info = self.info()
         device = info.devices[0] if info.devices else CPU

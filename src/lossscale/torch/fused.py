@@ -12,7 +12,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from lossscale.errors import UnsupportedError
-from lossscale.torch.several import Several
+from lossscale.torch.optimizer_list import OptimizerList
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """PyTorch's optimizers with fused kernels, which read `grad_scale` and `found_inf`."""
@@ -20,7 +20,7 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 
 def can_skip(inner: Any) -> bool:
     """Whether an optimizer, with its present settings, reads `grad_scale` and `found_inf`."""
-    if isinstance(inner, Several):
+    if isinstance(inner, OptimizerList):
         return all(map(can_skip, inner.optimizers))
     if type(inner).step in _steps_of_torch():
         # Not the optimizer's own flag: loading a state replaces `fused` in the groups, and a copy
@@ -31,7 +31,7 @@ def can_skip(inner: Any) -> bool:
 
 def can_unscale(inner: Any) -> bool:
     """Whether the kernel may unscale: nothing else reads `.grad` before it."""
-    if isinstance(inner, Several):
+    if isinstance(inner, OptimizerList):
         return not _has_pre_hooks(inner) and all(map(can_unscale, inner.optimizers))
     return (
         can_skip(inner)
@@ -71,7 +71,7 @@ def _steps_of_torch() -> list[Any]:
 
 def expects_attributes(inner: Any) -> bool:
     """Whether an optimizer may need both attributes, or has a `grad_scale` of its own."""
-    if isinstance(inner, Several):
+    if isinstance(inner, OptimizerList):
         return any(map(expects_attributes, inner.optimizers))
     has_own = getattr(inner, "grad_scale", None) is not None
     return can_skip(inner) and (has_own or not steps_as_torch(inner))
@@ -111,27 +111,6 @@ def is_dummy_step(optimizer: Any) -> bool:
     return not optimizer.state and all("lr" in group and group["lr"] == 0 for group in groups)
 
 
-def demands_closure(inner: Any) -> bool:
-    """Whether `step` requires a closure, as that of LBFGS does."""
-    closure = inspect.signature(type(inner).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def evaluates_first(inner: Any) -> bool:
-    """Whether a step with a closure equals one evaluation, then a step without it."""
-    if isinstance(inner, Several):
-        return True
-    step = inspect.signature(type(inner).step).parameters
-    if "closure" not in step:
-        return True
-    return type(inner).step.__module__.startswith("torch.") and not demands_closure(inner)
-
-
-def starts_with_closure(inner: Any) -> bool:
-    """Whether an optimizer is known to evaluate its closure before it changes anything."""
-    return isinstance(inner, torch.optim.LBFGS)
-
-
 def takes_a_scaler(step: Any) -> bool:
     """Whether a `step` takes a `grad_scaler`, as PyTorch's did before 2.0."""
     return "grad_scaler" in inspect.signature(step).parameters
@@ -164,16 +143,18 @@ class KnownStates:
     """Remembers of which parameters an optimizer has the state, because a look takes long."""
 
     def __init__(self) -> None:
-        # The states of the optimizers, the number of entries in each, and the ids of parameters.
-        self._seen: tuple[list[Any], list[int], set[int]] = ([], [], set())
+        # The parameters, the states and settings of the optimizers, and the ids of parameters.
+        self._seen: tuple[Any, list[Any], list[Any], set[int]] = (None, [], [], set())
 
     def are_made(self, optimizers: Sequence[Any], parameters: Sequence[Any]) -> bool:
         """Whether no parameter with a gradient takes its first step."""
         states = [each.state for each in optimizers]
-        sizes = list(map(len, states))
-        before, sizes_before, ids = self._seen
-        if sizes != sizes_before or not all(map(operator.is_, states, before)):
-            # A state was made, loaded or cleared.
+        # Changes if a state is made, loaded or cleared, or momentum is turned on.
+        facts = [sum(map(bool, state.values())) for state in states]
+        facts += [group.get("momentum") for each in optimizers for group in each.param_groups]
+        seen, states_before, facts_before, ids = self._seen
+        is_known = seen is parameters and facts == facts_before
+        if not (is_known and all(map(operator.is_, states, states_before))):
             ids = {
                 id(parameter)
                 for each in optimizers
@@ -181,5 +162,5 @@ class KnownStates:
                 for parameter in group["params"]
                 if has_state(each, parameter, group)
             }
-            self._seen = states, sizes, ids
+            self._seen = parameters, states, facts, ids
         return all(p.grad is None or id(p) in ids for p in parameters)

@@ -15,19 +15,17 @@ import itertools
 import math
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.utils.hooks import RemovableHandle
 
-from lossscale.arguments import checked_rule
-from lossscale.checks import SMALLEST_SCALE, checked_number, checked_truth, checks_keywords
+from lossscale.checks import checked_truth, checks_keywords
 from lossscale.common.checks import warned_at_floor
 from lossscale.errors import (
     AlreadyWrappedError,
-    ArgumentError,
     ArgumentTypeError,
     CallOrderError,
     ScalerArgumentError,
@@ -41,87 +39,9 @@ from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
 from lossscale.torch.scale import update_on_host
 from lossscale.torch.scaled_gradients import unscale
-from lossscale.torch.scaling import is_captured, read, read_all, scalar, scaled, uncompiled
+from lossscale.torch.scaling import is_captured, mapped, read, read_all, scalar, scaled, uncompiled
 from lossscale.torch.skip_count import FirstSteps, SkipCount
-
-# --- Checks of the arguments of a gradient scaler -----------------------------------------------
-
-DEFAULTS = DynamicScale(initial_scale=2.0**16, min_scale=SMALLEST_SCALE)
-"""The defaults of PyTorch's scaler, and the lowest safe scale."""
-
-
-@contextlib.contextmanager
-def as_of_a_scaler() -> Iterator[None]:
-    """Raises an `ArgumentError` as one that is also an `AssertionError`, as PyTorch's are."""
-    try:
-        yield
-    except ArgumentError as error:
-        raise ScalerArgumentError(str(error)) from None
-
-
-def rule_of_a_scaler(rule: Any, **numbers: Any) -> ScaleRule:
-    """Returns the rule that the arguments describe.
-
-    Args:
-        rule: A rule, or None.
-        numbers: By the names of `DynamicScale`; None for its limits stands for the widest.
-
-    Raises:
-        ScalerArgumentError: If a number cannot be used, or is given beside a rule.
-        ArgumentTypeError: If `rule` is not a rule.
-    """
-    if rule is None:
-        if numbers["min_scale"] is None:
-            numbers["min_scale"] = DEFAULTS.min_scale
-        with as_of_a_scaler():
-            return DynamicScale(**numbers)
-    checked = checked_rule(rule)
-    usual = {**DEFAULTS.get_config(), "min_scale": None}
-    given = {name: value for name, value in numbers.items() if value != usual[name]}
-    if given:
-        raise ScalerArgumentError(
-            "`rule` already says how the scale moves; leave out what else does. Received: "
-            f"rule={rule!r}, and {', '.join(f'{name}={value!r}' for name, value in given.items())}."
-        )
-    return checked
-
-
-def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:
-    """Returns the number that `update(new_scale)` sets.
-
-    Args:
-        new_scale: A number, or a tensor with one element that needs no gradient.
-        rule: The rule, whose range it must lie in.
-
-    Raises:
-        ScalerArgumentError: If it is none of these.
-    """
-    if isinstance(new_scale, torch.Tensor):
-        if new_scale.numel() != 1 or new_scale.requires_grad or new_scale.is_complex():
-            raise ScalerArgumentError(
-                "`new_scale` must be a number, or a tensor with one element and without "
-                f"requires_grad. Received: new_scale={new_scale!r}."
-            )
-        new_scale = new_scale.item()
-    with as_of_a_scaler():
-        number = checked_number("new_scale", new_scale)
-    if not rule.moves:
-        raise ScalerArgumentError(
-            f"update() cannot set the scale of this scaler: its rule fixes it at "
-            f"{rule.init().scale:g}. Received: new_scale={new_scale!r}. Make the scaler with "
-            "another `rule`."
-        )
-    restored = rule.restored(rule.init()._replace(scale=number))
-    if float(restored.scale) != number:
-        limits = ""
-        if isinstance(rule, DynamicScale):
-            limits = f", from {rule.min_scale:g} to {rule.ceiling:g}"
-        raise ScalerArgumentError(
-            f"`new_scale` must lie in the range of the scaler's rule{limits}. "
-            f"Received: new_scale={new_scale!r}."
-        )
-    return number
-
+from lossscale.torch.state_dict import DEFAULTS
 
 _CLIPPED = "torch.nn.utils.clip_grad_norm_(parameters, {value!r}) after scaler.unscale_(optimizer)"
 _INSTEAD = {
@@ -235,7 +155,7 @@ class GradScaler(torch.amp.GradScaler):
                 "argument of torch.cuda.amp.GradScaler is `init_scale`; here that is the second. "
                 f"Received: device={device!r}."
             )
-        made = rule_of_a_scaler(
+        made = state_dicts.rule_of_a_scaler(
             rule,
             initial_scale=init_scale,
             growth_factor=growth_factor,
@@ -270,7 +190,11 @@ class GradScaler(torch.amp.GradScaler):
     def __repr__(self) -> str:
         if not self.is_enabled():
             return "<GradScaler, not enabled>"
-        return f"<GradScaler: loss scale {self.get_scale():g}, {self.steps_skipped} steps skipped>"
+        if self._scale is not None and self._scale.device.type != "cpu":
+            # To read the scale would wait for the device.
+            return f"<GradScaler: loss scale on {self._scale.device}>"
+        scale = super().get_scale()
+        return f"<GradScaler: loss scale {scale:g}, {self.steps_skipped} steps skipped>"
 
     def _of(self, optimizer: Any) -> _Known:
         """What is known of an optimizer."""
@@ -319,7 +243,7 @@ class GradScaler(torch.amp.GradScaler):
                 self._lazy_init_scale_growth_tracker(loss.device)
             return scaled(loss, self._scale)
 
-        result = _mapped(scaled_one, outputs)
+        result = mapped(scaled_one, outputs)
         self._scaled_since_update = True
         return result
 
@@ -587,7 +511,7 @@ class GradScaler(torch.amp.GradScaler):
         if new_scale is None:
             self._move()
         else:
-            number = new_scale_of(new_scale, self._rule)
+            number = state_dicts.new_scale_of(new_scale, self._rule)
             if self._scale is not None:
                 self._check_scale_growth_tracker("update")
             self._put_scale(number)
@@ -740,7 +664,7 @@ class GradScaler(torch.amp.GradScaler):
         """A number of PyTorch's scaler, which is one of the rule; setting it checks it."""
 
         def put(self: Any, value: Any) -> None:
-            with as_of_a_scaler():
+            with state_dicts.as_of_a_scaler():
                 self._rule = state_dicts.with_settings(self._rule, **{name: value})
             # PyTorch tests equality, so a shorter interval would never be reached.
             most = self._growth_interval - 1
@@ -772,10 +696,6 @@ class GradScaler(torch.amp.GradScaler):
             )
         return self._scale, self._growth_tracker
 
-    def _read(self) -> Any:
-        """The state of the rule, as Python numbers."""
-        return self._adopt(self.get_scale(), self._get_growth_tracker())
-
     def _adopt(self, number: float, good_steps: int) -> Any:
         """The state of the rule with what the tensors hold."""
         if number != float(self._state.scale):
@@ -800,7 +720,7 @@ class GradScaler(torch.amp.GradScaler):
         """The state as Python numbers, which PyTorch's own scaler loads too; empty if disabled."""
         if not self._enabled:
             return {}
-        state = self._read()
+        state = self._adopt(self.get_scale(), self._get_growth_tracker())
         scale = float(state.scale)
         return state_dicts.scaler_state(self._rule, state, scale, self.steps_skipped)
 
@@ -818,8 +738,11 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        with as_of_a_scaler():
-            read = state_dicts.read_scaler_state(state_dict, self._rule, self._read())
+        # Not by `get_scale`, which PyTorch's method does not call.
+        number = self._init_scale if self._scale is None else float(self._scale)
+        state = self._adopt(number, self._get_growth_tracker())
+        with state_dicts.as_of_a_scaler():
+            read = state_dicts.read_scaler_state(state_dict, self._rule, state)
         self._rule = read.rule
         self._put(read.state)
         if read.steps_skipped is not None:
@@ -837,8 +760,6 @@ class GradScaler(torch.amp.GradScaler):
         return {name: value for name, value in state.items() if name not in _OF_ONE_SCALER}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Older pickles have a number in its place.
-        self._skips = SkipCount(state.get("_steps_skipped", 0))
         super().__setstate__(state)
         self._forget()
 
@@ -857,23 +778,6 @@ def _is_torchs(rule: ScaleRule) -> bool:
 
 def _skips_by_itself(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def _mapped(function: Callable[[Any], Any], outputs: Any) -> Any:
-    """Applies a function to each tensor of a nest; an iterable is returned as an iterator."""
-    if isinstance(outputs, torch.Tensor):
-        return function(outputs)
-    if isinstance(outputs, Mapping):
-        return {key: _mapped(function, value) for key, value in outputs.items()}
-    if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
-        nest = [_mapped(function, value) for value in outputs]
-        if hasattr(outputs, "_fields"):
-            return type(outputs)(*nest)
-        return type(outputs)(nest) if isinstance(outputs, (list, tuple)) else iter(nest)
-    raise ScalerArgumentError(
-        "`outputs` must be a tensor, or a dictionary, sequence or other iterable of tensors: the "
-        f"losses to scale. Received: {outputs!r} of type {type(outputs).__name__}."
-    )
 
 
 def _check_optimizer(optimizer: Any, is_one_of_several: bool = False) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
-import sys
 import types
 import weakref
 from collections import OrderedDict
@@ -16,10 +14,9 @@ from torch.distributed.algorithms import join
 from torch.utils.hooks import RemovableHandle
 
 from lossscale.arguments import rule_from_arguments
-from lossscale.checks import checked_above_zero, checks_keywords
-from lossscale.common.checks import check_not_wrapped, remember_wrapper, warned_at_floor
+from lossscale.checks import checks_keywords
+from lossscale.common.checks import remember_wrapper, warned_at_floor
 from lossscale.errors import (
-    ArgumentError,
     ArgumentTypeError,
     CallOrderError,
     GradientsError,
@@ -32,7 +29,7 @@ from lossscale.torch import buffers, closures, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.documented_verbs import DocumentedVerbs
 from lossscale.torch.engine import Engine, StepDecision
-from lossscale.torch.inner_settings import InnerSettings
+from lossscale.torch.optimizer_list import OptimizerList, with_parts, zero_grad
 from lossscale.torch.scale import DeviceLossScale, LossScale
 from lossscale.torch.scaled_gradients import (
     ONE_FOR_SEVERAL,
@@ -46,7 +43,14 @@ from lossscale.torch.scaled_gradients import (
     watch,
 )
 from lossscale.torch.scaling import CPU, WIDE, never_compiled, scalar, uncompiled, widened
-from lossscale.torch.several import Several, parts_of, with_parts, zero_grad
+from lossscale.torch.settings import (
+    InnerSettings,
+    check_backpropagated,
+    check_decide,
+    check_inner,
+    check_processes,
+    checked_clip_norm,
+)
 
 _NOTHING_SCALED = (
     "step() was called, and this optimizer has scaled no loss since its last step. The gradients "
@@ -146,12 +150,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
         if isinstance(inner_optimizer, (list, tuple)):
             for each in inner_optimizer:
-                _check_inner(each, is_one_of_several=True)
-            inner_optimizer = Several(list(inner_optimizer))
-        _check_inner(inner_optimizer)
-        _check_processes(inner_optimizer, process_group)
-        clip_norm = _checked_clip_norm(clip_norm)
-        _check_decide(decide, inner_optimizer)
+                check_inner(each, is_one_of_several=True)
+            inner_optimizer = OptimizerList(list(inner_optimizer))
+        check_inner(inner_optimizer)
+        check_processes(inner_optimizer, process_group)
+        clip_norm = checked_clip_norm(clip_norm)
+        check_decide(decide, inner_optimizer)
         scale = _new_scale(rule, inner_optimizer, decide)
         state_dicts.restore(scale, state_dicts.take_numbers(scale, inner_optimizer))
         engine = Engine(inner_optimizer, scale, clip_norm, process_group)
@@ -229,7 +233,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             >>> optimizer.step()
         """
         engine, record = self._engine, self._record
-        _check_backpropagated(loss, engine.info())
+        check_backpropagated(loss, engine.info())
         self._adopt_written()
         by = engine.scale.multiplier
         sets, rest = prepare_backward(loss, by, engine, inputs=inputs)
@@ -643,7 +647,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
 
     @clip_norm.setter
     def clip_norm(self, value: float | None) -> None:
-        checked = _checked_clip_norm(value)
+        checked = checked_clip_norm(value)
         self._engine.clip_norm = checked
         self._record.clips = self._record.clips and checked is not None
 
@@ -658,6 +662,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def decide(self) -> Literal["host", "device"]:
         """Whether the "host" or the "device" decides to skip a step."""
         return "device" if self._engine.scale.on_device else "host"
+
+    def _state_in_words(self) -> str:
+        # To read the scale would wait for the device.
+        return ": the device decides" if self.decide == "device" else super()._state_in_words()
 
     # --- Processes that run out of data -------------------------------------------------------
 
@@ -695,7 +703,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         def leave(is_last_joiner: bool) -> None:
             engine.join_group = None
 
-        return types.SimpleNamespace(main_hook=engine.shadow, post_hook=leave)
+        return types.SimpleNamespace(main_hook=engine.step_without_data, post_hook=leave)
 
     @property
     def _join_config(self) -> Any:
@@ -834,24 +842,6 @@ def _new_scale(rule: Any, inner: Any, decide: str) -> LossScale:
     return (DeviceLossScale if decide == "device" else LossScale)(rule, devices)
 
 
-def _check_backpropagated(loss: Any, info: ranks.ParameterInfo) -> None:
-    if not isinstance(loss, torch.Tensor):
-        raise ArgumentTypeError(
-            f"The loss must be a tensor. Received: {loss!r} of type {type(loss).__name__}."
-        )
-    if was_scaled(loss):
-        raise GradientsError(
-            "This loss is already scaled. Pass the unscaled loss to optimizer.backward(loss)."
-        )
-    if info.has_half:
-        raise GradientsError(
-            "A parameter has the dtype float16, in which unscaled gradients would flush to "
-            "zero. Keep the parameters in float32, and compute in float16 under "
-            "torch.autocast. Or wrap an optimizer of torch.optim with fused=True, and call "
-            "optimizer.scale_loss(loss).backward()."
-        )
-
-
 def _backpropagate(
     loss: Any, by: Any, gradient: Any, retain_graph: Any, create_graph: bool, inputs: Any
 ) -> None:
@@ -879,87 +869,3 @@ def _would_find_scaled(name: str, inner: Any) -> str:
         "scale. Call optimizer.backward(loss) in place of optimizer.scale_loss(loss).backward(), "
         "or unscale_() first; and step() of the LossScaleOptimizer."
     )
-
-
-def _check_inner(inner: Any, is_one_of_several: bool = False) -> None:
-    check_not_wrapped(inner, FrontDoor)
-    if not isinstance(inner, torch.optim.Optimizer):
-        hint = " This is a class: create an instance first." if isinstance(inner, type) else ""
-        raise ArgumentTypeError(
-            "The optimizer to wrap must be a torch.optim.Optimizer, or a list of them. Received: "
-            f"{inner!r} of type {type(inner).__name__}.{hint} An example is "
-            "torch.optim.AdamW(model.parameters())."
-        )
-    fused.check_signature(inner)
-    if is_one_of_several and fused.demands_closure(inner):
-        raise UnsupportedError(
-            f"{type(inner).__name__} evaluates a closure in its step, so it cannot be one of "
-            "several optimizers. Wrap it alone."
-        )
-    if any(group.get("differentiable") for group in inner.param_groups):
-        raise UnsupportedError(
-            "An optimizer with differentiable=True cannot be wrapped: its gradients belong to a "
-            "graph, and the wrapper divides gradients in place. Make it with "
-            "differentiable=False, or scale the loss and divide the gradients yourself."
-        )
-
-
-def _check_processes(inner: Any, process_group: Any) -> None:
-    """Refuses optimizers that communicate in `step`: if one process skips, the others hang."""
-    for part in parts_of(inner):
-        if type(part).__name__ == "PostLocalSGDOptimizer" and process_group is None:
-            raise UnsupportedError(
-                "PostLocalSGDOptimizer averages parameters over processes in its step: a process "
-                "that skips a step alone would leave the others waiting. Pass "
-                "process_group=torch.distributed.group.WORLD, or the group it averages over."
-            )
-        if getattr(part, "_overlap_with_ddp", False):
-            raise UnsupportedError(
-                "ZeroRedundancyOptimizer with overlap_with_ddp=True steps inside backward(), "
-                "before all gradients are checked. Make it with overlap_with_ddp=False."
-            )
-    if process_group is None and _is_made_by_zero():
-        raise UnsupportedError(
-            "A LossScaleOptimizer inside a ZeroRedundancyOptimizer cannot see overflows of other "
-            "processes. Wrap the ZeroRedundancyOptimizer, or make the LossScaleOptimizer with "
-            "process_group=torch.distributed.group.WORLD."
-        )
-    if any(hasattr(p, "_in_backward_optimizers") for p in ranks.parameters_of(inner)):
-        raise UnsupportedError(
-            "_apply_optimizer_in_backward steps these parameters inside backward(), before all "
-            "gradients are checked. Wrap an optimizer of other parameters."
-        )
-
-
-def _is_made_by_zero() -> bool:
-    """Whether a `ZeroRedundancyOptimizer` is making a wrapper for the part of this process."""
-    module: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    frame = None if module is None else inspect.currentframe()
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), module.ZeroRedundancyOptimizer):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _checked_clip_norm(value: Any) -> float | None:
-    return None if value is None else checked_above_zero("clip_norm", value)
-
-
-def _check_decide(decide: Any, inner: Any) -> None:
-    if decide not in ("host", "device"):
-        raise ArgumentError(f"`decide` must be 'host' or 'device'. Received: decide={decide!r}.")
-    if decide == "host":
-        return
-    if not any(group["params"] for group in inner.param_groups):
-        raise ArgumentError(
-            "decide='device' needs an optimizer with parameters. Received: one without."
-        )
-    for part in parts_of(inner):
-        if not fused.can_skip(part):
-            raise UnsupportedError(
-                f"decide='device' needs an optimizer that can skip its own step. This "
-                f"{type(part).__name__} cannot. Make it with fused=True (and capturable=True for a "
-                "CUDA graph) if it has that option, such as torch.optim.AdamW(parameters, "
-                "fused=True), or leave `decide` out."
-            )

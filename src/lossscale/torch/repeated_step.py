@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.checks import checked_above_zero
@@ -34,13 +34,14 @@ from lossscale.monitoring.explanation import (
     infinity_in_the_loss,
     not_finite_argument,
     not_finite_weights,
+    nothing_to_explain,
     scaled_outputs,
     unknown,
 )
 from lossscale.torch.buffers import Hook, innermost
 from lossscale.torch.ranks import is_spread
 from lossscale.torch.scaling import scaled
-from lossscale.torch.watch import CommunicationError, Origin, Watch, is_finite, largest, tensors_in
+from lossscale.torch.watch import Origin, UnrepeatableError, Watch, is_finite, largest, tensors_in
 
 DEFAULT_BYTES = 2**28
 """The limit for what is held of a step."""
@@ -50,12 +51,7 @@ _HALVINGS = 24
 """The most halvings of the loss scale that are tried: 2**-24 is the smallest float16 number."""
 _NEAR = 64
 """How far below overflow gradients are that lie beside one that overflows."""
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def explain(
@@ -115,17 +111,17 @@ def explain(
         return scaled(loss.reshape(()), 1.0)
 
     try:
-        with _as_it_was(model) as (watch, tensors, roots):
-            _mark(watch, batch, "batch")
+        with _as_it_was(model) as (watch, kept, tensors, roots):
+            kept.add(batch, "batch")
             with watch.forward():
                 outputs = [_called(model, tensors, run)]
             origin = watch.origin(outputs, masks=True)
             if origin is not None and origin.is_mask:
                 return infinity_in_the_loss(origin.line)
-            found = _examined(watch, outputs, roots, [torch.full_like(outputs[0], scale)], scale)
-    except CommunicationError as error:
+            found = examined(watch, outputs, roots, [torch.full_like(outputs[0], scale)], scale)
+    except UnrepeatableError as error:
         return unknown(str(error))
-    return found or unknown(f"the forward and the backward pass are finite at a scale of {scale:g}")
+    return found or nothing_to_explain(scale)
 
 
 class CallRecorder:
@@ -221,7 +217,7 @@ class CallRecorder:
         # A model may raise anything, and training has to continue.
         except Exception as error:
             line = str(error).split("\n")[0][:200]
-            if isinstance(error, CommunicationError):
+            if isinstance(error, UnrepeatableError):
                 return unknown(line)
             return unknown(f"the pass cannot be repeated ({type(error).__name__}: {line})")
         finally:
@@ -304,7 +300,7 @@ def _refusal(model: Any) -> str:
 
 def _repeated(model: Any, call: _Call, scale: float) -> Explanation | None:
     """Repeats a call; returns the explanation, None if everything is finite."""
-    with _as_it_was(model) as (watch, tensors, roots):
+    with _as_it_was(model) as (watch, kept, tensors, roots):
         _set_random_states(call.random)
 
         def renewed(value: Any) -> Any:
@@ -315,7 +311,7 @@ def _repeated(model: Any, call: _Call, scale: float) -> Explanation | None:
 
         args, kwargs = tree_map(renewed, (call.args, call.kwargs))
         for name, value in _named(model, args, kwargs).items():
-            _mark(watch, value, name)
+            kept.add(value, name)
         with contextlib.ExitStack() as stack:
             for device, enabled, dtype in call.casting:
                 stack.enter_context(torch.autocast(device, dtype, enabled=enabled))
@@ -341,10 +337,10 @@ def _repeated(model: Any, call: _Call, scale: float) -> Explanation | None:
         with contextlib.ExitStack() as stack:
             for device, _, dtype in call.casting:
                 stack.enter_context(torch.autocast(device, dtype, enabled=False))
-            return _examined(watch, outputs, roots, seeds, scale)
+            return examined(watch, outputs, roots, seeds, scale)
 
 
-def _examined(
+def examined(
     watch: Watch, outputs: list[Any], roots: list[Any], seeds: list[Any], scale: float
 ) -> Explanation | None:
     """Returns what is not finite in outputs or in their backward pass; None if nothing is."""
@@ -430,11 +426,11 @@ def _last_ones(returned: list[Any], numbers: list[int]) -> list[int]:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: Any) -> Iterator[tuple[Watch, dict[str, Any], list[Any]]]:
-    """Yields a watch, tensors for `_called`, and what to differentiate by; then restores all.
+def _as_it_was(model: Any) -> Iterator[tuple[Watch, _Kept, dict[str, Any], list[Any]]]:
+    """Yields a watch, what is kept, tensors for `_called`, and what to differentiate by.
 
-    The parameters are aliases, without hooks and `.grad`; the buffers are copies. Attributes of
-    modules, containers in them, and tensors that are written to are restored.
+    Afterwards it restores all. The parameters are aliases, without hooks and `.grad`; the buffers
+    are copies.
     """
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     for (_, own), alias in zip(model.named_parameters(), parameters.values(), strict=True):
@@ -442,24 +438,19 @@ def _as_it_was(model: Any) -> Iterator[tuple[Watch, dict[str, Any], list[Any]]]:
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
     tensors = {**parameters, **buffers}
     watch = Watch(model, tensors)
+    kept = _Kept(watch)
+    for path, module in model.named_modules():
+        kept.add(vars(module), path, is_weight=True)
     for name, tensor in tensors.items():
         watch.mark(tensor, name, is_weight=True)
-    modes = [(module, module.training) for module in model.modules()]
-    tables = [t for m in model.modules() for t in (vars(m), m._parameters, m._buffers, m._modules)]
-    contents = [(table, dict(table)) for table in tables]
-    known = {id(table) for table in tables}
-    generators: list[Any] = []
-    for table in tables[::4]:
-        _add_contents(list(table.values()), contents, known)
-        generators += filter(None, map(_state_of_generator, table.values()))
     states = _random_states()
     called = staticmethod(lambda function, preserve, *args: function(*args))
     stance = getattr(torch.compiler, "set_stance", lambda _: contextlib.nullcontext())
     try:
         for module in model.modules():
             for name in _HOOKS:
-                kept = {key: hook for key, hook in vars(module)[name].items() if _is_torchs(hook)}
-                vars(module)[name] = OrderedDict(kept)
+                hooks = vars(module)[name].items()
+                vars(module)[name] = OrderedDict(each for each in hooks if _is_torchs(each[1]))
         with contextlib.ExitStack() as stack:
             # Reentrant checkpointing would call `backward` in the backward pass.
             replace(stack, CheckpointFunction, "apply", called)
@@ -467,16 +458,11 @@ def _as_it_was(model: Any) -> Iterator[tuple[Watch, dict[str, Any], list[Any]]]:
             warnings.simplefilter("ignore")
             for each in (stance("force_eager"), torch.inference_mode(False), torch.enable_grad()):
                 stack.enter_context(each)
-            yield watch, tensors, [t for t in parameters.values() if t.requires_grad]
+            yield watch, kept, tensors, [t for t in parameters.values() if t.requires_grad]
     finally:
-        for now, before in contents:
-            _refill(now, before)
-        for module, mode in modes:
-            module.training = mode
+        kept.restore()
         watch.restore()
         _set_random_states(states)
-        for restore, state in generators:
-            restore(state)
 
 
 class _Program(torch.nn.Module):
@@ -507,34 +493,82 @@ def _is_torchs(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
-_CONTAINERS = (list, dict, set, collections.deque)
+_OF_OBJECTS = 4
+"""The depth from which objects are looked into, so that not all of a trainer is."""
 
 
-def _add_contents(values: Any, found: list[Any], known: set[int], depth: int = 0) -> None:
-    """Adds lists, dictionaries and sets, and those in them, with their contents."""
-    for value in values:
-        if not isinstance(value, (*_CONTAINERS, tuple)) or id(value) in known or depth > 4:
-            continue
-        known.add(id(value))
-        if not isinstance(value, tuple):
-            found.append((value, value.copy()))
-        inner = value.values() if isinstance(value, dict) else value
-        _add_contents(list(inner), found, known, depth + 1)
+class _Kept:
+    """What a forward pass may write to, with its contents.
+
+    Args:
+        watch: Is told which tensors are not finite.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._known: set[int] = set()
+        self._undo: list[Callable[[], object]] = []
+
+    def add(self, value: Any, name: str, *, is_weight: bool = False, depth: int = 0) -> None:
+        """Adds a value and what it contains; objects of the program up to a small depth."""
+        if id(value) in self._known or depth > 7:
+            return
+        self._known.add(id(value))
+        inner: Any = ()
+        is_object = hasattr(value, "__dict__") and not callable(value)
+        if isinstance(value, torch.Tensor):
+            self._watch.mark(value, name, is_weight=is_weight)
+        elif undo := _undo_of_state(value):
+            self._undo.append(undo)
+        elif isinstance(value, Iterator) and depth <= _OF_OBJECTS:
+            raise UnrepeatableError(f"{name} is an iterator, which cannot be put back")
+        elif isinstance(value, (list, dict, set, collections.deque)):
+            self._undo.append(functools.partial(_refill, value, value.copy()))
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+        elif isinstance(value, tuple):
+            inner = enumerate(value)
+        elif is_object and not inspect.ismodule(value):
+            inner, depth = (("", vars(value)),), max(depth, _OF_OBJECTS)
+        for key, each in list(inner):
+            path = f"{name}.{key}".strip(".")
+            self.add(each, path, is_weight=is_weight, depth=depth + 1)
+
+    def restore(self) -> None:
+        """Restores all of it."""
+        for undo in self._undo:
+            # A container of the program may refuse; the others are restored.
+            with contextlib.suppress(Exception):
+                undo()
+
+
+def _undo_of_state(value: Any) -> Callable[[], object] | None:
+    """Returns what restores a generator of random numbers or an array; None for other values."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.random.RandomState):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, numpy.random.Generator):
+        bits = value.bit_generator
+        return functools.partial(setattr, bits, "state", bits.state)
+    if isinstance(value, numpy.ndarray) and value.flags.writeable:
+        return functools.partial(numpy.copyto, value, value.copy())
+    return None
 
 
 def _refill(now: Any, before: Any) -> None:
-    if isinstance(now, list):
-        now[:] = before
+    pairs = [list(each.items() if isinstance(each, dict) else each) for each in (now, before)]
+    if list(map(_ids, pairs[0])) == list(map(_ids, pairs[1])):
+        # Another thread may be writing to it.
         return
     now.clear()
-    (now.extend if isinstance(now, collections.deque) else now.update)(before)
+    (now.update if isinstance(now, (dict, set)) else now.extend)(before)
 
 
-def _mark(watch: Watch, value: Any, name: str) -> None:
-    """Remembers which tensors of an argument are not finite."""
-    for path, leaf in tree_flatten_with_path(value)[0]:
-        if isinstance(leaf, torch.Tensor):
-            watch.mark(leaf, name + keystr(path))
+def _ids(entry: Any) -> Any:
+    return tuple(map(id, entry)) if type(entry) is tuple else id(entry)
 
 
 def _named(model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -550,16 +584,6 @@ def _differ(now: Any, before: Any) -> bool:
     # A spectral norm has made a step since, so that the numbers differ a little.
     is_alike = now.shape == before.shape and now.dtype == before.dtype
     return not is_alike or is_finite(now) != is_finite(before)
-
-
-def _state_of_generator(value: Any) -> Any:
-    """What restores a generator of random numbers, and its state; None if it is not one."""
-    if isinstance(value, random.Random):
-        return value.setstate, value.getstate()
-    bits = getattr(value, "bit_generator", None) if "numpy" in sys.modules else None
-    if isinstance(value, torch.Generator) or bits is None:
-        return None
-    return functools.partial(setattr, bits, "state"), bits.state
 
 
 def _random_states() -> Any:

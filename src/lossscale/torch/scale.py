@@ -91,7 +91,7 @@ def update_on_host(rule: ScaleRule, state: ScaleState, stats: GradientStats) -> 
         return updated_on_host(rule, state, stats.finite)
     # Python numbers would be rounded differently.
     stats = stats._replace(finite=scalar(stats.finite, CPU, torch.bool))
-    after = rule.update(_tensors(state, CPU), stats, xp=torch)
+    after: ScaleState = rule.update(_tensors(state, CPU), stats, xp=torch)
     return type(after)(*map(_number, after))
 
 

@@ -54,6 +54,9 @@ def register(engine: Any, info: ranks.ParameterInfo) -> Callable[[], None]:
     ids = info.ids
 
     def forget(ref: weakref.ref[Any]) -> None:
+        if lock is None:
+            # Python is ending, and has cleared this module.
+            return  # type: ignore[unreachable]
         with lock:
             _changes[0] += 1
             _living.pop(ref, None)
@@ -94,6 +97,8 @@ def all_engines(*, sharded: bool = False) -> list[Any]:
 
 # --- What multiplies them ---------------------------------------------------------------------
 
+_NOTHING = ranks.ParameterInfo([], [])
+
 
 class ScaledGradients:
     """The gradients that one number of one wrapper's scale multiplies.
@@ -117,7 +122,7 @@ class ScaledGradients:
     """
 
     def __init__(self, by: Any) -> None:
-        self.by, self.info = by, ranks.ParameterInfo([], [])
+        self.by, self.info = by, _NOTHING
         self.checks = False
         self.left: tuple[Any, Any] | None = None
         self.strays: set[int] | None = set()

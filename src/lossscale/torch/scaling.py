@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from lossscale.errors import UnsupportedError
+from lossscale.errors import ScalerArgumentError, UnsupportedError
 
 CPU = torch.device("cpu")
 
@@ -143,3 +143,20 @@ def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[
         return gradient * factors[kind] if powers_of_two else gradient / factors[kind]
 
     return [divided(gradient) for gradient in gradients]
+
+
+def mapped(function: Callable[[Any], Any], outputs: Any) -> Any:
+    """Applies a function to each tensor of a nest; an iterable is returned as an iterator."""
+    if isinstance(outputs, torch.Tensor):
+        return function(outputs)
+    if isinstance(outputs, Mapping):
+        return {key: mapped(function, value) for key, value in outputs.items()}
+    if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
+        nest = [mapped(function, value) for value in outputs]
+        if hasattr(outputs, "_fields"):
+            return type(outputs)(*nest)
+        return type(outputs)(nest) if isinstance(outputs, (list, tuple)) else iter(nest)
+    raise ScalerArgumentError(
+        "`outputs` must be a tensor, or a dictionary, sequence or other iterable of tensors: the "
+        f"losses to scale. Received: {outputs!r} of type {type(outputs).__name__}."
+    )

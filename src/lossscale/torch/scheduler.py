@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 
@@ -15,7 +15,15 @@ from lossscale.torch.monitor import wrapper_in
 from lossscale.torch.optimizer import LossScaleOptimizer
 
 Module = TypeVar("Module", bound=torch.nn.Module)
-Scheduler = TypeVar("Scheduler")
+
+
+class HasStep(Protocol):
+    """A scheduler, for type checkers."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+Scheduler = TypeVar("Scheduler", bound=HasStep)
 
 
 class GuardedScheduler:
@@ -232,7 +240,7 @@ def _check_optimizer(optimizer: Any) -> None:
         raise ArgumentTypeError(
             "`optimizer` must be the lossscale.torch.LossScaleOptimizer whose steps count, or the "
             "lossscale.torch.GradScaler; for a model also a list of them. "
-            f"Received: {type(optimizer).__name__}."
+            f"Received: {type(optimizer).__module__}.{type(optimizer).__qualname__}."
         )
 
 

@@ -8,21 +8,23 @@ these holds the values at all times.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from lossscale.checks import LONGEST_INTERVAL
-from lossscale.errors import ArgumentError, StateDictError
+from lossscale.arguments import checked_rule
+from lossscale.checks import LONGEST_INTERVAL, SMALLEST_SCALE, checked_number
+from lossscale.errors import ArgumentError, ScalerArgumentError, StateDictError
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule, ScaleState
 from lossscale.torch.foreign_states import as_torchs, number_of, whole_number_of
+from lossscale.torch.optimizer_list import OptimizerList, joined
 from lossscale.torch.scale import Counts, LossScale
-from lossscale.torch.several import Several, joined
 
 _PREFIX = "loss_scale"
 _COUNTS = ("iterations", "steps_skipped")
@@ -74,7 +76,7 @@ def without_numbers(
         StateDictError: If it is not the state of an optimizer.
         ArgumentError: If a value is not a number.
     """
-    if isinstance(inner, Several) and isinstance(state_dict, (list, tuple)):
+    if isinstance(inner, OptimizerList) and isinstance(state_dict, (list, tuple)):
         if len(state_dict) != len(inner):
             raise StateDictError(
                 f"Expected one state dictionary for each of {len(inner)} optimizers: "
@@ -125,7 +127,20 @@ def adopt_written(scale: LossScale, inner: Any) -> None:
 
 
 def take_numbers(scale: LossScale, inner: Any) -> dict[str, float]:
-    """Removes and returns the values from an optimizer that has loaded the wrapper's state."""
+    """Removes and returns the values from an optimizer that has loaded the wrapper's state.
+
+    Raises:
+        ArgumentError: If a group has a key of the user's by the name of one of these values.
+    """
+    # The wrapper writes all of them, into the first group.
+    together = {_PREFIX, f"{_PREFIX}_iterations", f"{_PREFIX}_steps_skipped"}
+    for group in inner.param_groups:
+        found = group.keys() & {*scale.names, _OVERFLOWS, _OF_GRADIENTS}
+        if found and not together <= found:
+            raise ArgumentError(
+                f"A parameter group has the keys {sorted(found)}. A state dictionary has the loss "
+                "scale by these. Give them other names."
+            )
     group = inner.param_groups[0] if inner.param_groups else {}
     # A tensor is a live value of a wrapper that no longer exists.
     saved = {name: value for name, value in group.items() if not torch.is_tensor(value)}
@@ -345,3 +360,82 @@ def before_growth(rule: ScaleRule, state: ScaleState) -> ScaleState:
     if not isinstance(rule, DynamicScale):
         return state
     return state._replace(good_steps=min(state.good_steps, rule.growth_interval - 1))
+
+
+# --- Arguments of a gradient scaler ------------------------------------------------------------
+
+DEFAULTS = DynamicScale(initial_scale=2.0**16, min_scale=SMALLEST_SCALE)
+"""The defaults of PyTorch's scaler, and the lowest safe scale."""
+
+
+@contextlib.contextmanager
+def as_of_a_scaler() -> Iterator[None]:
+    """Raises an `ArgumentError` as one that is also an `AssertionError`, as PyTorch's are."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise ScalerArgumentError(str(error)) from None
+
+
+def rule_of_a_scaler(rule: Any, **numbers: Any) -> ScaleRule:
+    """Returns the rule that the arguments describe.
+
+    Args:
+        rule: A rule, or None.
+        numbers: By the names of `DynamicScale`; None for its limits stands for the widest.
+
+    Raises:
+        ScalerArgumentError: If a number cannot be used, or is given beside a rule.
+        ArgumentTypeError: If `rule` is not a rule.
+    """
+    if rule is None:
+        if numbers["min_scale"] is None:
+            numbers["min_scale"] = DEFAULTS.min_scale
+        with as_of_a_scaler():
+            return DynamicScale(**numbers)
+    checked = checked_rule(rule)
+    usual = {**DEFAULTS.get_config(), "min_scale": None}
+    given = {name: value for name, value in numbers.items() if value != usual[name]}
+    if given:
+        raise ScalerArgumentError(
+            "`rule` already says how the scale moves; leave out what else does. Received: "
+            f"rule={rule!r}, and {', '.join(f'{name}={value!r}' for name, value in given.items())}."
+        )
+    return checked
+
+
+def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:
+    """Returns the number that `update(new_scale)` sets.
+
+    Args:
+        new_scale: A number, or a tensor with one element that needs no gradient.
+        rule: The rule, whose range it must lie in.
+
+    Raises:
+        ScalerArgumentError: If it is none of these.
+    """
+    if isinstance(new_scale, torch.Tensor):
+        if new_scale.numel() != 1 or new_scale.requires_grad or new_scale.is_complex():
+            raise ScalerArgumentError(
+                "`new_scale` must be a number, or a tensor with one element and without "
+                f"requires_grad. Received: new_scale={new_scale!r}."
+            )
+        new_scale = new_scale.item()
+    with as_of_a_scaler():
+        number = checked_number("new_scale", new_scale)
+    if not rule.moves:
+        raise ScalerArgumentError(
+            f"update() cannot set the scale of this scaler: its rule fixes it at "
+            f"{rule.init().scale:g}. Received: new_scale={new_scale!r}. Make the scaler with "
+            "another `rule`."
+        )
+    restored = rule.restored(rule.init()._replace(scale=number))
+    if float(restored.scale) != number:
+        limits = ""
+        if isinstance(rule, DynamicScale):
+            limits = f", from {rule.min_scale:g} to {rule.ceiling:g}"
+        raise ScalerArgumentError(
+            f"`new_scale` must lie in the range of the scaler's rule{limits}. "
+            f"Received: new_scale={new_scale!r}."
+        )
+    return number

@@ -35,8 +35,8 @@ _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 
-class CommunicationError(RuntimeError):
-    """Raised in place of a message to another process."""
+class UnrepeatableError(RuntimeError):
+    """Raised in place of a message to another process, and of what cannot be put back."""
 
 
 class Origin(NamedTuple):
@@ -88,6 +88,7 @@ class Watch(TorchDispatchMode):
         self._made: set[int] = set()
         self._written: dict[Any, tuple[Any, Any]] = {}
         self._epsilons: dict[str, float] = {}
+        self._in_float16 = False
         self._generators: dict[Any, Any] = {}
 
     @contextlib.contextmanager
@@ -114,6 +115,15 @@ class Watch(TorchDispatchMode):
         self._in_backward = True
         with self:
             yield
+
+    @contextlib.contextmanager
+    def inside(self, module: str) -> Iterator[None]:
+        """Operations within it belong to a module."""
+        self._calling.append(module)
+        try:
+            yield
+        finally:
+            self._calling.pop()
 
     def _enter(self, module: Any, args: Any) -> None:
         self._calling.append(self._paths.get(id(module), self._calling[-1]))
@@ -154,7 +164,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace in _MESSAGES:
-            raise CommunicationError("processes communicate in this pass, so it is not repeated")
+            raise UnrepeatableError("processes communicate in this pass, so it is not repeated")
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator):
                 self._generators.setdefault(value, value.get_state())
@@ -166,6 +176,7 @@ class Watch(TorchDispatchMode):
         if name in _UNSET or func.is_view:
             return result
         for tensor in tensors_in(result):
+            self._in_float16 |= tensor.dtype == torch.float16
             key = _key(tensor)
             self._made.add(key)
             if is_finite(tensor):
@@ -244,6 +255,7 @@ class Watch(TorchDispatchMode):
             cast_of=next((self._names.get(_key(t), "") for t in inputs[-1:]), ""),
             is_cast=is_cast,
             epsilon=self._epsilons.get(place.module, 0.0),
+            in_float16=self._in_float16,
         )
 
 

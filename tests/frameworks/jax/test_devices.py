@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from lossscale.errors import ArgumentError, GradientsError, UnsupportedError
 from lossscale.optax import loss_scaled, value_and_grad
-from noting import Noting
+from recording_rule import RecordingRule
 
 AUTO = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 EXPLICIT = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
@@ -219,7 +219,7 @@ def test_an_axis_that_is_not_there_is_named():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_what_a_rule_sees_is_of_all_devices(check_vma):
-    tx = loss_scaled(optax.sgd(0.1), rule=Noting(), axis_name="data")
+    tx = loss_scaled(optax.sgd(0.1), rule=RecordingRule(), axis_name="data")
     gradients = jnp.array([[1.0, 2.0], [4.0, 8.0], [16.0, 32.0], [64.0, 128.0]])
     call = jax.shard_map(
         lambda g, s: tx.update(g, s)[1].rule_state,

@@ -249,14 +249,3 @@ def test_other_mistakes_have_one_sentence():
         diagnose(lambda p, b, d: jnp.float32(1), {"n": np.arange(3)}, [X])
     with pytest.raises(ArgumentError, match="`tolerance` must be"):
         diagnose(loss_fn, params, [X], tolerance=2)
-
-
-def test_what_float16_cannot_run_is_unknown_and_says_why():
-    def loss_fn(params, batch, dtype):
-        if dtype == jnp.float16:
-            raise NotImplementedError("no kernel for float16")
-        return mean_square(batch @ params["w"])
-
-    report = diagnose(loss_fn, {"w": drawn(6, 5)}, [X])
-    assert report.verdict is Verdict.UNKNOWN
-    assert "does not run in float16 here: no kernel" in " ".join(str(report).split())

@@ -6,7 +6,7 @@ import optax
 import pytest
 from jax.experimental import checkify
 
-from fresh import Program
+from forks import Program
 from lossscale import DynamicScale
 from lossscale.optax import all_finite, loss_scaled
 

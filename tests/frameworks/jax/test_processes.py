@@ -5,13 +5,13 @@ Processes of their own, since those that train together are made known to JAX wh
 
 import json
 
-from fresh import Program
+from forks import Program
 from two_workers import free_ports
 
 PROGRAM = """
 import sys
 from frameworks.jax.process import main
-from quickly import compiling_quickly
+from compile_options import compiling_quickly
 
 with compiling_quickly():
     main(*sys.argv[1:])

@@ -8,13 +8,10 @@ import numpy as np
 import tensorflow as tf
 
 import lossscale
-from backends.support import Status, assert_same, number, status
-from backends.support import arrays as values
+from kerases import INF, NAN, Status, assert_same, number, status, values
 from seeding import seed
 
-__all__ = ["Status", "assert_same", "number", "status", "values"]
-
-INF, NAN = float("inf"), float("nan")
+__all__ = ["INF", "NAN", "Status", "assert_same", "number", "status", "values"]
 
 
 def wrapped(inner=None, **arguments):

@@ -19,7 +19,6 @@ from frameworks.keras.support import (
     plain_step,
     spoiled,
     status,
-    taken,
     values,
     variables,
     wrapped,
@@ -197,25 +196,6 @@ def test_a_half_that_is_traced_again_is_given_gradients_of_the_kind_as_before():
 START = (np.linspace(-1, 1, 6).reshape(2, 3), np.array([0.5, -0.25]))
 
 
-def stepper(optimizer, targets, way, place):
-    """Returns what steps with given gradients, in one of two ways, with its halves in a place."""
-    first, second, both = PLACES[place]
-    scale, unscale = {
-        "scale_loss": (optimizer.scale_loss, list),
-        "documented": (optimizer.get_scaled_loss, optimizer.get_unscaled_gradients),
-    }[way]
-
-    @first
-    def differentiate(*gradients):
-        return unscale(taken(targets, gradients, scale))
-
-    @second
-    def apply(*found):
-        optimizer.apply_gradients(zip(found, targets, strict=True))
-
-    return both(lambda *gradients: apply(*differentiate(*gradients)))
-
-
 @functools.cache
 def plain_path():
     """The gradients of 24 steps, and the weights after each step of a plain optimizer."""
@@ -233,33 +213,6 @@ def wrapped_path():
     optimizer = wrapped(keras.optimizers.SGD(0.5, momentum=0.9), dynamic_growth_steps=2)
     optimizer.build(targets)
     return optimizer, targets
-
-
-WAYS = ["scale_loss", "documented"]
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("place", PLACES)
-def test_both_ways_of_stepping_give_the_plain_weights_wherever_they_run(place, way):
-    batches, expected = plain_path()
-    optimizer, targets = wrapped_path()
-    (other_way,) = {*WAYS} - {way}
-    step = stepper(optimizer, targets, way, place)
-    with loss_scale_warnings() as messages:
-        for gradients in (batches[0], spoiled(batches[0]), *batches[1:4]):
-            step(*map(tf.constant, gradients))
-        assert_same(values(targets), expected[3])
-        assert status(optimizer).scale == 2.0**15
-        assert status(optimizer).iterations == 5
-        # Where a traced half is followed by an eager apply, nothing tells which of two halves ran.
-        if place != "apply_outside":
-            others = [stepper(optimizer, targets, other_way, "eager")]
-            if way == "scale_loss":
-                others.append(stepper(optimizer, targets, other_way, place))
-            for i, gradients in enumerate(batches[4 : 4 + 4 * len(others)]):
-                (others[i // 4] if i % 2 else step)(*map(tf.constant, gradients))
-                assert_same(values(targets), expected[4 + i])
-    assert messages == []
 
 
 @pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])

@@ -1,7 +1,6 @@
 """What the tests of tf_keras share."""
 
 import random
-from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -9,8 +8,9 @@ import tf_keras
 from tf_keras.src import backend
 
 import lossscale
+from kerases import INF, NAN, Status, assert_same, status, values
 
-INF, NAN = float("inf"), float("nan")
+__all__ = ["INF", "NAN", "Status", "assert_same", "status", "values"]
 
 
 def wrapped(inner, **arguments):
@@ -27,30 +27,6 @@ def step(optimizer, variables, gradients):
         loss = optimizer.get_scaled_loss(tf.add_n(products))
     found = optimizer.get_unscaled_gradients(tape.gradient(loss, variables))
     return optimizer.apply_gradients(zip(found, variables, strict=True))
-
-
-class Status(NamedTuple):
-    """What an optimizer says about its loss scale, as Python numbers."""
-
-    scale: float
-    counter: int
-    skipped: int
-    last: bool
-    iterations: int
-    applied: int
-
-
-def status(optimizer):
-    """Returns what the optimizer says."""
-    found = (
-        optimizer.loss_scale,
-        optimizer.dynamic_counter,
-        optimizer.steps_skipped,
-        optimizer.last_step_skipped,
-        optimizer.iterations,
-        optimizer.inner_optimizer.iterations,
-    )
-    return Status(*(tf.convert_to_tensor(value).numpy().item() for value in found))
 
 
 def trained(optimizer, variables, spoiled=(False, False, True, False)):
@@ -86,15 +62,3 @@ def data(rows=64, seed=1):
     """Returns inputs and targets of a learnable regression."""
     x = np.random.default_rng(seed).normal(size=(rows, 4)).astype("float32")
     return x, np.sin(x.sum(axis=1, keepdims=True)).astype("float32")
-
-
-def values(variables):
-    """The values of variables as NumPy arrays."""
-    return [np.array(v.numpy()) for v in variables]
-
-
-def assert_same(left, right):
-    """Asserts that two lists of arrays are the same bit for bit."""
-    assert len(left) == len(right)
-    for a, b in zip(left, right, strict=True):
-        np.testing.assert_array_equal(a, b)

@@ -133,10 +133,12 @@ def test_one_class_makes_optimizers_of_both_families():
             type(optimizer)(other.SGD())
 
 
-def test_a_loss_scale_of_ones_own_moves_by_its_own_code(optimizers, var, tmp_path):
+# Two of the names are those of variables of ours.
+@pytest.mark.parametrize("name", ["updates", "steps_skipped", "last_step_skipped"])
+def test_a_loss_scale_of_ones_own_moves_by_its_own_code(optimizers, var, tmp_path, name):
     class Counting(experimental.LossScale):
         def __init__(self):
-            self.updates = self._add_weight("updates", 0, tf.int64)
+            self.updates = self._add_weight(name, 0, tf.int64)
 
         def __call__(self):
             return tf.constant(4.0)
@@ -158,7 +160,7 @@ def test_a_loss_scale_of_ones_own_moves_by_its_own_code(optimizers, var, tmp_pat
     path = checkpoint.save(tmp_path / "a")
     loss_scale.updates.assign(9)
     checkpoint.restore(path)
-    assert int(loss_scale.updates) == 2
+    assert (int(loss_scale.updates), int(optimizer.steps_skipped)) == (2, 1)
 
 
 @pytest.mark.parametrize("base", [experimental.FixedLossScale, experimental.DynamicLossScale])

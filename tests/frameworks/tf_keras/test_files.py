@@ -290,6 +290,34 @@ def test_values_that_wait_for_build_are_saved_again():
     np.testing.assert_equal(saved(built), saved(first))
 
 
+def test_weights_that_do_not_fit_a_built_optimizer_leave_it_as_it_was():
+    def made(units):
+        layers = [tf_keras.layers.Dense(each, input_shape=(3,)) for each in units]
+        model = tf_keras.Sequential(layers)
+        model.compile(wrapped(tf_keras.optimizers.Adam(0.1)), "mse", jit_compile=False)
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    written, read = made([2, 1]), made([1])
+    for name, value in (("iterations", 5), ("_steps_skipped", 2), ("_last_step_skipped", True)):
+        getattr(written.optimizer, name).assign(value)
+    written.optimizer._state.variables["scale"].assign(64.0)
+    before, store = status(read.optimizer), {}
+    written.optimizer.loss_scale_state.save_own_variables(store)
+    # The rest of a file that has other layers.
+    weights = {}
+    written.optimizer.save_own_variables(weights)
+    with pytest.warns(UserWarning, match="saved state of the optimizer is not used"):
+        read.optimizer.load_own_variables(weights)
+    read.optimizer.loss_scale_state.load_own_variables(store)
+    assert status(read.optimizer) == before
+    # What fits is loaded afterwards as ever.
+    other = made([2, 1]).optimizer
+    other.load_own_variables(weights)
+    other.loss_scale_state.load_own_variables(store)
+    assert status(other) == status(written.optimizer) != before
+
+
 def test_the_learning_rate_of_old_programs_is_that_of_the_schedule():
     schedule = tf_keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
     optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(schedule))

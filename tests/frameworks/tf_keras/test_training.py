@@ -136,28 +136,6 @@ def test_minimize_calls_what_computes_the_gradients(optimizers, verb):
     assert float(variable) == 0.5
 
 
-@pytest.mark.parametrize("module", [lossscale, experimental])
-def test_attributes_of_ones_own_and_misspelt_settings(optimizers, module):
-    class Own(module.tf_keras.LossScaleOptimizer):
-        def __init__(self, *args, **kwargs):
-            self.calls = []
-            super().__init__(*args, **kwargs)
-            self.last = None
-
-    arguments = ["dynamic"] if module is experimental else []
-    for optimizer in (Own(optimizers.SGD(1.0), *arguments), wrapped(optimizers.SGD(1.0))):
-        optimizer.tag = "x"
-        optimizer.last = 3
-        assert (optimizer.tag, optimizer.last) == ("x", 3)
-        other = copy.deepcopy(optimizer)
-        assert (other.tag, other.last) == ("x", 3)
-        for name in ("momentun", "clip_norm", "learningrate"):
-            with pytest.raises(AttributeError, match="Did you mean"):
-                setattr(optimizer, name, 0.5)
-        with pytest.raises(AttributeError, match="SGD has no setting 'beta_1'"):
-            optimizer.beta_1 = 0.5
-
-
 @pytest.mark.parametrize("verb", ["minimize", "apply_gradients", "get_updates"])
 @pytest.mark.parametrize("make", ["current", "experimental"])
 def test_a_graph_and_a_session(verb, make):

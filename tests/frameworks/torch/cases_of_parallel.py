@@ -13,7 +13,7 @@ import warnings
 import torch
 from torch import distributed
 
-from frameworks.torch import stand_ins
+from frameworks.torch import trainer_libraries
 from frameworks.torch.support import OURS, bits, wrapped
 from lossscale.torch import gradients, ranks
 from pages import programs
@@ -194,7 +194,7 @@ def plain_experts():
 def recipes(folder):
     """The programs of docs/trainers.md that need processes, and a container resumed."""
     found = []
-    with stand_ins.installed():
+    with trainer_libraries.installed():
         for program in programs("trainers.md"):
             if "import ray" not in program and "torchtitan" not in program:
                 continue

@@ -40,15 +40,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lossscale
 from frameworks.torch import cases_of_parallel
-from frameworks.torch.seeing import noted
+from frameworks.torch.expected_stats import noted
 from frameworks.torch.support import OURS, WithScaler, Wrapper, scaler, theirs, wrapper
 from lossscale.rules import StatsRequest
 from lossscale.torch import LossScaleOptimizer, ranks
-from lossscale.torch.amp_install import (
+from lossscale.torch.grad_scaler import GradScaler
+from lossscale.torch.installation import (
     ShardedGradScaler as OurShardedGradScaler,
 )
-from lossscale.torch.grad_scaler import GradScaler
-from noting import Noting
+from recording_rule import RecordingRule
 
 INF = float("inf")
 
@@ -402,13 +402,13 @@ def seen(folder):
     """What a rule sees: the same on a mesh as in one process."""
     found = {}
 
-    looks, unchecked = {"rule": Noting()}, {"rule": Noting(checks_gradients=False)}
+    looks, unchecked = {"rule": RecordingRule()}, {"rule": RecordingRule(checks_gradients=False)}
     kinds = {
         "scaler": looks,
         "wrapper": looks,
         "device": {**looks, "decide": "device"},
         "clipping": {**looks, "clip_norm": 1.0},
-        "largest": {"rule": Noting(needs=StatsRequest(largest=True))},
+        "largest": {"rule": RecordingRule(needs=StatsRequest(largest=True))},
         "unchecked": unchecked,
         "unchecked, device": {**unchecked, "decide": "device"},
     }
@@ -461,7 +461,7 @@ def seen_by_hand(folder):
     for name, make in OURS.items():
         weight = torch.nn.Parameter(torch.ones(5))
         inner = torch.optim.SGD([weight], lr=0.1)
-        run = make(inner, rule=Noting(), process_group=distributed.group.WORLD)
+        run = make(inner, rule=RecordingRule(), process_group=distributed.group.WORLD)
         trace = []
         for absent in (False, is_last()):
             factor = run.scale_loss(torch.ones(()))

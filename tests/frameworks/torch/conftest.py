@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import lossscale.torch
-from fresh import Program
+from forks import Program
 
 _PREFIX = f"{lossscale.torch.__name__}."
 

@@ -51,7 +51,9 @@ def scaled(optimizer, loss):
 
 def backward(optimizer, given, gradients, factor=1.0):
     """Backpropagates a loss that has these gradients; through the scale if there is one."""
-    total = sum((p * (g * factor)).sum() for p, g in zip(given, gradients, strict=True))
+    total = sum(
+        (p * (g.to(p.device) * factor)).sum() for p, g in zip(given, gradients, strict=True)
+    )
     scaled(optimizer, total).backward()
 
 
@@ -59,7 +61,7 @@ def fill(optimizer, given, gradients):
     """Sets the gradients, multiplied by the scale if there is one, as they are."""
     scale = scaled(optimizer, torch.ones(()))
     for p, g in zip(given, gradients, strict=True):
-        p.grad = None if g is None else (g * scale).to(p.dtype)
+        p.grad = None if g is None else (g.to(p.device) * scale).to(p.dtype)
 
 
 def step(optimizer, given, gradients):
@@ -108,7 +110,7 @@ def bits(value):
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided:
             value = value.to_dense()
-        value = value.detach().contiguous()
+        value = value.detach().cpu().contiguous()
         stored = value.view(torch.int16) if value.dtype == torch.bfloat16 else value
         return value.dtype, tuple(value.shape), stored.numpy().tobytes()
     if isinstance(value, dict):

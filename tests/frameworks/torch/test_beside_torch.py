@@ -339,6 +339,9 @@ calls = st.one_of(
     ),
     st.sampled_from(SUBCLASSES),
 )
+@hypothesis.example(
+    [("backward", 0, "both"), ("keep",), ("restore", "scaler")], ["SGD"], SETTINGS, logging
+)
 def test_random_programs(program, kinds, settings, subclass):
     if len(kinds) == 1:
         program = [

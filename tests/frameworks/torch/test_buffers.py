@@ -558,7 +558,7 @@ def test_a_guard_holds_one_copy_and_two_if_the_device_decides():
 def test_a_decision_on_the_device_is_not_waited_for():
     launched = []
 
-    class Noting(TorchDispatchMode):
+    class RecordingMode(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             launched.append(func.__name__)
             return func(*args, **(kwargs or {}))
@@ -573,7 +573,7 @@ def test_a_decision_on_the_device_is_not_waited_for():
         loss = loss_of(model, X)
         optimizer.backward(loss)
         launched.clear()
-        with Noting():
+        with RecordingMode():
             optimizer.step()
             model(X)
         return [name for name in launched if "view" not in name and "slice" not in name]

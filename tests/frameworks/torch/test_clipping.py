@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 
 import numpy as np
 import pytest
@@ -22,6 +23,13 @@ from frameworks.torch.support import (
 from lossscale import DynamicScale, FixedScale, LossScaleWarning
 
 KINDS = {**KINDS, "device": {"fused": True}}
+
+
+@pytest.fixture(autouse=True)
+def _on_the_device():
+    torch.set_default_device(os.environ.get("LOSSSCALE_TEST_DEVICE"))
+    yield
+    torch.set_default_device(None)
 
 
 def clipping(kind, clip=1.0):

@@ -16,7 +16,7 @@ from frameworks.torch.support import (
 )
 from lossscale import DynamicScale, LossScaleWarning
 from lossscale.errors import ArgumentTypeError, GradientsError
-from noting import Noting
+from recording_rule import RecordingRule
 
 
 def closure_of(optimizer, loss_fn, clip=None, way="scale_loss"):
@@ -93,7 +93,7 @@ def test_lbfgs_is_not_stepped_where_no_scale_helps():
 def test_lbfgs_lowers_the_scale_by_a_rule_that_looks():
     point, scales = starting_point(), []
     inner = torch.optim.LBFGS([point], line_search_fn="strong_wolfe")
-    optimizer = wrapped(inner, rule=Noting())
+    optimizer = wrapped(inner, rule=RecordingRule())
 
     def loss_fn():
         scales.append(float(optimizer.loss_scale))

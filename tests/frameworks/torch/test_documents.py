@@ -44,7 +44,7 @@ def test_the_examples_print_what_they_show(name):
 
 def test_the_examples_are_found():
     with_examples = {name.rpartition(".")[2] for name, tried in TRIED.items() if tried}
-    assert with_examples >= {"amp_install", "scheduler", "state_dict", "scale", "torch", "ranks"}
+    assert with_examples >= {"installation", "scheduler", "state_dict", "scale", "torch", "ranks"}
 
 
 def test_there_are_examples_of_all_that_is_public():
@@ -56,7 +56,9 @@ def test_there_are_examples_of_all_that_is_public():
 def test_a_program_on_a_page_prints_what_it_says(source):
     expected = re.search(r"^print\(.*\)  # (.*)$", source, re.MULTILINE)[1]
     # Where PyTorch alone is installed, there are no trainers.
-    for name in re.findall(r"^import (accelerate|lightning|transformers)", source, re.MULTILINE):
+    for name in re.findall(
+        r"^(?:import|from) (accelerate|lightning|transformers)", source, re.MULTILINE
+    ):
         pytest.importorskip(name)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as printed:
         # Lightning and Accelerate warn of their surroundings; a page must not show our warnings.

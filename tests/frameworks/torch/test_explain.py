@@ -5,6 +5,7 @@ import dataclasses
 import math
 import pickle
 import random
+import types
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import lossscale
 from frameworks.torch.explain_cases import CASES, INF, judged, program
 from frameworks.torch.support import bits
-from lossscale.monitoring import Cause
+from lossscale.monitoring import Cause, Explanation
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,8 @@ class Eventful(nn.Module):
         self.calls, self.sizes, self.by_name, self.seen = 0, [], {"deep": [[], {}]}, set()
         self.total = torch.zeros(8)
         self.generator, self.own_random = torch.Generator(), random.Random(3)
-        self.own_numpy = np.random.default_rng(3)
+        self.own_numpy, self.own_old_numpy = np.random.default_rng(3), np.random.RandomState(3)
+        self.array, self.object = np.zeros(2), types.SimpleNamespace(calls=0, seen=[])
         self.register_buffer("codes", torch.zeros(8))
 
     def forward(self, x):
@@ -83,7 +85,10 @@ class Eventful(nn.Module):
             self.total += hidden.float().nan_to_num(0, 0, 0).mean(0)
             self.codes = self.codes + 1
         noise = random.random() + np.random.rand() + torch.rand((), generator=self.generator)
-        noise += self.own_random.random() + self.own_numpy.random()
+        noise += self.own_random.random() + self.own_numpy.random() + self.own_old_numpy.rand()
+        self.array += 1
+        self.object.calls += 1
+        self.object.seen.append(self.calls)
         return self.last(hidden) * (1 + noise * torch.rand(()))
 
 
@@ -154,6 +159,7 @@ def trained(way, explain, micro_batches, guarded):
     plain = {n: repr(v) for n, v in kept.items() if not n.startswith("_")}
     states = random.getstate(), str(np.random.get_state()), bits(torch.get_rng_state())
     own = model.own_random.getstate(), str(model.own_numpy.bit_generator.state)
+    own += (str(model.own_old_numpy.get_state()), model.array.tolist(), repr(model.object))
     states += (*own, bits(model.generator.get_state()))
     gradients = [bits(p.grad) if p.grad is not None else None for p in model.parameters()]
     return (tensors, plain, bits(model.total), states, called, gradients), causes
@@ -304,6 +310,7 @@ def test_masked_outputs_are_not_a_fault():
         ("state", "returns something else"),
         ("gradient", "is finite when it is repeated"),
         ("raises", "cannot be repeated"),
+        ("iterator", "batches is an iterator"),
     ],
 )
 def test_what_cannot_be_repeated_is_unknown_and_says_why(change, why):
@@ -321,6 +328,8 @@ def test_what_cannot_be_repeated_is_unknown_and_says_why(change, why):
 
     if change in ("state", "raises"):
         model.forward = forward
+    if change == "iterator":
+        model.batches = iter([x])
     with torch.autocast("cpu", torch.float16):
         output = forward(x) if change == "parts" else model(x)
     optimizer.backward(output.float().pow(2).mean())
@@ -335,6 +344,23 @@ def test_what_cannot_be_repeated_is_unknown_and_says_why(change, why):
     assert optimizer.last_step_skipped
     assert monitor.explanation.cause == Cause.UNKNOWN
     assert why in monitor.explanation.text
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+
+
+@pytest.mark.filterwarnings("ignore:Step .* was skipped", "ignore:The loss of step")
+def test_arguments_in_a_dataclass_and_a_state_that_the_model_keeps_are_named():
+    model, optimizer, monitor = small()
+    model.forward = lambda batch: model[1](model[0](batch.x)) + model.state["h"][0]
+    model.state = {"h": [torch.zeros(1)]}
+    found = step_of(model, optimizer, monitor, Batch(ONES * INF))
+    assert (found.cause, found.operation) == (Cause.BATCH, "batch.x")
+    model.state["h"][0] = torch.tensor([math.nan])
+    found = step_of(model, optimizer, monitor, Batch(ONES))
+    assert (found.cause, found.module) == (Cause.WEIGHTS, "state.h.0")
 
 
 @pytest.mark.filterwarnings("ignore:The loss of step")
@@ -368,6 +394,11 @@ def test_an_explanation_is_in_the_record_the_file_and_a_warning(tmp_path):
     assert saved["cause"] == "batch"
     assert saved["text"] == records[1].explanation.text
     assert records[1].reason == "loss"
+
+
+def test_a_text_begins_with_a_capital_unless_a_name_does():
+    for reason, text in (("the pass", "The pass."), ("t (add) fails", "t (add) fails.")):
+        assert Explanation(Cause.SCALE, reason, operation="add", module="t").text == text
 
 
 def test_a_record_between_samples_has_the_explanation_of_its_step():

@@ -23,58 +23,6 @@ from frameworks.torch.support import through_a_file
 from lossscale import DynamicScale, FixedScale
 from lossscale.torch.grad_scaler import GradScaler
 
-SLOPES = {"good": 0.25, "inf": float("inf"), "nan": float("nan")}
-
-
-def run(make, optimizer, steps, **arguments):
-    """What a training run shows: parameters, scale and tracker after each step, and its states."""
-    weights = parameters()
-    inner = OPTIMIZERS[optimizer](weights)
-    scaler = make("cpu", **arguments)
-    shown = []
-    for kind, unscales in steps:
-        one_step(scaler, inner, weights, SLOPES[kind], unscale=unscales)
-        shown.append((numbers(weights), *scale_and_tracker(scaler), float(scaler._scale)))
-    state = {
-        name: [value.tolist() for value in entry.values()]
-        for name, entry in enumerate(inner.state_dict()["state"].values())
-    }
-    return shown, state, scaler.state_dict()
-
-
-STEPS = st.lists(st.tuples(st.sampled_from(sorted(SLOPES)), st.booleans()), min_size=1, max_size=12)
-
-
-# PyTorch's fused SGD is left out here: after an overflow on the first step its momentum is garbage
-# (test_grad_scaler_defects.py).
-@pytest.mark.parametrize("optimizer", sorted({*OPTIMIZERS} - {"sgd-fused"}))
-@settings(max_examples=8, deadline=None)
-@given(
-    steps=STEPS,
-    init=st.integers(-10, 20),
-    growth=st.integers(1, 3),
-    backoff=st.integers(1, 3),
-    interval=st.integers(1, 4),
-)
-def test_random_runs_are_those_of_torch(optimizer, steps, init, growth, backoff, interval):
-    arguments = {
-        "init_scale": 2.0**init,
-        "growth_factor": 2.0**growth,
-        "backoff_factor": 2.0**-backoff,
-        "growth_interval": interval,
-    }
-    theirs, their_state, their_dict = run(torch.amp.GradScaler, optimizer, steps, **arguments)
-    ours, our_state, our_dict = run(GradScaler, optimizer, steps, **arguments)
-    assert ours == theirs
-    if our_state:
-        assert our_state == their_state
-    else:
-        # PyTorch calls a fused optimizer even if it skips the step, and that makes its state.
-        assert optimizer == "sgd" or all(kind != "good" for kind, _ in steps)
-    skipped = our_dict.pop("steps_skipped")
-    assert our_dict == their_dict
-    assert skipped == sum(kind != "good" for kind, _ in steps)
-
 
 @settings(max_examples=60, deadline=None)
 @given(

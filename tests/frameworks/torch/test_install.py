@@ -9,7 +9,7 @@ import torch
 
 import lossscale.torch
 from frameworks.torch.scaling import OPTIMIZERS, numbers, one_step, parameters
-from lossscale.torch.amp_install import _PLACES, _SHARDED
+from lossscale.torch.installation import _PLACES, _SHARDED
 
 PLACES = [(place, "GradScaler") for place in _PLACES] + [(_SHARDED, "ShardedGradScaler")]
 

@@ -111,13 +111,16 @@ def test_lbfgs_is_watched():
     assert (monitor.last_record.step, monitor.last_record.scale) == (1, 2.0**15)
 
 
-def test_steps_without_gradients_are_none(tmp_path):
-    loop = Loop()
+@pytest.mark.parametrize("how", ["wrapper", "scaler"])
+def test_calls_without_a_step_and_steps_without_gradients_are_none(how, tmp_path):
+    loop = Loop(how)
     with Monitor(loop.watched, loop.named, tmp_path / "run.jsonl") as monitor:
-        loop.inner.zero_grad()
-        loop.watched.step()
+        if how == "wrapper":
+            loop.inner.zero_grad()
+            loop.run.step()
         monitor.step()
         monitor.step(loop.step(1.0))
+        # As with accumulated gradients.
         monitor.step()
     assert column(tmp_path / "run.jsonl", "step") == [1]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from frameworks.torch import cases_of_processes as cases
-from frameworks.torch.seeing import expected
+from frameworks.torch.expected_stats import expected
 
 
 def of_all(found, size, case):

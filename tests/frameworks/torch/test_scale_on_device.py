@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import lossscale
 from lossscale import DynamicScale, FixedScale
 from lossscale.rules import GradientStats
 from lossscale.torch.scale import Counts, DeviceLossScale
@@ -125,3 +126,10 @@ def test_the_counts_pass_what_32_bits_hold():
         "steps_skipped": 2**35 + 1,
         "last_step_skipped": True,
     }
+
+
+def test_a_repr_does_not_read_what_the_device_decides():
+    inner = torch.optim.Adam([torch.ones(1, requires_grad=True)], fused=True)
+    optimizer = lossscale.LossScaleOptimizer(inner, decide="device")
+    shown = "<LossScaleOptimizer around Adam, DynamicScale: the device decides>"
+    assert repr(optimizer) == shown

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+import lossscale
 from frameworks.torch.support import (
     ONES,
     SHAPES,
@@ -284,3 +285,14 @@ def test_gradients_that_are_multiplied_by_two_scales_are_not_saved():
         first.state_dict()
     first.unscale_()
     assert first.state_dict()["param_groups"][0]["loss_scale_of_gradients"] == 1.0
+
+
+@pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.parametrize("key", ["loss_scale", "loss_scale_iterations"])
+def test_a_key_of_the_users_own_that_is_named_as_ours_is_an_error_that_names_it(key, group):
+    groups = [{"params": [torch.ones(1, requires_grad=True)]} for _ in range(2)]
+    groups[group][key] = 2.0
+    inner = torch.optim.SGD(groups)
+    with pytest.raises(ValueError, match=rf"keys \['{key}'\]"):
+        lossscale.LossScaleOptimizer(inner)
+    assert inner.param_groups[group][key] == 2.0

@@ -501,3 +501,31 @@ def test_arguments_are_checked(settings, words):
     with pytest.raises(TypeError if "process_group" in settings else ValueError, match=words):
         wrapped(inner, **settings)
     wrapped(inner)
+
+
+def momentum_on(inner):
+    inner.param_groups[0]["momentum"] = 0.9
+
+
+def states_emptied(inner):
+    for state in inner.state.values():
+        state.clear()
+
+
+@pytest.mark.parametrize("make", [scaler, lambda o: wrapper(o, decide="device")], ids=["s", "w"])
+@pytest.mark.parametrize("change", [momentum_on, states_emptied])
+def test_no_kernel_makes_a_momentum_on_a_skip(make, change):
+    # It would be uninitialized memory.
+    weight = parameter()
+    inner = sgd(weight, momentum=0.9 * (change is states_emptied), fused=True)
+    optimizer = make(inner)
+    for _ in range(2):
+        backward(optimizer, [weight], [torch.ones(2)])
+        optimizer.step()
+        weight.grad = None
+    before = bits(weight)
+    change(inner)
+    backward(optimizer, [weight], [torch.full((2,), torch.inf)])
+    optimizer.step()
+    assert not any(inner.state.values())
+    assert bits(weight) == before

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import lossscale
+from frameworks.torch.expected_stats import expected, noted
 from frameworks.torch.scaling import OPTIMIZERS, parameters
-from frameworks.torch.seeing import expected, noted
 from frameworks.torch.support import WithScaler, fill, scaler, step, wrapped
 from lossscale import StatsRequest
 from lossscale.torch.grad_scaler import GradScaler
-from noting import EDGES, Noting
+from recording_rule import EDGES, RecordingRule
 
 GRADIENTS = [torch.tensor([0.5, -1.0, 2.0]), torch.tensor([-4.0, -0.125, 0.0])]
 SPOILED = [GRADIENTS[0], torch.tensor([-4.0, torch.inf, 0.0])]
@@ -24,7 +24,7 @@ SPOILED = [GRADIENTS[0], torch.tensor([-4.0, torch.inf, 0.0])]
 @pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
 def test_a_scaler_sees_what_the_wrapper_sees(name, unscale):
     weights = parameters(2)
-    run = scaler(OPTIMIZERS[name](weights), rule=Noting())
+    run = scaler(OPTIMIZERS[name](weights), rule=RecordingRule())
     for gradients in (GRADIENTS, SPOILED, [None, GRADIENTS[0]], GRADIENTS):
         fill(run, weights, gradients)
         scale = run.scaler.get_scale()
@@ -37,7 +37,7 @@ def test_a_scaler_sees_what_the_wrapper_sees(name, unscale):
     assert run.scaler.get_scale() == 4
     assert run.scaler.steps_skipped == 1
     # What it saw is saved, loaded and copied.
-    other = GradScaler("cpu", rule=Noting())
+    other = GradScaler("cpu", rule=RecordingRule())
     other.load_state_dict(run.saved())
     assert other.state_dict() == run.saved() == copy.deepcopy(run.scaler).state_dict()
     theirs = torch.amp.GradScaler("cpu")
@@ -50,7 +50,7 @@ def test_a_scaler_sees_what_the_wrapper_sees(name, unscale):
 
 def test_a_scaler_sees_all_of_its_optimizers_together():
     weights = parameters(2)
-    seeing = GradScaler("cpu", rule=Noting())
+    seeing = GradScaler("cpu", rule=RecordingRule())
     # One of them has no gradient.
     groups = ([weights[0]], [weights[1]], parameters(1))
     runs = [WithScaler(OPTIMIZERS["sgd"](given), seeing) for given in groups]
@@ -63,7 +63,7 @@ def test_a_scaler_sees_all_of_its_optimizers_together():
 
 def test_a_scaler_sees_float16_gradients_that_a_fused_optimizer_divides():
     weights = [torch.nn.Parameter(weight.detach().half()) for weight in parameters(2)]
-    run = scaler(OPTIMIZERS["adamw-fused"](weights), rule=Noting())
+    run = scaler(OPTIMIZERS["adamw-fused"](weights), rule=RecordingRule())
     step(run, weights, GRADIENTS)
     assert noted(run.saved()) == expected(GRADIENTS, 8.0)
 
@@ -74,7 +74,7 @@ def test_a_scaler_measures_whatever_a_subclass_does():
             return {found_inf.device: found_inf}
 
     weights = parameters(2)
-    run = WithScaler(OPTIMIZERS["sgd"](weights), Replacing("cpu", rule=Noting()))
+    run = WithScaler(OPTIMIZERS["sgd"](weights), Replacing("cpu", rule=RecordingRule()))
     step(run, weights, GRADIENTS)
     assert noted(run.saved()) == expected(GRADIENTS, 8.0)
 
@@ -88,7 +88,7 @@ def test_a_scaler_measures_whatever_a_subclass_does():
 def test_a_rule_that_does_not_check_is_moved_all_the_same(needs, decide, clip):
     """A schedule of scales, or one that follows the largest gradient."""
     weights = parameters(2)
-    rule = Noting(checks_gradients=False, needs=needs)
+    rule = RecordingRule(checks_gradients=False, needs=needs)
     inner = OPTIMIZERS["adamw-fused"](weights)
     optimizer = wrapped(inner, rule=rule, decide=decide, clip_norm=clip)
     for _ in range(2):

@@ -1,10 +1,41 @@
-"""PyTorch: a training loop that was written for `torch.amp.GradScaler`."""
+"""PyTorch: a training loop that was written for `torch.amp.GradScaler`, and rules of one's own."""
 
-from typing import reveal_type
+from typing import Any, NamedTuple, reveal_type
 
 import torch
 
+import lossscale
 import lossscale.torch
+
+
+class CountedState(NamedTuple):
+    scale: Any
+    steps: Any
+
+
+class Halved(lossscale.ScaleRule):
+    def init(self) -> CountedState:
+        return CountedState(8.0, 0)
+
+    def update(
+        self, state: CountedState, stats: lossscale.GradientStats, *, xp: Any
+    ) -> CountedState:
+        lowered = xp.where(state.scale > 1.0, state.scale * 0.5, state.scale)
+        return CountedState(xp.where(stats.finite, state.scale, lowered), state.steps + 1)
+
+    def get_config(self) -> dict[str, Any]:
+        return {}
+
+
+class Slower(lossscale.DynamicScale):
+    def update(
+        self, state: lossscale.ScaleState, stats: lossscale.GradientStats, *, xp: Any
+    ) -> lossscale.ScaleState:
+        return super().update(state, stats, xp=xp)
+
+
+reveal_type(Slower().init())  # ScaleState
+reveal_type(Halved().init())  # CountedState
 
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -20,3 +51,5 @@ reveal_type(scaler.update())  # None
 reveal_type(scaler.get_scale())  # float
 reveal_type(scaler.is_enabled())  # bool
 reveal_type(scaler.state_dict())  # dict[str, Any]
+own = lossscale.torch.GradScaler("cpu", rule=Halved())
+lossscale.torch.guard(torch.optim.lr_scheduler.StepLR(optimizer, 3), own)

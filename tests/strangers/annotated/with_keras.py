@@ -6,13 +6,19 @@ import keras
 import numpy as np
 
 import lossscale
+from lossscale.callbacks import LossScaleMonitor
+from lossscale.diagnosis import diagnose
 
 model = keras.Sequential([keras.layers.Dense(1, dtype="mixed_float16")])
 inner = keras.optimizers.Adam(1e-3)
 optimizer = lossscale.LossScaleOptimizer(inner, initial_scale=2.0**10)
 reveal_type(optimizer)  # AroundKeras, mypy: Any
 model.compile(optimizer=optimizer, loss="mse")
-model.fit(np.ones((8, 2)), np.ones((8, 1)))
+reveal_type(lossscale.keras.guard(model, optimizer))  # Sequential, mypy: Any
+monitor = LossScaleMonitor(every=2, on_floor="ignore")
+model.fit(np.ones((8, 2)), np.ones((8, 1)), callbacks=[monitor])
+reveal_type(monitor.last_record)  # StepRecord | None
+reveal_type(diagnose(model, np.ones((8, 2)), np.ones((8, 1))).rule)  # DynamicScale | None
 
 
 def report(of: lossscale.LossScaleOptimizer) -> str:

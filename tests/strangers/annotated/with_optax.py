@@ -45,6 +45,8 @@ pair, grads = lossscale.optax.value_and_grad(loss_and_more, has_aux=True)(
     opt_state, params, jnp.ones((4, 2))
 )
 reveal_type(pair)  # tuple[Array, int]
+kept = lossscale.optax.unless_skipped(opt_state, {"mean": loss}, {"mean": jnp.zeros(())})
+reveal_type(kept)  # dict[str, Array], mypy: dict[str, Any]
 reveal_type(lossscale.optax.unscale(opt_state, params))  # dict[str, Array]
 reveal_type(lossscale.optax.loss_scale(opt_state))  # Array
 reveal_type(lossscale.optax.scale_loss(opt_state, loss))  # Array

@@ -56,4 +56,26 @@ def report(of: lossscale.LossScaleOptimizer, plain: torch.optim.Optimizer) -> st
 
 
 print(report(optimizer, optimizer), float(logging.loss_scale))
-guarded = lossscale.torch.guard(schedule, optimizer)
+
+batch = torch.ones(4, 2)
+
+
+def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(batch).float().mean()
+    return loss
+
+
+reveal_type(lossscale.torch.guard(schedule, optimizer))  # ExponentialLR
+reveal_type(lossscale.torch.guard(model, optimizer))  # Linear, mypy: Any
+with lossscale.torch.Monitor(optimizer, model, every=10, on_floor="raise", explain=3) as monitor:
+    optimizer.backward(loss_of(model, batch))
+    optimizer.step()
+    monitor.step()
+if (record := monitor.last_record) is not None:
+    reveal_type(record.reason)  # SkipReason | None
+    reveal_type(record.nonfinite)  # tuple[NonfiniteTensor, ...]
+    reveal_type(record.explanation)  # Explanation | None
+measured = lossscale.torch.diagnose(model, loss_of, [batch])
+reveal_type(measured.verdict)  # Verdict
+reveal_type(measured.rule)  # DynamicScale | None
+reveal_type(lossscale.torch.explain(model, loss_of, batch).cause)  # Cause

@@ -1,6 +1,9 @@
-"""What the pages say of Keras' own LossScaleOptimizer.
+"""What the pages say of Keras' own LossScaleOptimizer, on TensorFlow.
 
-When one of these fails, Keras has mended it, and the page has to be changed.
+    python -m pytest -p conftest tools/peers/keras_own_class.py
+
+When one of these fails, Keras has mended it, and the page has to be changed. It takes seconds, and
+needs the test environment.
 """
 
 import keras
@@ -8,8 +11,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import two_devices
 from frameworks.keras.support import INF, step_by_scale_loss, variables
 
+two_devices.split_cpu()
 KerasOwn = keras.optimizers.LossScaleOptimizer
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from noting import EDGES, Noted
+from recording_rule import EDGES, RecordedStats
 
 
 def expected(gradients, scale):
@@ -19,5 +19,5 @@ def noted(saved):
         found = saved["rule_state"]
     else:
         first = saved["param_groups"][0]
-        found = {name: first[f"loss_scale_{name}"] for name in Noted._fields[1:]}
+        found = {name: first[f"loss_scale_{name}"] for name in RecordedStats._fields[1:]}
     return [found[name] for name in ("largest", "low", "high", "elements")]

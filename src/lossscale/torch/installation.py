@@ -10,7 +10,8 @@ from torch import distributed
 
 from lossscale.common.monkeypatch import Installation, replace
 from lossscale.packages import warn
-from lossscale.torch.grad_scaler import DEFAULTS, GradScaler
+from lossscale.torch.grad_scaler import GradScaler
+from lossscale.torch.state_dict import DEFAULTS
 
 
 class _OfOneDevice(GradScaler):

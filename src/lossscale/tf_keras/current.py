@@ -19,15 +19,22 @@ from lossscale.tensorflow.apply_or_skip import can_keep_old_values
 from lossscale.tensorflow.tracing import in_xla, translated
 from lossscale.tf_keras.optimizer import CalledAsWritten, TFKerasCommonOptimizer, dtype_of
 from lossscale.tf_keras.private_names import LossScaleOptimizerV3
-from lossscale.tf_keras.saving import UNLISTED, LossScaleStore, build_pending, values_of
+from lossscale.tf_keras.saving import (
+    UNLISTED,
+    LossScaleStore,
+    build_pending,
+    drop_pending,
+    values_of,
+)
 
 
-class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=CalledAsWritten):
+class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=CalledAsWritten):
     """What differs around the optimizers that tf_keras has had since 2.11."""
 
     _inner_base = tf_keras.optimizers.Optimizer
     _is_legacy = False
     _are_summed = ("skip_gradients_aggregation", True)
+    _load_refused = False
 
     def _build(self, variables: list[Any], has_gradient: Sequence[bool] = ()) -> None:
         if self._pending_groups:
@@ -39,7 +46,7 @@ class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=CalledAs
     def _unlisted_variables(self) -> dict[str, Any]:
         # tf_keras lists what `add_variable` made, and not what `build` set as an attribute.
         inner, unlisted = self._optimizer, {}
-        trained = [each for group in self._trained for each in group]
+        trained = [each for group in self._built_groups for each in group]
         listed = [*inner.variables, inner.iterations, *trained]
         seen = {id(variable) for variable in (*listed, inner._learning_rate)}
         for name, variable in _variables_in(vars(inner), UNLISTED.removesuffix(".")):
@@ -86,7 +93,11 @@ class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=CalledAs
     def loss_scale_state(self) -> LossScaleStore:
         """The place of the loss scale and the counters in files."""
         # Recreated: as an attribute it would be a child in checkpoints.
-        return LossScaleStore(self._own_values, self._set_own_values)
+        return LossScaleStore(self._own_values, self._set_loaded_values)
+
+    def _set_loaded_values(self, values: Mapping[str, Any]) -> None:
+        if not self._load_refused:
+            self._set_own_values(values)
 
     def save_own_variables(self, store: Any) -> None:
         """Writes the inner optimizer's variables as an optimizer without loss scaling does."""
@@ -110,6 +121,10 @@ class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=CalledAs
                 self._values_before_load = self._own_values()
             self._pending_values = [values[str(i)] for i in range(len(values))]
             self._load_pending()
+            # It is built once, so that they will not fit later.
+            self._load_refused = bool(self._built_groups) and self._pending_values is not None
+            if self._load_refused:
+                drop_pending(self)
 
     # --- Weights and slots, which tf_keras itself has lost ------------------------------------
 

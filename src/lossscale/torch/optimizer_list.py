@@ -12,7 +12,7 @@ import torch
 from lossscale.errors import ArgumentError, StateDictError, UnsupportedError
 
 
-class Several(torch.optim.Optimizer):
+class OptimizerList(torch.optim.Optimizer):
     """A list of optimizers with the interface of one: groups, states, one state dictionary.
 
     The state dictionary has the format of one optimizer with all groups, as
@@ -207,12 +207,12 @@ class _States(MutableMapping[Any, Any]):
 
 def parts_of(inner: Any) -> list[Any]:
     """The optimizers of a list, or the one optimizer."""
-    return inner.optimizers if isinstance(inner, Several) else [inner]
+    return inner.optimizers if isinstance(inner, OptimizerList) else [inner]
 
 
 def with_parts(inner: Any) -> list[Any]:
     """The optimizer itself, and those of a list."""
-    return [inner, *inner.optimizers] if isinstance(inner, Several) else [inner]
+    return [inner, *inner.optimizers] if isinstance(inner, OptimizerList) else [inner]
 
 
 def zero_grad(optimizer: Any, set_to_none: bool) -> None:

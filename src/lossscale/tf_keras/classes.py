@@ -6,7 +6,9 @@ one. Programs and files name one class, and a user's subclass is for both.
 
 from __future__ import annotations
 
+import dis
 import functools
+import itertools
 from typing import Any, Self
 
 import tf_keras
@@ -14,8 +16,8 @@ import tf_keras
 from lossscale import registry
 from lossscale.errors import ArgumentTypeError
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
-from lossscale.tf_keras.legacy import AroundLegacy
-from lossscale.tf_keras.new import AroundNew
+from lossscale.tf_keras.current import CurrentWrapper
+from lossscale.tf_keras.legacy import LegacyWrapper
 from lossscale.tf_keras.optimizer import TFKerasCommonOptimizer
 
 
@@ -50,13 +52,13 @@ class LossScaleOptimizer(TFKerasCommonOptimizer):
     __module__ = "lossscale.tf_keras"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        if not issubclass(cls, (AroundNew, AroundLegacy)):
+        if not issubclass(cls, (CurrentWrapper, LegacyWrapper)):
             # A subclass names its arguments as it likes.
             given = [*args, *kwargs.values()]
             families = [
                 family
                 for each in given
-                for family in (AroundNew, AroundLegacy)
+                for family in (CurrentWrapper, LegacyWrapper)
                 if isinstance(each, family._inner_base)
             ]
             if not families:
@@ -74,6 +76,18 @@ class LossScaleOptimizer(TFKerasCommonOptimizer):
 @functools.cache
 def _of_family(cls: type[Any], family: type[Any]) -> type[Any]:
     """Returns the subclass of `cls` for the optimizers of one family, known by the same name."""
+    written = itertools.takewhile(
+        lambda base: not base.__module__.startswith("lossscale."), cls.__mro__
+    )
+    for function in [each for base in written for each in vars(base).values()]:
+        code = getattr(function, "__code__", None)
+        loaded = [each.argval for each in dis.get_instructions(code)] if code else []
+        if ("super", "type") in itertools.pairwise(loaded):
+            # The type of an object is the class that is made here, so this would not end.
+            raise ArgumentTypeError(
+                f"{function.__qualname__}() calls super(type(self), self), which calls itself "
+                "without end if the class has a subclass. Write super() instead."
+            )
     namespace = {
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,

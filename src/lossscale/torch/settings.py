@@ -1,0 +1,277 @@
+"""What the wrapper accepts: its arguments, and the attributes of the inner optimizer."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from typing import Any
+
+import torch
+
+from lossscale.checks import checked_above_zero
+from lossscale.common.checks import check_not_wrapped, check_own_name, check_settable
+from lossscale.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    GradientsError,
+    UnknownSettingError,
+    UnsupportedError,
+)
+from lossscale.members import unknown_setting
+from lossscale.optimizer import LossScaleOptimizer as FrontDoor
+from lossscale.torch import closures, fused, ranks
+from lossscale.torch.optimizer_list import OptimizerList, parts_of
+from lossscale.torch.scaled_gradients import was_scaled
+
+_OF_SCALERS = {
+    "scale": "call scale_loss(loss)",
+    "update": "step() updates the scale",
+    "get_scale": "read float(optimizer.loss_scale)",
+    "is_enabled": "to train without a loss scale, leave the wrapper out",
+    **{
+        f"{verb}_{name}": "read optimizer.rule, which is frozen"
+        for verb in ("get", "set")
+        for name in ("growth_factor", "backoff_factor", "growth_interval")
+    },
+}
+"""Members of a GradScaler, and what to do with a wrapper instead."""
+
+_OWN_ATTRIBUTES = frozenset({"name"})
+
+
+def _shared(name: str, doc: str = "") -> Any:
+    """A property that reads and writes an attribute of the inner optimizer."""
+
+    def read(self: Any) -> Any:
+        return getattr(self.inner_optimizer, name)
+
+    def write(self: Any, value: Any) -> None:
+        setattr(self.inner_optimizer, name, value)
+
+    return property(read, write, doc=doc)
+
+
+class InnerSettings:
+    """The inner optimizer's groups, learning rate, hooks and methods."""
+
+    param_groups: list[dict[str, Any]] = _shared(
+        "param_groups", "The parameter groups of the inner optimizer."
+    )
+    state: dict[torch.Tensor, Any] = _shared(
+        "state", "The state of the inner optimizer, by parameter."
+    )
+    defaults: dict[str, Any] = _shared("defaults", "The default settings of parameter groups.")
+
+    # The inner optimizer calls its hooks, once for each step that it takes.
+    _optimizer_step_pre_hooks = _shared("_optimizer_step_pre_hooks")
+    _optimizer_step_post_hooks = _shared("_optimizer_step_post_hooks")
+    _optimizer_state_dict_pre_hooks = _shared("_optimizer_state_dict_pre_hooks")
+    _optimizer_state_dict_post_hooks = _shared("_optimizer_state_dict_post_hooks")
+    _optimizer_load_state_dict_pre_hooks = _shared("_optimizer_load_state_dict_pre_hooks")
+    _optimizer_load_state_dict_post_hooks = _shared("_optimizer_load_state_dict_post_hooks")
+    _zero_grad_profile_name = _shared("_zero_grad_profile_name")
+    _warned_capturable_if_run_uncaptured = _shared("_warned_capturable_if_run_uncaptured")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group to the inner optimizer.
+
+        Args:
+            param_group: A dictionary with `params`, and settings for them.
+        """
+        self.inner_optimizer.add_param_group(param_group)
+
+    @property
+    def lr(self) -> Any:
+        """`lr` of all parameter groups; reading it is an error if they differ."""
+        values = [group.get("lr") for group in self.param_groups]
+        if any(value is not values[0] and value != values[0] for value in values):
+            raise UnknownSettingError(
+                f"The parameter groups have different values of 'lr': {values}. Read "
+                "param_groups[i]['lr']."
+            )
+        return values[0]
+
+    @lr.setter
+    def lr(self, value: Any) -> None:
+        if isinstance(self.inner_optimizer, OptimizerList):
+            raise UnsupportedError(
+                f"Ambiguous: several optimizers could get lr={value!r}. Set it in the groups of "
+                f"one, optimizer.optimizers[i].param_groups; {self.inner_optimizer.described()}."
+            )
+        for group in self.param_groups:
+            group["lr"] = value
+
+    @property
+    def learning_rate(self) -> Any:
+        """`lr`, by the name that it has in Keras."""
+        # Not `learning_rate = lr`, whose type mypy cannot find from the front door.
+        return self.lr
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.lr = value
+
+    def _check_no_setting(self, name: str) -> None:
+        if any(name in group for group in self.param_groups):
+            raise UnknownSettingError(
+                f"{name!r} is a setting of the parameter groups. Read or set "
+                f"optimizer.param_groups[i][{name!r}], as with any optimizer of PyTorch."
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        # Called only for names that are not found, or if a property raised this error.
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)
+        engine = self.__dict__.get("_engine")
+        inner = None if engine is None else engine.inner
+        if inner is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        try:
+            found = getattr(inner, name)
+            is_method = inspect.ismethod(found) or inspect.isfunction(found)
+            return self._guarded(name, found) if is_method else found
+        except AttributeError:
+            if hasattr(type(inner), name):
+                raise
+            self._check_no_setting(name)
+            if name in _OF_SCALERS:
+                raise UnknownSettingError(
+                    f"LossScaleOptimizer has no {name!r}, unlike GradScaler: {_OF_SCALERS[name]}."
+                ) from None
+            raise unknown_setting(inner, name) from None
+
+    def _guarded(self, name: str, method: Any) -> Any:
+        """A method of the inner optimizer that first checks that `.grad` is unscaled."""
+
+        @functools.wraps(method)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            self._check_unscaled(name)
+            return method(*args, **kwargs)
+
+        return guarded
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        engine = self.__dict__.get("_engine")
+        inner = None if engine is None else engine.inner
+        own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        # Schedulers replace `step`, a method, by one that counts its calls.
+        check_settable(self, name, value)
+        if inner is None or own or name in _OWN_ATTRIBUTES:
+            object.__setattr__(self, name, value)
+        elif hasattr(inner, name):
+            setattr(inner, name, value)
+        elif hasattr(self._rule, name):
+            raise UnknownSettingError(
+                f"{name!r} belongs to the rule, which is frozen. Make the optimizer with another "
+                f"`rule`. Received: {name}={value!r}, for {self._rule!r}."
+            )
+        else:
+            self._check_no_setting(name)
+            check_own_name(inner, name, torch.optim)
+            object.__setattr__(self, name, value)
+
+
+# --- Checks of arguments ----------------------------------------------------------------------
+
+
+def check_inner(inner: Any, is_one_of_several: bool = False) -> None:
+    check_not_wrapped(inner, FrontDoor)
+    if not isinstance(inner, torch.optim.Optimizer):
+        hint = " This is a class: create an instance first." if isinstance(inner, type) else ""
+        raise ArgumentTypeError(
+            "The optimizer to wrap must be a torch.optim.Optimizer, or a list of them. Received: "
+            f"{inner!r} of type {type(inner).__name__}.{hint} An example is "
+            "torch.optim.AdamW(model.parameters())."
+        )
+    fused.check_signature(inner)
+    if is_one_of_several and closures.demands_closure(inner):
+        raise UnsupportedError(
+            f"{type(inner).__name__} evaluates a closure in its step, so it cannot be one of "
+            "several optimizers. Wrap it alone."
+        )
+    if any(group.get("differentiable") for group in inner.param_groups):
+        raise UnsupportedError(
+            "An optimizer with differentiable=True cannot be wrapped: its gradients belong to a "
+            "graph, and the wrapper divides gradients in place. Make it with "
+            "differentiable=False, or scale the loss and divide the gradients yourself."
+        )
+
+
+def check_processes(inner: Any, process_group: Any) -> None:
+    """Refuses optimizers that communicate in `step`: if one process skips, the others hang."""
+    for part in parts_of(inner):
+        if type(part).__name__ == "PostLocalSGDOptimizer" and process_group is None:
+            raise UnsupportedError(
+                "PostLocalSGDOptimizer averages parameters over processes in its step: a process "
+                "that skips a step alone would leave the others waiting. Pass "
+                "process_group=torch.distributed.group.WORLD, or the group it averages over."
+            )
+        if getattr(part, "_overlap_with_ddp", False):
+            raise UnsupportedError(
+                "ZeroRedundancyOptimizer with overlap_with_ddp=True steps inside backward(), "
+                "before all gradients are checked. Make it with overlap_with_ddp=False."
+            )
+    if process_group is None and _is_made_by_zero():
+        raise UnsupportedError(
+            "A LossScaleOptimizer inside a ZeroRedundancyOptimizer cannot see overflows of other "
+            "processes. Wrap the ZeroRedundancyOptimizer, or make the LossScaleOptimizer with "
+            "process_group=torch.distributed.group.WORLD."
+        )
+    if any(hasattr(p, "_in_backward_optimizers") for p in ranks.parameters_of(inner)):
+        raise UnsupportedError(
+            "_apply_optimizer_in_backward steps these parameters inside backward(), before all "
+            "gradients are checked. Wrap an optimizer of other parameters."
+        )
+
+
+def _is_made_by_zero() -> bool:
+    """Whether a `ZeroRedundancyOptimizer` is making a wrapper for the part of this process."""
+    module: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    frame = None if module is None else inspect.currentframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), module.ZeroRedundancyOptimizer):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def checked_clip_norm(value: Any) -> float | None:
+    return None if value is None else checked_above_zero("clip_norm", value)
+
+
+def check_decide(decide: Any, inner: Any) -> None:
+    if decide not in ("host", "device"):
+        raise ArgumentError(f"`decide` must be 'host' or 'device'. Received: decide={decide!r}.")
+    if decide == "host":
+        return
+    if not any(group["params"] for group in inner.param_groups):
+        raise ArgumentError(
+            "decide='device' needs an optimizer with parameters. Received: one without."
+        )
+    for part in parts_of(inner):
+        if not fused.can_skip(part):
+            raise UnsupportedError(
+                f"decide='device' needs an optimizer that can skip its own step. This "
+                f"{type(part).__name__} cannot. Make it with fused=True (and capturable=True for a "
+                "CUDA graph) if it has that option, such as torch.optim.AdamW(parameters, "
+                "fused=True), or leave `decide` out."
+            )
+
+
+def check_backpropagated(loss: Any, info: ranks.ParameterInfo) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise ArgumentTypeError(
+            f"The loss must be a tensor. Received: {loss!r} of type {type(loss).__name__}."
+        )
+    if was_scaled(loss):
+        raise GradientsError(
+            "This loss is already scaled. Pass the unscaled loss to optimizer.backward(loss)."
+        )
+    if info.has_half:
+        raise GradientsError(
+            "A parameter has the dtype float16, in which unscaled gradients would flush to "
+            "zero. Keep the parameters in float32, and compute in float16 under "
+            "torch.autocast. Or wrap an optimizer of torch.optim with fused=True, and call "
+            "optimizer.scale_loss(loss).backward()."
+        )

@@ -1,0 +1,88 @@
+"""`lossscale.optax.explain`: the causes of thirty faults, and what it leaves alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lossscale.optax
+from frameworks.jax.explain_cases import CASES
+from lossscale.errors import ArgumentError
+from lossscale.monitoring.explanation import Cause
+
+explain = lossscale.optax.explain
+
+
+# JAX compiles each operation on its own, so every second one.
+@pytest.mark.parametrize("name", list(CASES)[1::2])
+def test_a_fault_is_named(name):
+    program, causes, operations, module, scale = CASES[name]
+    loss_fn, params, batch = program()
+    found = explain(loss_fn, params, batch, scale=scale)
+    assert str(found.cause) in causes.split(", "), found.text
+    assert not operations or any(each in found.operation for each in operations.split())
+    assert module in found.module
+    assert found.module in found.text
+
+
+def dense(params, batch, dtype):
+    predicted = batch.astype(dtype) @ params["w"].astype(dtype)
+    return jnp.mean(predicted.astype(jnp.float32) ** 2)
+
+
+X = np.ones((2, 3), np.float32)
+
+
+def test_halvings_are_those_after_which_a_step_is_finite():
+    params = {"w": jnp.ones((3, 1))}
+    found = explain(dense, params, X, scale=2.0**20)
+    assert (found.cause, found.in_backward) == (Cause.SCALE, True)
+    # The gradient of the prediction is 3; that of each weight is twice as large.
+    finite = [
+        bool(
+            jnp.isfinite(
+                jax.grad(lambda w, s=s: dense({"w": w}, X, jnp.float16) * s)(params["w"])
+            ).all()
+        )
+        for s in (2.0 ** (21 - found.halvings), 2.0 ** (20 - found.halvings))
+    ]
+    assert finite == [False, True]
+    assert "loss scale of 2**20, dense, line" in found.text
+
+
+def test_a_mask_beyond_float16_is_told_from_one_that_is_infinite():
+    """In float16, -1e9 is minus infinity."""
+
+    def loss_fn(mask, params, batch, dtype):
+        scores = jnp.where(batch > 5, batch.astype(dtype) * params["w"].astype(dtype), mask)
+        return jax.nn.softmax(scores).astype(jnp.float32).sum()
+
+    params = {"w": jnp.ones(3)}
+    for mask, cause, words in (
+        (-1e9, Cause.FORWARD_OVERFLOW, "reaches 1e+09"),
+        (-jnp.inf, Cause.SINGULAR, "masked as a whole"),
+    ):
+        found = explain(lambda p, b, d, mask=mask: loss_fn(mask, p, b, d), params, X)
+        assert found.cause == cause
+        assert words in found.text
+
+
+def test_only_the_named_parameters_are_differentiated():
+    def loss_fn(params, batch, dtype):
+        broken = jnp.sqrt(params["a"].astype(dtype) * 0).sum()
+        return (broken + params["b"].astype(dtype).sum()).astype(jnp.float32)
+
+    params = {"a": jnp.ones(3), "b": jnp.ones(3)}
+    assert explain(loss_fn, params, X).cause == Cause.SINGULAR
+    assert explain(loss_fn, params, X, parameters=["b"]).cause == Cause.UNKNOWN
+
+
+def test_a_finite_batch_is_unknown_and_mistakes_are_named():
+    params = {"w": jnp.ones((3, 1)) / 8}
+    found = explain(dense, params, X)
+    assert found.cause == Cause.UNKNOWN
+    assert "finite at a scale of 32768" in found.text
+    with pytest.raises(ArgumentError, match="scale"):
+        explain(dense, params, X, scale=0.0)
+    with pytest.raises(ArgumentError, match="nothing in float16"):
+        explain(lambda params, batch, dtype: (batch @ params["w"]).mean(), params, X)

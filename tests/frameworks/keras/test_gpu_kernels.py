@@ -1,0 +1,117 @@
+"""Where the operations of a step on TensorFlow would run on a GPU, by TensorFlow's own list.
+
+The wheel `tensorflow` has the kernels for GPUs, though none is needed to ask for them.
+"""
+
+import collections
+
+import keras
+import pytest
+import tensorflow as tf
+from tensorflow.python.framework import kernels
+
+from benchmarks.methods import METHODS
+
+# They contain or call other operations, or run nothing.
+CONTROL = {"If", "StatelessIf", "Case", "StatelessCase", "While", "StatelessWhile"}
+NONE = CONTROL | {"Placeholder", "NoOp", "Const", "PartitionedCall", "StatefulPartitionedCall"}
+# Handles of variables and shapes are on the host from the beginning.
+ON_HOST = {"resource", "reduction_indices", "axis", "shape", "dims", "begin", "end", "strides"}
+LAYOUTS = {"few": [(300, 300)] * 3, "many": [(10,)] * 20 + [(200, 200)] * 2}
+OURS = ("ours_dynamic", "ours_fixed", "ours_monitored")
+
+
+def operations(function, *given):
+    """How often each operation is in a traced function, with the dtypes that it is for."""
+    graph = tf.function(function).get_concrete_function(*given).graph.as_graph_def()
+    nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
+    return collections.Counter(
+        (node.op, tuple(sorted((k, v.type) for k, v in node.attr.items() if v.type)))
+        for node in nodes
+    )
+
+
+def step(name, optimizer, shapes, dtype, injected=lambda gradient: gradient):
+    """The operations of `apply`."""
+    wrapped, inner = METHODS[name].wrapped, lambda: getattr(keras.optimizers, optimizer)(0.1)
+    made = inner() if wrapped is None else wrapped(inner, keras)
+    made.build([keras.Variable(tf.ones(shape)) for shape in shapes])
+    if wrapped is not None:
+        made.scale_loss(1.0)
+
+    def applied(*gradients):
+        made.apply([injected(gradient) for gradient in gradients])
+
+    return operations(applied, *(tf.TensorSpec(shape, dtype) for shape in shapes))
+
+
+def on_the_host(operation):
+    """Whether an operation has no kernel for GPUs, or one that reads the host's memory."""
+    name, dtypes = operation
+    dtypes = dict(dtypes)
+    for kernel in kernels.get_registered_kernels_for_op(name).kernel:
+        fits = all(
+            dtypes.get(c.name) in (None, *c.allowed_values.list.type) for c in kernel.constraint
+        )
+        if kernel.device_type in ("GPU", "DEFAULT") and fits:
+            return not ON_HOST.issuperset(kernel.host_memory_arg)
+    return True
+
+
+def added(found, bare):
+    return [each for each in found if each[0] not in NONE and found[each] > bare[each]]
+
+
+def booleans(found):
+    """How many values the host reads to know what to run."""
+    return sum(number for (name, _), number in found.items() if name in CONTROL)
+
+
+@pytest.fixture(autouse=True)
+def _the_wheel_has_kernels_for_gpus():
+    found = kernels.get_registered_kernels_for_op("MatMul").kernel
+    assert "GPU" in {kernel.device_type for kernel in found}, "not the wheel `tensorflow`"
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("shapes", LAYOUTS.values(), ids=LAYOUTS)
+def test_each_operation_that_loss_scaling_adds_runs_on_a_gpu(optimizer, dtype, shapes):
+    bare, peer = (step(each, optimizer, shapes, dtype) for each in ("bare", "peer_dynamic"))
+    for name in OURS:
+        found = step(name, optimizer, shapes, dtype)
+        assert [each for each in added(found, bare) if on_the_host(each)] == [], name
+        # A monitor counts in a branch of its own.
+        assert booleans(found) <= booleans(peer) + (name == "ours_monitored"), name
+        assert booleans(found) == 0 or name != "ours_fixed"
+
+
+def through_text(gradient):
+    return tf.strings.to_number(tf.strings.as_string(gradient), gradient.dtype)
+
+
+def by_python(gradient):
+    return tf.reshape(tf.numpy_function(lambda x: x, [gradient], gradient.dtype), gradient.shape)
+
+
+def by_a_number_of_the_host(gradient):
+    # The kernel for GPUs takes the end from the host's memory.
+    return gradient + tf.reduce_sum(tf.range(0.0, gradient[0, 0], 1.0))
+
+
+@pytest.mark.parametrize(
+    "injected", [through_text, by_python, by_a_number_of_the_host], ids=lambda f: f.__name__
+)
+def test_an_operation_of_the_host_would_be_noticed(injected):
+    shapes = LAYOUTS["few"]
+    found, bare = (step("bare", "SGD", shapes, "float32", f) for f in (injected, lambda g: g))
+    assert [each for each in added(found, bare) if on_the_host(each)]
+
+
+def test_a_boolean_that_the_host_reads_would_be_noticed():
+    def branching(gradient):
+        return tf.cond(gradient[0, 0] > 0, lambda: gradient * 2, lambda: gradient)
+
+    shapes = LAYOUTS["few"]
+    found, bare = (step("bare", "SGD", shapes, "float32", f) for f in (branching, lambda g: g))
+    assert booleans(found) == booleans(bare) + len(shapes)

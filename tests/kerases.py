@@ -1,0 +1,48 @@
+"""What the tests of both Kerases read of an optimizer and of variables."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from conformance.harness import array
+
+INF, NAN = float("inf"), float("nan")
+
+
+def number(value):
+    """A scalar of any backend, or a variable, on replicas or not, as a Python number."""
+    return array(value).item()
+
+
+def values(variables):
+    """The values of variables, as NumPy arrays."""
+    return [array(variable) for variable in variables]
+
+
+def assert_same(left, right):
+    """Asserts that two lists of arrays are the same bit for bit."""
+    for a, b in zip(left, right, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+class Status(NamedTuple):
+    """What an optimizer says about its loss scale, as Python numbers."""
+
+    scale: float
+    counter: int | None
+    skipped: int
+    last: bool
+    iterations: int
+    applied: int
+
+
+def status(optimizer):
+    """Returns what the optimizer says."""
+    return Status(
+        scale=number(optimizer.loss_scale),
+        counter=number(optimizer.dynamic_counter) if optimizer.dynamic else None,
+        skipped=number(optimizer.steps_skipped),
+        last=number(optimizer.last_step_skipped),
+        iterations=number(optimizer.iterations),
+        applied=number(optimizer.inner_optimizer.iterations),
+    )
