@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lossscale.diagnosis.origins import Flags, Origin, Watched, passed_on
-from lossscale.monitoring.explanation import FailedOperation
+from lossscale.diagnosis.origins import Flags, Watched, passed_on
+from lossscale.monitoring.explanation import FailedOperation, Origin
 
 _BACKWARD = "gradient_tape/"
 _SETTERS = ("Const", "Fill", "BroadcastTo", "Select", "SelectV2", "PadV2")

@@ -18,9 +18,9 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Literal
 
-from lossscale.diagnosis.origins import Flags, Origin, Watched, passed_on
+from lossscale.diagnosis.origins import Flags, Watched, passed_on
 from lossscale.jax.jaxprs import bind
-from lossscale.monitoring.explanation import FailedOperation
+from lossscale.monitoring.explanation import FailedOperation, Origin
 
 _TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "remat", "rematted"}
 _ADDING = ("add", "max", "clamp")

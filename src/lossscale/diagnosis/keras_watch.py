@@ -11,8 +11,8 @@ import keras
 import numpy as np
 
 from lossscale.common.monkeypatch import replace
-from lossscale.diagnosis.origins import Origin, explain_pass
-from lossscale.monitoring.explanation import Explanation, nothing_to_explain
+from lossscale.diagnosis.origins import explain_pass
+from lossscale.monitoring.explanation import Explanation, Origin, nothing_to_explain
 
 
 class Explainer:

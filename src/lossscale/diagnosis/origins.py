@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import bisect
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lossscale.monitoring.explanation import (
+    HALVINGS,
     Cause,
     Explanation,
-    FailedOperation,
+    Origin,
     constant_beyond_float16,
     explained,
-    infinity_in_the_loss,
-    not_finite_argument,
-    not_finite_weights,
+    halvings_until,
     nothing_to_explain,
+    of_forward_pass,
 )
-
-_HALVINGS = 24
-"""The most halvings of the loss scale that are tried: 2**-24 is the smallest float16 number."""
-
-
-class Origin(NamedTuple):
-    """Where an infinity or a NaN comes from.
-
-    Attributes:
-        failed: The operation that made it of finite numbers; None if none did.
-        name: The argument or parameter that contained it.
-        is_weight: Whether `name` is a parameter.
-        is_mask: Whether the program sets it itself, as in a mask.
-    """
-
-    failed: FailedOperation | None = None
-    name: str = ""
-    is_weight: bool = False
-    is_mask: bool = False
 
 
 class Flags(NamedTuple):
@@ -89,36 +70,26 @@ def explain_pass(
         scale: The loss scale.
         in_float32: Explains the same pass in float32.
     """
-    found = watch(scale)
+
+    @functools.cache
+    def after(halvings: int) -> Watched:
+        return watch(scale * 2.0**-halvings)
+
+    found = after(0)
     origin = found.loss or found.gradients
     if origin is None:
         return nothing_to_explain(scale)
     if origin.is_mask or (origin.failed is not None and origin.failed.of_infinities):
-        narrow = _of_forward(origin)
+        narrow = of_forward_pass(origin)
         is_finite = narrow.in_float16 and in_float32().cause is Cause.UNKNOWN
         return constant_beyond_float16(narrow) if is_finite else narrow
     if found.loss is not None or origin.failed is None:
-        return _of_forward(origin)
-
-    def is_finite_after(halvings: int) -> bool:
-        return watch(scale * 2.0**-halvings).is_finite
-
-    halvings = None
-    lowest = watch(scale * 2.0**-_HALVINGS)
-    if lowest.is_finite:
-        tried = range(1, _HALVINGS + 1)
-        halvings = tried[bisect.bisect_left(tried, True, key=is_finite_after)]
-    elif lowest.gradients is not None and lowest.gradients.failed is not None:
+        return of_forward_pass(origin)
+    halvings = halvings_until(lambda halvings: after(halvings).is_finite)
+    lowest = after(HALVINGS).gradients
+    if lowest is not None and lowest.failed is not None:
         # What overflows at this scale may come before what is not finite at any.
-        origin = lowest.gradients
+        origin = lowest
     assert origin.failed is not None
     failed = origin.failed._replace(in_backward=True)
     return explained(failed, scale=scale, halvings=halvings)
-
-
-def _of_forward(origin: Origin) -> Explanation:
-    if origin.failed is not None:
-        return explained(origin.failed)
-    if origin.is_mask:
-        return infinity_in_the_loss("")
-    return (not_finite_weights if origin.is_weight else not_finite_argument)(origin.name)

@@ -6,15 +6,19 @@ numbers, and describes it as a `FailedOperation`. Causes and texts are the same 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import enum
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 LARGEST = 65504.0
 """The largest number of float16."""
 SMALLEST = 2.0**-24
 """The smallest one above 0; half of it, and less, is rounded to 0."""
+HALVINGS = 24
+"""The most halvings of the loss scale that are tried: 2**-24 is the smallest float16 number."""
 
 _CHECK_THE_LOSS = (
     "check the targets and the loss function; explain(model, loss_fn, batch) names its operation "
@@ -148,6 +152,58 @@ class FailedOperation(NamedTuple):
     def where(self) -> str:
         """The module and the operation."""
         return f"{self.module} ({self.operation})" if self.module else self.operation
+
+
+class Origin(NamedTuple):
+    """Where an infinity or a NaN comes from.
+
+    Attributes:
+        failed: The operation that made it of finite numbers; None if none did.
+        name: The argument, parameter or buffer that contained it.
+        is_weight: Whether `name` is a parameter or a buffer.
+        is_mask: Whether the program sets it itself, as in a mask.
+        line: The line of the program that calls the operation; "" if it is not known.
+    """
+
+    failed: FailedOperation | None = None
+    name: str = ""
+    is_weight: bool = False
+    is_mask: bool = False
+    line: str = ""
+
+
+def halvings_until(is_finite_after: Callable[[int], bool]) -> int | None:
+    """Returns after how many halvings of the loss scale a pass is finite; None if it never is.
+
+    Examples:
+        >>> halvings_until(lambda halvings: halvings >= 5)
+        5
+    """
+    if not is_finite_after(HALVINGS):
+        return None
+    tried = range(1, HALVINGS + 1)
+    return tried[bisect.bisect_left(tried, True, key=is_finite_after)]
+
+
+def of_forward_pass(origin: Origin) -> Explanation:
+    """Returns the explanation of something that is not finite in a forward pass.
+
+    Examples:
+        >>> of_forward_pass(Origin(name="x")).cause
+        <Cause.BATCH: 'batch'>
+    """
+    if origin.failed is not None:
+        return with_line(explained(origin.failed), origin)
+    if origin.is_mask:
+        return infinity_in_the_loss(origin.line)
+    return (not_finite_weights if origin.is_weight else not_finite_argument)(origin.name)
+
+
+def with_line(found: Explanation, origin: Origin) -> Explanation:
+    """Adds the line of the program to an operation that is called outside of the model."""
+    if not origin.line or found.module:
+        return found
+    return dataclasses.replace(found, reason=f"in the loss function, {origin.line}, {found.reason}")
 
 
 def explained(

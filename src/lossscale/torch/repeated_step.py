@@ -6,7 +6,6 @@ gradients of the outputs are therefore enough to repeat it.
 
 from __future__ import annotations
 
-import bisect
 import collections
 import contextlib
 import dataclasses
@@ -27,28 +26,27 @@ from lossscale.checks import checked_above_zero
 from lossscale.common.monkeypatch import replace
 from lossscale.errors import ArgumentTypeError
 from lossscale.monitoring.explanation import (
+    HALVINGS,
     LARGEST,
     Explanation,
     explained,
+    halvings_until,
     in_the_loss,
-    infinity_in_the_loss,
-    not_finite_argument,
-    not_finite_weights,
     nothing_to_explain,
+    of_forward_pass,
     scaled_outputs,
     unknown,
+    with_line,
 )
 from lossscale.torch.buffers import Hook, innermost
 from lossscale.torch.ranks import is_spread
 from lossscale.torch.scaling import scaled
-from lossscale.torch.watch import Origin, UnrepeatableError, Watch, is_finite, largest, tensors_in
+from lossscale.torch.watch import UnrepeatableError, Watch, is_finite, largest, tensors_in
 
 DEFAULT_BYTES = 2**28
 """The limit for what is held of a step."""
 _STATE_BYTES = 2**15
 """About the size of the random state that is held for each call of the model."""
-_HALVINGS = 24
-"""The most halvings of the loss scale that are tried: 2**-24 is the smallest float16 number."""
 _NEAR = 64
 """How far below overflow gradients are that lie beside one that overflows."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -117,7 +115,7 @@ def explain(
                 outputs = [_called(model, tensors, run)]
             origin = watch.origin(outputs, masks=True)
             if origin is not None and origin.is_mask:
-                return infinity_in_the_loss(origin.line)
+                return of_forward_pass(origin)
             found = examined(watch, outputs, roots, [torch.full_like(outputs[0], scale)], scale)
     except UnrepeatableError as error:
         return unknown(str(error))
@@ -330,7 +328,7 @@ def _repeated(model: Any, call: _Call, scale: float) -> Explanation | None:
                 "numbers of its own, keeps a state, or has hooks that change results"
             )
         if origin is not None:
-            return _of_forward(origin)
+            return of_forward_pass(origin)
         seeds = [call.gradients[number] for number in numbers]
         if not all(map(is_finite, seeds)):
             return _of_seeds(outputs, seeds, scale)
@@ -346,7 +344,7 @@ def examined(
     """Returns what is not finite in outputs or in their backward pass; None if nothing is."""
     origin = watch.origin(outputs)
     if origin is not None:
-        return _of_forward(origin)
+        return of_forward_pass(origin)
     pairs = [pair for pair in zip(outputs, seeds, strict=True) if pair[0].requires_grad]
     if not pairs or not roots:
         return None
@@ -357,40 +355,20 @@ def examined(
         found = torch.autograd.grad(outputs, roots, lower, retain_graph=True, allow_unused=True)
         return [gradient for gradient in found if gradient is not None]
 
-    def is_finite_after(halvings: int) -> bool:
-        return all(map(is_finite, gradients(halvings)))
-
     with watch.backward():
         origin = watch.origin(gradients())
         if origin is None:
             return None
     failed = origin.failed
     if failed is None or not failed.in_backward:
-        return _of_forward(origin)
-    halvings = None
-    if is_finite_after(_HALVINGS):
-        tried = range(1, _HALVINGS + 1)
-        halvings = tried[bisect.bisect_left(tried, True, key=is_finite_after)]
-    else:
+        return of_forward_pass(origin)
+    halvings = halvings_until(lambda halvings: all(map(is_finite, gradients(halvings))))
+    if halvings is None:
         # What overflows at this scale may come before what is not finite at any.
         with watch.backward():
-            origin = watch.origin(gradients(_HALVINGS)) or origin
+            origin = watch.origin(gradients(HALVINGS)) or origin
         failed = origin.failed or failed
-    return _with_line(explained(failed, scale=scale, halvings=halvings), origin)
-
-
-def _of_forward(origin: Origin) -> Explanation:
-    """The explanation of something that is not finite in a forward pass."""
-    if origin.failed is not None:
-        return _with_line(explained(origin.failed), origin)
-    return (not_finite_weights if origin.is_weight else not_finite_argument)(origin.name)
-
-
-def _with_line(found: Explanation, origin: Origin) -> Explanation:
-    """Adds the line of the program to an operation that is called outside of the model."""
-    if not origin.line or found.module:
-        return found
-    return dataclasses.replace(found, reason=f"in the loss function, {origin.line}, {found.reason}")
+    return with_line(explained(failed, scale=scale, halvings=halvings), origin)
 
 
 def _of_seeds(outputs: list[Any], seeds: list[Any], scale: float) -> Explanation:

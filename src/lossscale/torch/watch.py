@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lossscale.common.monkeypatch import replace
 from lossscale.errors import UnsupportedError
-from lossscale.monitoring.explanation import FailedOperation
+from lossscale.monitoring.explanation import FailedOperation, Origin
 
 _SETTERS = (
     *("full", "full_like", "new_full", "fill_", "fill", "scalar_tensor", "masked_fill_"),
@@ -37,24 +37,6 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 class UnrepeatableError(RuntimeError):
     """Raised in place of a message to another process, and of what cannot be put back."""
-
-
-class Origin(NamedTuple):
-    """Where an infinity or a NaN comes from.
-
-    Attributes:
-        failed: The operation that made it of finite numbers; None if none did.
-        name: The argument, parameter or buffer that contained it.
-        is_weight: Whether `name` is a parameter or a buffer.
-        is_mask: Whether the model sets it itself, as in a mask.
-        line: The line of the program that calls the operation.
-    """
-
-    failed: FailedOperation | None = None
-    name: str = ""
-    is_weight: bool = False
-    is_mask: bool = False
-    line: str = ""
 
 
 class Place(NamedTuple):
