@@ -15,7 +15,7 @@ from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
 from lossscale.packages import warn
 from lossscale.torch.grad_scaler import GradScaler
-from lossscale.torch.optimizer import LossScaleOptimizer
+from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
 from lossscale.torch.overflow_tracker import LoopOverflowTracker
 from lossscale.torch.repeated_step import DEFAULT_BYTES, CallRecorder
 from lossscale.torch.watch import is_finite
@@ -278,16 +278,6 @@ class _Explainer:
                 self._warned.add(key)
                 warn(f"Step {step} was skipped. {found.text}")
         return self._last
-
-
-def wrapper_in(optimizer: Any) -> Any:
-    """Returns the optimizer that a trainer has wrapped."""
-    attributes = getattr(optimizer, "__dict__", {})
-    # LightningOptimizer copies the attributes of the optimizer, and keeps the original.
-    for name in ("_optimizer", "optimizer"):
-        if isinstance(attributes.get(name), LossScaleOptimizer):
-            return attributes[name]
-    return optimizer
 
 
 def _check_watched(optimizer: Any) -> None:

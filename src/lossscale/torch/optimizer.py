@@ -816,6 +816,16 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         return _blank, (type(self),), state
 
 
+def wrapper_in(optimizer: Any) -> Any:
+    """Returns the optimizer that a trainer has wrapped."""
+    attributes = getattr(optimizer, "__dict__", {})
+    # LightningOptimizer copies the attributes of the optimizer, and keeps the original.
+    for name in ("_optimizer", "optimizer"):
+        if isinstance(attributes.get(name), LossScaleOptimizer):
+            return attributes[name]
+    return optimizer
+
+
 if torch.distributed.is_available():
     join.Joinable.register(LossScaleOptimizer)
 

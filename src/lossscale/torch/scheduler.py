@@ -11,8 +11,7 @@ from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
 from lossscale.torch import ranks
 from lossscale.torch.buffers import guard_average, guard_model, unguard_average, unguard_model
 from lossscale.torch.grad_scaler import GradScaler
-from lossscale.torch.monitor import wrapper_in
-from lossscale.torch.optimizer import LossScaleOptimizer
+from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
