@@ -37,7 +37,7 @@ from lossscale.rules import DynamicScale, ScaleRule, StatsRequest
 from lossscale.torch import buffers, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
-from lossscale.torch.scale import update_on_host
+from lossscale.torch.scale import is_torchs, update_on_host
 from lossscale.torch.scaled_gradients import unscale
 from lossscale.torch.scaling import is_captured, mapped, read, read_all, scalar, scaled, uncompiled
 from lossscale.torch.skip_count import FirstSteps, SkipCount
@@ -524,7 +524,7 @@ class GradScaler(torch.amp.GradScaler):
         rule: Any = self._rule
         entries = [e for e in self._per_optimizer_states.values() if not e.get("is_empty")]
         by_tensor = {id(t): t for e in entries for t in e["found_inf_per_device"].values()}
-        as_torch = bool(by_tensor) and rule.moves and _is_torchs(rule)
+        as_torch = bool(by_tensor) and rule.moves and is_torchs(rule)
         if not as_torch:
             # PyTorch's method calls this, too.
             self._check_scale_growth_tracker("update")
@@ -581,7 +581,7 @@ class GradScaler(torch.amp.GradScaler):
         elif self._skips_at_floor is None:
             self._skips_at_floor = self._skips.skipped
         elif self._skips.skipped > self._skips_at_floor:
-            # Of steps that the device has skipped the host did not know.
+            # The host did not know of steps that the device has skipped.
             self._warn_at_floor(number)
         return number
 
@@ -769,11 +769,6 @@ class GradScaler(torch.amp.GradScaler):
         memo[id(self._process_group)] = self._process_group
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return made
-
-
-def _is_torchs(rule: ScaleRule) -> bool:
-    """Whether PyTorch's kernel moves the scale as the rule says."""
-    return type(rule) is DynamicScale and rule.overflows_before_backoff == 1
 
 
 def _skips_by_itself(optimizer: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy
 import torch
@@ -327,6 +327,11 @@ class DeviceLossScale(LossScale):
         self._fill_scales()
 
 
+def is_torchs(rule: ScaleRule) -> TypeGuard[DynamicScale]:
+    """Whether a rule is the one of PyTorch's scaler, within limits."""
+    return type(rule) is DynamicScale and rule.overflows_before_backoff == 1
+
+
 def _moves_as_torch(rule: ScaleRule, state: Any) -> bool:
     """Whether PyTorch's kernel and a clamp move a scale to the same bits as the rule.
 
@@ -335,8 +340,7 @@ def _moves_as_torch(rule: ScaleRule, state: Any) -> bool:
     two that doubles.
     """
     return (
-        type(rule) is DynamicScale
-        and rule.overflows_before_backoff == 1
+        is_torchs(rule)
         and rule.powers_of_two
         and rule.growth_factor == 2.0
         and math.frexp(state.scale)[0] == 0.5
