@@ -230,7 +230,7 @@ class LossScaleMonitor:
             why = (
                 "It has its own loss scaling, which cannot be watched."
                 if scaled
-                else "There is no loss scaling, and no layer computes in float16 to need it."
+                else "It has no loss scaling, and no layer computes in float16."
             )
             raise ArgumentError(
                 "LossScaleMonitor watches lossscale.LossScaleOptimizer. The optimizer of the model "

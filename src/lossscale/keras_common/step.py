@@ -1,6 +1,6 @@
 """One step of a loss scale optimizer of Keras 3 or tf_keras: `take_step`, from top to bottom.
 
-What differs is in the methods of the optimizer and of its `_backend` that it calls.
+The optimizer and its `_backend` define the methods that differ between the two.
 """
 
 from __future__ import annotations

@@ -126,10 +126,10 @@ class LossScaleNode(Trackable):
 
 
 class CheckpointChildren:
-    """What a loss scale optimizer has in a checkpoint beside the children of its inner optimizer.
+    """The children of a loss scale optimizer in a checkpoint, without those of its inner optimizer.
 
-    Those keep their names. If the inner optimizer has a child `loss_scale` or `base_optimizer`, the
-    loss scale stands under another name.
+    The latter keep their names. If the inner optimizer has a child `loss_scale` or
+    `base_optimizer`, the loss scale stands under another name.
 
     Args:
         loss_scale: The node of the loss scale; None if it has no variables.

@@ -455,7 +455,7 @@ class Engine:
         found: dict[Any, Any] = {}
         checks = self.rule.checks_gradients
         if checks or by is not None:
-            # What shares memory is copied, also before a kernel that divides.
+            # This copies gradients that share memory, which a kernel would divide twice.
             given = gradients.collect(info, allow_float16=by is not None)
         if checks:
             if by is not None and is_below_one(by):
