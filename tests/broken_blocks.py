@@ -154,7 +154,9 @@ def kl_of_zero(np, y):
 
 
 FAULTS = {
-    "an RMS norm of large activations": Fault(rms_norm, "forward overflow", "mul square", 2.0**24, size=250),
+    "an RMS norm of large activations": Fault(
+        rms_norm, "forward overflow", "mul square", 2.0**24, size=250
+    ),
     "an L2 norm of large activations": Fault(
         l2_norm, "forward overflow", "sum cast convert", 2.0**24, size=90
     ),
@@ -182,13 +184,11 @@ FAULTS = {
     "a quotient that is not chosen": Fault(not_chosen, "singular, backward overflow", "div"),
     "a sigmoid whose power overflows": Fault(sigmoid, "forward overflow", "exp", size=2),
     "the tanh of an infinite cube": Fault(tanh_of_a_cube, "scale", "", 2.0**30, size=2),
-    "an input beyond float16": Fault(
-        plain, "forward overflow", "cast convert copy", size=BEYOND
-    ),
+    "an input beyond float16": Fault(plain, "forward overflow", "cast convert copy", size=BEYOND),
     "a mean over 0 tokens": Fault(plain, "loss, singular", "div", loss=no_tokens),
     "labels of weight 0": Fault(plain, "loss, singular", "div", loss=weighted_by_zero),
     "a divergence from a sure answer": Fault(plain, "loss, singular", "log", loss=kl_of_zero),
-}  # fmt: skip
+}
 
 
 def mistakes(name, found):
