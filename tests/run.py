@@ -34,9 +34,10 @@ TORCH = {"KERAS_BACKEND": "torch"}
 # What runs the programs of its own backend, in forks of a process that `tests/backends` has forks
 # of as well.
 PROGRAMS = ("tests/docs", "tests/benchmarks/test_command.py")
-# XLA's newer emitters take a third of the time of whatever is compiled once. Here that is much, and
-# the older ones serve; tests/frameworks/keras has XLA as users have it.
-EMITTERS = {"XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"}
+# XLA's newer emitters and its threads take most of the time of whatever is compiled once. Here that
+# is much, and the older ones serve; tests/frameworks/keras has XLA as users have it.
+ONE_PART = "--xla_cpu_parallel_codegen_split_count=1"
+EMITTERS = {"XLA_FLAGS": f"--xla_cpu_use_fusion_emitters=false {ONE_PART}"}
 # What runs on TensorFlow is in few parts: each process imports its framework anew, which takes as
 # long as many tests.
 EACH_BACKEND = ("tests/conformance", "tests/backends", "tests/strangers", *PROGRAMS)
@@ -74,7 +75,7 @@ ALL = {
     "tensorflow": ({**TENSORFLOW, **EMITTERS}, EACH_BACKEND),
     "tensorflow, Keras 3": (TENSORFLOW, KERAS_3),
     "tf_keras": (
-        TF_KERAS,
+        {**TF_KERAS, **EMITTERS},
         ("tests/conformance", "tests/frameworks/tf_keras", "tests/strangers", *PROGRAMS[1:]),
     ),
     "torch without Keras": (TORCH, (TORCH_ALONE,)),
