@@ -179,23 +179,45 @@ def test_a_guard_changes_nothing_without_a_skip_and_much_with_one():
     assert any(np.isnan(each).any() for each in fit(small(), data))
 
 
-@pytest.mark.skipif(BACKEND != "torch", reason="the others compile above and in backends")
+class LoopOnTorch(keras.Model):
+    """The step that Keras has on PyTorch, with few calls of Keras in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel = self.add_weight(shape=(3, 1), initializer="ones")
+        self.average = self.add_weight(shape=(3,), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        return x @ self.kernel.value
+
+    def train_step(self, data):
+        import torch
+
+        x, y = data
+        self.average.value.copy_(0.5 * self.average.value + 0.5 * x.mean(0))
+        self.zero_grad()
+        self.optimizer.scale_loss(((self.call(x) - y) ** 2).mean()).backward()
+        weights = self.trainable_weights
+        with torch.no_grad():
+            self.optimizer.apply([weight.value.grad for weight in weights], weights)
+        return {}
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="the others compile above")
 def test_a_compiled_step_on_pytorch(monkeypatch):
     import functools
 
     import torch
 
-    # Traced as ever, but to C++ in test_compile.py of PyTorch alone only: here there are two dozen
-    # graphs, most of them of Keras. One such step is all, for to trace it takes many seconds.
+    # Traced as ever, but to C++ in test_compile.py of PyTorch alone only. To trace all that Keras'
+    # own step calls would take half a minute.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     keras.mixed_precision.set_global_policy("float32")
     x, y = rows(3, spoiled=())
     x[ROWS : 2 * ROWS] = np.nan
     ends = []
     for data, jit_compile in (((x, y), True), (without(x, y, spoiled=[1]), False)):
-        seed(0)
-        made = [keras.Input((3,)), layers.BatchNormalization(), layers.Dense(1)]
-        model = guard(keras.Sequential(made))
+        model = guard(LoopOnTorch())
         optimizer = lossscale.LossScaleOptimizer(SGD(0.125, momentum=0.5), initial_scale=2.0**10)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
