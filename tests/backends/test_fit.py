@@ -33,30 +33,6 @@ def test_compile_keeps_the_optimizer_and_fit_moves_the_scale():
     )
 
 
-@pytest.mark.skipif(BACKEND == "tensorflow", reason="bit for bit in frameworks/keras")
-@pytest.mark.parametrize("jit_compile", JIT)
-def test_fit_with_spoiled_batches_is_fit_without_them(jit_compile):
-    x, y = data()
-    spoiled = x.copy()
-    spoiled[8:16] = np.nan
-    spoiled[40:48] = np.inf
-    kept = np.r_[0:8, 16:40, 48:64]
-    results = []
-    for optimizer, inputs, targets in (
-        (keras.optimizers.Adam(0.01), x[kept], y[kept]),
-        (wrapped(keras.optimizers.Adam(0.01)), spoiled, y),
-    ):
-        model = model_with(optimizer, jit_compile=jit_compile)
-        model.fit(inputs, targets, batch_size=8, epochs=2, shuffle=False, verbose=0)
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        results.append(arrays(model.trainable_variables) + arrays(inner.variables))
-    for plain, scaled in zip(*results, strict=True):
-        # XLA orders the sums of the two programs differently.
-        np.testing.assert_allclose(scaled, plain, rtol=2e-5, atol=1e-7)
-    assert number(optimizer.steps_skipped) == 4
-    assert number(optimizer.iterations) == 16
-
-
 def test_a_multi_optimizer_works_with_a_learning_rate_schedule():
     # Keras' own class hides `optimizers` from the callback, which then finds no learning rate.
     first, rest = keras.optimizers.SGD(0.01), keras.optimizers.Adam(0.01)
