@@ -85,7 +85,6 @@ class Engine:
     ) -> None:
         self.inner, self.scale = inner, scale
         self.clip_norm, self.process_group = clip_norm, process_group
-        self._states = fused.KnownStates()
         self._info = ParameterInfo(ranks.parameters_of(self.inner), process_group)
         self._first_steps = FirstSteps()
         self._forget = register(self, self._info)
@@ -494,10 +493,7 @@ class Engine:
             overflow = overflow.clamp(min=0.0)
         finite = None if measured is None else overflow == 0
         stats = gradients.as_stats(self.rule.needs, measured, finite)
-        # A fused SGD allocates its momentum before it reads `found_inf`, and would use it
-        # uninitialized: the host decides on the first step of a parameter.
-        are_made = self._states.are_made(parts_of(self.inner), info.parameters)
-        applied = None if are_made else not overflow.item()
+        applied = not overflow.item() if fused.starts_momentum(parts_of(self.inner)) else None
         return StepDecision(applied, stats, overflow, divisor)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
