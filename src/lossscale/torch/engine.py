@@ -24,7 +24,6 @@ from lossscale.torch.scale import Multiplier
 from lossscale.torch.scaled_gradients import (
     GradientRecord,
     ScaledGradients,
-    all_engines,
     holding,
     is_below_one,
     owners,
@@ -88,8 +87,7 @@ class Engine:
         self._info = ParameterInfo(ranks.parameters_of(self.inner), process_group)
         self._first_steps = FirstSteps()
         self._forget = register(self, self._info)
-        known = (e.record for e in owners(self._info) if e is not self and e.inner is inner)
-        self.record: GradientRecord = next(known, None) or GradientRecord()
+        self.record = GradientRecord()
 
     @property
     def rule(self) -> ScaleRule:
@@ -102,39 +100,21 @@ class Engine:
         parameters = ranks.parameters_of(self.inner)
         if not self._info.is_of(parameters):
             self._forget()
-            before, self._info = self._info, ParameterInfo(parameters, self.process_group)
+            self._info = ParameterInfo(parameters, self.process_group)
             self._forget = register(self, self._info)
-            self._adopt_strays(self._info.without(before.ids))
         return self._info
-
-    def _adopt_strays(self, added: ParameterInfo) -> None:
-        """Gradients of parameters that came later belong to the set whose loss has reached them."""
-        for each in holding(added):
-            added = added.without(each.info.ids)
-        if added.first_gradient() is None:
-            return
-        for each in {s: None for engine in all_engines() for s in engine.record.sets}:
-            strays = each.strays
-            reached = [p for p in added.parameters if strays is None or id(p) in strays]
-            if reached and each.by is not None:
-                each.join(ParameterInfo(reached, []))
-                added = added.without(set(map(id, reached)))
-                if each not in self.record.sets:
-                    self.record.sets.append(each)
 
     def _groups(self, info: ParameterInfo) -> Any:
         return info.groups or (() if self.join_group is None else (self.join_group,))
 
-    def watch_steps(self, found_scaled: Callable[[Engine, Any], None]) -> None:
-        """Calls a function with each optimizer whose own `step` is called on scaled gradients."""
+    def watch_steps(self) -> None:
+        """Refuses a direct step of the inner optimizer on scaled gradients."""
         watched = weakref.ref(self)
 
         def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
             now = None if torch.compiler.is_compiling() else watched()
-            if now is None or now.record.scaled_by is None:
-                return
-            if now.info().first_gradient() is not None:
-                found_scaled(now, optimizer)
+            if now is not None:
+                now.check_unscaled("step", optimizer)
 
         hook.of_lossscale = True  # type: ignore[attr-defined]
         for each in with_parts(self.inner):
@@ -147,6 +127,26 @@ class Engine:
             each.register_step_pre_hook(hook)
 
     # --- What the gradients are ---------------------------------------------------------------
+
+    def check_unscaled(self, name: str, optimizer: Any) -> None:
+        """Checks that a method of an inner optimizer finds no scaled gradients."""
+        if self.record.scaled_by is not None and self.info().first_gradient() is not None:
+            raise CallOrderError(
+                f"{name}() of {type(optimizer).__name__} would use gradients that are multiplied "
+                "by the loss scale. Call optimizer.backward(loss) in place of "
+                "optimizer.scale_loss(loss).backward(), or unscale_() first; and step() of the "
+                "LossScaleOptimizer."
+            )
+
+    def check_known(self) -> None:
+        """Checks that no gradient came with a group that was added after the last loss."""
+        known, info = self.record.known, self.info()
+        if known in (None, info) or info.without(known.ids).first_gradient() is None:
+            return
+        raise CallOrderError(
+            "A parameter group with gradients was added after a loss was scaled: nobody knows what "
+            "multiplies these. Add it after step(), or call zero_grad() before."
+        )
 
     def account_for_cleared(self, by: Any) -> None:
         """Counts a step that was left out, before a loss with a scale adds to the gradients."""
@@ -312,6 +312,7 @@ class Engine:
                 not clipped.
         """
         info, record = self.info(), self.record
+        self.check_known()
         self._first_steps.check(info.parameters)
         sets = [*holding(info), *(e for e in record.sets if e.left is not None)]
         if record.found is not None or any(each.info is not info for each in sets):

@@ -169,7 +169,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         state_dicts.reserve_names(engine.scale, engine.inner)
         for each in with_parts(engine.inner):
             remember_wrapper(each, self)
-        engine.watch_steps(_refuse_scaled_gradients)
+        engine.watch_steps()
 
     @property
     def inner_optimizer(self) -> torch.optim.Optimizer:
@@ -342,8 +342,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def _check_unscaled(self, name: str) -> None:
         """Checks that a method of the inner optimizer finds unscaled, finite gradients."""
         record, info = self._record, self._engine.info()
-        if record.scaled_by is not None and info.first_gradient() is not None:
-            raise CallOrderError(_would_find_scaled(name, self.inner_optimizer))
+        self._engine.check_unscaled(name, self.inner_optimizer)
         if record.found is not None and not record.are_gone(info) and bool(record.found > 0):
             raise CallOrderError(
                 f"{name}() of {type(self.inner_optimizer).__name__} would use gradients that "
@@ -408,11 +407,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
                 return self._step_as_given(decision, **more)
             # If the optimizer raises, the gradients are unscaled already.
             self._decided(decision)
-        elif engine.info().without(record.decided_info.ids).first_gradient() is not None:
-            raise CallOrderError(
-                "A parameter group with gradients was added between unscale_() and step(): nobody "
-                "knows what multiplies these. Add it after step(), or call zero_grad() before."
-            )
+        else:
+            engine.check_known()
         decision = record.decision
         if record.clips and decision.apply is not False:
             engine.clip_()
@@ -428,7 +424,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         """Remembers what all processes have decided."""
         record = self._record
         record.unseen, record.divided, record.clips = None, None, False
-        record.decision, record.decided_info = decision, self._engine.info()
+        record.decision, record.known = decision, self._engine.info()
 
     def _finish(self, decision: StepDecision, *, keep: bool = False) -> None:
         """Moves the scale and counts the step, once it was applied or is to be skipped."""
@@ -866,16 +862,3 @@ def _backpropagate(
     with torch.enable_grad():
         scaled = widened(loss) * by.on(loss.device).scale
     scaled.backward(gradient, retain_graph, create_graph, inputs)
-
-
-def _refuse_scaled_gradients(_: Engine, inner: Any) -> None:
-    """Refuses a direct step of the inner optimizer on scaled gradients."""
-    raise CallOrderError(_would_find_scaled("step", inner))
-
-
-def _would_find_scaled(name: str, inner: Any) -> str:
-    return (
-        f"{name}() of {type(inner).__name__} would use gradients that are multiplied by the loss "
-        "scale. Call optimizer.backward(loss) in place of optimizer.scale_loss(loss).backward(), "
-        "or unscale_() first; and step() of the LossScaleOptimizer."
-    )

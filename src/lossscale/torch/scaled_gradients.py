@@ -116,8 +116,6 @@ class ScaledGradients:
         checks: Whether an optimizer's rule checks for overflow.
         left: If the device may have skipped a step and left these gradients behind: whether it
             has, 1 or 0, and the engine of the loss, which such an overflow does not concern.
-        strays: The ids of tensors of no optimizer that its losses have reached, too; None if it
-            is not known which.
         task: The last backward pass that has begun.
     """
 
@@ -125,7 +123,6 @@ class ScaledGradients:
         self.by, self.info = by, _NOTHING
         self.checks = False
         self.left: tuple[Any, Any] | None = None
-        self.strays: set[int] | None = set()
         self.task = self._noted = -1
         self._before: dict[int, int] = {}
 
@@ -163,13 +160,6 @@ class ScaledGradients:
             self._end()
         else:
             self.info = self.info.without(info.ids)
-
-    def reaches(self, tensors: Iterable[Any] | None) -> None:
-        """A loss reaches tensors of no optimizer, to which one may get later; None if unknown."""
-        if tensors is None or self.strays is None:
-            self.strays = None
-        else:
-            self.strays.update(map(id, tensors))
 
     def _end(self) -> None:
         if getattr(self.by, "gradients", None) is self:
@@ -249,7 +239,7 @@ class GradientRecord:
         has_own_loss: Whether the optimizer itself scaled a loss; other optimizers' losses may
             reach its parameters too.
         decision: The decision of all processes, if `unscale_` made one.
-        decided_info: The parameters that it was made on.
+        known: The parameters when it was made, or when a loss was scaled before it.
         clips: Whether they are still to be clipped.
         is_cleared: Whether `zero_grad` was called in place of the step that was decided.
         by_hand: Whether `get_scaled_loss` was called, and `get_unscaled_gradients` was not.
@@ -269,7 +259,7 @@ class GradientRecord:
         self.clips = self.is_cleared = self.by_hand = self.has_own_loss = False
         self.divided: list[tuple[Any, int]] | None = None
         self.decision: Any = None
-        self.decided_info: Any = None
+        self.known: Any = None
         self.left: tuple[int, int, Any] | None = None
         self.witness: tuple[Any, int] | None = None
 
@@ -316,7 +306,7 @@ class GradientRecord:
             memo: That of `copy.deepcopy`, which copies a set of several optimizers once.
         """
         other.__dict__.update(vars(self), sets=[])
-        other.decided_info = engine.info()
+        other.known = engine.info()
         other.unseen = engine.scale if self.unseen is of.scale else self.unseen
         theirs = dict(zip(of.info().parameters, engine.info().parameters, strict=True))
         for each in holding(of.info()):
@@ -324,7 +314,7 @@ class GradientRecord:
             if copied is None:
                 own = each.by is of.scale.multiplier
                 copied = set_of(engine.scale.multiplier) if own else ScaledGradients(each.by)
-                memo[id(each)], copied.checks, copied.strays = copied, each.checks, None
+                memo[id(each)], copied.checks = copied, each.checks
             mine = [theirs[p] for p in each.info.parameters if p in theirs]
             whole = len(mine) == len(theirs)
             new = engine.info() if whole else ranks.ParameterInfo(mine, [])
@@ -419,9 +409,8 @@ def watch(scaled: Any, loss: Any, by: Multiplier, own: Any) -> None:
                 "unscaled losses to optimizer.backward(loss)."
             )
         task = torch._C._current_graph_task_id()
-        alone = len(_living) == 1
-        (scaled_gradients, *_), rest = prepare_backward(None if alone else loss, by, own, task=task)
-        scaled_gradients.reaches(None if alone else rest)
+        prepare_backward(loss if len(_living) > 1 else None, by, own, task=task)
+        own.record.known = own.info()
 
     scaled.register_hook(starts)
 
@@ -442,6 +431,7 @@ def prepare_backward(
         The sets that they are in, and the tensors that belong to no optimizer.
     """
     mine = own.info()
+    own.check_known()
     found, rest = ([], []) if loss is None else reached(loss, own, inputs)
     for each in (own, *(each for each, _, _ in found)):
         each.account_for_cleared(by)
