@@ -56,10 +56,6 @@ class StepDecision(NamedTuple):
     divisor: Any = None
     empty: bool = False
 
-    def is_skipped(self) -> bool:
-        """Whether the step is skipped; with `decide="device"` this waits for the device."""
-        return bool(self.overflow) if self.apply is None else not self.apply
-
 
 class Engine:
     """Loss scaling of the gradients of one optimizer.
@@ -164,7 +160,7 @@ class Engine:
         info: ParameterInfo,
         task: int,
         *,
-        own_loss: bool = False,
+        own: Engine,
         certain: bool = True,
     ) -> ScaledGradients:
         """Puts gradients of parameters into the set of a loss that will add to them.
@@ -173,17 +169,18 @@ class Engine:
             by: The `Multiplier` of the loss.
             info: The parameters.
             task: The backward pass.
-            own_loss: Whether this optimizer scaled the loss.
+            own: The engine that scaled the loss.
             certain: Whether the loss reaches them for certain.
         """
         record, whole = self.record, self.info()
         target = next((each for each in record.sets if each.by is by), None)
         if target is None:
             # What a skipped step has left, and what the loss may not reach, is no overflow of it.
-            left = record.found is None and record.left_behind(whole)
-            target = set_of(by) if own_loss or (certain and left is False) else ScaledGradients(by)
-            if torch.is_tensor(left) and not own_loss:
-                target.left = left, None
+            left = own is not self and record.found is None and record.left_behind(whole)
+            target = set_of(by) if certain and left is False else ScaledGradients(by)
+            if torch.is_tensor(left):
+                target.left = left, own
+                own.record.sets.append(target)
         for each in owners(info):
             # Decided on gradients that it shares, and that are about to change.
             each.record.decision = None
@@ -196,20 +193,19 @@ class Engine:
         if record.found is not None:
             # Some may have been replaced.
             record.remember(whole)
-        record.has_own_loss = record.has_own_loss or own_loss
+        record.has_own_loss = record.has_own_loss or own is self
         record.decision, record.is_cleared = None, False
         return target
 
-    def _see(self) -> ScaledGradients | None:
+    def _see(self) -> list[ScaledGradients]:
         """Makes a set of what is scaled by a loss whose backward pass could not be seen."""
-        record = self.record
-        if record.unseen is None:
-            return None
+        by, self.record.unseen = self.record.unseen, None
+        if by is None:
+            return []
         rest = self.info()
         for each in holding(rest):
             rest = rest.without(each.info.ids)
-        by, record.unseen = record.unseen, None
-        return self._hold(rest, by)
+        return [self._hold(rest, by)]
 
     def _hold(self, info: ParameterInfo, by: Any) -> ScaledGradients:
         """Makes a set of gradients that are multiplied already."""
@@ -218,23 +214,20 @@ class Engine:
         self.record.sets.append(made)
         return made
 
-    def settle(self, sets: Iterable[ScaledGradients] | None = None, *, clip: Any = None) -> None:
+    def settle(self, sets: Iterable[ScaledGradients] | None = None, *, factor: Any = None) -> None:
         """Unscales and checks the gradients of the optimizer, with all of the same losses.
 
         Args:
             sets: The sets that hold them, if these are known.
-            clip: As for `ScaledGradients.settle`.
+            factor: As for `ScaledGradients.settle`.
         """
-        record, info = self.record, self.info()
-        sets = holding(info) if sets is None else list(sets)
-        seen = self._see()
-        if seen is not None:
-            sets.append(seen)
+        record = self.record
+        sets = [*(holding(self.info()) if sets is None else sets), *self._see()]
         self._check_arrived(sets)
         for each in sets:
             if each not in record.sets:
                 record.sets.append(each)
-            each.settle(clip=clip)
+            each.settle(factor=factor)
 
     def scaled_by(self) -> float:
         """What multiplies the gradients, which a state saves: 1 if they are unscaled, 0 if none is.
@@ -438,7 +431,7 @@ class Engine:
             self._give_up(sets)
         elif are_scaled:
             divisor = None
-            self.settle(sets, clip=clip)
+            self.settle(sets, factor=filled(clip / scale))
         else:
             self._give_up(sets)
             gradients.unscale_(given, filled(clip))
@@ -494,7 +487,9 @@ class Engine:
             overflow = overflow.clamp(min=0.0)
         finite = None if measured is None else overflow == 0
         stats = gradients.as_stats(self.rule.needs, measured, finite)
-        applied = not overflow.item() if fused.starts_momentum(parts_of(self.inner)) else None
+        # Loaded settings may have turned off the fused kernel.
+        waits = fused.starts_momentum(parts_of(self.inner)) or not fused.can_skip(self.inner)
+        applied = not overflow.item() if waits else None
         return StepDecision(applied, stats, overflow, divisor)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -529,11 +524,6 @@ class Engine:
         inner, divisor = self.inner, decision.divisor
         # After a decision of the host, the kernel needs no flag.
         overflow = decision.overflow if decision.apply is None else None
-        if overflow is not None and not fused.can_skip(inner):
-            # Loaded settings have turned off the fused kernel: the host waits, and skips.
-            if bool(overflow > 0):
-                return None
-            overflow = None
         if fused.expects_attributes(inner):
             device = self.info().devices[0]
             divisor = scalar(1.0, device) if divisor is None else divisor

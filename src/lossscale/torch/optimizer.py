@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import types
 import weakref
 from collections import OrderedDict
@@ -35,10 +36,8 @@ from lossscale.torch.scaled_gradients import (
     ONE_FOR_SEVERAL,
     GradientRecord,
     is_seen,
-    multiply,
     prepare_backward,
     remember_scaled,
-    unscale_by,
     was_scaled,
     watch,
 )
@@ -236,10 +235,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         check_backpropagated(loss, engine.info())
         self._adopt_written()
         by = engine.scale.multiplier
-        sets, rest = prepare_backward(loss, by, engine, inputs=inputs)
-        unowned = ranks.ParameterInfo(rest, []) if rest else None
-        if unowned is not None:
-            multiply(unowned, by)
+        sets = prepare_backward(loss, by, engine, inputs=inputs)
         record.in_backward = True
         try:
             _backpropagate(loss, by, gradient, retain_graph, create_graph, inputs)
@@ -247,8 +243,6 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             record.in_backward = False
             for each in sets:
                 each.settle(whole=True)
-            if unowned is not None:
-                unscale_by(unowned, by, checks=False, allow_float16=True)
         return scalar(True, CPU, torch.bool) if record.found is None else record.found == 0
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -476,7 +470,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             if info.groups:
                 found, _ = ranks.agreed(found, True, True, info.groups)
             decision = self._engine.skipped(found)
-        if decision.is_skipped():
+        if bool(decision.overflow) if decision.apply is None else not decision.apply:
             self._notify_watcher(decision)
             self._finish(decision._replace(apply=False), keep=True)
 
@@ -791,9 +785,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         scale = _new_scale(rule, inner, decide)
         scale.set_numbers(numbers)
         engine = Engine(inner, scale, clip_norm, process_group)
-        scaled_by = state.pop("scaled_by", 0.0)
-        if scaled_by:
-            engine.restart(scaled_by)
+        engine.restart(state.pop("scaled_by", 0.0))
         self._start(engine, name)
         self.__dict__.update(state)
 
@@ -809,7 +801,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def __reduce__(self) -> Any:
         # A copy has the gradients of the original, a file has none.
         state = {**self.__getstate__(), "scaled_by": self._engine.scaled_by()}
-        return _blank, (type(self),), state
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
 
 def wrapper_in(optimizer: Any) -> Any:
@@ -831,11 +823,6 @@ _RECREATED = frozenset({"_engine", "_rule", "_skipped_hooks"})
 
 _SET_BY_LIGHTNING = frozenset({"_joined", "_strategy", "_on_before_step", "_on_after_step"})
 """What Lightning puts on an optimizer."""
-
-
-def _blank(cls: type[Any]) -> Any:
-    """Returns an optimizer without state, for `__setstate__`."""
-    return object.__new__(cls)
 
 
 def _copied(value: Any) -> Any:

@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from lossscale.errors import GradientsError
 from lossscale.torch import gradients, ranks
 from lossscale.torch.scale import Multiplier
-from lossscale.torch.scaling import CPU, filled, real_parts
+from lossscale.torch.scaling import real_parts
 
 lock = threading.RLock()
 """Held while gradients join or leave a set: autograd runs hooks in a thread for each device."""
@@ -186,20 +186,24 @@ class ScaledGradients:
         return info.without(waiting)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def settle(self, *, whole: bool = False, clip: Any = None) -> None:
+    def settle(self, *, whole: bool = False, factor: Any = None) -> None:
         """Divides the gradients, and checks each number.
 
         Args:
             whole: Whether all of them have arrived.
-            clip: What to multiply them by, if they are known to be finite.
+            factor: Returns what to multiply them by on a device instead, if they are known to be
+                finite.
         """
         with lock:
             if self.by is None:
                 return
             told = [each for each in owners(self.info) if self in each.record.sets]
             info = self.info if whole else self.arrived(self.info)
-            checks = self.checks and clip is None
-            by_device = unscale_by(info, self.by, checks=checks, clip=clip)
+            if factor is None:
+                # A tensor of no optimizer may be in float16.
+                by_device = unscale_by(info, self.by, checks=self.checks, float16=not told)
+            else:
+                by_device = unscale(info, factor, checks=False)
             self.leave(info)
             found = gradients.any_overflow(by_device)
             for each in told:
@@ -310,15 +314,10 @@ class GradientRecord:
         other.unseen = engine.scale if self.unseen is of.scale else self.unseen
         theirs = dict(zip(of.info().parameters, engine.info().parameters, strict=True))
         for each in holding(of.info()):
-            copied = memo.get(id(each))
-            if copied is None:
-                own = each.by is of.scale.multiplier
-                copied = set_of(engine.scale.multiplier) if own else ScaledGradients(each.by)
-                memo[id(each)], copied.checks = copied, each.checks
+            copied = memo.setdefault(id(each), ScaledGradients(each.by))
+            copied.checks = each.checks
             mine = [theirs[p] for p in each.info.parameters if p in theirs]
-            whole = len(mine) == len(theirs)
-            new = engine.info() if whole else ranks.ParameterInfo(mine, [])
-            copied.join(new.without(copied.info.ids))
+            copied.join(ranks.ParameterInfo(mine, []).without(copied.info.ids))
             other.sets.append(copied)
         other.remember(engine.info())
 
@@ -417,7 +416,7 @@ def watch(scaled: Any, loss: Any, by: Multiplier, own: Any) -> None:
 
 def prepare_backward(
     loss: Any, by: Multiplier, own: Any, *, inputs: Any = None, task: int = -1
-) -> tuple[list[ScaledGradients], list[Any]]:
+) -> list[ScaledGradients]:
     """Gradients of a loss are about to be added: multiplies those that are there.
 
     Args:
@@ -425,10 +424,10 @@ def prepare_backward(
         by: Its scale.
         own: The engine that scaled it.
         inputs: The only tensors that are reached, as in `torch.Tensor.backward`; None for all.
-        task: The backward pass.
+        task: The backward pass; -1 before it, if what it adds to is settled after it.
 
     Returns:
-        The sets that they are in, and the tensors that belong to no optimizer.
+        The sets that they are in, with one of the tensors of no optimizer if these are settled.
     """
     mine = own.info()
     own.check_known()
@@ -436,15 +435,15 @@ def prepare_backward(
     for each in (own, *(each for each, _, _ in found)):
         each.account_for_cleared(by)
     with lock:
-        sets = [own.put_into_set(by, mine, task, own_loss=True)]
+        sets = [own.put_into_set(by, mine, task, own=own)]
         for each, info, certain in found:
-            sets.append(each.put_into_set(by, info, task, certain=certain))
-            if sets[-1].left is not None:
-                sets[-1].left = sets[-1].left[0], own
-                own.record.sets.append(sets[-1])
+            sets.append(each.put_into_set(by, info, task, own=own, certain=certain))
         for one in sets:
             one.note_versions()
-    return sets, rest
+    if rest and task == -1:
+        sets.append(ScaledGradients(by))
+        sets[-1].add(ranks.ParameterInfo(rest, []))
+    return sets
 
 
 def reached(
@@ -535,20 +534,17 @@ def unscale_by(
     by: Any,
     *,
     checks: bool = True,
-    allow_float16: bool = False,
-    clip: Any = None,
+    float16: bool = False,
 ) -> dict[Any, Any]:
     """Divides gradients by their scale, and checks each number.
 
     Args:
         info: Their parameters.
         by: A `Multiplier` or a `LossScale`.
-        checks: Whether to check them.
-        allow_float16: Whether some may be in float16.
-        clip: What to multiply them by, too, or None.
+        checks, float16: As for `unscale`.
 
     Returns:
-        As `unscale`; empty if they are not checked.
+        As `unscale`.
     """
     powers = by.rule.powers_of_two
 
@@ -556,17 +552,14 @@ def unscale_by(
         factors = by.on(device)
         return factors.reciprocal if powers else factors.scale
 
-    if clip is not None and powers:
-        # In one pass, which rounds no more than two do.
-        unscale(info, filled(clip / by.on(CPU).scale), checks=False)
-        return {}
-    below_one = checks and is_below_one(by)
-    by_device = unscale(
-        info, factor, divides=not powers, checks=checks, recheck=below_one, float16=allow_float16
+    return unscale(
+        info,
+        factor,
+        divides=not powers,
+        checks=checks,
+        recheck=checks and is_below_one(by),
+        float16=float16,
     )
-    if clip is not None:
-        unscale(info, filled(clip), checks=False)
-    return by_device
 
 
 def unscale(
@@ -591,7 +584,8 @@ def unscale(
         sums: As for `gradients.collect`.
 
     Returns:
-        By device, whether any number was infinite or NaN: float32 scalar tensor, 1 or 0.
+        By device, whether any number was infinite or NaN: float32 scalar tensor, 1 or 0. Empty if
+        they are not checked.
     """
     changed = _changed_in_the_graph(
         info, lambda g: g / factor(g.device) if divides else g * factor(g.device)
