@@ -284,7 +284,7 @@ tests/frameworks/jax/test_wrong_calls.py
 tests/frameworks/jax/test_leaves.py tests/frameworks/jax/test_loops.py
     optax _judge: finite & usable -> finite
 tests/frameworks/torch/test_steps.py
-    torch KnownStates.are_made: p.grad is None or id(p) in ids -> True
+    torch starts_momentum: not made.issuperset(having) -> False
         -k joins_late
     torch attributes: vars(each).pop -> vars(each).setdefault  -k raises
     torch GradientRecord.are_scaled: any(as_they_were) and not all(as_they_were) -> False
@@ -306,7 +306,8 @@ tests/frameworks/torch/test_two_wrappers.py
     torch ScaledGradients.leave: self.info = self.info.without(info.ids) -> pass
 tests/frameworks/torch/test_scaled_gradients.py
     torch ScaledGradients.add: each.settle(whole=True) -> pass  -k five_calls
-    torch GradientRecord.copy_to: memo.get(id(each)) -> None  -k random_programs
+    torch GradientRecord.copy_to: memo.setdefault(id(each), ScaledGradients(each.by))
+        -> ScaledGradients(each.by)  -k random_programs
     torch Engine.restart: each.leave(info) -> pass  -k random_programs
 tests/frameworks/torch/test_state.py
     torch Engine.check_restart: float(each.by.on(CPU).scale) != number -> False

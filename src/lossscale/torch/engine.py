@@ -24,7 +24,6 @@ from lossscale.torch.scale import Multiplier
 from lossscale.torch.scaled_gradients import (
     GradientRecord,
     ScaledGradients,
-    all_engines,
     holding,
     is_below_one,
     owners,
@@ -57,10 +56,6 @@ class StepDecision(NamedTuple):
     divisor: Any = None
     empty: bool = False
 
-    def is_skipped(self) -> bool:
-        """Whether the step is skipped; with `decide="device"` this waits for the device."""
-        return bool(self.overflow) if self.apply is None else not self.apply
-
 
 class Engine:
     """Loss scaling of the gradients of one optimizer.
@@ -85,12 +80,10 @@ class Engine:
     ) -> None:
         self.inner, self.scale = inner, scale
         self.clip_norm, self.process_group = clip_norm, process_group
-        self._states = fused.KnownStates()
         self._info = ParameterInfo(ranks.parameters_of(self.inner), process_group)
         self._first_steps = FirstSteps()
         self._forget = register(self, self._info)
-        known = (e.record for e in owners(self._info) if e is not self and e.inner is inner)
-        self.record: GradientRecord = next(known, None) or GradientRecord()
+        self.record = GradientRecord()
 
     @property
     def rule(self) -> ScaleRule:
@@ -103,39 +96,21 @@ class Engine:
         parameters = ranks.parameters_of(self.inner)
         if not self._info.is_of(parameters):
             self._forget()
-            before, self._info = self._info, ParameterInfo(parameters, self.process_group)
+            self._info = ParameterInfo(parameters, self.process_group)
             self._forget = register(self, self._info)
-            self._adopt_strays(self._info.without(before.ids))
         return self._info
-
-    def _adopt_strays(self, added: ParameterInfo) -> None:
-        """Gradients of parameters that came later belong to the set whose loss has reached them."""
-        for each in holding(added):
-            added = added.without(each.info.ids)
-        if added.first_gradient() is None:
-            return
-        for each in {s: None for engine in all_engines() for s in engine.record.sets}:
-            strays = each.strays
-            reached = [p for p in added.parameters if strays is None or id(p) in strays]
-            if reached and each.by is not None:
-                each.join(ParameterInfo(reached, []))
-                added = added.without(set(map(id, reached)))
-                if each not in self.record.sets:
-                    self.record.sets.append(each)
 
     def _groups(self, info: ParameterInfo) -> Any:
         return info.groups or (() if self.join_group is None else (self.join_group,))
 
-    def watch_steps(self, found_scaled: Callable[[Engine, Any], None]) -> None:
-        """Calls a function with each optimizer whose own `step` is called on scaled gradients."""
+    def watch_steps(self) -> None:
+        """Refuses a direct step of the inner optimizer on scaled gradients."""
         watched = weakref.ref(self)
 
         def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
             now = None if torch.compiler.is_compiling() else watched()
-            if now is None or now.record.scaled_by is None:
-                return
-            if now.info().first_gradient() is not None:
-                found_scaled(now, optimizer)
+            if now is not None:
+                now.check_unscaled("step", optimizer)
 
         hook.of_lossscale = True  # type: ignore[attr-defined]
         for each in with_parts(self.inner):
@@ -148,6 +123,26 @@ class Engine:
             each.register_step_pre_hook(hook)
 
     # --- What the gradients are ---------------------------------------------------------------
+
+    def check_unscaled(self, name: str, optimizer: Any) -> None:
+        """Checks that a method of an inner optimizer finds no scaled gradients."""
+        if self.record.scaled_by is not None and self.info().first_gradient() is not None:
+            raise CallOrderError(
+                f"{name}() of {type(optimizer).__name__} would use gradients that are multiplied "
+                "by the loss scale. Call optimizer.backward(loss) in place of "
+                "optimizer.scale_loss(loss).backward(), or unscale_() first; and step() of the "
+                "LossScaleOptimizer."
+            )
+
+    def check_known(self) -> None:
+        """Checks that no gradient came with a group that was added after the last loss."""
+        known, info = self.record.known, self.info()
+        if known in (None, info) or info.without(known.ids).first_gradient() is None:
+            return
+        raise CallOrderError(
+            "A parameter group with gradients was added after a loss was scaled: nobody knows what "
+            "multiplies these. Add it after step(), or call zero_grad() before."
+        )
 
     def account_for_cleared(self, by: Any) -> None:
         """Counts a step that was left out, before a loss with a scale adds to the gradients."""
@@ -165,7 +160,7 @@ class Engine:
         info: ParameterInfo,
         task: int,
         *,
-        own_loss: bool = False,
+        own: Engine,
         certain: bool = True,
     ) -> ScaledGradients:
         """Puts gradients of parameters into the set of a loss that will add to them.
@@ -174,17 +169,18 @@ class Engine:
             by: The `Multiplier` of the loss.
             info: The parameters.
             task: The backward pass.
-            own_loss: Whether this optimizer scaled the loss.
+            own: The engine that scaled the loss.
             certain: Whether the loss reaches them for certain.
         """
         record, whole = self.record, self.info()
         target = next((each for each in record.sets if each.by is by), None)
         if target is None:
             # What a skipped step has left, and what the loss may not reach, is no overflow of it.
-            left = record.found is None and record.left_behind(whole)
-            target = set_of(by) if own_loss or (certain and left is False) else ScaledGradients(by)
-            if torch.is_tensor(left) and not own_loss:
-                target.left = left, None
+            left = own is not self and record.found is None and record.left_behind(whole)
+            target = set_of(by) if certain and left is False else ScaledGradients(by)
+            if torch.is_tensor(left):
+                target.left = left, own
+                own.record.sets.append(target)
         for each in owners(info):
             # Decided on gradients that it shares, and that are about to change.
             each.record.decision = None
@@ -197,20 +193,19 @@ class Engine:
         if record.found is not None:
             # Some may have been replaced.
             record.remember(whole)
-        record.has_own_loss = record.has_own_loss or own_loss
+        record.has_own_loss = record.has_own_loss or own is self
         record.decision, record.is_cleared = None, False
         return target
 
-    def _see(self) -> ScaledGradients | None:
+    def _see(self) -> list[ScaledGradients]:
         """Makes a set of what is scaled by a loss whose backward pass could not be seen."""
-        record = self.record
-        if record.unseen is None:
-            return None
+        by, self.record.unseen = self.record.unseen, None
+        if by is None:
+            return []
         rest = self.info()
         for each in holding(rest):
             rest = rest.without(each.info.ids)
-        by, record.unseen = record.unseen, None
-        return self._hold(rest, by)
+        return [self._hold(rest, by)]
 
     def _hold(self, info: ParameterInfo, by: Any) -> ScaledGradients:
         """Makes a set of gradients that are multiplied already."""
@@ -219,23 +214,20 @@ class Engine:
         self.record.sets.append(made)
         return made
 
-    def settle(self, sets: Iterable[ScaledGradients] | None = None, *, clip: Any = None) -> None:
+    def settle(self, sets: Iterable[ScaledGradients] | None = None, *, factor: Any = None) -> None:
         """Unscales and checks the gradients of the optimizer, with all of the same losses.
 
         Args:
             sets: The sets that hold them, if these are known.
-            clip: As for `ScaledGradients.settle`.
+            factor: As for `ScaledGradients.settle`.
         """
-        record, info = self.record, self.info()
-        sets = holding(info) if sets is None else list(sets)
-        seen = self._see()
-        if seen is not None:
-            sets.append(seen)
+        record = self.record
+        sets = [*(holding(self.info()) if sets is None else sets), *self._see()]
         self._check_arrived(sets)
         for each in sets:
             if each not in record.sets:
                 record.sets.append(each)
-            each.settle(clip=clip)
+            each.settle(factor=factor)
 
     def scaled_by(self) -> float:
         """What multiplies the gradients, which a state saves: 1 if they are unscaled, 0 if none is.
@@ -313,6 +305,7 @@ class Engine:
                 not clipped.
         """
         info, record = self.info(), self.record
+        self.check_known()
         self._first_steps.check(info.parameters)
         sets = [*holding(info), *(e for e in record.sets if e.left is not None)]
         if record.found is not None or any(each.info is not info for each in sets):
@@ -438,7 +431,7 @@ class Engine:
             self._give_up(sets)
         elif are_scaled:
             divisor = None
-            self.settle(sets, clip=clip)
+            self.settle(sets, factor=filled(clip / scale))
         else:
             self._give_up(sets)
             gradients.unscale_(given, filled(clip))
@@ -494,10 +487,9 @@ class Engine:
             overflow = overflow.clamp(min=0.0)
         finite = None if measured is None else overflow == 0
         stats = gradients.as_stats(self.rule.needs, measured, finite)
-        # A fused SGD allocates its momentum before it reads `found_inf`, and would use it
-        # uninitialized: the host decides on the first step of a parameter.
-        are_made = self._states.are_made(parts_of(self.inner), info.parameters)
-        applied = None if are_made else not overflow.item()
+        # Loaded settings may have turned off the fused kernel.
+        waits = fused.starts_momentum(parts_of(self.inner)) or not fused.can_skip(self.inner)
+        applied = not overflow.item() if waits else None
         return StepDecision(applied, stats, overflow, divisor)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -532,11 +524,6 @@ class Engine:
         inner, divisor = self.inner, decision.divisor
         # After a decision of the host, the kernel needs no flag.
         overflow = decision.overflow if decision.apply is None else None
-        if overflow is not None and not fused.can_skip(inner):
-            # Loaded settings have turned off the fused kernel: the host waits, and skips.
-            if bool(overflow > 0):
-                return None
-            overflow = None
         if fused.expects_attributes(inner):
             device = self.info().devices[0]
             divisor = scalar(1.0, device) if divisor is None else divisor

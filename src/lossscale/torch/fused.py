@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -130,37 +129,18 @@ def check_signature(inner: Any) -> None:
         )
 
 
-def has_state(inner: Any, parameter: Any, group: dict[str, Any]) -> bool:
-    """Whether an optimizer has the state of a parameter, or needs none."""
-    # Without momentum it keeps none; RMSprop without momentum does.
-    if isinstance(inner, torch.optim.SGD) and not group["momentum"]:
-        return True
-    state = inner.state.get(parameter)
-    return bool(state) and state.get("momentum_buffer", state) is not None
+def starts_momentum(optimizers: Iterable[Any]) -> bool:
+    """Whether a step makes the momentum of a parameter: uninitialized memory if the kernel skips.
 
-
-class KnownStates:
-    """Remembers of which parameters an optimizer has the state, because a look takes long."""
-
-    def __init__(self) -> None:
-        # The parameters, the states and settings of the optimizers, and the ids of parameters.
-        self._seen: tuple[Any, list[Any], list[Any], set[int]] = (None, [], [], set())
-
-    def are_made(self, optimizers: Sequence[Any], parameters: Sequence[Any]) -> bool:
-        """Whether no parameter with a gradient takes its first step."""
-        states = [each.state for each in optimizers]
-        # Changes if a state is made, loaded or cleared, or momentum is turned on.
-        facts = [sum(map(bool, state.values())) for state in states]
-        facts += [group.get("momentum") for each in optimizers for group in each.param_groups]
-        seen, states_before, facts_before, ids = self._seen
-        is_known = seen is parameters and facts == facts_before
-        if not (is_known and all(map(operator.is_, states, states_before))):
-            ids = {
-                id(parameter)
-                for each in optimizers
-                for group in each.param_groups
-                for parameter in group["params"]
-                if has_state(each, parameter, group)
-            }
-            self._seen = parameters, states, facts, ids
-        return all(p.grad is None or id(p) in ids for p in parameters)
+    The state of other optimizers starts with zeros.
+    """
+    for each in optimizers:
+        if not isinstance(each, torch.optim.SGD):
+            continue
+        states = each.state.items()
+        made = {id(p) for p, state in states if state.get("momentum_buffer") is not None}
+        for group in each.param_groups:
+            having = (id(p) for p in group["params"] if p.grad is not None)
+            if group["momentum"] and not made.issuperset(having):
+                return True
+    return False

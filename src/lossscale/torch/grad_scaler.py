@@ -58,7 +58,7 @@ class _Known:
 
     def __init__(self, parameters: Any, process_group: Any) -> None:
         self.info, self.count = ParameterInfo(parameters, process_group), SkipCount()
-        self.first_steps, self.states = FirstSteps(), fused.KnownStates()
+        self.first_steps = FirstSteps()
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -405,14 +405,10 @@ class GradScaler(torch.amp.GradScaler):
             grad_scale = scale if grad_scale is None else scale * grad_scale
         # The kernel skips if it is exactly 1, and a subclass may have added some up.
         found = gradients.any_overflow(entry["found_inf_per_device"]).to(scale.device).clamp(max=1)
-        known = self._of(optimizer)
-        is_first = isinstance(optimizer, fused.FUSED) and not known.states.are_made(
-            [optimizer], known.info.parameters
-        )
+        is_first = fused.starts_momentum([optimizer])
         if is_first or self._watcher is not None or self._skipped_hooks:
             divisor = scale if is_scaled else None
             if self._is_skipped(optimizer, entry, divisor) and is_first:
-                # A kernel of SGD would keep uninitialized memory as the momentum.
                 entry["stage"] = OptState.STEPPED
                 return None
         optimizer.grad_scale, optimizer.found_inf = grad_scale, found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import types
 import weakref
 from collections import OrderedDict
@@ -35,10 +36,8 @@ from lossscale.torch.scaled_gradients import (
     ONE_FOR_SEVERAL,
     GradientRecord,
     is_seen,
-    multiply,
     prepare_backward,
     remember_scaled,
-    unscale_by,
     was_scaled,
     watch,
 )
@@ -169,7 +168,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         state_dicts.reserve_names(engine.scale, engine.inner)
         for each in with_parts(engine.inner):
             remember_wrapper(each, self)
-        engine.watch_steps(_refuse_scaled_gradients)
+        engine.watch_steps()
 
     @property
     def inner_optimizer(self) -> torch.optim.Optimizer:
@@ -236,10 +235,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         check_backpropagated(loss, engine.info())
         self._adopt_written()
         by = engine.scale.multiplier
-        sets, rest = prepare_backward(loss, by, engine, inputs=inputs)
-        unowned = ranks.ParameterInfo(rest, []) if rest else None
-        if unowned is not None:
-            multiply(unowned, by)
+        sets = prepare_backward(loss, by, engine, inputs=inputs)
         record.in_backward = True
         try:
             _backpropagate(loss, by, gradient, retain_graph, create_graph, inputs)
@@ -247,8 +243,6 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             record.in_backward = False
             for each in sets:
                 each.settle(whole=True)
-            if unowned is not None:
-                unscale_by(unowned, by, checks=False, allow_float16=True)
         return scalar(True, CPU, torch.bool) if record.found is None else record.found == 0
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -342,8 +336,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def _check_unscaled(self, name: str) -> None:
         """Checks that a method of the inner optimizer finds unscaled, finite gradients."""
         record, info = self._record, self._engine.info()
-        if record.scaled_by is not None and info.first_gradient() is not None:
-            raise CallOrderError(_would_find_scaled(name, self.inner_optimizer))
+        self._engine.check_unscaled(name, self.inner_optimizer)
         if record.found is not None and not record.are_gone(info) and bool(record.found > 0):
             raise CallOrderError(
                 f"{name}() of {type(self.inner_optimizer).__name__} would use gradients that "
@@ -408,11 +401,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
                 return self._step_as_given(decision, **more)
             # If the optimizer raises, the gradients are unscaled already.
             self._decided(decision)
-        elif engine.info().without(record.decided_info.ids).first_gradient() is not None:
-            raise CallOrderError(
-                "A parameter group with gradients was added between unscale_() and step(): nobody "
-                "knows what multiplies these. Add it after step(), or call zero_grad() before."
-            )
+        else:
+            engine.check_known()
         decision = record.decision
         if record.clips and decision.apply is not False:
             engine.clip_()
@@ -428,7 +418,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         """Remembers what all processes have decided."""
         record = self._record
         record.unseen, record.divided, record.clips = None, None, False
-        record.decision, record.decided_info = decision, self._engine.info()
+        record.decision, record.known = decision, self._engine.info()
 
     def _finish(self, decision: StepDecision, *, keep: bool = False) -> None:
         """Moves the scale and counts the step, once it was applied or is to be skipped."""
@@ -480,7 +470,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             if info.groups:
                 found, _ = ranks.agreed(found, True, True, info.groups)
             decision = self._engine.skipped(found)
-        if decision.is_skipped():
+        if bool(decision.overflow) if decision.apply is None else not decision.apply:
             self._notify_watcher(decision)
             self._finish(decision._replace(apply=False), keep=True)
 
@@ -795,9 +785,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         scale = _new_scale(rule, inner, decide)
         scale.set_numbers(numbers)
         engine = Engine(inner, scale, clip_norm, process_group)
-        scaled_by = state.pop("scaled_by", 0.0)
-        if scaled_by:
-            engine.restart(scaled_by)
+        engine.restart(state.pop("scaled_by", 0.0))
         self._start(engine, name)
         self.__dict__.update(state)
 
@@ -813,7 +801,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def __reduce__(self) -> Any:
         # A copy has the gradients of the original, a file has none.
         state = {**self.__getstate__(), "scaled_by": self._engine.scaled_by()}
-        return _blank, (type(self),), state
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
 
 def wrapper_in(optimizer: Any) -> Any:
@@ -835,11 +823,6 @@ _RECREATED = frozenset({"_engine", "_rule", "_skipped_hooks"})
 
 _SET_BY_LIGHTNING = frozenset({"_joined", "_strategy", "_on_before_step", "_on_after_step"})
 """What Lightning puts on an optimizer."""
-
-
-def _blank(cls: type[Any]) -> Any:
-    """Returns an optimizer without state, for `__setstate__`."""
-    return object.__new__(cls)
 
 
 def _copied(value: Any) -> Any:
@@ -866,16 +849,3 @@ def _backpropagate(
     with torch.enable_grad():
         scaled = widened(loss) * by.on(loss.device).scale
     scaled.backward(gradient, retain_graph, create_graph, inputs)
-
-
-def _refuse_scaled_gradients(_: Engine, inner: Any) -> None:
-    """Refuses a direct step of the inner optimizer on scaled gradients."""
-    raise CallOrderError(_would_find_scaled("step", inner))
-
-
-def _would_find_scaled(name: str, inner: Any) -> str:
-    return (
-        f"{name}() of {type(inner).__name__} would use gradients that are multiplied by the loss "
-        "scale. Call optimizer.backward(loss) in place of optimizer.scale_loss(loss).backward(), "
-        "or unscale_() first; and step() of the LossScaleOptimizer."
-    )

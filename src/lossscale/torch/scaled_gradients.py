@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from lossscale.errors import GradientsError
 from lossscale.torch import gradients, ranks
 from lossscale.torch.scale import Multiplier
-from lossscale.torch.scaling import CPU, filled, real_parts
+from lossscale.torch.scaling import real_parts
 
 lock = threading.RLock()
 """Held while gradients join or leave a set: autograd runs hooks in a thread for each device."""
@@ -116,8 +116,6 @@ class ScaledGradients:
         checks: Whether an optimizer's rule checks for overflow.
         left: If the device may have skipped a step and left these gradients behind: whether it
             has, 1 or 0, and the engine of the loss, which such an overflow does not concern.
-        strays: The ids of tensors of no optimizer that its losses have reached, too; None if it
-            is not known which.
         task: The last backward pass that has begun.
     """
 
@@ -125,7 +123,6 @@ class ScaledGradients:
         self.by, self.info = by, _NOTHING
         self.checks = False
         self.left: tuple[Any, Any] | None = None
-        self.strays: set[int] | None = set()
         self.task = self._noted = -1
         self._before: dict[int, int] = {}
 
@@ -164,13 +161,6 @@ class ScaledGradients:
         else:
             self.info = self.info.without(info.ids)
 
-    def reaches(self, tensors: Iterable[Any] | None) -> None:
-        """A loss reaches tensors of no optimizer, to which one may get later; None if unknown."""
-        if tensors is None or self.strays is None:
-            self.strays = None
-        else:
-            self.strays.update(map(id, tensors))
-
     def _end(self) -> None:
         if getattr(self.by, "gradients", None) is self:
             self.by.gradients = None
@@ -196,20 +186,24 @@ class ScaledGradients:
         return info.without(waiting)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def settle(self, *, whole: bool = False, clip: Any = None) -> None:
+    def settle(self, *, whole: bool = False, factor: Any = None) -> None:
         """Divides the gradients, and checks each number.
 
         Args:
             whole: Whether all of them have arrived.
-            clip: What to multiply them by, if they are known to be finite.
+            factor: Returns what to multiply them by on a device instead, if they are known to be
+                finite.
         """
         with lock:
             if self.by is None:
                 return
             told = [each for each in owners(self.info) if self in each.record.sets]
             info = self.info if whole else self.arrived(self.info)
-            checks = self.checks and clip is None
-            by_device = unscale_by(info, self.by, checks=checks, clip=clip)
+            if factor is None:
+                # A tensor of no optimizer may be in float16.
+                by_device = unscale_by(info, self.by, checks=self.checks, float16=not told)
+            else:
+                by_device = unscale(info, factor, checks=False)
             self.leave(info)
             found = gradients.any_overflow(by_device)
             for each in told:
@@ -249,7 +243,7 @@ class GradientRecord:
         has_own_loss: Whether the optimizer itself scaled a loss; other optimizers' losses may
             reach its parameters too.
         decision: The decision of all processes, if `unscale_` made one.
-        decided_info: The parameters that it was made on.
+        known: The parameters when it was made, or when a loss was scaled before it.
         clips: Whether they are still to be clipped.
         is_cleared: Whether `zero_grad` was called in place of the step that was decided.
         by_hand: Whether `get_scaled_loss` was called, and `get_unscaled_gradients` was not.
@@ -269,7 +263,7 @@ class GradientRecord:
         self.clips = self.is_cleared = self.by_hand = self.has_own_loss = False
         self.divided: list[tuple[Any, int]] | None = None
         self.decision: Any = None
-        self.decided_info: Any = None
+        self.known: Any = None
         self.left: tuple[int, int, Any] | None = None
         self.witness: tuple[Any, int] | None = None
 
@@ -316,19 +310,14 @@ class GradientRecord:
             memo: That of `copy.deepcopy`, which copies a set of several optimizers once.
         """
         other.__dict__.update(vars(self), sets=[])
-        other.decided_info = engine.info()
+        other.known = engine.info()
         other.unseen = engine.scale if self.unseen is of.scale else self.unseen
         theirs = dict(zip(of.info().parameters, engine.info().parameters, strict=True))
         for each in holding(of.info()):
-            copied = memo.get(id(each))
-            if copied is None:
-                own = each.by is of.scale.multiplier
-                copied = set_of(engine.scale.multiplier) if own else ScaledGradients(each.by)
-                memo[id(each)], copied.checks, copied.strays = copied, each.checks, None
+            copied = memo.setdefault(id(each), ScaledGradients(each.by))
+            copied.checks = each.checks
             mine = [theirs[p] for p in each.info.parameters if p in theirs]
-            whole = len(mine) == len(theirs)
-            new = engine.info() if whole else ranks.ParameterInfo(mine, [])
-            copied.join(new.without(copied.info.ids))
+            copied.join(ranks.ParameterInfo(mine, []).without(copied.info.ids))
             other.sets.append(copied)
         other.remember(engine.info())
 
@@ -419,16 +408,15 @@ def watch(scaled: Any, loss: Any, by: Multiplier, own: Any) -> None:
                 "unscaled losses to optimizer.backward(loss)."
             )
         task = torch._C._current_graph_task_id()
-        alone = len(_living) == 1
-        (scaled_gradients, *_), rest = prepare_backward(None if alone else loss, by, own, task=task)
-        scaled_gradients.reaches(None if alone else rest)
+        prepare_backward(loss if len(_living) > 1 else None, by, own, task=task)
+        own.record.known = own.info()
 
     scaled.register_hook(starts)
 
 
 def prepare_backward(
     loss: Any, by: Multiplier, own: Any, *, inputs: Any = None, task: int = -1
-) -> tuple[list[ScaledGradients], list[Any]]:
+) -> list[ScaledGradients]:
     """Gradients of a loss are about to be added: multiplies those that are there.
 
     Args:
@@ -436,25 +424,26 @@ def prepare_backward(
         by: Its scale.
         own: The engine that scaled it.
         inputs: The only tensors that are reached, as in `torch.Tensor.backward`; None for all.
-        task: The backward pass.
+        task: The backward pass; -1 before it, if what it adds to is settled after it.
 
     Returns:
-        The sets that they are in, and the tensors that belong to no optimizer.
+        The sets that they are in, with one of the tensors of no optimizer if these are settled.
     """
     mine = own.info()
+    own.check_known()
     found, rest = ([], []) if loss is None else reached(loss, own, inputs)
     for each in (own, *(each for each, _, _ in found)):
         each.account_for_cleared(by)
     with lock:
-        sets = [own.put_into_set(by, mine, task, own_loss=True)]
+        sets = [own.put_into_set(by, mine, task, own=own)]
         for each, info, certain in found:
-            sets.append(each.put_into_set(by, info, task, certain=certain))
-            if sets[-1].left is not None:
-                sets[-1].left = sets[-1].left[0], own
-                own.record.sets.append(sets[-1])
+            sets.append(each.put_into_set(by, info, task, own=own, certain=certain))
         for one in sets:
             one.note_versions()
-    return sets, rest
+    if rest and task == -1:
+        sets.append(ScaledGradients(by))
+        sets[-1].add(ranks.ParameterInfo(rest, []))
+    return sets
 
 
 def reached(
@@ -545,20 +534,17 @@ def unscale_by(
     by: Any,
     *,
     checks: bool = True,
-    allow_float16: bool = False,
-    clip: Any = None,
+    float16: bool = False,
 ) -> dict[Any, Any]:
     """Divides gradients by their scale, and checks each number.
 
     Args:
         info: Their parameters.
         by: A `Multiplier` or a `LossScale`.
-        checks: Whether to check them.
-        allow_float16: Whether some may be in float16.
-        clip: What to multiply them by, too, or None.
+        checks, float16: As for `unscale`.
 
     Returns:
-        As `unscale`; empty if they are not checked.
+        As `unscale`.
     """
     powers = by.rule.powers_of_two
 
@@ -566,17 +552,14 @@ def unscale_by(
         factors = by.on(device)
         return factors.reciprocal if powers else factors.scale
 
-    if clip is not None and powers:
-        # In one pass, which rounds no more than two do.
-        unscale(info, filled(clip / by.on(CPU).scale), checks=False)
-        return {}
-    below_one = checks and is_below_one(by)
-    by_device = unscale(
-        info, factor, divides=not powers, checks=checks, recheck=below_one, float16=allow_float16
+    return unscale(
+        info,
+        factor,
+        divides=not powers,
+        checks=checks,
+        recheck=checks and is_below_one(by),
+        float16=float16,
     )
-    if clip is not None:
-        unscale(info, filled(clip), checks=False)
-    return by_device
 
 
 def unscale(
@@ -601,7 +584,8 @@ def unscale(
         sums: As for `gradients.collect`.
 
     Returns:
-        By device, whether any number was infinite or NaN: float32 scalar tensor, 1 or 0.
+        By device, whether any number was infinite or NaN: float32 scalar tensor, 1 or 0. Empty if
+        they are not checked.
     """
     changed = _changed_in_the_graph(
         info, lambda g: g / factor(g.device) if divides else g * factor(g.device)

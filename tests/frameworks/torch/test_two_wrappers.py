@@ -167,28 +167,55 @@ def test_optimizers_that_share_parameters_train_as_plain_ones(program, way, same
         assert trained(program, way, same) == trained(program, None, same)
 
 
-@pytest.mark.parametrize("others", [0, 3])
-@pytest.mark.parametrize("added", ["before", "after"])
-def test_gradients_of_a_group_that_is_added_later_are_those_of_the_loss_that_reached_them(
-    added, others
-):
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("has_gradients", [False, True])
+@pytest.mark.parametrize("added", ["before backward", "before unscale_", "before step"])
+def test_a_group_that_is_added_within_a_step_trains_right_or_is_refused(added, has_gradients, way):
     def run(wrap):
-        trained, frozen, unused = parameter(), parameter(), parameter()
-        unused.grad = torch.full((2,), 3.0)
+        trained, late = parameter(), parameter()
         optimizer = wrap(sgd(trained, lr=0.5))
-        if added == "before":
-            optimizer.add_param_group({"params": [frozen, unused]})
-        loss = (trained * frozen).sum() * 5.0
-        (loss if wrap is alone else optimizer.scale_loss(loss)).backward()
-        if added == "after":
-            optimizer.add_param_group({"params": [frozen, unused]})
-        optimizer.step()
-        return [p.tolist() for p in (trained, frozen, unused)]
 
-    kept = [wrapped(sgd(parameter())) for _ in range(others)]
-    assert len(kept) == others
-    if others or added == "before":
+        def adds(now):
+            if now == added:
+                optimizer.add_param_group({"params": [late]})
+
+        adds("before backward")
+        loss = (trained * (late if has_gradients else late.detach())).sum() * 5.0
+        loss.backward() if wrap is alone else derive(optimizer, loss, way)
+        adds("before unscale_")
+        if wrap is not alone:
+            optimizer.unscale_()
+        adds("before step")
+        optimizer.step()
+        return [p.tolist() for p in (trained, late)]
+
+    refused = has_gradients and (
+        added == "before step" or (added == "before unscale_" and way == "scale_loss")
+    )
+    if not refused:
         assert run(wrapped) == run(alone)
+        return
+    with pytest.raises(lossscale.errors.CallOrderError, match="group with gradients was added"):
+        run(wrapped)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_refused_group_changes_nothing_and_zero_grad_goes_on(unscales):
+    trained, late = parameter(), parameter()
+    optimizer = wrapped(sgd(trained, lr=0.5))
+    optimizer.scale_loss((trained * late).sum()).backward()
+    if unscales:
+        optimizer.unscale_()
+    optimizer.add_param_group({"params": [late]})
+    before = [t.tolist() for p in (trained, late) for t in (p, p.grad)]
+    for call in (optimizer.step, lambda: optimizer.scale_loss((trained * late).sum()).backward()):
+        with pytest.raises(lossscale.errors.CallOrderError, match="group with gradients was added"):
+            call()
+        assert [t.tolist() for p in (trained, late) for t in (p, p.grad)] == before
+    optimizer.zero_grad()
+    optimizer.scale_loss((trained * late).sum()).backward()
+    optimizer.step()
+    assert (trained.tolist(), late.tolist()) == ([0.5, 0.5], [0.5, 0.5])
 
 
 @pytest.mark.parametrize("way", WAYS)
