@@ -742,11 +742,12 @@ class GradScaler(torch.amp.GradScaler):
         number = self._init_scale if self._scale is None else float(self._scale)
         state = self._adopt(number, self._get_growth_tracker())
         with state_dicts.as_of_a_scaler():
-            read = state_dicts.read_scaler_state(state_dict, self._rule, state)
-        self._rule = read.rule
-        self._put(read.state)
-        if read.steps_skipped is not None:
-            self._skips = SkipCount(read.steps_skipped)
+            self._rule, state, skipped = state_dicts.read_scaler_state(
+                state_dict, self._rule, state
+            )
+        self._put(state)
+        if skipped is not None:
+            self._skips = SkipCount(skipped)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._enabled and self._per_optimizer_states:
