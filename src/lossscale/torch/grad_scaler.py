@@ -37,10 +37,9 @@ from lossscale.rules import DynamicScale, ScaleRule, StatsRequest
 from lossscale.torch import buffers, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
-from lossscale.torch.scale import is_torchs, update_on_host
+from lossscale.torch.scale import FirstSteps, SkipCount, is_torchs, update_on_host
 from lossscale.torch.scaled_gradients import unscale
 from lossscale.torch.scaling import is_captured, mapped, read, read_all, scalar, scaled, uncompiled
-from lossscale.torch.skip_count import FirstSteps, SkipCount
 from lossscale.torch.state_dict import DEFAULTS
 
 _CLIPPED = "torch.nn.utils.clip_grad_norm_(parameters, {value!r}) after scaler.unscale_(optimizer)"

@@ -18,7 +18,7 @@ from lossscale.errors import (
     UnknownSettingError,
     UnsupportedError,
 )
-from lossscale.members import unknown_setting
+from lossscale.members import Wrapper
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.torch import closures, fused, ranks
 from lossscale.torch.optimizer_list import OptimizerList, parts_of
@@ -37,8 +37,6 @@ _OF_SCALERS = {
 }
 """Members of a GradScaler, and what to do with a wrapper instead."""
 
-_OWN_ATTRIBUTES = frozenset({"name"})
-
 
 def _shared(name: str, doc: str = "") -> Any:
     """A property that reads and writes an attribute of the inner optimizer."""
@@ -52,8 +50,10 @@ def _shared(name: str, doc: str = "") -> Any:
     return property(read, write, doc=doc)
 
 
-class InnerSettings:
+class InnerSettings(Wrapper):
     """The inner optimizer's groups, learning rate, hooks and methods."""
+
+    _inner_attribute = "_inner"
 
     param_groups: list[dict[str, Any]] = _shared(
         "param_groups", "The parameter groups of the inner optimizer."
@@ -120,26 +120,20 @@ class InnerSettings:
             )
 
     def __getattr__(self, name: str) -> Any:
-        # Called only for names that are not found, or if a property raised this error.
-        if hasattr(type(self), name):
-            return object.__getattribute__(self, name)
-        engine = self.__dict__.get("_engine")
-        inner = None if engine is None else engine.inner
-        if inner is None or name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         try:
-            found = getattr(inner, name)
-            is_method = inspect.ismethod(found) or inspect.isfunction(found)
-            return self._guarded(name, found) if is_method else found
-        except AttributeError:
-            if hasattr(type(inner), name):
+            found = super().__getattr__(name)
+        except UnknownSettingError:
+            if hasattr(type(self), name):
+                # A property of this class has raised it.
                 raise
             self._check_no_setting(name)
             if name in _OF_SCALERS:
                 raise UnknownSettingError(
                     f"LossScaleOptimizer has no {name!r}, unlike GradScaler: {_OF_SCALERS[name]}."
                 ) from None
-            raise unknown_setting(inner, name) from None
+            raise
+        is_method = inspect.ismethod(found) or inspect.isfunction(found)
+        return self._guarded(name, found) if is_method else found
 
     def _guarded(self, name: str, method: Any) -> Any:
         """A method of the inner optimizer that first checks that `.grad` is unscaled."""
@@ -152,12 +146,11 @@ class InnerSettings:
         return guarded
 
     def __setattr__(self, name: str, value: Any) -> None:
-        engine = self.__dict__.get("_engine")
-        inner = None if engine is None else engine.inner
+        inner = self.__dict__.get("_inner")
         own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
         # Schedulers replace `step`, a method, by one that counts its calls.
         check_settable(self, name, value)
-        if inner is None or own or name in _OWN_ATTRIBUTES:
+        if inner is None or own:
             object.__setattr__(self, name, value)
         elif hasattr(inner, name):
             setattr(inner, name, value)

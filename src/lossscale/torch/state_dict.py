@@ -27,7 +27,6 @@ from lossscale.torch.optimizer_list import OptimizerList, joined
 from lossscale.torch.scale import Counts, LossScale
 
 _PREFIX = "loss_scale"
-_COUNTS = ("iterations", "steps_skipped")
 _OVERFLOWS = f"{_PREFIX}_overflows"
 """The key of a count that only some rules save. The others ignore it in a dictionary."""
 _OF_GRADIENTS = f"{_PREFIX}_of_gradients"
@@ -177,13 +176,14 @@ def checked_numbers(found: Any, scale: LossScale) -> dict[str, float]:
 
 
 def restore(scale: LossScale, numbers: dict[str, float]) -> None:
-    """Sets checked numbers; values that are missing stay."""
+    """Sets checked numbers, by what they stand for; values that are missing stay."""
     if not numbers:
         return
     values = scale.numbers()
     now = type(scale.first)(*(values[field] for field in scale.first._fields))
-    made, skipped = (max(int(numbers.get(name, values[name])), 0) for name in _COUNTS)
-    scale.restore(_restored(scale.rule, now, numbers), Counts(made, skipped, False))
+    state, values = _restored(scale.rule, now, numbers), {**values, **numbers}
+    made, skipped = (max(int(values[name]), 0) for name in ("iterations", "steps_skipped"))
+    scale.restore(state, Counts(made, skipped, bool(numbers.get("last_step_skipped"))))
 
 
 def _restored(rule: ScaleRule, state: Any, saved: Mapping[str, Any]) -> Any:
