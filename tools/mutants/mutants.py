@@ -325,8 +325,8 @@ tests/frameworks/torch/test_grad_scaler_defects.py
     torch unscale_and_check_: recheck -> False  -k d20
     torch GradScaler._move_as_torch: torch.fmax(...) -> pass  -k put_back
     torch GradScaler._unscale_several: check(each) -> pass  -k list_of_optimizers
-    torch GradScaler._step_that_skips_by_itself: del optimizer.grad_scale, optimizer.found_inf
-        -> pass  -k d25
+    torch GradScaler._step_that_skips_by_itself: fused.attributes(...)
+        -> fused.attributes([optimizer], divisor, None)  -k d25
 tests/frameworks/torch/test_processes.py
     torch GradScaler._unscale_grads_: found.item() >= 0 -> False
         -k given_group

@@ -24,14 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lossscale.checks import checked_truth, checks_keywords
 from lossscale.common.checks import warned_at_floor
-from lossscale.errors import (
-    AlreadyWrappedError,
-    ArgumentTypeError,
-    CallOrderError,
-    ScalerArgumentError,
-    UnsupportedError,
-)
-from lossscale.optimizer import LossScaleOptimizer
+from lossscale.errors import CallOrderError, ScalerArgumentError
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule, StatsRequest
 from lossscale.torch import buffers, fused, gradients, ranks
@@ -40,7 +33,14 @@ from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
 from lossscale.torch.scale import FirstSteps, SkipCount, is_torchs, update_on_host
 from lossscale.torch.scaled_gradients import unscale
 from lossscale.torch.scaling import is_captured, mapped, read, read_all, scalar, scaled, uncompiled
-from lossscale.torch.state_dict import DEFAULTS
+from lossscale.torch.settings import (
+    DEFAULTS,
+    as_of_a_scaler,
+    check_steppable,
+    new_scale_of,
+    refuse_closure,
+    rule_of_a_scaler,
+)
 
 _CLIPPED = "torch.nn.utils.clip_grad_norm_(parameters, {value!r}) after scaler.unscale_(optimizer)"
 _INSTEAD = {
@@ -154,7 +154,7 @@ class GradScaler(torch.amp.GradScaler):
                 "argument of torch.cuda.amp.GradScaler is `init_scale`; here that is the second. "
                 f"Received: device={device!r}."
             )
-        made = state_dicts.rule_of_a_scaler(
+        made = rule_of_a_scaler(
             rule,
             initial_scale=init_scale,
             growth_factor=growth_factor,
@@ -260,7 +260,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        _check_optimizer(optimizer)
+        check_steppable(optimizer)
         stage = self._stage_of(optimizer)
         if stage is OptState.UNSCALED:
             raise CallOrderError(
@@ -272,8 +272,7 @@ class GradScaler(torch.amp.GradScaler):
             raise CallOrderError(
                 "unscale_() was called after step(). Call it before, or update() in between."
             )
-        if self._scale is not None:
-            self._measure(optimizer)
+        self._measure(optimizer)
         super().unscale_(optimizer)
         entry = self._per_optimizer_states[id(optimizer)]
         if entry.get("is_empty"):
@@ -297,7 +296,7 @@ class GradScaler(torch.amp.GradScaler):
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _measure(self, optimizer: Any) -> None:
         """Stores the statistics that the rule needs besides overflow, of scaled gradients."""
-        if self._rule.needs != StatsRequest():
+        if self._scale is not None and self._rule.needs != StatsRequest():
             info = self._of(optimizer).info
             given = gradients.collect(info, allow_float16=True)
             self._per_optimizer_states[id(optimizer)]["measured"] = gradients.measure_everywhere(
@@ -362,8 +361,8 @@ class GradScaler(torch.amp.GradScaler):
             return [self.step(each, *args, **kwargs) for each in optimizer]
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
-        _check_optimizer(optimizer)
-        _refuse_closure(args, kwargs)
+        check_steppable(optimizer)
+        refuse_closure(args, kwargs)
         if self._only_makes_state(optimizer):
             self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
             return optimizer.step(*args, **kwargs)
@@ -374,7 +373,9 @@ class GradScaler(torch.amp.GradScaler):
                 "once after the steps of all optimizers."
             )
         if stage is OptState.UNSCALED:
-            self._join(self._per_optimizer_states)
+            # Those that `unscale_` has unscaled may have been clipped together.
+            states = self._per_optimizer_states.items()
+            self._join({k: e for k, e in states if e["stage"] is OptState.UNSCALED})
         alone = _skips_by_itself(optimizer) and not fused.takes_a_scaler(optimizer.step)
         step = self._step_that_skips_by_itself if alone else super().step
         result = step(optimizer, *args, **kwargs)
@@ -386,11 +387,11 @@ class GradScaler(torch.amp.GradScaler):
 
     def _only_makes_state(self, optimizer: Any) -> bool:
         """Whether a step only makes the optimizer's state, into which a checkpoint is loaded."""
-        return (
-            not self._scaled_since_update
-            and fused.is_dummy_step(optimizer)
-            and (self._process_group is None or _has_only_zeros(optimizer))
-        )
+        if self._scaled_since_update or not fused.is_dummy_step(optimizer):
+            return False
+        # With a process group another process may have scaled a loss.
+        grads = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        return self._process_group is None or not any(gradient.any() for gradient in grads)
 
     def _step_that_skips_by_itself(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """A step of an optimizer that reads `grad_scale` and `found_inf`, as PyTorch makes it."""
@@ -399,26 +400,21 @@ class GradScaler(torch.amp.GradScaler):
         is_scaled = entry["stage"] is OptState.READY
         if is_scaled and "is_joined" not in entry:
             self._check_inf_per_device(optimizer)
-        scale, grad_scale = self._get_scale_async(), getattr(optimizer, "grad_scale", None)
-        if is_scaled:
-            grad_scale = scale if grad_scale is None else scale * grad_scale
+        scale = self._get_scale_async()
+        divisor = scale if is_scaled else None
         # The kernel skips if it is exactly 1, and a subclass may have added some up.
         found = gradients.any_overflow(entry["found_inf_per_device"]).to(scale.device).clamp(max=1)
         known = self._of(optimizer)
         is_first = isinstance(optimizer, fused.FUSED) and not known.states.are_made(
             [optimizer], known.info.parameters
         )
-        if is_first or self._watcher is not None or self._skipped_hooks:
-            divisor = scale if is_scaled else None
-            if self._is_skipped(optimizer, entry, divisor) and is_first:
-                # A kernel of SGD would keep uninitialized memory as the momentum.
-                entry["stage"] = OptState.STEPPED
-                return None
-        optimizer.grad_scale, optimizer.found_inf = grad_scale, found
-        try:
-            result = optimizer.step(*args, **kwargs)
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
+        is_read = is_first or self._watcher is not None or self._skipped_hooks
+        is_skipped = is_read and self._is_skipped(optimizer, entry, divisor)
+        result = None
+        # In a skipped first step a kernel of SGD would keep uninitialized memory as the momentum.
+        if not (is_skipped and is_first):
+            with fused.attributes([optimizer], divisor, found):
+                result = optimizer.step(*args, **kwargs)
         entry["stage"] = OptState.STEPPED
         return result
 
@@ -427,28 +423,21 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         for each in optimizers:
-            _check_optimizer(each, is_one_of_several=True)
+            check_steppable(each, is_one_of_several=True)
         self._check_scale_growth_tracker("step")
         for each in optimizers:
             if self._stage_of(each) is OptState.READY:
                 # A fused kernel divides by itself, float16 gradients too.
                 check = self._check_inf_per_device if _skips_by_itself(each) else self.unscale_
                 check(each)
-        self._join(list(map(id, optimizers)), ready=True)
+        self._join({id(each): self._per_optimizer_states[id(each)] for each in optimizers})
 
-    def _join(self, keys: Iterable[int], ready: bool = False) -> None:
-        """Optimizers that are unscaled by now see the overflows of all.
-
-        Args:
-            keys: The ids of optimizers.
-            ready: Whether also those whose kernel still has to divide.
-        """
+    def _join(self, entries: Mapping[int, dict[str, Any]]) -> None:
+        """Each of some optimizers, which have yet to step, sees the overflows of all."""
         some = {
             key: entry
-            for key in keys
-            if (entry := self._per_optimizer_states[key])["stage"] is OptState.UNSCALED
-            or (ready and entry["stage"] is OptState.READY)
-            if "is_joined" not in entry
+            for key, entry in entries.items()
+            if entry["stage"] is not OptState.STEPPED and "is_joined" not in entry
         }
         found = [t for entry in some.values() for t in entry["found_inf_per_device"].values()]
         if len(found) < 2:
@@ -467,9 +456,8 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         # PyTorch's method would wait once more.
-        if self._is_skipped(optimizer, optimizer_state):
-            return None
-        return optimizer.step(*args, **kwargs)
+        is_skipped = self._is_skipped(optimizer, optimizer_state)
+        return None if is_skipped else optimizer.step(*args, **kwargs)
 
     def _is_skipped(self, optimizer: Any, entry: dict[str, Any], divisor: Any = None) -> bool:
         """Waits for the decision on a step, counts it, and notifies the monitor and the hooks."""
@@ -510,7 +498,7 @@ class GradScaler(torch.amp.GradScaler):
         if new_scale is None:
             self._move()
         else:
-            number = state_dicts.new_scale_of(new_scale, self._rule)
+            number = new_scale_of(new_scale, self._rule)
             if self._scale is not None:
                 self._check_scale_growth_tracker("update")
             self._put_scale(number)
@@ -663,7 +651,7 @@ class GradScaler(torch.amp.GradScaler):
         """A number of PyTorch's scaler, which is one of the rule; setting it checks it."""
 
         def put(self: Any, value: Any) -> None:
-            with state_dicts.as_of_a_scaler():
+            with as_of_a_scaler():
                 self._rule = state_dicts.with_settings(self._rule, **{name: value})
             # PyTorch tests equality, so a shorter interval would never be reached.
             most = self._growth_interval - 1
@@ -697,9 +685,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _adopt(self, number: float, good_steps: int) -> Any:
         """The state of the rule with what the tensors hold."""
-        if number != float(self._state.scale):
-            self._state = self._state._replace(scale=number)
-        if good_steps != getattr(self._state, "good_steps", good_steps):
+        self._state = self._state._replace(scale=number)
+        if "good_steps" in self._state._fields:
             self._state = self._state._replace(good_steps=good_steps)
         return self._state
 
@@ -740,7 +727,7 @@ class GradScaler(torch.amp.GradScaler):
         # Not by `get_scale`, which PyTorch's method does not call.
         number = self._init_scale if self._scale is None else float(self._scale)
         state = self._adopt(number, self._get_growth_tracker())
-        with state_dicts.as_of_a_scaler():
+        with as_of_a_scaler():
             self._rule, state, skipped = state_dicts.read_scaler_state(
                 state_dict, self._rule, state
             )
@@ -773,45 +760,3 @@ class GradScaler(torch.amp.GradScaler):
 
 def _skips_by_itself(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def _check_optimizer(optimizer: Any, is_one_of_several: bool = False) -> None:
-    """Refuses optimizers that a scaler cannot step.
-
-    Raises:
-        ArgumentTypeError: If it is not an optimizer.
-        AlreadyWrappedError: If it is a LossScaleOptimizer.
-    """
-    if isinstance(optimizer, LossScaleOptimizer):
-        raise AlreadyWrappedError(
-            "This optimizer is a LossScaleOptimizer, which scales by itself. Use it without a "
-            f"GradScaler, or pass its inner optimizer. Received: {optimizer!r}."
-        )
-    if is_one_of_several and fused.takes_a_scaler(optimizer.step):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} cannot skip together with other optimizers: its step "
-            "takes a `grad_scaler` and decides by itself. Step it alone."
-        )
-    if not hasattr(optimizer, "param_groups"):
-        raise ArgumentTypeError(
-            "A GradScaler unscales and steps an optimizer, such as "
-            f"torch.optim.AdamW(model.parameters()). Received: {optimizer!r} of type "
-            f"{type(optimizer).__name__}."
-        )
-
-
-def _has_only_zeros(optimizer: Any) -> bool:
-    return not any(p.grad is not None and p.grad.any() for p in parameters_of(optimizer))
-
-
-def _refuse_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuses a closure, by position or by keyword.
-
-    Raises:
-        CallOrderError: If there is one.
-    """
-    if any(map(callable, args)) or "closure" in kwargs:
-        raise CallOrderError(
-            "step() of a GradScaler takes no closure: the optimizer would see scaled losses. "
-            "lossscale.torch.LossScaleOptimizer takes closures, also those of LBFGS."
-        )

@@ -1,25 +1,32 @@
-"""What the wrapper accepts: its arguments, and the attributes of the inner optimizer."""
+"""What the wrapper and the scaler accept: arguments, and attributes of the inner optimizer."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lossscale.checks import checked_above_zero
+from lossscale.arguments import checked_rule
+from lossscale.checks import SMALLEST_SCALE, checked_above_zero, checked_number
 from lossscale.common.checks import check_not_wrapped, check_own_name, check_settable
 from lossscale.errors import (
+    AlreadyWrappedError,
     ArgumentError,
     ArgumentTypeError,
+    CallOrderError,
     GradientsError,
+    ScalerArgumentError,
     UnknownSettingError,
     UnsupportedError,
 )
 from lossscale.members import Wrapper
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
+from lossscale.rules import DynamicScale, ScaleRule
 from lossscale.torch import closures, fused, ranks
 from lossscale.torch.optimizer_list import OptimizerList, parts_of
 from lossscale.torch.scaled_gradients import was_scaled
@@ -165,7 +172,7 @@ class InnerSettings(Wrapper):
             object.__setattr__(self, name, value)
 
 
-# --- Checks of arguments ----------------------------------------------------------------------
+# --- Arguments of the wrapper --------------------------------------------------------------------
 
 
 def check_inner(inner: Any, is_one_of_several: bool = False) -> None:
@@ -267,4 +274,112 @@ def check_backpropagated(loss: Any, info: ranks.ParameterInfo) -> None:
             "zero. Keep the parameters in float32, and compute in float16 under "
             "torch.autocast. Or wrap an optimizer of torch.optim with fused=True, and call "
             "optimizer.scale_loss(loss).backward()."
+        )
+
+
+# --- Arguments of a gradient scaler ------------------------------------------------------------
+
+DEFAULTS = DynamicScale(initial_scale=2.0**16, min_scale=SMALLEST_SCALE)
+"""The defaults of PyTorch's scaler, and the lowest safe scale."""
+
+
+@contextlib.contextmanager
+def as_of_a_scaler() -> Iterator[None]:
+    """Raises an `ArgumentError` as one that is also an `AssertionError`, as PyTorch's are."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise ScalerArgumentError(str(error)) from None
+
+
+def rule_of_a_scaler(rule: Any, **numbers: Any) -> ScaleRule:
+    """Returns the rule that the arguments describe.
+
+    Args:
+        rule: A rule, or None.
+        numbers: By the names of `DynamicScale`; None for its limits stands for the widest.
+
+    Raises:
+        ScalerArgumentError: If a number cannot be used, or is given beside a rule.
+        ArgumentTypeError: If `rule` is not a rule.
+    """
+    if rule is None:
+        if numbers["min_scale"] is None:
+            numbers["min_scale"] = DEFAULTS.min_scale
+        with as_of_a_scaler():
+            return DynamicScale(**numbers)
+    checked = checked_rule(rule)
+    usual = {**DEFAULTS.get_config(), "min_scale": None}
+    given = {name: value for name, value in numbers.items() if value != usual[name]}
+    if given:
+        raise ScalerArgumentError(
+            "`rule` already says how the scale moves; leave out what else does. Received: "
+            f"rule={rule!r}, and {', '.join(f'{name}={value!r}' for name, value in given.items())}."
+        )
+    return checked
+
+
+def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:
+    """Returns the number that `update(new_scale)` sets.
+
+    Args:
+        new_scale: A number, or a tensor with one element that needs no gradient.
+        rule: The rule, whose range it must lie in.
+
+    Raises:
+        ScalerArgumentError: If it is none of these.
+    """
+    if isinstance(new_scale, torch.Tensor):
+        if new_scale.numel() != 1 or new_scale.requires_grad or new_scale.is_complex():
+            raise ScalerArgumentError(
+                "`new_scale` must be a number, or a tensor with one element and without "
+                f"requires_grad. Received: new_scale={new_scale!r}."
+            )
+        new_scale = new_scale.item()
+    with as_of_a_scaler():
+        number = checked_number("new_scale", new_scale)
+    if float(rule.restored(rule.init()._replace(scale=number)).scale) != number:
+        raise ScalerArgumentError(
+            f"`new_scale` must be a scale of the scaler's rule, {rule!r}. "
+            f"Received: new_scale={new_scale!r}. Make the scaler with another `rule`, "
+            "`min_scale` or `max_scale`."
+        )
+    return number
+
+
+def check_steppable(optimizer: Any, is_one_of_several: bool = False) -> None:
+    """Refuses optimizers that a scaler cannot step.
+
+    Raises:
+        ArgumentTypeError: If it is not an optimizer.
+        AlreadyWrappedError: If it is a LossScaleOptimizer.
+    """
+    if isinstance(optimizer, FrontDoor):
+        raise AlreadyWrappedError(
+            "This optimizer is a LossScaleOptimizer, which scales by itself. Use it without a "
+            f"GradScaler, or pass its inner optimizer. Received: {optimizer!r}."
+        )
+    if is_one_of_several and fused.takes_a_scaler(optimizer.step):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} cannot skip together with other optimizers: its step "
+            "takes a `grad_scaler` and decides by itself. Step it alone."
+        )
+    if not hasattr(optimizer, "param_groups"):
+        raise ArgumentTypeError(
+            "A GradScaler unscales and steps an optimizer, such as "
+            f"torch.optim.AdamW(model.parameters()). Received: {optimizer!r} of type "
+            f"{type(optimizer).__name__}."
+        )
+
+
+def refuse_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuses a closure, by position or by keyword.
+
+    Raises:
+        CallOrderError: If there is one.
+    """
+    if any(map(callable, args)) or "closure" in kwargs:
+        raise CallOrderError(
+            "step() of a GradScaler takes no closure: the optimizer would see scaled losses. "
+            "lossscale.torch.LossScaleOptimizer takes closures, also those of LBFGS."
         )

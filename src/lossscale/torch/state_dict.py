@@ -8,18 +8,16 @@ these holds the values at all times.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from lossscale.arguments import checked_rule
-from lossscale.checks import LONGEST_INTERVAL, SMALLEST_SCALE, checked_number
-from lossscale.errors import ArgumentError, ScalerArgumentError, StateDictError
+from lossscale.checks import LONGEST_INTERVAL
+from lossscale.errors import ArgumentError, StateDictError
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule, ScaleState
 from lossscale.torch.foreign_states import as_torchs, number_of, whole_number_of
@@ -349,73 +347,3 @@ def read_scaler_state(
     skipped = values.get("steps_skipped")
     skipped = None if skipped is None else whole_number_of("steps_skipped", skipped)
     return rule, restored, skipped
-
-
-# --- Arguments of a gradient scaler ------------------------------------------------------------
-
-DEFAULTS = DynamicScale(initial_scale=2.0**16, min_scale=SMALLEST_SCALE)
-"""The defaults of PyTorch's scaler, and the lowest safe scale."""
-
-
-@contextlib.contextmanager
-def as_of_a_scaler() -> Iterator[None]:
-    """Raises an `ArgumentError` as one that is also an `AssertionError`, as PyTorch's are."""
-    try:
-        yield
-    except ArgumentError as error:
-        raise ScalerArgumentError(str(error)) from None
-
-
-def rule_of_a_scaler(rule: Any, **numbers: Any) -> ScaleRule:
-    """Returns the rule that the arguments describe.
-
-    Args:
-        rule: A rule, or None.
-        numbers: By the names of `DynamicScale`; None for its limits stands for the widest.
-
-    Raises:
-        ScalerArgumentError: If a number cannot be used, or is given beside a rule.
-        ArgumentTypeError: If `rule` is not a rule.
-    """
-    if rule is None:
-        if numbers["min_scale"] is None:
-            numbers["min_scale"] = DEFAULTS.min_scale
-        with as_of_a_scaler():
-            return DynamicScale(**numbers)
-    checked = checked_rule(rule)
-    usual = {**DEFAULTS.get_config(), "min_scale": None}
-    given = {name: value for name, value in numbers.items() if value != usual[name]}
-    if given:
-        raise ScalerArgumentError(
-            "`rule` already says how the scale moves; leave out what else does. Received: "
-            f"rule={rule!r}, and {', '.join(f'{name}={value!r}' for name, value in given.items())}."
-        )
-    return checked
-
-
-def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:
-    """Returns the number that `update(new_scale)` sets.
-
-    Args:
-        new_scale: A number, or a tensor with one element that needs no gradient.
-        rule: The rule, whose range it must lie in.
-
-    Raises:
-        ScalerArgumentError: If it is none of these.
-    """
-    if isinstance(new_scale, torch.Tensor):
-        if new_scale.numel() != 1 or new_scale.requires_grad or new_scale.is_complex():
-            raise ScalerArgumentError(
-                "`new_scale` must be a number, or a tensor with one element and without "
-                f"requires_grad. Received: new_scale={new_scale!r}."
-            )
-        new_scale = new_scale.item()
-    with as_of_a_scaler():
-        number = checked_number("new_scale", new_scale)
-    if float(rule.restored(rule.init()._replace(scale=number)).scale) != number:
-        raise ScalerArgumentError(
-            f"`new_scale` must be a scale of the scaler's rule, {rule!r}. "
-            f"Received: new_scale={new_scale!r}. Make the scaler with another `rule`, "
-            "`min_scale` or `max_scale`."
-        )
-    return number
