@@ -597,6 +597,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def _may_overflow(self) -> bool:
         """Whether the scale is below 1; waits only if it may have come down so far."""
+        if self._scale is None:
+            # Other code unscales by a number of its own.
+            return True
         if self._bounds()[0] < 1.0 and self._scale.device.type != "cpu":
             number = self.get_scale()
             self._remember(number, number)
