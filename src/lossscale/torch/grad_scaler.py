@@ -192,8 +192,9 @@ class GradScaler(torch.amp.GradScaler):
         if self._scale is not None and self._scale.device.type != "cpu":
             # To read the scale would wait for the device.
             return f"<GradScaler: loss scale on {self._scale.device}>"
-        scale = super().get_scale()
-        return f"<GradScaler: loss scale {scale:g}, {self.steps_skipped} steps skipped>"
+        return (
+            f"<GradScaler: loss scale {super().get_scale():g}, {self._skips.skipped} steps skipped>"
+        )
 
     def _of(self, optimizer: Any) -> _Known:
         """What is known of an optimizer."""
@@ -598,8 +599,7 @@ class GradScaler(torch.amp.GradScaler):
     def _may_overflow(self) -> bool:
         """Whether the scale is below 1; waits only if it may have come down so far."""
         if self._scale is None:
-            # Other code unscales by a number of its own.
-            return True
+            return True  # Other code unscales by a number of its own.
         if self._bounds()[0] < 1.0 and self._scale.device.type != "cpu":
             number = self.get_scale()
             self._remember(number, number)
@@ -710,8 +710,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return {}
         state = self._adopt(self.get_scale(), self._get_growth_tracker())
-        scale = float(state.scale)
-        return state_dicts.scaler_state(self._rule, state, scale, self.steps_skipped)
+        return state_dicts.scaler_state(self._rule, state, self.steps_skipped)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this class, of PyTorch's or of Apex; does nothing if disabled.

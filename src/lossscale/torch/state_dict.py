@@ -254,7 +254,7 @@ class LossScaleState:
                 "that loads it would lower the scale at each overflow. Save optimizer.state_dict()."
             )
         state = type(scale.first)(*(numbers[field] for field in scale.first._fields))
-        return scaler_state(scale.rule, state, scale.number, numbers["steps_skipped"])
+        return scaler_state(scale.rule, state, numbers["steps_skipped"])
 
 
 # --- Of gradient scalers ----------------------------------------------------------------------
@@ -283,15 +283,13 @@ def with_settings(rule: ScaleRule, **settings: Any) -> ScaleRule:
     return dataclasses.replace(rule, **settings)
 
 
-def scaler_state(
-    rule: ScaleRule, state: ScaleState, scale: float, steps_skipped: int
-) -> dict[str, Any]:
+def scaler_state(rule: ScaleRule, state: ScaleState, steps_skipped: int) -> dict[str, Any]:
     """Returns a state dictionary that `torch.amp.GradScaler` can load; Python numbers only."""
     # Without factors, PyTorch's class would skip and never lower the scale.
     has_none = rule.checks_gradients and not isinstance(rule, DynamicScale)
     settings = DynamicScale() if has_none else rule
     found = {
-        "scale": scale,
+        "scale": float(state.scale),
         **{name: setting(settings, name) for name in _SETTINGS},
         "_growth_tracker": getattr(state, "good_steps", 0),
         # PyTorch's class ignores this key.
