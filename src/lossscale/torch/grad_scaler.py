@@ -193,7 +193,7 @@ class GradScaler(torch.amp.GradScaler):
             # To read the scale would wait for the device.
             return f"<GradScaler: loss scale on {self._scale.device}>"
         return (
-            f"<GradScaler: loss scale {super().get_scale():g}, {self._skips.skipped} steps skipped>"
+            f"<GradScaler: loss scale {super().get_scale():g}, {self.steps_skipped} steps skipped>"
         )
 
     def _of(self, optimizer: Any) -> _Known:
@@ -202,10 +202,9 @@ class GradScaler(torch.amp.GradScaler):
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = _Known(parameters, self._process_group)
-            every = self._known
             # With `__slots__` it cannot be referred to weakly.
             with contextlib.suppress(TypeError):
-                weakref.finalize(optimizer, every.pop, key, None).atexit = False
+                weakref.finalize(optimizer, self._known.pop, key, None).atexit = False
         elif not known.info.is_of(parameters):
             known.info = ParameterInfo(parameters, self._process_group)
         return known
