@@ -178,7 +178,7 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._scaled_since_update, self._skips = False, SkipCount()
         self._forget()
-        self._put(made.init())
+        self._set_state(made.init())
 
     def _forget(self) -> None:
         """Forgets optimizers and hooks, which a copy does not share."""
@@ -196,7 +196,7 @@ class GradScaler(torch.amp.GradScaler):
             f"<GradScaler: loss scale {super().get_scale():g}, {self.steps_skipped} steps skipped>"
         )
 
-    def _of(self, optimizer: Any) -> _Known:
+    def _known_of(self, optimizer: Any) -> _Known:
         """What is known of an optimizer."""
         key, parameters = id(optimizer), parameters_of(optimizer)
         known = self._known.get(key)
@@ -297,7 +297,7 @@ class GradScaler(torch.amp.GradScaler):
     def _measure(self, optimizer: Any) -> None:
         """Stores the statistics that the rule needs besides overflow, of scaled gradients."""
         if self._scale is not None and self._rule.needs != StatsRequest():
-            info = self._of(optimizer).info
+            info = self._known_of(optimizer).info
             given = gradients.collect(info, allow_float16=True)
             self._per_optimizer_states[id(optimizer)]["measured"] = gradients.measure_everywhere(
                 self._rule.needs, given.grads, info, self._scale, are_scaled=True
@@ -307,7 +307,10 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
     ) -> dict[Any, Any]:
-        info, entry = self._of(optimizer).info, self._per_optimizer_states.get(id(optimizer), {})
+        info, entry = (
+            self._known_of(optimizer).info,
+            self._per_optimizer_states.get(id(optimizer), {}),
+        )
         rule, device = self._rule, found_inf.device
         # An optimizer that skips by itself is given no second look, for which the host would wait.
         recheck = not _skips_by_itself(optimizer) and self._may_overflow()
@@ -382,7 +385,7 @@ class GradScaler(torch.amp.GradScaler):
         entry = self._per_optimizer_states[id(optimizer)]
         if "skipped" not in entry:
             self._count(optimizer, next(iter(entry["found_inf_per_device"].values()), False))
-        self._of(optimizer).first_steps.made(optimizer, entry.get("is_empty", False))
+        self._known_of(optimizer).first_steps.made(optimizer, entry.get("is_empty", False))
         return result
 
     def _only_makes_state(self, optimizer: Any) -> bool:
@@ -404,7 +407,7 @@ class GradScaler(torch.amp.GradScaler):
         divisor = scale if is_scaled else None
         # The kernel skips if it is exactly 1, and a subclass may have added some up.
         found = gradients.any_overflow(entry["found_inf_per_device"]).to(scale.device).clamp(max=1)
-        known = self._of(optimizer)
+        known = self._known_of(optimizer)
         is_first = isinstance(optimizer, fused.FUSED) and not known.states.are_made(
             [optimizer], known.info.parameters
         )
@@ -478,7 +481,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _count(self, optimizer: Any, flag: Any) -> None:
         self._skips.add(flag)
-        self._of(optimizer).count.add(flag)
+        self._known_of(optimizer).count.add(flag)
         # Others may have computed on the same forward passes, which `update` ends.
         buffers.note_step(self, flag, is_end=False)
 
@@ -501,7 +504,7 @@ class GradScaler(torch.amp.GradScaler):
             number = new_scale_of(new_scale, self._rule)
             if self._scale is not None:
                 self._check_scale_growth_tracker("update")
-            self._put_scale(number)
+            self._set_scale(number)
         buffers.note_step(self, False)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._scaled_since_update = False
@@ -540,7 +543,7 @@ class GradScaler(torch.amp.GradScaler):
         ]
         overflowed, number, good_steps = read_all(torch.stack(together)).tolist()
         stats = gradients.as_stats(rule.needs, seen, not overflowed)
-        self._put(update_on_host(rule, self._adopt(number, int(good_steps)), stats))
+        self._set_state(update_on_host(rule, self._adopt(number, int(good_steps)), stats))
 
     def _move_as_torch(self, found: Any, skipped: bool | None, rule: DynamicScale) -> None:
         """Moves the scale by PyTorch's operator, which knows no limits, and keeps it in these."""
@@ -606,10 +609,10 @@ class GradScaler(torch.amp.GradScaler):
 
     def _constant(self, number: float) -> Any:
         """A number on the device of the scale, made once."""
-        kept = self._constants.get(number)
-        if kept is None or kept.device != self._scale.device:
-            kept = self._constants[number] = scalar(number, self._scale.device)
-        return kept
+        constant = self._constants.get(number)
+        if constant is None or constant.device != self._scale.device:
+            constant = self._constants[number] = scalar(number, self._scale.device)
+        return constant
 
     # --- Skips --------------------------------------------------------------------------------
 
@@ -692,13 +695,13 @@ class GradScaler(torch.amp.GradScaler):
             self._state = self._state._replace(good_steps=good_steps)
         return self._state
 
-    def _put(self, state: Any) -> None:
+    def _set_state(self, state: Any) -> None:
         self._state, self._init_growth_tracker = state, getattr(state, "good_steps", 0)
         if self._growth_tracker is not None:
             self._growth_tracker.fill_(self._init_growth_tracker)
-        self._put_scale(float(state.scale))
+        self._set_scale(float(state.scale))
 
-    def _put_scale(self, number: float) -> None:
+    def _set_scale(self, number: float) -> None:
         self._init_scale, self._updates = number, 0
         if self._scale is not None:
             self._scale.fill_(number)
@@ -732,7 +735,7 @@ class GradScaler(torch.amp.GradScaler):
             self._rule, state, skipped = state_dicts.read_scaler_state(
                 state_dict, self._rule, state
             )
-        self._put(state)
+        self._set_state(state)
         if skipped is not None:
             self._skips = SkipCount(skipped)
 

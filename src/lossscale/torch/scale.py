@@ -190,11 +190,11 @@ class LossScale:
     def _make_live(self) -> None:
         self._numbers = numpy.zeros(len(self.names))
         # Tensors, because compiled code is recompiled for each Python number in a group.
-        shown = torch.from_numpy(self._numbers).unbind()
-        self.live: dict[str, Any] = dict(zip(self.names, shown, strict=True))
-        self._show()
+        tensors = torch.from_numpy(self._numbers).unbind()
+        self.live: dict[str, Any] = dict(zip(self.names, tensors, strict=True))
+        self._fill_live()
 
-    def _show(self) -> None:
+    def _fill_live(self) -> None:
         self._last = [*map(float, self.state), *map(float, self.counts[:2])]
         self._numbers[:] = self._last
 
@@ -221,7 +221,7 @@ class LossScale:
     def count(self, skipped: Any) -> None:
         """Counts a step; `skipped` is a bool."""
         self.counts = self.counts.plus(skipped)
-        self._show()
+        self._fill_live()
 
     def numbers(self) -> dict[str, Any]:
         """Returns the state and the counts as Python numbers, by field."""
@@ -231,7 +231,7 @@ class LossScale:
     def restore(self, state: ScaleState, counts: Counts) -> None:
         """Sets the state and the counts from Python numbers that are valid for the rule."""
         self.state, self.counts, self.start = state, counts, Counts(*counts)
-        self._show()
+        self._fill_live()
         self._fill_scales()
 
 

@@ -300,7 +300,7 @@ def rule_of_a_scaler(rule: Any, **numbers: Any) -> ScaleRule:
         numbers: By the names of `DynamicScale`; None for its limits stands for the widest.
 
     Raises:
-        ScalerArgumentError: If a number cannot be used, or is given beside a rule.
+        ScalerArgumentError: If a number cannot be used, or is given together with a rule.
         ArgumentTypeError: If `rule` is not a rule.
     """
     if rule is None:

@@ -87,8 +87,8 @@ def without_numbers(
         state_dict = joined(state_dict)
     known = state_dict if isinstance(state_dict, Mapping) else {}
     if isinstance(known.get(_PREFIX), Mapping):
-        rest = {name: value for name, value in known.items() if name != _PREFIX}
-        return rest, checked_numbers(known[_PREFIX], scale)
+        of_inner = {name: value for name, value in known.items() if name != _PREFIX}
+        return of_inner, checked_numbers(known[_PREFIX], scale)
     if not known.get("param_groups"):
         if known and "param_groups" not in inner.state_dict():
             return dict(known), {}
