@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import math
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,9 +29,9 @@ from lossscale.rules import DynamicScale, ScaleRule, StatsRequest
 from lossscale.torch import buffers, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
-from lossscale.torch.scale import FirstSteps, SkipCount, is_torchs, update_on_host
+from lossscale.torch.scale import FirstSteps, KnownRange, SkipCount, is_torchs, update_on_host
 from lossscale.torch.scaled_gradients import unscale
-from lossscale.torch.scaling import is_captured, mapped, read, read_all, scalar, scaled, uncompiled
+from lossscale.torch.scaling import mapped, read, read_all, scalar, scaled, uncompiled
 from lossscale.torch.settings import (
     DEFAULTS,
     as_of_a_scaler,
@@ -122,8 +121,7 @@ class GradScaler(torch.amp.GradScaler):
     _watcher: Any = None
     """The monitor that is notified of each decision."""
 
-    _range: tuple[float, float, Any, Any] = (0.0, math.inf, None, None)
-    """What `_remember` writes."""
+    _range = KnownRange()
 
     _updates = 0
     """How many times PyTorch's operator has moved the scale since it was set."""
@@ -547,7 +545,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _move_as_torch(self, found: Any, skipped: bool | None, rule: DynamicScale) -> None:
         """Moves the scale by PyTorch's operator, which knows no limits, and keeps it in these."""
-        scale, (least, most) = self._scale, self._bounds()
+        scale, (least, most) = self._scale, self._range.bounds(self._scale)
         # Where it would pass the highest, it stays, as the rule says.
         before = None if most * rule.growth_factor <= rule.ceiling else scale.clone()
         # One tensor: PyTorch adds up the others in the first one, which is still read here.
@@ -577,35 +575,25 @@ class GradScaler(torch.amp.GradScaler):
 
     def _warn_at_floor(self, number: float) -> None:
         if not self._warned_at_floor:
-            write = "GradScaler(min_scale=2.0**-24)"
-            self._warned_at_floor = warned_at_floor(self._rule, number, write)
+            self._warned_at_floor = warned_at_floor(
+                self._rule, number, "GradScaler(min_scale=2.0**-24)"
+            )
 
     # --- What the host knows of the scale without a wait --------------------------------------
 
     def _remember(self, least: float, most: float) -> None:
         """Remembers between which numbers the scale is now, until other code writes to it."""
-        scale = self._scale
-        self._range = least, most, scale, None if scale is None else scale._version
-
-    def _bounds(self) -> tuple[float, float]:
-        """Between which numbers the scale is."""
-        scale, (least, most, known, version) = self._scale, self._range
-        if scale.device.type == "cpu":
-            number = scale.item()
-            return number, number
-        # A graph is replayed unseen.
-        if scale is not known or scale._version != version or is_captured(scale):
-            return 0.0, math.inf
-        return least, most
+        self._range = KnownRange.of(self._scale, least, most)
 
     def _may_overflow(self) -> bool:
         """Whether the scale is below 1; waits only if it may have come down so far."""
-        if self._scale is None:
+        scale = self._scale
+        if scale is None:
             return True  # Other code unscales by a number of its own.
-        if self._bounds()[0] < 1.0 and self._scale.device.type != "cpu":
+        if self._range.bounds(scale)[0] < 1.0 and scale.device.type != "cpu":
             number = self.get_scale()
             self._remember(number, number)
-        return self._bounds()[0] < 1.0
+        return self._range.bounds(scale)[0] < 1.0
 
     def _constant(self, number: float) -> Any:
         """A number on the device of the scale, made once."""
