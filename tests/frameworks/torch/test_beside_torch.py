@@ -157,6 +157,14 @@ class Run:
         if self.scalers[scaler]._scale is not None:
             self.scalers[scaler]._scale.fill_(number)
 
+    def replace(self, scaler, number):
+        if self.scalers[scaler]._scale is not None:
+            self.scalers[scaler]._scale = torch.tensor(number)
+
+    def set_factors(self, scaler, growth, backoff):
+        self.scalers[scaler].set_growth_factor(growth)
+        self.scalers[scaler].set_backoff_factor(backoff)
+
     def clear(self, optimizer, to_none):
         self.optimizers[optimizer].zero_grad(set_to_none=to_none)
 
@@ -327,6 +335,8 @@ calls = st.one_of(
     of("update", TWO),
     of("update", TWO, [*NUMBERS, 0.0, torch.inf, torch.nan, 2.0**-130, 2.0**127]),
     of("write", TWO, NUMBERS),
+    of("replace", TWO, NUMBERS),
+    of("set_factors", TWO, [4.0, 1.25], [0.25, 0.9]),
     of("clear", TWO, [True, False]),
     of("keep"),
     of("restore", ["scaler", "gradients"]),
