@@ -22,7 +22,8 @@ class LossScaleMonitor(callbacks.LossScaleMonitor, keras.callbacks.Callback):
     @staticmethod
     def _new_tracker() -> Any:
         backend = keras.backend.backend()
-        tracker = importlib.import_module(f"lossscale.{backend}.overflow_tracker").OverflowTracker
+        place = "torch.monitor" if backend == "torch" else f"{backend}.overflow_tracker"
+        tracker = importlib.import_module(f"lossscale.{place}").OverflowTracker
         return tracker(_new_variable) if backend == "jax" else tracker()
 
     @staticmethod

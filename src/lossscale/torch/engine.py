@@ -20,7 +20,7 @@ from lossscale.torch import fused, gradients, ranks
 from lossscale.torch.gradients import Gradients
 from lossscale.torch.optimizer_list import parts_of, with_parts
 from lossscale.torch.ranks import ParameterInfo
-from lossscale.torch.scale import Multiplier
+from lossscale.torch.scale import FirstSteps, Multiplier
 from lossscale.torch.scaled_gradients import (
     GradientRecord,
     ScaledGradients,
@@ -31,7 +31,6 @@ from lossscale.torch.scaled_gradients import (
     set_of,
 )
 from lossscale.torch.scaling import CPU, filled, read, read_all, scalar
-from lossscale.torch.skip_count import FirstSteps
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _LARGEST = torch.finfo(torch.float32).max

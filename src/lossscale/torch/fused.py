@@ -93,6 +93,8 @@ def attributes(optimizers: Sequence[Any], grad_scale: Any, found_inf: Any) -> It
                 each.grad_scale = grad_scale if own is None else grad_scale * own
             if found_inf is not None:
                 each.found_inf = found_inf
+                # An optimizer of the user's may read both.
+                each.grad_scale = getattr(each, "grad_scale", None)
         yield
     finally:
         for each in optimizers:

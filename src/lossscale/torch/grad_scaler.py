@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import math
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,24 +23,23 @@ from torch.utils.hooks import RemovableHandle
 
 from lossscale.checks import checked_truth, checks_keywords
 from lossscale.common.checks import warned_at_floor
-from lossscale.errors import (
-    AlreadyWrappedError,
-    ArgumentTypeError,
-    CallOrderError,
-    ScalerArgumentError,
-    UnsupportedError,
-)
-from lossscale.optimizer import LossScaleOptimizer
+from lossscale.errors import CallOrderError, ScalerArgumentError
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule, StatsRequest
 from lossscale.torch import buffers, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
-from lossscale.torch.scale import is_torchs, update_on_host
+from lossscale.torch.scale import FirstSteps, KnownRange, SkipCount, is_torchs, update_on_host
 from lossscale.torch.scaled_gradients import unscale
-from lossscale.torch.scaling import is_captured, mapped, read, read_all, scalar, scaled, uncompiled
-from lossscale.torch.skip_count import FirstSteps, SkipCount
-from lossscale.torch.state_dict import DEFAULTS
+from lossscale.torch.scaling import mapped, read, read_all, scalar, scaled, uncompiled
+from lossscale.torch.settings import (
+    DEFAULTS,
+    as_of_a_scaler,
+    check_steppable,
+    new_scale_of,
+    refuse_closure,
+    rule_of_a_scaler,
+)
 
 _CLIPPED = "torch.nn.utils.clip_grad_norm_(parameters, {value!r}) after scaler.unscale_(optimizer)"
 _INSTEAD = {
@@ -123,8 +121,7 @@ class GradScaler(torch.amp.GradScaler):
     _watcher: Any = None
     """The monitor that is notified of each decision."""
 
-    _range: tuple[float, float, Any, Any] = (0.0, math.inf, None, None)
-    """What `_remember` writes."""
+    _range = KnownRange()
 
     _updates = 0
     """How many times PyTorch's operator has moved the scale since it was set."""
@@ -155,7 +152,7 @@ class GradScaler(torch.amp.GradScaler):
                 "argument of torch.cuda.amp.GradScaler is `init_scale`; here that is the second. "
                 f"Received: device={device!r}."
             )
-        made = state_dicts.rule_of_a_scaler(
+        made = rule_of_a_scaler(
             rule,
             initial_scale=init_scale,
             growth_factor=growth_factor,
@@ -179,7 +176,7 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._scaled_since_update, self._skips = False, SkipCount()
         self._forget()
-        self._put(made.init())
+        self._set_state(made.init())
 
     def _forget(self) -> None:
         """Forgets optimizers and hooks, which a copy does not share."""
@@ -193,19 +190,19 @@ class GradScaler(torch.amp.GradScaler):
         if self._scale is not None and self._scale.device.type != "cpu":
             # To read the scale would wait for the device.
             return f"<GradScaler: loss scale on {self._scale.device}>"
-        scale = super().get_scale()
-        return f"<GradScaler: loss scale {scale:g}, {self.steps_skipped} steps skipped>"
+        return (
+            f"<GradScaler: loss scale {super().get_scale():g}, {self.steps_skipped} steps skipped>"
+        )
 
-    def _of(self, optimizer: Any) -> _Known:
+    def _known_of(self, optimizer: Any) -> _Known:
         """What is known of an optimizer."""
         key, parameters = id(optimizer), parameters_of(optimizer)
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = _Known(parameters, self._process_group)
-            every = self._known
             # With `__slots__` it cannot be referred to weakly.
             with contextlib.suppress(TypeError):
-                weakref.finalize(optimizer, every.pop, key, None).atexit = False
+                weakref.finalize(optimizer, self._known.pop, key, None).atexit = False
         elif not known.info.is_of(parameters):
             known.info = ParameterInfo(parameters, self._process_group)
         return known
@@ -261,7 +258,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        _check_optimizer(optimizer)
+        check_steppable(optimizer)
         stage = self._stage_of(optimizer)
         if stage is OptState.UNSCALED:
             raise CallOrderError(
@@ -273,8 +270,7 @@ class GradScaler(torch.amp.GradScaler):
             raise CallOrderError(
                 "unscale_() was called after step(). Call it before, or update() in between."
             )
-        if self._scale is not None:
-            self._measure(optimizer)
+        self._measure(optimizer)
         super().unscale_(optimizer)
         entry = self._per_optimizer_states[id(optimizer)]
         if entry.get("is_empty"):
@@ -298,8 +294,8 @@ class GradScaler(torch.amp.GradScaler):
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _measure(self, optimizer: Any) -> None:
         """Stores the statistics that the rule needs besides overflow, of scaled gradients."""
-        if self._rule.needs != StatsRequest():
-            info = self._of(optimizer).info
+        if self._scale is not None and self._rule.needs != StatsRequest():
+            info = self._known_of(optimizer).info
             given = gradients.collect(info, allow_float16=True)
             self._per_optimizer_states[id(optimizer)]["measured"] = gradients.measure_everywhere(
                 self._rule.needs, given.grads, info, self._scale, are_scaled=True
@@ -309,7 +305,10 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
     ) -> dict[Any, Any]:
-        info, entry = self._of(optimizer).info, self._per_optimizer_states.get(id(optimizer), {})
+        info, entry = (
+            self._known_of(optimizer).info,
+            self._per_optimizer_states.get(id(optimizer), {}),
+        )
         rule, device = self._rule, found_inf.device
         # An optimizer that skips by itself is given no second look, for which the host would wait.
         recheck = not _skips_by_itself(optimizer) and self._may_overflow()
@@ -363,8 +362,8 @@ class GradScaler(torch.amp.GradScaler):
             return [self.step(each, *args, **kwargs) for each in optimizer]
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
-        _check_optimizer(optimizer)
-        _refuse_closure(args, kwargs)
+        check_steppable(optimizer)
+        refuse_closure(args, kwargs)
         if self._only_makes_state(optimizer):
             self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
             return optimizer.step(*args, **kwargs)
@@ -375,23 +374,25 @@ class GradScaler(torch.amp.GradScaler):
                 "once after the steps of all optimizers."
             )
         if stage is OptState.UNSCALED:
-            self._join(self._per_optimizer_states)
+            # Those that `unscale_` has unscaled may have been clipped together.
+            states = self._per_optimizer_states.items()
+            self._join({k: e for k, e in states if e["stage"] is OptState.UNSCALED})
         alone = _skips_by_itself(optimizer) and not fused.takes_a_scaler(optimizer.step)
         step = self._step_that_skips_by_itself if alone else super().step
         result = step(optimizer, *args, **kwargs)
         entry = self._per_optimizer_states[id(optimizer)]
         if "skipped" not in entry:
             self._count(optimizer, next(iter(entry["found_inf_per_device"].values()), False))
-        self._of(optimizer).first_steps.made(optimizer, entry.get("is_empty", False))
+        self._known_of(optimizer).first_steps.made(optimizer, entry.get("is_empty", False))
         return result
 
     def _only_makes_state(self, optimizer: Any) -> bool:
         """Whether a step only makes the optimizer's state, into which a checkpoint is loaded."""
-        return (
-            not self._scaled_since_update
-            and fused.is_dummy_step(optimizer)
-            and (self._process_group is None or _has_only_zeros(optimizer))
-        )
+        if self._scaled_since_update or not fused.is_dummy_step(optimizer):
+            return False
+        # With a process group another process may have scaled a loss.
+        grads = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        return self._process_group is None or not any(gradient.any() for gradient in grads)
 
     def _step_that_skips_by_itself(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """A step of an optimizer that reads `grad_scale` and `found_inf`, as PyTorch makes it."""
@@ -400,22 +401,18 @@ class GradScaler(torch.amp.GradScaler):
         is_scaled = entry["stage"] is OptState.READY
         if is_scaled and "is_joined" not in entry:
             self._check_inf_per_device(optimizer)
-        scale, grad_scale = self._get_scale_async(), getattr(optimizer, "grad_scale", None)
-        if is_scaled:
-            grad_scale = scale if grad_scale is None else scale * grad_scale
+        scale = self._get_scale_async()
+        divisor = scale if is_scaled else None
         # The kernel skips if it is exactly 1, and a subclass may have added some up.
         found = gradients.any_overflow(entry["found_inf_per_device"]).to(scale.device).clamp(max=1)
         is_first = fused.starts_momentum([optimizer])
-        if is_first or self._watcher is not None or self._skipped_hooks:
-            divisor = scale if is_scaled else None
-            if self._is_skipped(optimizer, entry, divisor) and is_first:
-                entry["stage"] = OptState.STEPPED
-                return None
-        optimizer.grad_scale, optimizer.found_inf = grad_scale, found
-        try:
-            result = optimizer.step(*args, **kwargs)
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
+        is_read = is_first or self._watcher is not None or self._skipped_hooks
+        is_skipped = is_read and self._is_skipped(optimizer, entry, divisor)
+        result = None
+        # In a skipped first step a kernel of SGD would keep uninitialized memory as the momentum.
+        if not (is_skipped and is_first):
+            with fused.attributes([optimizer], divisor, found):
+                result = optimizer.step(*args, **kwargs)
         entry["stage"] = OptState.STEPPED
         return result
 
@@ -424,28 +421,21 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         for each in optimizers:
-            _check_optimizer(each, is_one_of_several=True)
+            check_steppable(each, is_one_of_several=True)
         self._check_scale_growth_tracker("step")
         for each in optimizers:
             if self._stage_of(each) is OptState.READY:
                 # A fused kernel divides by itself, float16 gradients too.
                 check = self._check_inf_per_device if _skips_by_itself(each) else self.unscale_
                 check(each)
-        self._join(list(map(id, optimizers)), ready=True)
+        self._join({id(each): self._per_optimizer_states[id(each)] for each in optimizers})
 
-    def _join(self, keys: Iterable[int], ready: bool = False) -> None:
-        """Optimizers that are unscaled by now see the overflows of all.
-
-        Args:
-            keys: The ids of optimizers.
-            ready: Whether also those whose kernel still has to divide.
-        """
+    def _join(self, entries: Mapping[int, dict[str, Any]]) -> None:
+        """Each of some optimizers, which have yet to step, sees the overflows of all."""
         some = {
             key: entry
-            for key in keys
-            if (entry := self._per_optimizer_states[key])["stage"] is OptState.UNSCALED
-            or (ready and entry["stage"] is OptState.READY)
-            if "is_joined" not in entry
+            for key, entry in entries.items()
+            if entry["stage"] is not OptState.STEPPED and "is_joined" not in entry
         }
         found = [t for entry in some.values() for t in entry["found_inf_per_device"].values()]
         if len(found) < 2:
@@ -464,9 +454,8 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         # PyTorch's method would wait once more.
-        if self._is_skipped(optimizer, optimizer_state):
-            return None
-        return optimizer.step(*args, **kwargs)
+        is_skipped = self._is_skipped(optimizer, optimizer_state)
+        return None if is_skipped else optimizer.step(*args, **kwargs)
 
     def _is_skipped(self, optimizer: Any, entry: dict[str, Any], divisor: Any = None) -> bool:
         """Waits for the decision on a step, counts it, and notifies the monitor and the hooks."""
@@ -487,7 +476,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _count(self, optimizer: Any, flag: Any) -> None:
         self._skips.add(flag)
-        self._of(optimizer).count.add(flag)
+        self._known_of(optimizer).count.add(flag)
         # Others may have computed on the same forward passes, which `update` ends.
         buffers.note_step(self, flag, is_end=False)
 
@@ -507,10 +496,10 @@ class GradScaler(torch.amp.GradScaler):
         if new_scale is None:
             self._move()
         else:
-            number = state_dicts.new_scale_of(new_scale, self._rule)
+            number = new_scale_of(new_scale, self._rule)
             if self._scale is not None:
                 self._check_scale_growth_tracker("update")
-            self._put_scale(number)
+            self._set_scale(number)
         buffers.note_step(self, False)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._scaled_since_update = False
@@ -549,11 +538,11 @@ class GradScaler(torch.amp.GradScaler):
         ]
         overflowed, number, good_steps = read_all(torch.stack(together)).tolist()
         stats = gradients.as_stats(rule.needs, seen, not overflowed)
-        self._put(update_on_host(rule, self._adopt(number, int(good_steps)), stats))
+        self._set_state(update_on_host(rule, self._adopt(number, int(good_steps)), stats))
 
     def _move_as_torch(self, found: Any, skipped: bool | None, rule: DynamicScale) -> None:
         """Moves the scale by PyTorch's operator, which knows no limits, and keeps it in these."""
-        scale, (least, most) = self._scale, self._bounds()
+        scale, (least, most) = self._scale, self._range.bounds(self._scale)
         # Where it would pass the highest, it stays, as the rule says.
         before = None if most * rule.growth_factor <= rule.ceiling else scale.clone()
         # One tensor: PyTorch adds up the others in the first one, which is still read here.
@@ -583,40 +572,32 @@ class GradScaler(torch.amp.GradScaler):
 
     def _warn_at_floor(self, number: float) -> None:
         if not self._warned_at_floor:
-            write = "GradScaler(min_scale=2.0**-24)"
-            self._warned_at_floor = warned_at_floor(self._rule, number, write)
+            self._warned_at_floor = warned_at_floor(
+                self._rule, number, "GradScaler(min_scale=2.0**-24)"
+            )
 
     # --- What the host knows of the scale without a wait --------------------------------------
 
     def _remember(self, least: float, most: float) -> None:
         """Remembers between which numbers the scale is now, until other code writes to it."""
-        scale = self._scale
-        self._range = least, most, scale, None if scale is None else scale._version
-
-    def _bounds(self) -> tuple[float, float]:
-        """Between which numbers the scale is."""
-        scale, (least, most, known, version) = self._scale, self._range
-        if scale.device.type == "cpu":
-            number = scale.item()
-            return number, number
-        # A graph is replayed unseen.
-        if scale is not known or scale._version != version or is_captured(scale):
-            return 0.0, math.inf
-        return least, most
+        self._range = KnownRange.of(self._scale, least, most)
 
     def _may_overflow(self) -> bool:
         """Whether the scale is below 1; waits only if it may have come down so far."""
-        if self._bounds()[0] < 1.0 and self._scale.device.type != "cpu":
+        scale = self._scale
+        if scale is None:
+            return True  # Other code unscales by a number of its own.
+        if self._range.bounds(scale)[0] < 1.0 and scale.device.type != "cpu":
             number = self.get_scale()
             self._remember(number, number)
-        return self._bounds()[0] < 1.0
+        return self._range.bounds(scale)[0] < 1.0
 
     def _constant(self, number: float) -> Any:
         """A number on the device of the scale, made once."""
-        kept = self._constants.get(number)
-        if kept is None or kept.device != self._scale.device:
-            kept = self._constants[number] = scalar(number, self._scale.device)
-        return kept
+        constant = self._constants.get(number)
+        if constant is None or constant.device != self._scale.device:
+            constant = self._constants[number] = scalar(number, self._scale.device)
+        return constant
 
     # --- Skips --------------------------------------------------------------------------------
 
@@ -660,7 +641,7 @@ class GradScaler(torch.amp.GradScaler):
         """A number of PyTorch's scaler, which is one of the rule; setting it checks it."""
 
         def put(self: Any, value: Any) -> None:
-            with state_dicts.as_of_a_scaler():
+            with as_of_a_scaler():
                 self._rule = state_dicts.with_settings(self._rule, **{name: value})
             # PyTorch tests equality, so a shorter interval would never be reached.
             most = self._growth_interval - 1
@@ -694,19 +675,18 @@ class GradScaler(torch.amp.GradScaler):
 
     def _adopt(self, number: float, good_steps: int) -> Any:
         """The state of the rule with what the tensors hold."""
-        if number != float(self._state.scale):
-            self._state = self._state._replace(scale=number)
-        if good_steps != getattr(self._state, "good_steps", good_steps):
+        self._state = self._state._replace(scale=number)
+        if "good_steps" in self._state._fields:
             self._state = self._state._replace(good_steps=good_steps)
         return self._state
 
-    def _put(self, state: Any) -> None:
+    def _set_state(self, state: Any) -> None:
         self._state, self._init_growth_tracker = state, getattr(state, "good_steps", 0)
         if self._growth_tracker is not None:
             self._growth_tracker.fill_(self._init_growth_tracker)
-        self._put_scale(float(state.scale))
+        self._set_scale(float(state.scale))
 
-    def _put_scale(self, number: float) -> None:
+    def _set_scale(self, number: float) -> None:
         self._init_scale, self._updates = number, 0
         if self._scale is not None:
             self._scale.fill_(number)
@@ -717,8 +697,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return {}
         state = self._adopt(self.get_scale(), self._get_growth_tracker())
-        scale = float(state.scale)
-        return state_dicts.scaler_state(self._rule, state, scale, self.steps_skipped)
+        return state_dicts.scaler_state(self._rule, state, self.steps_skipped)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this class, of PyTorch's or of Apex; does nothing if disabled.
@@ -737,12 +716,13 @@ class GradScaler(torch.amp.GradScaler):
         # Not by `get_scale`, which PyTorch's method does not call.
         number = self._init_scale if self._scale is None else float(self._scale)
         state = self._adopt(number, self._get_growth_tracker())
-        with state_dicts.as_of_a_scaler():
-            read = state_dicts.read_scaler_state(state_dict, self._rule, state)
-        self._rule = read.rule
-        self._put(read.state)
-        if read.steps_skipped is not None:
-            self._skips = SkipCount(read.steps_skipped)
+        with as_of_a_scaler():
+            self._rule, state, skipped = state_dicts.read_scaler_state(
+                state_dict, self._rule, state
+            )
+        self._set_state(state)
+        if skipped is not None:
+            self._skips = SkipCount(skipped)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._enabled and self._per_optimizer_states:
@@ -769,45 +749,3 @@ class GradScaler(torch.amp.GradScaler):
 
 def _skips_by_itself(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def _check_optimizer(optimizer: Any, is_one_of_several: bool = False) -> None:
-    """Refuses optimizers that a scaler cannot step.
-
-    Raises:
-        ArgumentTypeError: If it is not an optimizer.
-        AlreadyWrappedError: If it is a LossScaleOptimizer.
-    """
-    if isinstance(optimizer, LossScaleOptimizer):
-        raise AlreadyWrappedError(
-            "This optimizer is a LossScaleOptimizer, which scales by itself. Use it without a "
-            f"GradScaler, or pass its inner optimizer. Received: {optimizer!r}."
-        )
-    if is_one_of_several and fused.takes_a_scaler(optimizer.step):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} cannot skip together with other optimizers: its step "
-            "takes a `grad_scaler` and decides by itself. Step it alone."
-        )
-    if not hasattr(optimizer, "param_groups"):
-        raise ArgumentTypeError(
-            "A GradScaler unscales and steps an optimizer, such as "
-            f"torch.optim.AdamW(model.parameters()). Received: {optimizer!r} of type "
-            f"{type(optimizer).__name__}."
-        )
-
-
-def _has_only_zeros(optimizer: Any) -> bool:
-    return not any(p.grad is not None and p.grad.any() for p in parameters_of(optimizer))
-
-
-def _refuse_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuses a closure, by position or by keyword.
-
-    Raises:
-        CallOrderError: If there is one.
-    """
-    if any(map(callable, args)) or "closure" in kwargs:
-        raise CallOrderError(
-            "step() of a GradScaler takes no closure: the optimizer would see scaled losses. "
-            "lossscale.torch.LossScaleOptimizer takes closures, also those of LBFGS."
-        )

@@ -11,7 +11,7 @@ from torch import distributed
 from lossscale.common.monkeypatch import Installation, replace
 from lossscale.packages import warn
 from lossscale.torch.grad_scaler import GradScaler
-from lossscale.torch.state_dict import DEFAULTS
+from lossscale.torch.settings import DEFAULTS
 
 
 class _OfOneDevice(GradScaler):

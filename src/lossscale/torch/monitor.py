@@ -6,18 +6,22 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+import numpy
 import torch
 
 from lossscale.checks import checked_count
+from lossscale.common import overflow_tracker
+from lossscale.common.overflow_tracker import CheckedStep
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.monitoring.explanation import Cause, Explanation, with_loss
 from lossscale.monitoring.loop import LoopMonitor
-from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
+from lossscale.monitoring.recorder import MonitorSettings, Recorder, SkippedStep, StepStats
 from lossscale.packages import warn
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
-from lossscale.torch.overflow_tracker import LoopOverflowTracker
+from lossscale.torch.ranks import local
 from lossscale.torch.repeated_step import DEFAULT_BYTES, CallRecorder
+from lossscale.torch.scaling import CPU, never_compiled, real_parts
 from lossscale.torch.watch import is_finite
 
 _SINGLE_SKIPS = 5
@@ -110,7 +114,8 @@ class Monitor(LoopMonitor):
         self._skips = int(optimizer.steps_skipped)
         self._decided = self._skipped = False
         names = _names(optimizer, model, self._is_scaler)
-        self._tracker = LoopOverflowTracker(names, self._steps_so_far)
+        self._tracker = OverflowTracker()
+        self._tracker.build(list(names), list(names.values()))
         self._scale = float(optimizer.get_scale() if self._is_scaler else optimizer.loss_scale)
         self._model = model if isinstance(model, torch.nn.Module) else None
         self._finite = {name for name, _ in self._buffers(True)}
@@ -129,13 +134,34 @@ class Monitor(LoopMonitor):
         optimizer.__dict__["_watcher"] = self
 
     def decided(self, groups: Any, *, scale: Any, applied: bool, divisor: Any = None) -> None:
-        """Tracks a decision of the optimizer, which calls this."""
+        """Tracks a decision of the optimizer, which calls this before it applies the gradients.
+
+        Args:
+            groups: The parameter groups, with the gradients in `.grad`.
+            scale: The loss scale of the step.
+            applied: Whether the step is applied.
+            divisor: What the gradients must still be divided by; None if they are unscaled.
+        """
         self._decided = True
         self._skipped = self._skipped or not applied
+        number = self._steps_so_far() + 1
         if self._explainer is not None:
-            number = self._steps_so_far() + 1
             self._explainer.decided(number, applied, float(scale) if not applied else 0.0)
-        self._tracker.decided(groups, scale=scale, applied=applied, divisor=divisor)
+        parameters = [p for group in groups for p in group["params"] if p.grad is not None]
+
+        def unscale(gradients: Any) -> list[Any]:
+            return [g if divisor is None else g / divisor.to(g.device) for g in gradients]
+
+        with torch.no_grad():
+            self._tracker.track(
+                gradients=[local(parameter.grad) for parameter in parameters],
+                variables=parameters,
+                unscale=unscale,
+                finite=applied,
+                scale=scale,
+                number=number,
+                is_shared=True,
+            )
 
     def step(self, loss: torch.Tensor | float | None = None) -> None:
         """Counts a training step, and records it if it is sampled.
@@ -172,7 +198,7 @@ class Monitor(LoopMonitor):
 
         def read(last_read: int) -> StepStats:
             # Otherwise the optimizer took a step before the monitor was attached.
-            if self._tracker.last_tracked <= last_read:
+            if self._tracker.last_step <= last_read:
                 return now._replace(scale=scale)
             last_scale, skip = self._tracker.read(min(last_read, now.step - 1), now.step)
             if skip is not None and self._explainer is not None:
@@ -227,6 +253,50 @@ class Monitor(LoopMonitor):
             int(watched.steps_skipped),
             bool(watched.last_step_skipped),
         )
+
+
+class OverflowTracker(overflow_tracker.OverflowTracker):
+    """Tracks overflows in Python objects: the host knows which steps are skipped.
+
+    Attributes:
+        last_step: The number of the last step that was tracked; 0 before the first one.
+    """
+
+    def _create(self) -> None:
+        self.last_step, self._scale = 0, 0.0
+        self._skip: tuple[int, Any, list[Any]] = (0, 0.0, [])
+
+    def count_from(self, step: int) -> None:
+        """Sets the number of steps so far, which would wait if it were read from the device."""
+        self.last_step = step
+
+    # Compiled, it would be recompiled for each number that it writes.
+    @never_compiled
+    def _track(self, step: CheckedStep) -> None:
+        number = self.last_step + 1 if step.number is None else step.number
+        if not step.finite:
+            counts = [_nonfinite(gradient) for gradient in self._unscaled_by_row(step)]
+            if number == self.last_step == self._skip[0]:
+                # Another optimizer has skipped in the same step.
+                counts = [one + other for one, other in zip(counts, self._skip[2], strict=True)]
+            self._skip = (number, step.scale, counts)
+        self.last_step, self._scale = number, step.scale
+
+    def read(self, after: int, until: int) -> tuple[float, SkippedStep | None]:
+        skip, (step, scale, counts) = None, self._skip
+        if after < step <= until:
+            stacked = torch.stack([count.to(counts[0].device) for count in counts])
+            tensors = overflow_tracker.nonfinite_tensors(self.names, numpy.asarray(stacked.cpu()))
+            skip = SkippedStep(step, float(scale), tensors)
+        return float(self._scale), skip
+
+
+def _nonfinite(gradient: Any) -> Any:
+    """Returns the numbers of infinite elements and of NaN, int64 of shape (2,)."""
+    parts = real_parts(gradient)
+    if not parts:
+        return torch.zeros(2, dtype=torch.int64, device=CPU)
+    return torch.stack([test(parts[0]).sum() for test in (torch.isinf, torch.isnan)])
 
 
 class _Explainer:
@@ -299,44 +369,38 @@ def _check_watched(optimizer: Any) -> None:
         raise ArgumentError("Another Monitor already watches this optimizer. Close it first.")
 
 
-def _parameter_names(parameters: Any) -> dict[Any, str]:
-    """Returns the names of parameters.
+def _names(optimizer: Any, model: Any, is_scaler: bool) -> dict[Any, str]:
+    """Returns the names of the parameters.
 
     Args:
-        parameters: A module, or an iterable of (name, parameter) pairs.
+        optimizer: The wrapper; its parameters without a name are numbered.
+        model: A module, an iterable of (name, parameter) pairs, or None.
+        is_scaler: Whether `optimizer` is a scaler, which has no parameters.
 
     Raises:
-        ArgumentTypeError: If it is neither.
+        ArgumentTypeError: If `model` is something else.
     """
-    pairs = parameters
-    if isinstance(parameters, torch.nn.Module):
-        pairs = parameters.named_parameters()
-    names: dict[Any, str] | None
+    pairs: Any = () if model is None else model
+    if isinstance(model, torch.nn.Module):
+        pairs = model.named_parameters()
     try:
         names = {parameter: name for name, parameter in pairs}
+        are_named = all(
+            isinstance(p, torch.Tensor) and isinstance(n, str) for p, n in names.items()
+        )
     except (TypeError, ValueError):
-        names = None
-    if names is None or not all(
-        isinstance(p, torch.Tensor) and isinstance(n, str) for p, n in names.items()
-    ):
-        is_path = isinstance(parameters, str | os.PathLike)
+        are_named = False
+    if not are_named:
+        is_path = isinstance(model, str | os.PathLike)
         raise ArgumentTypeError(
             "Expected a module, or (name, parameter) pairs such as "
-            f"model.named_parameters(). Received: {parameters!r} of type "
-            f"{type(parameters).__name__}."
-            + (f" The file of the records is path={parameters!r}." if is_path else "")
+            f"model.named_parameters(). Received: {model!r} of type {type(model).__name__}."
+            + (f" The file of the records is path={model!r}." if is_path else "")
         )
-    return names
-
-
-def _names(optimizer: Any, model: Any, is_scaler: bool) -> dict[Any, str]:
-    """Returns the names of the parameters; parameters without a name are numbered."""
-    known = {} if model is None else _parameter_names(model)
     if is_scaler:
-        return known
-    names = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for number, parameter in enumerate(group["params"]):
-            numbered = f"param_groups[{index}]['params'][{number}]"
-            names[parameter] = known.get(parameter, numbered)
-    return names
+        return names
+    return {
+        parameter: names.get(parameter, f"param_groups[{index}]['params'][{number}]")
+        for index, group in enumerate(optimizer.param_groups)
+        for number, parameter in enumerate(group["params"])
+    }

@@ -161,7 +161,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         self._start(engine, name or "loss_scale_optimizer")
 
     def _start(self, engine: Engine, name: str) -> None:
-        self._engine, self.name, self._rule = engine, name, engine.rule
+        self.name, self._rule, self._inner, self._engine = name, engine.rule, engine.inner, engine
         self._skipped_hooks: dict[int, Any] = OrderedDict()
         leave_out = weakref.WeakMethod(self._leave_out)
         engine.left_out = lambda: leave_out()()  # type: ignore[misc]
@@ -173,7 +173,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     @property
     def inner_optimizer(self) -> torch.optim.Optimizer:
         """The inner optimizer, which cannot be replaced by another one."""
-        return self._engine.inner
+        inner: torch.optim.Optimizer = self._inner
+        return inner
 
     @property
     def _record(self) -> GradientRecord:
@@ -627,7 +628,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     @iterations.setter
     def iterations(self, value: int | torch.Tensor) -> None:
         scale = self._engine.scale
-        scale.set_numbers({**scale.numbers(), "iterations": int(value)})
+        state_dicts.restore(scale, {**scale.numbers(), "iterations": int(value)})
 
     @property
     def clip_norm(self) -> float | None:
@@ -783,7 +784,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         state = dict(state)
         inner, rule, clip_norm, process_group, decide, name, numbers = map(state.pop, _PICKLED)
         scale = _new_scale(rule, inner, decide)
-        scale.set_numbers(numbers)
+        state_dicts.restore(scale, numbers)
         engine = Engine(inner, scale, clip_norm, process_group)
         engine.restart(state.pop("scaled_by", 0.0))
         self._start(engine, name)
@@ -819,7 +820,7 @@ if torch.distributed.is_available():
 
 _PICKLED = "inner_optimizer", "rule", "clip_norm", "process_group", "decide", "name", "numbers"
 
-_RECREATED = frozenset({"_engine", "_rule", "_skipped_hooks"})
+_RECREATED = frozenset({"_engine", "_inner", "_rule", "_skipped_hooks"})
 
 _SET_BY_LIGHTNING = frozenset({"_joined", "_strategy", "_on_before_step", "_on_after_step"})
 """What Lightning puts on an optimizer."""

@@ -161,8 +161,8 @@ def joined(state_dicts: Sequence[Any]) -> dict[str, Any]:
             for group in each["param_groups"]
         ]
         others[number] = {k: v for k, v in each.items() if k not in ("state", "param_groups")}
-    rest = {"others": others} if any(others.values()) else {}
-    return {**rest, "state": state, "param_groups": groups}
+    more = {"others": others} if any(others.values()) else {}
+    return {**more, "state": state, "param_groups": groups}
 
 
 class _States(MutableMapping[Any, Any]):

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy
 import torch
 
+from lossscale.errors import UnsupportedError
+from lossscale.packages import warn
 from lossscale.rules import (
     DynamicScale,
     GradientStats,
@@ -21,7 +23,13 @@ from lossscale.rules import (
     host_can_update,
     updated_on_host,
 )
-from lossscale.torch.scaling import CPU, scalar
+from lossscale.torch.scaling import CPU, is_captured, scalar
+
+_MOST_FLAGS = 100
+"""After how many flags their sum replaces them."""
+
+_NO_GRADIENTS = 10
+"""After how many steps without any gradient a warning comes."""
 
 
 class Factors(NamedTuple):
@@ -182,11 +190,11 @@ class LossScale:
     def _make_live(self) -> None:
         self._numbers = numpy.zeros(len(self.names))
         # Tensors, because compiled code is recompiled for each Python number in a group.
-        shown = torch.from_numpy(self._numbers).unbind()
-        self.live: dict[str, Any] = dict(zip(self.names, shown, strict=True))
-        self._show()
+        tensors = torch.from_numpy(self._numbers).unbind()
+        self.live: dict[str, Any] = dict(zip(self.names, tensors, strict=True))
+        self._fill_live()
 
-    def _show(self) -> None:
+    def _fill_live(self) -> None:
         self._last = [*map(float, self.state), *map(float, self.counts[:2])]
         self._numbers[:] = self._last
 
@@ -213,25 +221,17 @@ class LossScale:
     def count(self, skipped: Any) -> None:
         """Counts a step; `skipped` is a bool."""
         self.counts = self.counts.plus(skipped)
-        self._show()
+        self._fill_live()
 
     def numbers(self) -> dict[str, Any]:
         """Returns the state and the counts as Python numbers, by field."""
         named = {**self.state._asdict(), **self.counts._asdict()}
         return {name: _number(value) for name, value in named.items()}
 
-    def set_numbers(self, numbers: dict[str, Any]) -> None:
-        """Sets the values that `numbers` of a loss scale with this rule returned."""
-        state, counts = type(self.first), Counts
-        self.restore(
-            state(*(numbers[field] for field in state._fields)),
-            counts(*(numbers[field] for field in counts._fields)),
-        )
-
     def restore(self, state: ScaleState, counts: Counts) -> None:
         """Sets the state and the counts from Python numbers that are valid for the rule."""
         self.state, self.counts, self.start = state, counts, Counts(*counts)
-        self._show()
+        self._fill_live()
         self._fill_scales()
 
 
@@ -346,3 +346,129 @@ def _moves_as_torch(rule: ScaleRule, state: Any) -> bool:
         and math.frexp(state.scale)[0] == 0.5
         and state.good_steps < rule.growth_interval
     )
+
+
+class KnownRange(NamedTuple):
+    """What the host knows of a scale on a device without a wait.
+
+    Attributes:
+        least: The scale is not below it.
+        most: It is not above it.
+        scale: The scalar tensor.
+        version: That of the tensor; other code that writes to it changes the version.
+    """
+
+    least: float = 0.0
+    most: float = math.inf
+    scale: Any = None
+    version: int | None = None
+
+    @classmethod
+    def of(cls, scale: Any, least: float, most: float) -> KnownRange:
+        """Returns the range of a tensor, which may be None, as it is now."""
+        return cls(least, most, scale, None if scale is None else scale._version)
+
+    def bounds(self, scale: Any) -> tuple[float, float]:
+        """Between which numbers a scale is."""
+        if scale.device.type == "cpu":
+            number = scale.item()
+            return number, number
+        # A graph is replayed unseen.
+        if scale is not self.scale or scale._version != self.version or is_captured(scale):
+            return 0.0, math.inf
+        return self.least, self.most
+
+
+# --- Counts of steps ---------------------------------------------------------------------------
+
+
+class SkipCount:
+    """Number of steps and of skipped steps; the host waits only when it reads them.
+
+    Args:
+        skipped: Number of skipped steps so far.
+    """
+
+    def __init__(self, skipped: int = 0) -> None:
+        self._made, self._skipped, self._last = 0, skipped, False
+        self._flags: list[Any] = []
+        self._replayed: Any = None
+
+    def add(self, flag: Any) -> None:
+        """Counts a step; `flag` is a bool, or a float32 scalar tensor, 1 if it is skipped."""
+        self._last = flag
+        if isinstance(flag, bool):
+            self._made, self._skipped = self._made + 1, self._skipped + flag
+            return
+        if is_captured(flag):
+            # Each replay counts. What a graph allocates would be 0 again at each.
+            if self._replayed is not None:
+                self._replayed += torch.stack([torch.ones_like(flag), flag])
+            return
+        if flag.is_cuda and self._replayed is None:
+            self._replayed = torch.zeros(2, device=flag.device)
+        self._made += 1
+        self._flags.append(flag)
+        if len(self._flags) > _MOST_FLAGS:
+            self._flags = [self._sum()]
+
+    def _sum(self) -> Any:
+        return torch.stack([flag.to(self._flags[0].device) for flag in self._flags]).sum()
+
+    def read(self) -> tuple[int, int]:
+        """Returns the numbers of steps and of skipped steps; waits for the device once."""
+        if self._replayed is not None:
+            # A graph may have been replayed.
+            if self._flags:
+                self._replayed[1] += self._sum()
+            made, skipped = map(int, self._replayed.tolist())
+            self._replayed.zero_()
+        else:
+            made, skipped = 0, int(self._sum()) if self._flags else 0
+        self._made, self._skipped, self._flags = self._made + made, self._skipped + skipped, []
+        return self._made, self._skipped
+
+    @property
+    def skipped(self) -> int:
+        """Number of skipped steps."""
+        return self.read()[1]
+
+    @property
+    def last_skipped(self) -> bool:
+        """Whether the last step was skipped."""
+        # A replay writes into the flag.
+        return bool(self._last)
+
+
+class FirstSteps:
+    """Warns of an optimizer that never has any gradient, and refuses one that reads others."""
+
+    def __init__(self) -> None:
+        self.without: int | None = 0
+
+    def check(self, parameters: Iterable[Any]) -> None:
+        """Checks, before a first step, that the optimizer reads `.grad`.
+
+        Raises:
+            UnsupportedError: If it is one of Opacus, which reads `grad_sample`.
+        """
+        if self.without is not None and any(hasattr(p, "grad_sample") for p in parameters):
+            raise UnsupportedError(
+                "An optimizer of Opacus reads `grad_sample`, which stays multiplied by the loss "
+                "scale. Use it without a LossScaleOptimizer, in float32 or bfloat16."
+            )
+
+    def made(self, inner: Any, empty: bool) -> None:
+        """Counts a step without any gradient; with one, all is well."""
+        if self.without is None or not empty:
+            self.without = None
+            return
+        self.without += 1
+        if self.without == _NO_GRADIENTS:
+            self.without = None
+            warn(
+                f"No parameter of {type(inner).__name__} has had a gradient in "
+                f"{_NO_GRADIENTS} steps, so nothing trains. Its parameters may belong to another "
+                "model than the one that computes the loss. Make the optimizer after the model is "
+                "moved, wrapped or replaced, with that model's parameters."
+            )

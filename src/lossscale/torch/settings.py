@@ -1,25 +1,32 @@
-"""What the wrapper accepts: its arguments, and the attributes of the inner optimizer."""
+"""What the wrapper and the scaler accept: arguments, and attributes of the inner optimizer."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lossscale.checks import checked_above_zero
+from lossscale.arguments import checked_rule
+from lossscale.checks import SMALLEST_SCALE, checked_above_zero, checked_number
 from lossscale.common.checks import check_not_wrapped, check_own_name, check_settable
 from lossscale.errors import (
+    AlreadyWrappedError,
     ArgumentError,
     ArgumentTypeError,
+    CallOrderError,
     GradientsError,
+    ScalerArgumentError,
     UnknownSettingError,
     UnsupportedError,
 )
-from lossscale.members import unknown_setting
+from lossscale.members import Wrapper
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
+from lossscale.rules import DynamicScale, ScaleRule
 from lossscale.torch import closures, fused, ranks
 from lossscale.torch.optimizer_list import OptimizerList, parts_of
 from lossscale.torch.scaled_gradients import was_scaled
@@ -37,8 +44,6 @@ _OF_SCALERS = {
 }
 """Members of a GradScaler, and what to do with a wrapper instead."""
 
-_OWN_ATTRIBUTES = frozenset({"name"})
-
 
 def _shared(name: str, doc: str = "") -> Any:
     """A property that reads and writes an attribute of the inner optimizer."""
@@ -52,8 +57,10 @@ def _shared(name: str, doc: str = "") -> Any:
     return property(read, write, doc=doc)
 
 
-class InnerSettings:
+class InnerSettings(Wrapper):
     """The inner optimizer's groups, learning rate, hooks and methods."""
+
+    _inner_attribute = "_inner"
 
     param_groups: list[dict[str, Any]] = _shared(
         "param_groups", "The parameter groups of the inner optimizer."
@@ -120,26 +127,20 @@ class InnerSettings:
             )
 
     def __getattr__(self, name: str) -> Any:
-        # Called only for names that are not found, or if a property raised this error.
-        if hasattr(type(self), name):
-            return object.__getattribute__(self, name)
-        engine = self.__dict__.get("_engine")
-        inner = None if engine is None else engine.inner
-        if inner is None or name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         try:
-            found = getattr(inner, name)
-            is_method = inspect.ismethod(found) or inspect.isfunction(found)
-            return self._guarded(name, found) if is_method else found
-        except AttributeError:
-            if hasattr(type(inner), name):
+            found = super().__getattr__(name)
+        except UnknownSettingError:
+            if hasattr(type(self), name):
+                # A property of this class has raised it.
                 raise
             self._check_no_setting(name)
             if name in _OF_SCALERS:
                 raise UnknownSettingError(
                     f"LossScaleOptimizer has no {name!r}, unlike GradScaler: {_OF_SCALERS[name]}."
                 ) from None
-            raise unknown_setting(inner, name) from None
+            raise
+        is_method = inspect.ismethod(found) or inspect.isfunction(found)
+        return self._guarded(name, found) if is_method else found
 
     def _guarded(self, name: str, method: Any) -> Any:
         """A method of the inner optimizer that first checks that `.grad` is unscaled."""
@@ -152,12 +153,11 @@ class InnerSettings:
         return guarded
 
     def __setattr__(self, name: str, value: Any) -> None:
-        engine = self.__dict__.get("_engine")
-        inner = None if engine is None else engine.inner
+        inner = self.__dict__.get("_inner")
         own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
         # Schedulers replace `step`, a method, by one that counts its calls.
         check_settable(self, name, value)
-        if inner is None or own or name in _OWN_ATTRIBUTES:
+        if inner is None or own:
             object.__setattr__(self, name, value)
         elif hasattr(inner, name):
             setattr(inner, name, value)
@@ -172,7 +172,7 @@ class InnerSettings:
             object.__setattr__(self, name, value)
 
 
-# --- Checks of arguments ----------------------------------------------------------------------
+# --- Arguments of the wrapper --------------------------------------------------------------------
 
 
 def check_inner(inner: Any, is_one_of_several: bool = False) -> None:
@@ -274,4 +274,112 @@ def check_backpropagated(loss: Any, info: ranks.ParameterInfo) -> None:
             "zero. Keep the parameters in float32, and compute in float16 under "
             "torch.autocast. Or wrap an optimizer of torch.optim with fused=True, and call "
             "optimizer.scale_loss(loss).backward()."
+        )
+
+
+# --- Arguments of a gradient scaler ------------------------------------------------------------
+
+DEFAULTS = DynamicScale(initial_scale=2.0**16, min_scale=SMALLEST_SCALE)
+"""The defaults of PyTorch's scaler, and the lowest safe scale."""
+
+
+@contextlib.contextmanager
+def as_of_a_scaler() -> Iterator[None]:
+    """Raises an `ArgumentError` as one that is also an `AssertionError`, as PyTorch's are."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise ScalerArgumentError(str(error)) from None
+
+
+def rule_of_a_scaler(rule: Any, **numbers: Any) -> ScaleRule:
+    """Returns the rule that the arguments describe.
+
+    Args:
+        rule: A rule, or None.
+        numbers: By the names of `DynamicScale`; None for its limits stands for the widest.
+
+    Raises:
+        ScalerArgumentError: If a number cannot be used, or is given together with a rule.
+        ArgumentTypeError: If `rule` is not a rule.
+    """
+    if rule is None:
+        if numbers["min_scale"] is None:
+            numbers["min_scale"] = DEFAULTS.min_scale
+        with as_of_a_scaler():
+            return DynamicScale(**numbers)
+    checked = checked_rule(rule)
+    usual = {**DEFAULTS.get_config(), "min_scale": None}
+    given = {name: value for name, value in numbers.items() if value != usual[name]}
+    if given:
+        raise ScalerArgumentError(
+            "`rule` already says how the scale moves; leave out what else does. Received: "
+            f"rule={rule!r}, and {', '.join(f'{name}={value!r}' for name, value in given.items())}."
+        )
+    return checked
+
+
+def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:
+    """Returns the number that `update(new_scale)` sets.
+
+    Args:
+        new_scale: A number, or a tensor with one element that needs no gradient.
+        rule: The rule, whose range it must lie in.
+
+    Raises:
+        ScalerArgumentError: If it is none of these.
+    """
+    if isinstance(new_scale, torch.Tensor):
+        if new_scale.numel() != 1 or new_scale.requires_grad or new_scale.is_complex():
+            raise ScalerArgumentError(
+                "`new_scale` must be a number, or a tensor with one element and without "
+                f"requires_grad. Received: new_scale={new_scale!r}."
+            )
+        new_scale = new_scale.item()
+    with as_of_a_scaler():
+        number = checked_number("new_scale", new_scale)
+    if float(rule.restored(rule.init()._replace(scale=number)).scale) != number:
+        raise ScalerArgumentError(
+            f"`new_scale` must be a scale of the scaler's rule, {rule!r}. "
+            f"Received: new_scale={new_scale!r}. Make the scaler with another `rule`, "
+            "`min_scale` or `max_scale`."
+        )
+    return number
+
+
+def check_steppable(optimizer: Any, is_one_of_several: bool = False) -> None:
+    """Refuses optimizers that a scaler cannot step.
+
+    Raises:
+        ArgumentTypeError: If it is not an optimizer.
+        AlreadyWrappedError: If it is a LossScaleOptimizer.
+    """
+    if isinstance(optimizer, FrontDoor):
+        raise AlreadyWrappedError(
+            "This optimizer is a LossScaleOptimizer, which scales by itself. Use it without a "
+            f"GradScaler, or pass its inner optimizer. Received: {optimizer!r}."
+        )
+    if is_one_of_several and fused.takes_a_scaler(optimizer.step):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} cannot skip together with other optimizers: its step "
+            "takes a `grad_scaler` and decides by itself. Step it alone."
+        )
+    if not hasattr(optimizer, "param_groups"):
+        raise ArgumentTypeError(
+            "A GradScaler unscales and steps an optimizer, such as "
+            f"torch.optim.AdamW(model.parameters()). Received: {optimizer!r} of type "
+            f"{type(optimizer).__name__}."
+        )
+
+
+def refuse_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuses a closure, by position or by keyword.
+
+    Raises:
+        CallOrderError: If there is one.
+    """
+    if any(map(callable, args)) or "closure" in kwargs:
+        raise CallOrderError(
+            "step() of a GradScaler takes no closure: the optimizer would see scaled losses. "
+            "lossscale.torch.LossScaleOptimizer takes closures, also those of LBFGS."
         )

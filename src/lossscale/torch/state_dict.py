@@ -8,18 +8,16 @@ these holds the values at all times.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import reprlib
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from lossscale.arguments import checked_rule
-from lossscale.checks import LONGEST_INTERVAL, SMALLEST_SCALE, checked_number
-from lossscale.errors import ArgumentError, ScalerArgumentError, StateDictError
+from lossscale.checks import LONGEST_INTERVAL
+from lossscale.errors import ArgumentError, StateDictError
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule, ScaleState
 from lossscale.torch.foreign_states import as_torchs, number_of, whole_number_of
@@ -27,7 +25,6 @@ from lossscale.torch.optimizer_list import OptimizerList, joined
 from lossscale.torch.scale import Counts, LossScale
 
 _PREFIX = "loss_scale"
-_COUNTS = ("iterations", "steps_skipped")
 _OVERFLOWS = f"{_PREFIX}_overflows"
 """The key of a count that only some rules save. The others ignore it in a dictionary."""
 _OF_GRADIENTS = f"{_PREFIX}_of_gradients"
@@ -49,6 +46,11 @@ def numbers_of(scale: LossScale) -> dict[str, Any]:
     """Returns the values of a loss scale by their keys, Python numbers."""
     values = scale.numbers()
     return {name: values[meant] for name, meant in scale.names.items()}
+
+
+def _names(scale: LossScale) -> set[str]:
+    """The keys in a parameter group that may hold a value of the loss scale."""
+    return {*scale.names, _OVERFLOWS, _OF_GRADIENTS}
 
 
 def with_numbers(saved: Mapping[str, Any], scale: LossScale, scaled_by: float) -> dict[str, Any]:
@@ -85,8 +87,8 @@ def without_numbers(
         state_dict = joined(state_dict)
     known = state_dict if isinstance(state_dict, Mapping) else {}
     if isinstance(known.get(_PREFIX), Mapping):
-        rest = {name: value for name, value in known.items() if name != _PREFIX}
-        return rest, checked_numbers(known[_PREFIX], scale)
+        of_inner = {name: value for name, value in known.items() if name != _PREFIX}
+        return of_inner, checked_numbers(known[_PREFIX], scale)
     if not known.get("param_groups"):
         if known and "param_groups" not in inner.state_dict():
             return dict(known), {}
@@ -97,8 +99,7 @@ def without_numbers(
             "several parts, load the optimizer's."
         )
     groups = known["param_groups"]
-    ours = {*scale.names, _OVERFLOWS, _OF_GRADIENTS}
-    without = [{k: v for k, v in group.items() if k not in ours} for group in groups]
+    without = [{k: v for k, v in group.items() if k not in _names(scale)} for group in groups]
     return {**known, "param_groups": without}, checked_numbers(groups[0], scale)
 
 
@@ -135,7 +136,7 @@ def take_numbers(scale: LossScale, inner: Any) -> dict[str, float]:
     # The wrapper writes all of them, into the first group.
     together = {_PREFIX, f"{_PREFIX}_iterations", f"{_PREFIX}_steps_skipped"}
     for group in inner.param_groups:
-        found = group.keys() & {*scale.names, _OVERFLOWS, _OF_GRADIENTS}
+        found = group.keys() & _names(scale)
         if found and not together <= found:
             raise ArgumentError(
                 f"A parameter group has the keys {sorted(found)}. A state dictionary has the loss "
@@ -145,7 +146,7 @@ def take_numbers(scale: LossScale, inner: Any) -> dict[str, float]:
     # A tensor is a live value of a wrapper that no longer exists.
     saved = {name: value for name, value in group.items() if not torch.is_tensor(value)}
     numbers = checked_numbers(saved, scale)
-    for name in (*scale.names, _OVERFLOWS, _OF_GRADIENTS):
+    for name in _names(scale):
         group.pop(name, None)
     return numbers
 
@@ -173,26 +174,37 @@ def checked_numbers(found: Any, scale: LossScale) -> dict[str, float]:
 
 
 def restore(scale: LossScale, numbers: dict[str, float]) -> None:
-    """Sets checked numbers; what they do not say stays."""
+    """Sets checked numbers, by what they stand for; values that are missing stay."""
     if not numbers:
         return
-    values, first, rule = scale.numbers(), scale.first, scale.rule
-    asked = type(first)(
-        *(
-            type(now)(numbers.get(field, values[field]))
-            for field, now in zip(first._fields, first, strict=True)
-        )
+    values = scale.numbers()
+    now = type(scale.first)(*(values[field] for field in scale.first._fields))
+    state, values = _restored(scale.rule, now, numbers), {**values, **numbers}
+    made, skipped = (max(int(values[name]), 0) for name in ("iterations", "steps_skipped"))
+    scale.restore(state, Counts(made, skipped, bool(numbers.get("last_step_skipped"))))
+
+
+def _restored(rule: ScaleRule, state: Any, saved: Mapping[str, Any]) -> Any:
+    """Returns a state with saved numbers, moved into the range of the rule.
+
+    Args:
+        rule: The rule.
+        state: A state of the rule, for values that were not saved.
+        saved: Numbers by the fields of the state; other keys are ignored.
+    """
+    if "scale" in saved and "overflows" in state._fields:
+        # A scale that was saved without a count of overflows begins with none.
+        saved = {"overflows": 0, **saved}
+    asked = type(state)(
+        *(type(now)(saved.get(field, now)) for field, now in state._asdict().items())
     )
-    if "scale" in numbers and "overflows" not in numbers:
-        asked = _count_begun(asked)
-    state = rule.restored(asked)
-    if rule.moves and state.scale != asked.scale:
+    restored = rule.restored(asked)
+    if rule.moves and restored.scale != asked.scale:
         warn(
             f"The saved loss scale, {asked.scale!r}, is outside the range of {rule}. Training "
-            f"continues with {state.scale!r}."
+            f"continues with {restored.scale!r}."
         )
-    made, skipped = (max(int(numbers.get(name, values[name])), 0) for name in _COUNTS)
-    scale.restore(state, Counts(made, skipped, False))
+    return restored
 
 
 class LossScaleState:
@@ -242,7 +254,7 @@ class LossScaleState:
                 "that loads it would lower the scale at each overflow. Save optimizer.state_dict()."
             )
         state = type(scale.first)(*(numbers[field] for field in scale.first._fields))
-        return scaler_state(scale.rule, state, scale.number, numbers["steps_skipped"])
+        return scaler_state(scale.rule, state, numbers["steps_skipped"])
 
 
 # --- Of gradient scalers ----------------------------------------------------------------------
@@ -271,15 +283,13 @@ def with_settings(rule: ScaleRule, **settings: Any) -> ScaleRule:
     return dataclasses.replace(rule, **settings)
 
 
-def scaler_state(
-    rule: ScaleRule, state: ScaleState, scale: float, steps_skipped: int
-) -> dict[str, Any]:
+def scaler_state(rule: ScaleRule, state: ScaleState, steps_skipped: int) -> dict[str, Any]:
     """Returns a state dictionary that `torch.amp.GradScaler` can load; Python numbers only."""
     # Without factors, PyTorch's class would skip and never lower the scale.
     has_none = rule.checks_gradients and not isinstance(rule, DynamicScale)
     settings = DynamicScale() if has_none else rule
     found = {
-        "scale": scale,
+        "scale": float(state.scale),
         **{name: setting(settings, name) for name in _SETTINGS},
         "_growth_tracker": getattr(state, "good_steps", 0),
         # PyTorch's class ignores this key.
@@ -290,28 +300,20 @@ def scaler_state(
     return found
 
 
-class ScalerState(NamedTuple):
-    """The content of a gradient scaler's state dictionary.
-
-    Attributes:
-        rule: The rule with the factors and the interval of the dictionary.
-        state: The state, moved into the range of that rule.
-        steps_skipped: Number of skipped steps; None if it was not saved.
-    """
-
-    rule: ScaleRule
-    state: ScaleState
-    steps_skipped: int | None
-
-
-def read_scaler_state(found: Any, rule: ScaleRule, state: ScaleState) -> ScalerState:
+def read_scaler_state(
+    found: Any, rule: ScaleRule, state: ScaleState
+) -> tuple[ScaleRule, ScaleState, int | None]:
     """Reads a state dictionary for a scaler with a rule and a state.
 
     Args:
         found: PyTorch's dictionary, or a part of it; that of an Apex loss scaler, of
             `amp.state_dict()` or of Megatron.
-        rule: The rule of the scaler that reads it. Its factors and interval are replaced.
+        rule: The rule of the scaler that reads it.
         state: The state of that scaler, for values that the dictionary does not have.
+
+    Returns:
+        The rule with the factors and the interval of the dictionary; the state, moved into the
+        range of that rule; the number of skipped steps, None if it was not saved.
 
     Raises:
         StateDictError: If it is empty or not of these kinds.
@@ -320,122 +322,26 @@ def read_scaler_state(found: Any, rule: ScaleRule, state: ScaleState) -> ScalerS
     Examples:
         >>> from lossscale import DynamicScale
         >>> rule, saved = DynamicScale(), {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 3}}
-        >>> read_scaler_state(saved, rule, rule.init()).state
+        >>> _, state, _ = read_scaler_state(saved, rule, rule.init())
+        >>> state
         ScaleState(scale=8.0, good_steps=3)
     """
-    waits = getattr(rule, "overflows_before_backoff", 1)
-    values = as_torchs(found, waits)
+    values = as_torchs(found, getattr(rule, "overflows_before_backoff", 1))
     # Other rules have no such settings.
     if isinstance(rule, DynamicScale):
         rule = with_settings(rule, **{n: values[n] for n in _SETTINGS if n in values})
-    kept = values.get("rule_state", {})
-    fields = {name: kept[name] for name in state._fields if name in kept}
+    saved = {name: number_of(name, value) for name, value in values.get("rule_state", {}).items()}
     # A fixed scale stays as the code says.
     if "scale" in values and rule.moves:
-        fields["scale"] = number_of("scale", values["scale"])
-    if "_growth_tracker" in values and "good_steps" in state._fields:
-        fields["good_steps"] = whole_number_of("_growth_tracker", values["_growth_tracker"])
-    if "_overflows" in values and "overflows" in state._fields:
-        fields["overflows"] = values["_overflows"]
-    elif "overflows" not in fields:
-        state = _count_begun(state)
-    restored = before_growth(rule, rule.restored(state._replace(**fields)))
-    if "scale" in fields and restored.scale != fields["scale"]:
-        warn(
-            f"The saved loss scale, {fields['scale']!r}, is outside the range of {rule!r}. "
-            f"Training continues with {restored.scale!r}."
-        )
+        saved["scale"] = number_of("scale", values["scale"])
+    for name, field in (("_growth_tracker", "good_steps"), ("_overflows", "overflows")):
+        if name in values:
+            saved[field] = whole_number_of(name, values[name])
+    restored = _restored(rule, state, saved)
+    if isinstance(rule, DynamicScale):
+        # PyTorch's class tests equality.
+        most = rule.growth_interval - 1
+        restored = restored._replace(good_steps=min(restored.good_steps, most))
     skipped = values.get("steps_skipped")
     skipped = None if skipped is None else whole_number_of("steps_skipped", skipped)
-    return ScalerState(rule, restored, skipped)
-
-
-def _count_begun(state: Any) -> Any:
-    """Returns the state with a count of 0 overflows, for a state that was saved without one."""
-    return state._replace(overflows=0) if "overflows" in state._fields else state
-
-
-def before_growth(rule: ScaleRule, state: ScaleState) -> ScaleState:
-    """Limits the finite steps to less than the interval, because PyTorch's class tests equality."""
-    if not isinstance(rule, DynamicScale):
-        return state
-    return state._replace(good_steps=min(state.good_steps, rule.growth_interval - 1))
-
-
-# --- Arguments of a gradient scaler ------------------------------------------------------------
-
-DEFAULTS = DynamicScale(initial_scale=2.0**16, min_scale=SMALLEST_SCALE)
-"""The defaults of PyTorch's scaler, and the lowest safe scale."""
-
-
-@contextlib.contextmanager
-def as_of_a_scaler() -> Iterator[None]:
-    """Raises an `ArgumentError` as one that is also an `AssertionError`, as PyTorch's are."""
-    try:
-        yield
-    except ArgumentError as error:
-        raise ScalerArgumentError(str(error)) from None
-
-
-def rule_of_a_scaler(rule: Any, **numbers: Any) -> ScaleRule:
-    """Returns the rule that the arguments describe.
-
-    Args:
-        rule: A rule, or None.
-        numbers: By the names of `DynamicScale`; None for its limits stands for the widest.
-
-    Raises:
-        ScalerArgumentError: If a number cannot be used, or is given beside a rule.
-        ArgumentTypeError: If `rule` is not a rule.
-    """
-    if rule is None:
-        if numbers["min_scale"] is None:
-            numbers["min_scale"] = DEFAULTS.min_scale
-        with as_of_a_scaler():
-            return DynamicScale(**numbers)
-    checked = checked_rule(rule)
-    usual = {**DEFAULTS.get_config(), "min_scale": None}
-    given = {name: value for name, value in numbers.items() if value != usual[name]}
-    if given:
-        raise ScalerArgumentError(
-            "`rule` already says how the scale moves; leave out what else does. Received: "
-            f"rule={rule!r}, and {', '.join(f'{name}={value!r}' for name, value in given.items())}."
-        )
-    return checked
-
-
-def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:
-    """Returns the number that `update(new_scale)` sets.
-
-    Args:
-        new_scale: A number, or a tensor with one element that needs no gradient.
-        rule: The rule, whose range it must lie in.
-
-    Raises:
-        ScalerArgumentError: If it is none of these.
-    """
-    if isinstance(new_scale, torch.Tensor):
-        if new_scale.numel() != 1 or new_scale.requires_grad or new_scale.is_complex():
-            raise ScalerArgumentError(
-                "`new_scale` must be a number, or a tensor with one element and without "
-                f"requires_grad. Received: new_scale={new_scale!r}."
-            )
-        new_scale = new_scale.item()
-    with as_of_a_scaler():
-        number = checked_number("new_scale", new_scale)
-    if not rule.moves:
-        raise ScalerArgumentError(
-            f"update() cannot set the scale of this scaler: its rule fixes it at "
-            f"{rule.init().scale:g}. Received: new_scale={new_scale!r}. Make the scaler with "
-            "another `rule`."
-        )
-    restored = rule.restored(rule.init()._replace(scale=number))
-    if float(restored.scale) != number:
-        limits = ""
-        if isinstance(rule, DynamicScale):
-            limits = f", from {rule.min_scale:g} to {rule.ceiling:g}"
-        raise ScalerArgumentError(
-            f"`new_scale` must lie in the range of the scaler's rule{limits}. "
-            f"Received: new_scale={new_scale!r}."
-        )
-    return number
+    return rule, restored, skipped

@@ -2,7 +2,7 @@
 
 What may differ are rows of the tables "What differs, and why" and "Differences from
 torch.amp.GradScaler": here a step without gradients, a scale that is set before anything was
-scaled, and optimizers that were unscaled together.
+scaled, a scale outside 2**-126 and 2**126, and optimizers that were unscaled together.
 """
 
 import copy
@@ -19,6 +19,7 @@ from torch.amp.grad_scaler import OptState
 from torch.utils.checkpoint import checkpoint
 
 from frameworks.torch.support import bits
+from lossscale.errors import ScalerArgumentError
 from lossscale.torch import GradScaler
 
 PROGRAMS = int(os.environ.get("LOSSSCALE_SOAK_PROGRAMS", "1")) * 60
@@ -156,6 +157,14 @@ class Run:
         if self.scalers[scaler]._scale is not None:
             self.scalers[scaler]._scale.fill_(number)
 
+    def replace(self, scaler, number):
+        if self.scalers[scaler]._scale is not None:
+            self.scalers[scaler]._scale = torch.tensor(number)
+
+    def set_factors(self, scaler, growth, backoff):
+        self.scalers[scaler].set_growth_factor(growth)
+        self.scalers[scaler].set_backoff_factor(backoff)
+
     def clear(self, optimizer, to_none):
         self.optimizers[optimizer].zero_grad(set_to_none=to_none)
 
@@ -199,6 +208,10 @@ class Run:
         return [state if any(map(torch.any, state.values())) else {} for state in found]
 
     # Rows of the tables.
+
+    def is_out_of_range(self):
+        numbers = [1.0 if s._scale is None else float(s._scale) for s in self.scalers]
+        return not all(2.0**-126 <= number <= 2.0**126 for number in numbers)
 
     def is_without_gradients(self):
         """Whether an optimizer is unscaled or would be, and has no gradient."""
@@ -267,6 +280,11 @@ def check(program, kinds, settings, subclass=plain, scalers=1, run=Run):
             error, own = (raised_by(getattr(each, name), arguments) for each in (theirs, ours))
             if error is not None and own is None and may_raise:
                 return
+            if theirs.is_out_of_range():
+                given = len(arguments) == 2
+                assert isinstance(own, ScalerArgumentError) if given else own is None
+                assert not ours.is_out_of_range()
+                return
             assert (error is None) == (own is None), (name, arguments, error, own)
             assert error is None or isinstance(own, type(error)), (name, arguments, error, own)
             if error is not None:
@@ -315,8 +333,10 @@ calls = st.one_of(
     of("step", [0], [0]),
     of("unscale", TWO, TWO),
     of("update", TWO),
-    of("update", TWO, NUMBERS),
+    of("update", TWO, [*NUMBERS, 0.0, torch.inf, torch.nan, 2.0**-130, 2.0**127]),
     of("write", TWO, NUMBERS),
+    of("replace", TWO, NUMBERS),
+    of("set_factors", TWO, [4.0, 1.25], [0.25, 0.9]),
     of("clear", TWO, [True, False]),
     of("keep"),
     of("restore", ["scaler", "gradients"]),
@@ -331,7 +351,7 @@ calls = st.one_of(
     st.sampled_from([*([kind] for kind in OPTIMIZERS), ["SGD", "AdamW"], ["Adam", "SGD fused"]]),
     st.fixed_dictionaries(
         {
-            "init_scale": st.sampled_from([8.0, 1000.0, 0.75, 2.0**16]),
+            "init_scale": st.sampled_from([8.0, 1000.0, 0.75, 2.0**16, 2.0**125]),
             "growth_factor": st.sampled_from([2.0, 1.5]),
             "backoff_factor": st.sampled_from([0.5, 0.7]),
             "growth_interval": st.integers(1, 3),
@@ -341,6 +361,12 @@ calls = st.one_of(
 )
 @hypothesis.example(
     [("backward", 0, "both"), ("keep",), ("restore", "scaler")], ["SGD"], SETTINGS, logging
+)
+@hypothesis.example(
+    [("backward", 0, "both"), ("clear", 0, False), ("step", 0, 0), ("update", 0)] * 2,
+    ["SGD"],
+    {"init_scale": 2.0**125, "growth_interval": 1},
+    plain,
 )
 def test_random_programs(program, kinds, settings, subclass):
     if len(kinds) == 1:

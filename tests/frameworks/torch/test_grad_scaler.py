@@ -207,6 +207,16 @@ def test_copies(copied, used):
     assert other.get_scale() == (2.0 if used else 4.0)
 
 
+@pytest.mark.parametrize("slope", [4.0, torch.inf])
+def test_gradients_that_other_code_unscales_before_anything_was_scaled(slope):
+    weights, optimizer, scaler = made()
+    weights[0].grad = torch.full((3,), slope)
+    inverse, found = torch.tensor(0.25), torch.zeros(1)
+    by_device = scaler._unscale_grads_(optimizer, inverse, found, False)
+    assert [bool(each) for each in by_device.values()] == [slope == torch.inf]
+    assert weights[0].grad.tolist() == [slope / 4.0] * 3
+
+
 def test_disabled():
     weights, optimizer, scaler = made(enabled=False, growth_interval=7)
     loss = weights[0].sum()

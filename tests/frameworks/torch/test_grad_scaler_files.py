@@ -67,12 +67,14 @@ OF_OTHERS = {
 }
 
 
+@pytest.mark.parametrize("decide", ["host", "device"])
 @pytest.mark.parametrize("state", OF_OTHERS.values(), ids=OF_OTHERS)
-def test_states_of_other_scalers_are_taken_over_by_both(state):
+def test_states_of_other_scalers_are_taken_over_by_both(state, decide):
     scaler = GradScaler("cpu", init_scale=8.0)
     scaler.load_state_dict(state)
     assert scale_and_tracker(scaler) == (512.0, 7)
-    optimizer = wrapped(sgd(parameter()))
+    inner = torch.optim.SGD([parameter()], lr=1.0, fused=True)
+    optimizer = wrapped(inner, decide=decide)
     optimizer.loss_scale_state.load_state_dict(state)
     assert (float(optimizer.loss_scale), optimizer.dynamic_counter) == (512.0, 7)
     # And back: the wrapper's, as PyTorch's scaler and the drop-in read it.
