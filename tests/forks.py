@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import fcntl
 import functools
+import gc
 import importlib
 import json
 import linecache
@@ -180,8 +181,12 @@ def _ended(pid: int) -> int | None:
 
 
 def _serve(path: str) -> None:
-    """Answers requests one by one, until the folder is gone or nobody has asked for an hour."""
-    asked = time.monotonic()
+    """Answers requests one by one, until the folder is gone or nobody has asked for an hour.
+
+    Of a process that has a folder of its own it serves no other, and ends with it.
+    """
+    asked, parent = time.monotonic(), os.getppid()
+    is_shared = "LOSSSCALE_TEST_SHARED" in os.environ
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{path}.part")
         server.listen(64)
@@ -189,6 +194,8 @@ def _serve(path: str) -> None:
         # Whoever finds it can connect.
         os.rename(f"{path}.part", path)
         while os.path.exists(path) and time.monotonic() - asked < 3600:
+            if not is_shared and os.getppid() != parent:
+                return
             with contextlib.suppress(TimeoutError):
                 client, _ = server.accept()
                 asked = time.monotonic()
@@ -202,4 +209,11 @@ if __name__ == "__main__":
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module(sys.argv[1])
+        if sys.argv[1] == "keras":
+            # What Keras imports on each backend as soon as it trains.
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module("tensorflow")
+    # What is imported stays: no fork looks through it for garbage.
+    gc.collect()
+    gc.freeze()
     _serve(sys.argv[2])
