@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -34,7 +35,7 @@ class LossScaleState(NamedTuple):
     steps_skipped: jax.Array
     consecutive_skips: jax.Array
     last_step_skipped: jax.Array
-    inner_state: Any
+    inner_state: optax.OptState
 
 
 def state_of(scale_state: ScaleState, inner_state: Any) -> LossScaleState:
