@@ -17,7 +17,6 @@ from benchmarks.workloads import equal
 
 LARGE, SMALL, WHOLE, *OF_KERAS = ROWS
 PAGE = pathlib.Path(__file__).parents[2] / gpu_counts.PAGE
-# A monitor counts in each gradient, which is why it reads all of them once more.
 PLAIN, MONITORED = ("lossscale", "ours_dynamic"), ("tracked", "ours_monitored")
 PEERS = ("apply_if_finite", "peer_dynamic")
 
@@ -66,16 +65,15 @@ def test_a_step_reads_each_gradient_once_more(row, names):
     found, bare, peer = of(row, names), counts(row, "bare"), of(row, PEERS)
     once = bytes_of_gradients(row)
     is_large = row.workload and row.workload.shapes[0][0] > 10_000
-    floor = bare.bytes + once if is_large else peer.bytes
-    assert found.bytes <= 1.005 * (floor + once * (names == MONITORED))
+    # A monitor reads no gradient once more; it keeps two counts of each.
+    most = 1.01 if names == MONITORED else 1.005
+    assert found.bytes <= most * (bare.bytes + once if is_large else peer.bytes)
     assert found.temporary <= max(1.005 * peer.temporary, 100_000)
 
 
 @EACH
 def test_a_step_launches_no_more_kernels_than_the_peers(row, names):
-    # In a whole model few gradients have one shape, and a monitor counts in each.
-    more = 15 if (row, names) == (WHOLE, MONITORED) else 0
-    assert of(row, names).kernels <= of(row, PEERS).kernels + more
+    assert of(row, names).kernels <= of(row, PEERS).kernels
 
 
 def test_the_page_has_these_counts():
@@ -92,5 +90,5 @@ def test_a_check_that_reads_each_gradient_by_itself_would_be_noticed(monkeypatch
     joined = counts(few, "lossscale")
     counts.cache_clear()
     monkeypatch.setattr(gradients, "JOINED", 0)
-    assert counts(few, "lossscale").kernels >= joined.kernels + 15
+    assert counts(few, "lossscale").kernels >= joined.kernels + 9
     counts.cache_clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,14 +19,31 @@ from lossscale.rules import GradientStats, StatsRequest
 JOINED_ARRAYS = 32
 """How many arrays one kernel of a GPU reads as if they were joined; XLA admits some 90."""
 
-JOINED = 2**22
+JOINED = 2**21
 """The largest number of elements of an array that is joined with others on a GPU.
 
-Two kernels in a chain, which an array by itself takes, cost 4 to 6 microseconds to start. In the
-PTX for an H100 the kernel of 32 joined arrays finds the array of each element by five branches,
-loads the element by itself, and uses it before the next load. So every thread waits for four bytes,
-the device for 1.1 MB; at a latency of 0.7 microseconds these are 1.5 TB/s of its 3.35, or 1.4 ps
-more for an element. Both are equal at 3 to 4 million elements. This was calculated, not measured.
+Each element of 32 joined arrays is found by five branches and loaded by itself, and is used before
+the next one is loaded. The PTX for an H100, in float32 and (`.b16`) in float16:
+
+    setp.gt.u32 %p1, %r46, 1605631;  @%p1 bra $L__BB0_49;    (five times, in a loop)
+    setp.gt.u32 %p61, %r46, 99999;   @%p61 bra $L__BB0_96;   (the end of a row is filled up)
+    ld.global.nc.b32 %r48, [%rd67];
+
+Of an array by itself each thread loads vectors, eight at a time:
+
+    ld.global.nc.v2.b32 {%r13, %r14}, [%rd9];
+    ld.global.nc.v2.b32 {%r21, %r22}, [%rd9+512];
+
+So every thread waits for four bytes, the device for 1.1 MB; at a latency of 0.7 microseconds these
+are 1.5 TB/s of its 3.35, or 1.4 ps more for an element. To start a kernel for an array by itself
+takes 2 to 3 microseconds. Both are equal at 1.4 to 2.1 million elements. This was calculated, not
+measured.
+"""
+
+SHORT_ROW, LONG_ROW, FEW = 2**7, 2**10, 2**20
+"""How many elements a GPU counts in one number: if there are few together, and if there are more.
+
+With longer rows XLA copies few elements into one array first, which it then reads.
 """
 
 
@@ -123,8 +140,8 @@ def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool 
 
 
 def _all_finite(parts: Sequence[Any], scale: Any, powers_of_two: bool) -> Any:
-    def verdict(extremes_of: Callable[[Sequence[Any]], list[Any]]) -> Any:
-        extremes = extremes_of(parts)
+    def default() -> Any:
+        extremes = _extremes_on_cpu(parts)
 
         def of_dtype(dtype: Any) -> Any:
             # One reduction over all numbers of a dtype. XLA would repeat a chain of scalar
@@ -142,8 +159,18 @@ def _all_finite(parts: Sequence[Any], scale: Any, powers_of_two: bool) -> Any:
         dtypes = dict.fromkeys(number.dtype for number in extremes)
         return functools.reduce(jnp.logical_and, map(of_dtype, dtypes))
 
-    on_gpu = functools.partial(verdict, _largest_on_gpu)
-    default = functools.partial(verdict, _extremes_on_cpu)
+    def on_gpu() -> Any:
+        arrays = parts if scale is None else unscaled(parts, scale, powers_of_two)
+
+        def nonfinite(group: Sequence[Any]) -> Any:
+            if not may_be_divided(group[0]):
+                return nonfinite_by_row(group)[0]
+            magnitude, infinite = _magnitude(_with_bits(jnp.stack(group)))
+            return (jnp.max(magnitude, initial=0) >= infinite)[None]
+
+        groups = ([arrays[place] for place in places] for places in in_groups(arrays))
+        return ~jnp.any(jnp.concatenate(list(map(nonfinite, groups))))
+
     return jax.lax.platform_dependent(default=default, cuda=on_gpu, rocm=on_gpu)
 
 
@@ -163,8 +190,7 @@ def _extremes(array: Any) -> list[Any]:
     Interpreted as signed integers, the largest bits belong to the largest positive element; as
     unsigned integers, to the most negative one. The bits of NaN are larger than those of infinity.
     """
-    if array.dtype not in _HAVE_BITS:
-        array = array.astype(jnp.float32)
+    array = _with_bits(array)
     width = 8 * array.dtype.itemsize
     views = [jax.lax.bitcast_convert_type(array, f"{kind}{width}") for kind in ("int", "uint")]
     # With both in one reduction, XLA on a CPU reads each array once and materializes nothing. For
@@ -174,50 +200,52 @@ def _extremes(array: Any) -> list[Any]:
     return [jax.lax.bitcast_convert_type(bits, array.dtype) for bits in found]
 
 
-def _largest_on_gpu(parts: Sequence[Any]) -> list[Any]:
-    """The largest magnitude in each group of arrays; one is infinite or NaN if any element is.
-
-    On a GPU each array by itself takes two kernels, and XLA runs all of these one after another.
-    """
-    parts = [part if part.dtype in _HAVE_BITS else part.astype(jnp.float32) for part in parts]
-    together: dict[Any, list[Any]] = {}
-    for part in parts:
-        if not is_joined(part):
-            together[len(together)] = [part]
-        elif _is_divided(part):
-            together.setdefault(type_of(part), []).append(part[None])
-        else:
-            together.setdefault(part.dtype, []).append(part.ravel())
-    return [_largest(jnp.concatenate(group)) for group in in_groups(together)]
-
-
-def is_joined(array: Any) -> bool:
-    """Whether one kernel of a GPU reads an array together with others.
+def in_groups(arrays: Sequence[Any]) -> Iterator[list[int]]:
+    """Yields the places of the arrays that one kernel of a GPU reads together.
 
     To join arrays that are divided among devices, XLA would gather them. Those of one shape are
     stacked, and only small ones, because they may be divided differently.
     """
-    size = static_size(array)
-    return size is not None and size <= (SMALL if _is_divided(array) else JOINED)
+    together: dict[Any, list[int]] = {}
+    for place, array in enumerate(arrays):
+        divided, size = may_be_divided(array), static_size(array)
+        if size is None or size > (SMALL if divided else JOINED):
+            together[place] = [place]
+        else:
+            together.setdefault(type_of(array) if divided else array.dtype, []).append(place)
+    for places in together.values():
+        yield from (places[i : i + JOINED_ARRAYS] for i in range(0, len(places), JOINED_ARRAYS))
 
 
-def _is_divided(array: Any) -> bool:
-    return is_laid_out(array) or may_be_sharded(array)
+def may_be_divided(array: Any) -> bool:
+    """Whether an array may be divided among devices, or has a size that is not known."""
+    return static_size(array) is None or is_laid_out(array) or may_be_sharded(array)
 
 
-def in_groups(together: Mapping[Any, list[Any]]) -> Iterator[list[Any]]:
-    """What one kernel of a GPU reads, of lists of what may be joined."""
-    for joined in together.values():
-        yield from (joined[i : i + JOINED_ARRAYS] for i in range(0, len(joined), JOINED_ARRAYS))
+def nonfinite_by_row(arrays: Sequence[Any]) -> tuple[Any, list[int]]:
+    """Counts what is not finite in the rows of a matrix that a GPU reads arrays as.
 
+    One kernel reads all arrays, whatever their shapes are: it finds a sum for each row.
 
-def _largest(array: Any) -> Any:
-    """The largest magnitude in an array, where NaN is larger than infinity; 0 if it is empty."""
-    unsigned = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
-    magnitude = unsigned.type(np.iinfo(unsigned).max >> 1)
-    bits = jax.lax.bitcast_convert_type(array, unsigned) & magnitude
-    largest = jax.lax.reduce(bits, unsigned.type(0), jax.lax.max, tuple(range(bits.ndim)))
-    return jax.lax.bitcast_convert_type(largest, array.dtype)
+    Args:
+        arrays: Arrays of one dtype. Each begins with a row, and its last row is filled up.
+
+    Returns:
+        A uint32 for each row, with the infinities in the lower 16 bits and the NaN in the upper;
+        and the number of rows of each array.
+    """
+    sizes = [int(array.size) for array in arrays]
+    row = SHORT_ROW if sum(sizes) < FEW else LONG_ROW
+    rows = [-(-size // row) for size in sizes]
+    padded = [
+        jnp.pad(array.ravel(), (0, number * row - size))
+        for array, number, size in zip(arrays, rows, sizes, strict=True)
+    ]
+    magnitude, infinite = _magnitude(_with_bits(jnp.concatenate(padded).reshape(sum(rows), row)))
+    infinities, nans = (
+        found.astype(jnp.uint32) for found in (magnitude == infinite, magnitude > infinite)
+    )
+    return jnp.sum(infinities | nans << 16, axis=1, dtype=jnp.uint32), rows
 
 
 _HAVE_BITS = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
@@ -227,14 +255,25 @@ def _both_larger(first: Any, second: Any) -> tuple[Any, ...]:
     return tuple(map(jax.lax.max, first, second))
 
 
-def _is_finite(number: Any) -> Any:
-    """Whether a scalar array is finite, by its bits."""
-    bits = jnp.dtype(f"uint{8 * number.dtype.itemsize}")
-    infinite = np.asarray(np.inf, number.dtype).view(bits)
-    magnitude = bits.type(np.iinfo(bits).max >> 1)
+def _with_bits(array: Any) -> Any:
+    """An array whose dtype has an integer of the same width, and infinities."""
+    return array if array.dtype in _HAVE_BITS else array.astype(jnp.float32)
+
+
+def _is_finite(array: Any) -> Any:
+    """Whether each element of an array is finite, by its bits."""
+    magnitude, infinite = _magnitude(array)
     # Compare with <, not the exponent with ==: LLVM recognizes that as a test for infinity and NaN,
     # and removes it under fast-math flags.
-    return (jax.lax.bitcast_convert_type(number, bits) & magnitude) < infinite
+    return magnitude < infinite
+
+
+def _magnitude(array: Any) -> tuple[Any, Any]:
+    """The bits of magnitudes as integers, and those of infinity; those of NaN are larger."""
+    bits = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
+    without_sign = bits.type(np.iinfo(bits).max >> 1)
+    infinite = np.asarray(np.inf, array.dtype).view(bits)
+    return jax.lax.bitcast_convert_type(array, bits) & without_sign, infinite
 
 
 def gradient_stats(

@@ -15,8 +15,13 @@ import numpy as np
 
 from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
-from lossscale.jax.apply_or_skip import type_of
-from lossscale.jax.gradients import in_groups, is_joined, is_traced, real_parts
+from lossscale.jax.gradients import (
+    in_groups,
+    is_traced,
+    may_be_divided,
+    nonfinite_by_row,
+    real_parts,
+)
 from lossscale.monitoring.recorder import SkippedStep
 
 
@@ -24,15 +29,14 @@ class TrackedSteps(NamedTuple):
     """The tracked overflows: arrays, each with its own buffer.
 
     Attributes:
-        last_scale: float32 scalar; the loss scale of the last step.
+        scales: float32 of shape (2,); the loss scale of the last step, and that of the last skipped
+            one.
         skip_step: int32 scalar; the number of the last skipped step.
-        skip_scale: float32 scalar; the loss scale of the last skipped step.
         nonfinite: uint32 of shape (variables, 2); the infinities and NaN in its gradients.
     """
 
-    last_scale: jax.Array
+    scales: jax.Array
     skip_step: jax.Array
-    skip_scale: jax.Array
     nonfinite: jax.Array
 
 
@@ -43,9 +47,8 @@ def init(variables: int) -> TrackedSteps:
         variables: Number of variables.
     """
     return TrackedSteps(
-        np.zeros((), np.float32),
+        np.zeros(2, np.float32),
         np.zeros((), np.int32),
-        np.zeros((), np.float32),
         np.zeros((variables, 2), np.uint32),
     )
 
@@ -68,30 +71,27 @@ def update(
         scale: The loss scale of the step, float32 scalar array.
         number: The number of the step, counted from 1; integer scalar array.
     """
-    last_scale, *kept = state
-    last_scale = jnp.asarray(scale, jnp.asarray(last_scale).dtype)
+    scales, *kept = map(jnp.asarray, state)
+    scales = jnp.where(finite & jnp.array([False, True]), scales, jnp.asarray(scale, scales.dtype))
 
     def of_this_step(counts: Callable[[Sequence[Any]], Any] = _nonfinite) -> list[Any]:
-        new = (number, scale, counts(gradients()))
-        return [
-            jnp.asarray(each, jnp.asarray(old).dtype) for each, old in zip(new, kept, strict=True)
-        ]
+        new = (number, counts(gradients()))
+        return [jnp.asarray(each, old.dtype) for each, old in zip(new, kept, strict=True)]
 
     def branched() -> list[Any]:
-        return list(jax.lax.cond(finite, lambda: list(map(jnp.asarray, kept)), of_this_step))
+        return list(jax.lax.cond(finite, lambda: kept, of_this_step))
 
     def selected() -> list[Any]:
         pairs = zip(of_this_step(_nonfinite_on_gpu), kept, strict=True)
-        return [jnp.where(finite, jnp.asarray(old), new) for new, old in pairs]
+        return [jnp.where(finite, old, new) for new, old in pairs]
 
-    # `last_scale` stays outside, because what passes through a branch may be copied.
     if is_traced([finite]):
         # On a GPU the host would wait in each step to read which branch runs. On a CPU a select
         # would read the gradients once more in each step.
         kept = jax.lax.platform_dependent(default=branched, cuda=selected, rocm=selected)
     elif not bool(finite):
         kept = of_this_step()
-    return TrackedSteps(last_scale, *kept)
+    return TrackedSteps(scales, *kept)
 
 
 def read(
@@ -105,11 +105,12 @@ def read(
         after: The number of the step before the first one to report.
         until: The number of the last one to report.
     """
+    scale, scale_of_skip = map(float, np.asarray(state.scales))
     skip = None
     if after < (step := int(state.skip_step)) <= until:
         tensors = overflow_tracker.nonfinite_tensors(names, np.asarray(state.nonfinite))
-        skip = SkippedStep(step, float(state.skip_scale), tensors)
-    return float(state.last_scale), skip
+        skip = SkippedStep(step, scale_of_skip, tensors)
+    return scale, skip
 
 
 class OverflowTracker(overflow_tracker.OverflowTracker):
@@ -161,21 +162,30 @@ def _nonfinite(gradients: Sequence[Any]) -> Any:
 
 
 def _nonfinite_on_gpu(gradients: Sequence[Any]) -> Any:
-    """Returns the same; one kernel reads several gradients of one type."""
-    alike: dict[Any, list[tuple[int, Any]]] = {}
-    for row, gradient in enumerate(gradients):
-        parts = real_parts(gradient) or [jnp.zeros(0)]
-        array = parts[0] if len(parts) == 1 else jnp.stack(parts)
-        key = type_of(array) if is_joined(array) else row
-        alike.setdefault(key, []).append((row, array))
-    rows, counts = [], []
-    for group in in_groups(alike):
-        rows += [row for row, _ in group]
-        stacked = jnp.stack([array for _, array in group])
+    """Returns the same, from the counts by which a GPU checks gradients."""
+    pairs = [(row, part) for row, each in enumerate(gradients) for part in real_parts(each)]
+    groups = [[pairs[place] for place in places] for places in in_groups([p for _, p in pairs])]
+    rows = [row for group in groups for row, _ in group]
+    counts = [_counts([part for _, part in group]) for group in groups]
+    if rows == list(range(len(gradients))):
+        return jnp.concatenate(counts)
+    empty = jnp.zeros((len(gradients), 2), jnp.uint32)
+    return empty.at[np.array(rows)].add(jnp.concatenate(counts)) if rows else empty
+
+
+def _counts(arrays: Sequence[Any]) -> Any:
+    """Returns the same for arrays that a GPU reads together, which are real."""
+    if may_be_divided(arrays[0]):
+        stacked = jnp.stack(arrays)
         axes = tuple(range(1, stacked.ndim))
         each = [jnp.sum(test(stacked), axes, dtype=jnp.uint32) for test in _TESTS]
-        counts.append(jnp.stack(each, axis=1))
-    return jnp.concatenate(counts)[np.argsort(rows)]
+        return jnp.stack(each, axis=1)
+    packed, rows = nonfinite_by_row(arrays)
+    both = jnp.stack([packed & 0xFFFF, packed >> 16])
+    numbers = np.array(rows, np.int32)[:, None, None]
+    ends = np.cumsum(numbers, axis=0, dtype=np.int32)
+    row = jax.lax.iota(jnp.int32, packed.size)
+    return jnp.sum(jnp.where((row >= ends - numbers) & (row < ends), both, 0), axis=2)
 
 
 _TESTS = jnp.isinf, jnp.isnan

@@ -13,7 +13,8 @@ import lossscale.optax.overflow_check as overflow_check
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax.gradients import scaled, unscaled
 from lossscale.optax.gating import is_array
-from lossscale.optax.state_lookup import array_in, described, has_loss_scale, state_in
+from lossscale.optax.scale_state import array_in
+from lossscale.optax.state_lookup import described, has_loss_scale, state_in
 from lossscale.packages import warn
 
 P = ParamSpec("P")
@@ -229,7 +230,7 @@ def unless_skipped(opt_state: object, new: Tree, old: Tree) -> Tree:
         >>> lossscale.optax.unless_skipped(opt_state, {"mean": jnp.nan}, {"mean": 0.5})
         {'mean': Array(0.5, dtype=float32, weak_type=True)}
     """
-    skipped = array_in(state_in(opt_state).last_step_skipped)
+    skipped = state_in(opt_state).last_step_skipped
     _check_single(skipped, "decisions")
 
     def chosen(path: Any, new: Any, old: Any) -> Any:

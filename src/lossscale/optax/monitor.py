@@ -18,7 +18,8 @@ from lossscale.jax.overflow_tracker import TrackedSteps
 from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
 from lossscale.optax.overflow_tracking import OverflowTrackingState, names_of
-from lossscale.optax.state_lookup import array_in, state_in
+from lossscale.optax.scale_state import array_in
+from lossscale.optax.state_lookup import state_in
 from lossscale.rules import ScaleRule
 
 
@@ -27,13 +28,13 @@ class _Watched(NamedTuple):
 
     Attributes:
         tracking: The number of steps and the tracked overflows; None without `track_overflows`.
-        scale, steps_skipped, last_step_skipped: Fields of the state of `loss_scaled`.
+        scale, steps_skipped, consecutive_skips: Fields of the state of `loss_scaled`.
     """
 
     tracking: tuple[Any, TrackedSteps] | None
     scale: Any
     steps_skipped: Any
-    last_step_skipped: Any
+    consecutive_skips: Any
 
 
 class Monitor(LoopMonitor):
@@ -197,14 +198,14 @@ class Monitor(LoopMonitor):
                 f"{np.shape(scale)}. If the state is replicated for pmap, pass one replica: "
                 "jax.tree.map(lambda x: x[0], opt_state)."
             )
-        skips = map(array_in, (state.steps_skipped, state.last_step_skipped))
+        skips = map(array_in, (state.steps_skipped, state.consecutive_skips))
         return _Watched(tracking, scale, *skips)
 
 
 def _stats(watched: _Watched, position: int) -> StepStats:
     number = position if watched.tracking is None else watched.tracking[0]
-    step, scale, count, skipped = jax.device_get((number, *watched[1:]))
-    return StepStats(int(step), float(scale), float(scale), int(count), bool(skipped))
+    step, scale, count, in_a_row = jax.device_get((number, *watched[1:]))
+    return StepStats(int(step), float(scale), float(scale), int(count), bool(in_a_row > 0))
 
 
 def _any_deleted(watched: _Watched) -> bool:

@@ -21,7 +21,7 @@ from lossscale.jax import overflow_tracker
 from lossscale.jax.apply_or_skip import varying
 from lossscale.jax.gradients import unscaled
 from lossscale.jax.overflow_tracker import TrackedSteps
-from lossscale.optax.scale_state import LossScaleState
+from lossscale.optax.scale_state import LossScaleState, may_be_below_one
 from lossscale.optax.transformation import LossScaled
 from lossscale.rules import ScaleRule
 
@@ -34,9 +34,9 @@ class OverflowTrackingState(NamedTuple):
 
     Attributes:
         iterations: int32 scalar; number of steps so far, skipped ones included.
-        tracked: Arrays: `last_scale`, the scale of the last step; `skip_step` and `skip_scale`,
-            the number and the scale of the last skipped step; `nonfinite`, uint32 of shape
-            (gradients, 2), the infinities and NaN of its gradients.
+        tracked: Arrays: `scales`, those of the last step and of the last skipped one; `skip_step`,
+            the number of the last skipped step; `nonfinite`, uint32 of shape (gradients, 2), the
+            infinities and NaN of its gradients.
         loss_scaled: The state of `loss_scaled`.
     """
 
@@ -143,6 +143,9 @@ class _OverflowTracking:
         number = jnp.asarray(state.iterations, jnp.int32) + 1
 
         def gradients() -> list[Any]:
+            # A scale of 1 or more makes no difference: these are what `tx` has checked.
+            if not may_be_below_one(self.rule):
+                return by_row
             return unscaled(by_row, before.loss_scale, self.rule.powers_of_two)
 
         tracked = overflow_tracker.update(

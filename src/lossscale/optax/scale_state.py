@@ -25,8 +25,6 @@ class LossScaleState(NamedTuple):
             `good_steps`, int32.
         steps_skipped: int32 scalar; number of skipped steps.
         consecutive_skips: int32 scalar; number of skipped steps since the last applied one.
-        last_step_skipped: Boolean scalar; whether the last step was skipped. False before the first
-            step.
         inner_state: The state of the inner transformation.
     """
 
@@ -34,8 +32,17 @@ class LossScaleState(NamedTuple):
     rule_state: dict[str, jax.Array]
     steps_skipped: jax.Array
     consecutive_skips: jax.Array
-    last_step_skipped: jax.Array
     inner_state: optax.OptState
+
+    @property
+    def last_step_skipped(self) -> jax.Array:
+        """Boolean scalar; whether the last step was skipped. False before the first step."""
+        return array_in(self.consecutive_skips) > 0
+
+
+def array_in(leaf: Any) -> Any:
+    """Returns a leaf of a state; of a variable of Flax NNX, its array."""
+    return leaf.get_value() if hasattr(leaf, "get_value") else leaf
 
 
 def state_of(scale_state: ScaleState, inner_state: Any) -> LossScaleState:
@@ -48,7 +55,6 @@ def state_of(scale_state: ScaleState, inner_state: Any) -> LossScaleState:
         },
         steps_skipped=jnp.asarray(0, jnp.int32),
         consecutive_skips=jnp.asarray(0, jnp.int32),
-        last_step_skipped=jnp.asarray(False),
         inner_state=inner_state,
     )
 
@@ -76,7 +82,6 @@ def scalars_of(rule: ScaleRule, state: LossScaleState) -> LossScaleState:
         rule_state={name: jnp.asarray(kept[name], _dtype(value)) for name, value in first.items()},
         steps_skipped=jnp.asarray(state.steps_skipped, jnp.int32),
         consecutive_skips=jnp.asarray(state.consecutive_skips, jnp.int32),
-        last_step_skipped=jnp.asarray(state.last_step_skipped, jnp.bool_),
         inner_state=(),
     )
 
@@ -118,7 +123,6 @@ def moved(rule: ScaleRule, state: LossScaleState, stats: GradientStats) -> LossS
         consecutive_skips=jnp.where(
             finite, jnp.zeros_like(state.consecutive_skips), _counted(state.consecutive_skips)
         ),
-        last_step_skipped=jnp.logical_not(finite),
         inner_state=(),
     )
 

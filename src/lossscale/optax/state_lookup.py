@@ -18,11 +18,6 @@ _TRANSPARENT = {
 """States of wrappers that change no gradients: class name, and field of the inner state."""
 
 
-def array_in(leaf: Any) -> Any:
-    """Returns a leaf of a state; of a variable of Flax NNX, its array."""
-    return leaf.get_value() if hasattr(leaf, "get_value") else leaf
-
-
 def states_below(tree: Any) -> list[tuple[tuple[Any, ...], LossScaleState]]:
     """Returns every state of loss scaling in a tree, with the nodes above it, outermost first."""
     found: list[tuple[tuple[Any, ...], LossScaleState]] = []

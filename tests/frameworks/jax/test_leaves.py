@@ -111,7 +111,7 @@ def test_with_64_bits_the_state_stays_and_gradients_are_divided_in_64():
         state = tx.init(params)
         first = signature(state)
         scalars = [leaf.dtype.name for leaf in jax.tree.leaves(state._replace(inner_state=()))]
-        assert scalars == ["float32", "int32", "int32", "int32", "bool"]
+        assert scalars == ["float32", "int32", "int32", "int32"]
         tiny = {"w": jnp.full(3, 8 * 1e-200, jnp.float64), "v": jnp.ones(2, jnp.float32)}
         assert unscale(state, tiny)["w"].tolist() == [1e-200] * 3
         for update in both_ways(tx):

@@ -115,7 +115,7 @@ def test_what_the_optimizer_does_is_the_same():
         runs.append(bits((params, getattr(opt_state, "loss_scaled", opt_state))))
     assert runs[0] == runs[1]
     assert int(opt_state.iterations) == 5
-    assert (int(opt_state.tracked.skip_step), float(opt_state.tracked.skip_scale)) == (4, 4)
+    assert (int(opt_state.tracked.skip_step), float(opt_state.tracked.scales[1])) == (4, 4)
     # One NaN in the first row of the leaves in order: the bias, then the kernel.
     np.testing.assert_array_equal(opt_state.tracked.nonfinite, [[0, 0], [0, 1]])
     # A state that tracked nothing so far goes in.

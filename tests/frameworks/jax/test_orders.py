@@ -184,7 +184,7 @@ def test_code_that_finds_things_by_name_finds_them():
     assert int(optax.tree.get(state, "good_steps")) == 0
     assert float(optax.tree.get(state, "scale")) == 1.0
     assert float(optax.tree.get(state, "learning_rate")) == jnp.float32(0.1)
-    for field in ("steps_skipped", "consecutive_skips", "last_step_skipped", "rule_state"):
+    for field in ("steps_skipped", "consecutive_skips", "rule_state"):
         optax.tree.get(state, field)
     # One by one: Optax looks no further below a node in which it has set a name.
     state = optax.tree.set(optax.tree.set(state, learning_rate=0.5), loss_scale=4.0)

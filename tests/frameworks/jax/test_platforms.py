@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from lossscale import DynamicScale
 from lossscale.jax import gradients as of_jax
 from lossscale.jax import overflow_tracker
-from lossscale.optax import all_finite, loss_scaled, track_overflows
+from lossscale.optax import loss_scaled, track_overflows
 
 SMALL, LARGE, ALONE = 100, 20_000, of_jax.JOINED + 1
 
@@ -24,23 +24,32 @@ def placed(shape, spec, axis_type, devices=4):
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
 
 
-largest_on_gpu, check = jax.jit(of_jax._largest_on_gpu), jax.jit(all_finite)
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """What is traced is the program for a GPU."""
+
+    def chosen(*, cuda, **_):
+        return cuda()
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e5m2"])
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, -np.nan, 0.0, -(2.0**14)])
-def test_the_check_of_a_gpu_is_that_of_a_cpu(dtype, value):
+@pytest.mark.parametrize("scale", [None, 8.0, 2.0**-126])
+def test_the_check_of_a_gpu_is_that_of_a_cpu(on_gpu, dtype, value, scale):
+    @jax.jit
+    def check(given):
+        return of_jax.all_finite(given, scale)
+
     for place in (0, 1, 3):
-        given = [np.full(size, -2, jnp.dtype(dtype)) for size in (SMALL, LARGE, 0)]
-        given.append(np.full((7, 1), -2, np.float16))
+        given = [np.full(size, 2, jnp.dtype(dtype)) for size in (SMALL, LARGE, 0)]
+        given.append(np.full((7, 1), -1, np.float16))
         given[place][-1] = value
-        found = np.array([float(number) for number in largest_on_gpu(given)])
-        # The joined ones of each dtype.
-        assert len(found) == len({part.dtype for part in given})
-        magnitudes = np.concatenate([np.abs(part.astype(np.float32)).ravel() for part in given])
-        assert np.isfinite(found).all() == np.isfinite(value) == bool(check(given))
-        if np.isfinite(value):
-            assert found.max() == magnitudes.max()
+        with np.errstate(over="ignore"):
+            wide = [part.astype(np.float32) / np.float32(scale or 1) for part in given]
+        expected = all(np.isfinite(part).all() for part in wide)
+        assert expected == bool(check(list(map(jnp.asarray, given))))
 
 
 def test_a_gpu_counts_in_each_gradient_as_a_cpu_does():
@@ -58,21 +67,23 @@ def test_a_gpu_counts_in_each_gradient_as_a_cpu_does():
         BCOO.fromdense(with_some(SMALL, np.float32, np.nan, -np.inf)),
         with_some(ALONE, np.float32, np.inf),
         jnp.zeros(0),
+        jnp.full(ALONE, np.nan),
     ]
-    expected = [[2, 1], [0, 0], [0, 1], [0, 1], [2, 1], [1, 1], [1, 0], [0, 0]]
+    expected = [[2, 1], [0, 0], [0, 1], [0, 1], [2, 1], [1, 1], [1, 0], [0, 0], [0, ALONE]]
     for counts in (overflow_tracker._nonfinite, overflow_tracker._nonfinite_on_gpu):
         assert np.asarray(counts(gradients)).tolist() == expected
     assert np.asarray(overflow_tracker._nonfinite_on_gpu([None])).tolist() == [[0, 0]]
 
 
 def groups(*given):
-    """The sizes of the arrays of which the check for a GPU takes the largest."""
-    jaxpr = jax.jit(of_jax._largest_on_gpu).trace(list(given)).jaxpr
-    return sorted(
-        equation.invars[0].aval.size
-        for equation in jaxpr.eqns
-        if "reduce" in str(equation.primitive)
-    )
+    """The sizes of what a GPU reads at once."""
+    found = []
+
+    def function(*arrays):
+        found.extend(sum(given[place].size for place in each) for each in of_jax.in_groups(arrays))
+
+    jax.jit(function).trace(*given)
+    return sorted(found)
 
 
 def test_a_gpu_reads_arrays_together_unless_they_are_large():

@@ -104,7 +104,7 @@ def test_a_run_ends_as_one_that_was_never_given_the_skipped_batch(train, way):
 
 
 def state(skipped):
-    return TX.init(jnp.ones(2))._replace(last_step_skipped=jnp.asarray(skipped))
+    return TX.init(jnp.ones(2))._replace(consecutive_skips=jnp.asarray(skipped, int))
 
 
 @pytest.mark.parametrize("skipped", [False, True])
@@ -154,9 +154,7 @@ def test_it_takes_what_holds_the_state():
 
 
 def test_a_population_is_taken_one_by_one():
-    states = jax.vmap(TX.init)(jnp.ones((3, 2)))._replace(
-        last_step_skipped=jnp.array([True, False, True])
-    )
+    states = jax.vmap(TX.init)(jnp.ones((3, 2)))._replace(consecutive_skips=jnp.array([1, 0, 2]))
     new, old = jnp.arange(3.0) + 10, jnp.arange(3.0)
     assert jax.vmap(unless_skipped)(states, new, old).tolist() == [0.0, 11.0, 2.0]
     with pytest.raises(ArgumentError, match=r"decisions of shape \(3,\).* inside the vmap"):
