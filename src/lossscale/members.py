@@ -101,12 +101,18 @@ class Wrapper:
 
     def _state_in_words(self) -> str:
         try:
+            if not self._is_on_host():
+                return ": loss scale on the device"
             scale, skipped = float(self._scale_now()), int(self.steps_skipped)
             return f": loss scale {scale:g}, {skipped} of {int(self.iterations)} steps skipped"
         except Exception:
             # A debugger may call this at any time. In a traced function and in a TensorFlow 1 graph
             # there are no numbers, and each framework raises its own exceptions for that.
             return ""
+
+    def _is_on_host(self) -> bool:
+        """Whether the host reads the scale and the counters without waiting for a device."""
+        return True
 
     def _scale_now(self) -> Any:
         return self.loss_scale

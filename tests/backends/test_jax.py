@@ -2,6 +2,9 @@
 
 import functools
 import json
+import types
+from collections.abc import Callable
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -187,6 +190,9 @@ def test_gradients_out_of_a_compiled_function_are_scaled_on_every_call():
 
 TWO_DEVICES = """
 import json
+import types
+from collections.abc import Callable
+from typing import NamedTuple
 import keras, numpy as np
 from backends.support import arrays, data, model_with, status, wrapped
 
@@ -257,3 +263,17 @@ def test_the_state_inside_keeps_the_form_that_it_has_without_loss_scaling(compil
         found.append([named[v.path] for v in inner.variables])
     for expected, kept in zip(*found, strict=True):
         assert (kept.dtype, kept.tolist()) == (expected.dtype, expected.tolist())
+
+
+def test_a_repr_does_not_wait_for_a_device(monkeypatch):
+    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8.0)
+    assert "loss scale 8" in repr(optimizer)
+    gpu = types.SimpleNamespace(platform="gpu")
+    monkeypatch.setattr(optimizer.dynamic_scale, "_value", FarAway(lambda: [gpu]))
+    assert repr(optimizer).endswith("loss scale on the device>")
+
+
+class FarAway(NamedTuple):
+    """An array of another device, which nothing can read."""
+
+    devices: Callable[[], list[object]]

@@ -223,3 +223,11 @@ def test_a_gradient_that_an_optimizer_keeps_is_not_overwritten(view, rows):
         optimizer.apply([torch.full((rows, 512), 8.0) for _ in variables], variables)
         inner.kept.clear()
     assert len(inner._lent_memory) == len(lent) == (2 if rows > 2 else 0)
+
+
+def test_a_repr_does_not_wait_for_a_device():
+    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8.0)
+    assert "loss scale 8" in repr(optimizer)
+    # To read a tensor of this device is an error.
+    optimizer.dynamic_scale._value = torch.nn.Parameter(torch.ones((), device="meta"), False)
+    assert repr(optimizer).endswith("loss scale on the device>")

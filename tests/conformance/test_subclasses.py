@@ -6,6 +6,7 @@ What `fit` calls is in tests/backends/test_fit.py, on each backend.
 import copy
 import importlib
 import pickle
+import types
 
 import numpy as np
 import pytest
@@ -253,3 +254,66 @@ def test_attributes_of_ones_own_are_kept_and_misspelt_settings_refused(optimizer
         with pytest.raises(AttributeError, match="SGD has no setting 'beta_1'"):
             each.beta_1 = 0.5
         assert (vars(each), vars(each.inner_optimizer)) == before
+
+
+class Demanding(CURRENT):
+    """Sets attributes in every order, and takes an argument that no other wrapper has."""
+
+    count, _rate = 0, 0.0
+
+    def __init__(self, inner_optimizer, *, demanded, **arguments):
+        self.early = self._early = "first"
+        super().__init__(inner_optimizer, **arguments)
+        self.demanded, self.late, self._late = [demanded], "first", "first"
+
+
+NAMES_OF_A_USER = ("early", "_early", "late", "_late", "count", "_rate", "_only_later")
+
+
+@pytest.mark.parametrize(
+    "way", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))]
+)
+def test_a_copy_has_every_attribute_of_a_user_as_it_is_now(optimizers, way):
+    optimizer = Demanding(optimizers.SGD(0.5, momentum=0.5), demanded=1, initial_scale=8.0)
+    overflow_after_a_step(optimizer, tf.Variable(1.0))
+    for name in NAMES_OF_A_USER:
+        setattr(optimizer, name, f"{name} now")
+    optimizer.demanded.append(2)
+    optimizer.itself, optimizer._others = optimizer, [optimizer]
+    other = way(optimizer)
+    assert type(other).__name__ == "Demanding"
+    assert [getattr(other, name) for name in NAMES_OF_A_USER] == [
+        f"{name} now" for name in NAMES_OF_A_USER
+    ]
+    assert (other.demanded, float(other.loss_scale)) == ([1, 2], 4.0)
+    if way is not copy.copy:
+        assert other.itself is other
+        assert other._others[0] is other
+        other.demanded.append(3)
+        assert optimizer.demanded == [1, 2]
+
+
+def test_a_repr_does_not_wait_for_a_device(monkeypatch):
+    inner, reads = KERAS_MODULE.optimizers.SGD(), []
+    optimizer = CURRENT(inner, initial_scale=8.0)
+    assert repr(optimizer).endswith("loss scale 8, 0 of 0 steps skipped>")
+    monkeypatch.setattr(type(optimizer._backend), "is_on_host", lambda *variable: False)
+    monkeypatch.setattr(type(optimizer._backend), "read", reads.append)
+    assert repr(optimizer).endswith("around SGD, DynamicScale: loss scale on the device>")
+    assert not reads
+
+
+@pytest.mark.parametrize(
+    ("device", "on_host"),
+    [
+        ("/job:localhost/replica:0/task:0/device:CPU:0", True),
+        ("/job:localhost/replica:0/task:0/device:GPU:1", False),
+        ("/device:TPU:0", False),
+        ("", True),
+    ],
+)
+def test_a_device_that_is_not_the_cpu_is_known_by_its_name(device, on_host):
+    optimizer = CURRENT(KERAS_MODULE.optimizers.SGD())
+    variable = types.SimpleNamespace(device=device)
+    variable.value = variable
+    assert optimizer._backend.is_on_host(variable) is on_host

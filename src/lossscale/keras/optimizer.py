@@ -127,6 +127,8 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self._last_load_refused = False
         # Not tracked: tracking would count these variables as the wrapper's own.
         self.__dict__["_added_slots"] = {}
+        # Whether the checkpoint that is being restored may be that of a plain optimizer.
+        self.__dict__["_restores_plain"] = False
         self.loss_scale_state = saving.LossScaleStore(self._own_values, self._set_loaded_values)
         self._create_state()
 
@@ -412,19 +414,19 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
             raise UnknownSettingError(
                 f"{name!r} is a variable. Set its value with {name}.assign({value!r})."
             )
-        own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
-        if inner is None or own or "_state" not in self.__dict__ or name in _OWN_ATTRIBUTES:
+        known = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        if name in {*self.__dict__.get("_own_names", (name,)), *_OWN_ATTRIBUTES}:
             super().__setattr__(name, value)
-        elif hasattr(inner, name):
+        elif not known and hasattr(inner, name):
             setattr(inner, name, value)
         else:
-            check_own_name(inner, name, keras.optimizers)
+            if not known:
+                check_own_name(inner, name, keras.optimizers)
             # Only variables are tracked, to be saved: Keras' own lists cannot be copied.
             if isinstance(value, keras.Variable):
                 super().__setattr__(name, value)
             else:
                 object.__setattr__(self, name, value)
-            self._remember_name(name)
 
     # --- Weights and slots; see `slots` -------------------------------------------------------
 

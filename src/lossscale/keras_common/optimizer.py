@@ -41,6 +41,16 @@ _INSTEAD = {
 }
 
 
+# Attributes of ours that are set before `_construct`, or after the constructor.
+_OTHER_OWN_NAMES = {
+    "_own_names",
+    "_loss_scale",
+    "_overflow_tracker",
+    "_inner_parts",
+    "_warned_at_floor",
+}
+
+
 class KerasCommonOptimizer(DocumentedMembers):
     """The members shared by Keras 3 and tf_keras: the documented methods, settings, slots, copies.
 
@@ -88,6 +98,8 @@ class KerasCommonOptimizer(DocumentedMembers):
     _steps_skipped: Any
     _last_step_skipped: Any
     _warned_at_floor = False
+    # The attributes in `__dict__` that are not a user's.
+    _own_names: set[str]
     # By the name of the slot and the key of its variable.
     _added_slots: dict[tuple[str, Any], Any]
 
@@ -107,7 +119,10 @@ class KerasCommonOptimizer(DocumentedMembers):
     ) -> None:
         rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
         self._check_inner(inner_optimizer)
+        early = dict(vars(self))
         self._construct(inner_optimizer, rule, name)
+        made = {each for each, value in vars(self).items() if value is not early.get(each, self)}
+        self.__dict__["_own_names"] = made | _OTHER_OWN_NAMES
         remember_wrapper(inner_optimizer, self)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -282,6 +297,11 @@ class KerasCommonOptimizer(DocumentedMembers):
         # Not `loss_scale`, whose readers may multiply by it.
         return self._current_scale()
 
+    def _is_on_host(self) -> bool:
+        counters = self._steps_skipped, self.inner_optimizer.iterations
+        variables = [*self._state.variables.values(), *counters]
+        return all(self._backend.is_on_host(each) for each in variables)
+
     def _may_warn_at_floor(self) -> bool:
         """Whether to check a skipped step for the warning at the minimum scale."""
         # A monitor warns itself.
@@ -307,10 +327,6 @@ class KerasCommonOptimizer(DocumentedMembers):
         self.inner_optimizer.learning_rate = value
 
     lr = learning_rate
-
-    def _remember_name(self, name: str) -> None:
-        """Records the name of a user's attribute, so that copies keep it."""
-        self.__dict__.setdefault("_names_of_the_user", set()).add(name)
 
     # --- Slots --------------------------------------------------------------------------------
 
@@ -354,23 +370,34 @@ class KerasCommonOptimizer(DocumentedMembers):
     # --- Copies: recreated from configurations and arrays ------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        rebuild, arguments = self.__reduce__()
+        rebuild, arguments, attributes = self.__reduce__()
         other = rebuild(*copy.deepcopy(arguments, memo))
-        self._build_alike(other)
+        # Before its attributes, which may hold this optimizer.
         memo[id(self)] = other
+        self._build_alike(other)
+        other.__setstate__(copy.deepcopy(attributes, memo))
         return other
 
     def __reduce__(self) -> tuple[Any, ...]:
         inner = self.inner_optimizer
-        return _rebuild, (
+        arguments = (
             self._public_class(),
             type(inner),
             inner.get_config(),
             self._constructor_arguments(),
             self._inner_values(),
             self._own_values(),
-            {name: getattr(self, name) for name in self.__dict__.get("_names_of_the_user", ())},
         )
+        return _rebuild, arguments, {name: vars(self)[name] for name in self._names_of_user()}
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def _names_of_user(self) -> list[str]:
+        """The attributes that a subclass or a program has set."""
+        # TensorFlow lists in `_self_...` what it tracks.
+        return [n for n in vars(self) if n not in self._own_names and not n.startswith("_self_")]
 
     def _constructor_arguments(self) -> dict[str, Any]:
         """Returns the other arguments of the constructor, to recreate this optimizer."""
@@ -470,12 +497,13 @@ def _rebuild(
     arguments: dict[str, Any],
     inner_values: Any,
     own_values: dict[str, Any],
-    attributes: dict[str, Any],
 ) -> Any:
-    """Returns the optimizer that `__reduce__` described."""
-    optimizer = cls._made(inner_class.from_config(inner_config), **arguments)
-    for name, value in attributes.items():
-        setattr(optimizer, name, value)
+    """Returns the optimizer that `__reduce__` described, without the attributes of a user."""
+    inner = inner_class.from_config(inner_config)
+    optimizer: Any = cls.__new__(cls, inner)
+    # As in any copy, a subclass' constructor is not called: it may take other arguments.
+    ours: Any = next(base for base in cls.__mro__ if base.__module__.startswith("lossscale."))
+    ours.__init__(optimizer, inner, **arguments)
     optimizer._set_own_values(own_values)
     optimizer._set_inner_values(inner_values)
     return optimizer

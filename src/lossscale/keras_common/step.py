@@ -128,6 +128,8 @@ class StepOperations:
     all_finite: Callable[..., Any]
     # Returns the current value of a variable, a tensor that does not change with it.
     read: Callable[[Any], Any]
+    # Whether a variable is in the memory of the host, so that nothing waits to read it.
+    is_on_host: Callable[[Any], bool]
     # Measures gradients.
     gradient_stats: Callable[..., GradientStats]
 

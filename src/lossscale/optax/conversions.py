@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import optax
 
 from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
@@ -15,9 +16,13 @@ from lossscale.optax.state_lookup import states_below
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, FixedScale, ScaleRule
 
+if TYPE_CHECKING:
+    import jmp
+    from flax.training import dynamic_scale as flax_dynamic_scale
+
 
 def from_jmp(
-    loss_scale: Any, inner_state: Any, *, min_scale: float | None = None
+    loss_scale: jmp.LossScale, inner_state: optax.OptState, *, min_scale: float | None = None
 ) -> tuple[ScaleRule, LossScaleState]:
     """Takes over a run whose loss was scaled with `jmp`.
 
@@ -73,7 +78,9 @@ def from_jmp(
     return fixed, _converted_state(fixed, {}, inner_state)
 
 
-def from_flax(dynamic_scale: Any, inner_state: Any) -> tuple[ScaleRule, LossScaleState]:
+def from_flax(
+    dynamic_scale: flax_dynamic_scale.DynamicScale, inner_state: optax.OptState
+) -> tuple[ScaleRule, LossScaleState]:
     """Takes over a run whose loss was scaled with Flax's `DynamicScale`.
 
     The scale continues as Flax would move it, bit for bit. Flax grows the scale one step later

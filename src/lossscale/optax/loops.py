@@ -7,6 +7,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import lossscale.optax.overflow_check as overflow_check
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -21,7 +22,7 @@ R = TypeVar("R")
 Tree = TypeVar("Tree")
 
 
-def loss_scale(opt_state: Any) -> jax.Array:
+def loss_scale(opt_state: object) -> jax.Array:
     """Returns the loss scale of the next step.
 
     Args:
@@ -43,7 +44,7 @@ def loss_scale(opt_state: Any) -> jax.Array:
     return jnp.asarray(array_in(state_in(opt_state).loss_scale), jnp.float32)
 
 
-def scale_loss(opt_state: Any, loss: jax.typing.ArrayLike) -> jax.Array:
+def scale_loss(opt_state: object, loss: jax.typing.ArrayLike) -> jax.Array:
     """Multiplies a loss by the loss scale, in float32 or wider.
 
     Differentiate the result, and pass the gradients to `update`.
@@ -70,7 +71,7 @@ def scale_loss(opt_state: Any, loss: jax.typing.ArrayLike) -> jax.Array:
     return scaled(loss, _single_scale(opt_state))
 
 
-def unscale(opt_state: Any, gradients: Tree) -> Tree:
+def unscale(opt_state: object, gradients: Tree) -> Tree:
     """Divides gradients of a scaled loss by the loss scale, in float32 or wider.
 
     Use it to print or plot gradients. Pass the scaled ones to `update`, which unscales them.
@@ -101,7 +102,7 @@ def unscale(opt_state: Any, gradients: Tree) -> Tree:
     return tree
 
 
-def all_finite(gradients: Any) -> jax.Array:
+def all_finite(gradients: optax.Updates) -> jax.Array:
     """Whether every element of a tree of arrays is finite.
 
     Args:
@@ -203,7 +204,7 @@ def value_and_grad(
     return value_and_scaled_grad
 
 
-def unless_skipped(opt_state: Any, new: Tree, old: Tree) -> Tree:
+def unless_skipped(opt_state: object, new: Tree, old: Tree) -> Tree:
     """Returns what a step made of a tree, or the tree as it was if the step was skipped.
 
     For what the forward pass changes: the statistics of a batch normalization, an average, a

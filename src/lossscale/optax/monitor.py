@@ -86,8 +86,8 @@ class Monitor(LoopMonitor):
     def __init__(
         self,
         tx: optax.GradientTransformation | ScaleRule,
-        params: Any,
-        opt_state: Any,
+        params: optax.Params,
+        opt_state: object,
         path: str | os.PathLike[str] | None = None,
         *,
         every: int = 1,
@@ -114,7 +114,7 @@ class Monitor(LoopMonitor):
         super().__init__(Recorder(settings, rule), start.step)
 
     def step(
-        self, opt_state: Any, loss: jax.Array | float | None = None, *, steps: int = 1
+        self, opt_state: object, loss: jax.Array | float | None = None, *, steps: int = 1
     ) -> None:
         """Records the training step if it is sampled. Call it after each step.
 

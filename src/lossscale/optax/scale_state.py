@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -31,7 +32,7 @@ class LossScaleState(NamedTuple):
     rule_state: dict[str, jax.Array]
     steps_skipped: jax.Array
     consecutive_skips: jax.Array
-    inner_state: Any
+    inner_state: optax.OptState
 
     @property
     def last_step_skipped(self) -> jax.Array:

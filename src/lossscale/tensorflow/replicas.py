@@ -88,3 +88,10 @@ def all_replicas_finite(finite: Any) -> Any:
         return finite
     overflowed = tf.where(finite, 0.0, 1.0)
     return replica.all_reduce(tf.distribute.ReduceOp.SUM, overflowed) < 0.5
+
+
+def is_on_host(variable: Any) -> bool:
+    """Whether the host reads a variable without waiting for a device."""
+    # That of a graph may be placed nowhere yet.
+    kind = variable.device.rpartition("device:")[2]
+    return not kind or kind.upper().startswith("CPU")

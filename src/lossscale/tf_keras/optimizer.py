@@ -56,6 +56,7 @@ class TensorFlowArrays(StepOperations):
     flat_gradients = staticmethod(scaling.flat_gradients)
     current_location = staticmethod(replicas.current_location)
     replica_count = staticmethod(replicas.replica_count)
+    is_on_host = staticmethod(replicas.is_on_host)
     # Summed gradients are the same on all replicas; others are not, and neither must be what an
     # aggregation of the user's returned.
     all_replicas_finite = staticmethod(replicas.all_replicas_finite)
@@ -415,7 +416,6 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             family = tf_keras.optimizers.legacy if self._is_legacy else tf_keras.optimizers
             check_own_name(inner, name, family)
             object.__setattr__(self, name, value)
-            self._remember_name(name)
 
     # --- Files, copies and configurations; see `saving` and `arguments` --------------------------
 

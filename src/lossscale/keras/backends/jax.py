@@ -96,6 +96,10 @@ class JaxBackend(Backend):
         """The current value of a Keras variable, an array."""
         return jnp.asarray(variable.value)
 
+    def is_on_host(self, variable: Any) -> bool:
+        """Whether nothing waits to read a variable."""
+        return {device.platform for device in variable._value.devices()} == {"cpu"}
+
     def prepare_own_variable(self, variable: Any) -> None:
         """Makes a variable raise a clear error if Keras' trainer has taken its value."""
         if variable._value is not None:

@@ -125,6 +125,10 @@ class TensorFlowBackend(Backend):
         """The value of a Keras variable now, as a tensor."""
         return tf.convert_to_tensor(variable.value)
 
+    def is_on_host(self, variable: Any) -> bool:
+        """Whether nothing waits to read a variable."""
+        return replicas.is_on_host(variable.value)
+
     def cast(self, gradient: Any, dtype: str) -> Any:
         """Returns a gradient, dense or sparse, in another dtype."""
         return tf.cast(gradient, dtype)

@@ -153,6 +153,10 @@ class TorchBackend(Backend):
         """A copy of a Keras variable's current value, because variables change in place."""
         return variable.value.detach().clone()
 
+    def is_on_host(self, variable: Any) -> bool:
+        """Whether nothing waits to read a variable."""
+        return bool(variable.value.device.type == "cpu")
+
     def cast(self, gradient: Any, dtype: str) -> Any:
         """Returns a gradient, dense or sparse, in another dtype."""
         return gradient.to(getattr(torch, dtype))
