@@ -260,7 +260,7 @@ tests/frameworks/jax/test_devices.py
     optax agreed: varying(finite) - varying(scale) -> varying(scale) - varying(finite)
         -k would_part
 tests/frameworks/jax/test_leaves.py
-    optax LossScaled.update: overflow_check.has_elements(gradients) -> True  -k without_a_gradient
+    optax LossScaled.update: gating.has_elements(gradients) -> True  -k without_a_gradient
     optax _narrowed: all(map(_is_narrow, here)) -> True  -k rounded_last
     optax _counted: jnp.where(count < most, ..., most) -> jnp.where(count < most, ..., count + 1)
         -k counter

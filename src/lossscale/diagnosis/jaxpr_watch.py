@@ -19,7 +19,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Literal
 
 from lossscale.diagnosis.origins import Flags, Watched, passed_on
-from lossscale.jax.jaxprs import bind
+from lossscale.jax.apply_or_skip import bind
 from lossscale.monitoring.explanation import FailedOperation, Origin
 
 _TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "remat", "rematted"}
