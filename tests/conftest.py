@@ -11,16 +11,14 @@ import pytest
 
 from benchmarks import xla_gpu
 from compile_options import compiling_quickly
+from forks import AT_IMPORT
 from simulated_cuda import device as simulated_cuda
 
 # Each is read once, while the framework is imported. A value from outside wins.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 if os.environ.get("LOSSSCALE_TEST_KERAS") == "tf_keras":
     os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# oneDNN picks summation orders by CPU, so the same test would round differently elsewhere.
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+os.environ.update({**AT_IMPORT, **os.environ})
 # Many tests make the same model anew, whose step JAX would compile once more each time.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     # Not kept: what another run compiled must not be needed, nor hide anything.
@@ -35,8 +33,6 @@ XLA_GPU = "LOSSSCALE_TEST_XLA_GPU" in os.environ
 if XLA_GPU:
     # Before anything imports JAX.
     xla_gpu.prepare()
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 # An example on a busy machine takes as long as it takes.
 hypothesis.settings.register_profile("lossscale", deadline=None, print_blob=True)

@@ -3,11 +3,16 @@
 Importing a framework takes longer than most programs. So one process imports it and computes
 nothing, and each program runs in a fork of it, with a `__main__`, a standard output and an
 environment of its own. What has to see the import itself starts an interpreter.
+
+All processes of a run of `tests/run.py` ask the same one for their forks, by a socket in the folder
+that they share. It ends when the folder is gone.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import fcntl
 import functools
 import importlib
 import json
@@ -15,16 +20,29 @@ import linecache
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import threading
+import time
 import traceback
 import types
 import warnings
+import zlib
+from collections.abc import Iterator
+from typing import TextIO
 
 # Read while a framework is imported, so that each value needs a server.
 _READ_AT_IMPORT = ("KERAS_BACKEND", "TF_USE_LEGACY_KERAS")
+# Read then as well, and the same in all processes; a value from outside wins.
+AT_IMPORT = {
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    # oneDNN picks summation orders by CPU, so the same test would round differently elsewhere.
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+    "CUDA_VISIBLE_DEVICES": "",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 
 
 class Program:
@@ -52,44 +70,86 @@ class Program:
             arguments=[str(argument) for argument in arguments],
             environment=environment,
             path=sys.path,
+            place=os.getcwd(),
             folder=self._folder.name,
         )
 
     def finished(self, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
         """Waits for the end of the program; one that takes longer is killed."""
-        status = self._ask(pid=self._pid, timeout=timeout)
+        end = time.monotonic() + timeout
+        while (status := self._ask(pid=self._pid)) is None:
+            if time.monotonic() > end:
+                os.kill(self._pid, signal.SIGKILL)
+            time.sleep(0.02)
         folder = pathlib.Path(self._folder.name)
         written = [(folder / name).read_text() for name in ("stdout", "stderr")]
         self._folder.cleanup()
         return subprocess.CompletedProcess([], status, *written)
 
-    def _ask(self, **request: object) -> int:
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        return int(self._server.stdout.readline())
+    def _ask(self, **request: object) -> int | None:
+        with _connected(self._server) as stream:
+            stream.write(json.dumps(request) + "\n")
+            stream.flush()
+            return json.loads(stream.readline())
+
+
+@contextlib.contextmanager
+def _connected(path: pathlib.Path) -> Iterator[TextIO]:
+    """A stream to the server of this socket."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        with client.makefile("rw") as stream:
+            yield stream
 
 
 @functools.cache
-def _server(module: str, *read_at_import: str | None) -> subprocess.Popen[str]:
-    environment = {**os.environ, **dict(zip(_READ_AT_IMPORT, read_at_import, strict=True))}
-    server = subprocess.Popen(
-        [sys.executable, __file__, module],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={name: value for name, value in environment.items() if value is not None},
-        text=True,
-    )
-    atexit.register(server.kill)
-    return server
+def _folder() -> pathlib.Path:
+    if shared := os.environ.get("LOSSSCALE_TEST_SHARED"):
+        return pathlib.Path(shared)
+    own = tempfile.TemporaryDirectory(prefix="lossscale-forks-", ignore_cleanup_errors=True)
+    atexit.register(own.cleanup)
+    return pathlib.Path(own.name)
 
 
-def _started(source: str, arguments: list, environment: dict, path: list, folder: str) -> int:
+@functools.cache
+def _server(module: str, *read_at_import: str | None) -> pathlib.Path:
+    """The socket of the process that has imported a module; the first who asks starts it."""
+    key = zlib.crc32(repr((module, *read_at_import)).encode())
+    # The path of a socket has a hundred characters at most.
+    path = _folder() / f"forks-{key:x}"
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            given = dict(zip(_READ_AT_IMPORT, read_at_import, strict=True))
+            environment = {**AT_IMPORT, **os.environ, **given}
+            with open(f"{path}.log", "w") as log:
+                server = subprocess.Popen(
+                    [sys.executable, __file__, module, path],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={name: value for name, value in environment.items() if value is not None},
+                    # What is typed to end the tests does not end it before them.
+                    start_new_session=True,
+                )
+            while not path.exists():
+                assert server.poll() is None, pathlib.Path(f"{path}.log").read_text()
+                time.sleep(0.02)
+            # It is not waited for.
+            server.returncode = 0
+    return path
+
+
+def _started(
+    source: str, arguments: list, environment: dict, path: list, place: str, folder: str
+) -> int:
     """Returns the number of the process that runs a program; in that process it does not return."""
     if pid := os.fork():
         return pid
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), descriptor)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(place)
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:] = path
@@ -98,29 +158,48 @@ def _started(source: str, arguments: list, environment: dict, path: list, folder
     name = "<program>"
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
     sys.modules["__main__"] = types.ModuleType("__main__")
+    status: object = 1
     try:
         exec(compile(source, name, "exec"), vars(sys.modules["__main__"]))
-    except Exception:
+        status = 0
+    except SystemExit as ended:
+        status = ended.code or 0
+    except BaseException:
         traceback.print_exc()
-        sys.exit(1)
-    sys.exit(0)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # To take a framework down in order takes a second, and tests nothing.
+    os._exit(status if isinstance(status, int) else 1)
 
 
-def _ended(pid: int, timeout: float) -> int:
-    """Waits for a process; returns its exit status, which is below 0 for a signal."""
-    killing = threading.Timer(timeout, os.kill, (pid, signal.SIGKILL))
-    killing.start()
-    _, status = os.waitpid(pid, 0)
-    killing.cancel()
-    # No thread is there when the next program forks.
-    killing.join()
-    return os.waitstatus_to_exitcode(status)
+def _ended(pid: int) -> int | None:
+    """The exit status of a process, which is below 0 for a signal; None while it runs."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def _serve(path: str) -> None:
+    """Answers requests one by one, until the folder is gone or nobody has asked for an hour."""
+    asked = time.monotonic()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{path}.part")
+        server.listen(64)
+        server.settimeout(1.0)
+        # Whoever finds it can connect.
+        os.rename(f"{path}.part", path)
+        while os.path.exists(path) and time.monotonic() - asked < 3600:
+            with contextlib.suppress(TimeoutError):
+                client, _ = server.accept()
+                asked = time.monotonic()
+                with client, client.makefile("rw") as stream:
+                    request = json.loads(stream.readline())
+                    answer = _ended(**request) if "pid" in request else _started(**request)
+                    stream.write(json.dumps(answer) + "\n")
 
 
 if __name__ == "__main__":
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module(sys.argv[1])
-    for line in sys.stdin:
-        request = json.loads(line)
-        print(_ended(**request) if "pid" in request else _started(**request), flush=True)
+    _serve(sys.argv[2])

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 
+from forks import Program
 from simulated_cuda import device as simulated_cuda
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -27,16 +28,21 @@ sys.path.append(str(ROOT))
 from benchmarks import xla_gpu  # noqa: E402
 
 TENSORFLOW = {"KERAS_BACKEND": "tensorflow"}
-TF_KERAS = {**TENSORFLOW, "LOSSSCALE_TEST_KERAS": "tf_keras"}
+TF_KERAS = {
+    **TENSORFLOW,
+    "LOSSSCALE_TEST_KERAS": "tf_keras",
+    "TF_USE_LEGACY_KERAS": "1",
+}
 JAX = {"KERAS_BACKEND": "jax"}
 TORCH = {"KERAS_BACKEND": "torch"}
 
 # What runs the programs of its own backend, in forks of a process that `tests/backends` has forks
 # of as well.
 PROGRAMS = ("tests/docs", "tests/benchmarks/test_command.py")
-# XLA's newer emitters take a third of the time of whatever is compiled once. Here that is much, and
-# the older ones serve; tests/frameworks/keras has XLA as users have it.
-EMITTERS = {"XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"}
+# XLA's newer emitters and its threads take most of the time of whatever is compiled once. Here that
+# is much, and the older ones serve; tests/frameworks/keras has XLA as users have it.
+ONE_PART = "--xla_cpu_parallel_codegen_split_count=1"
+EMITTERS = {"XLA_FLAGS": f"--xla_cpu_use_fusion_emitters=false {ONE_PART}"}
 # What runs on TensorFlow is in few parts: each process imports its framework anew, which takes as
 # long as many tests.
 EACH_BACKEND = ("tests/conformance", "tests/backends", "tests/strangers", *PROGRAMS)
@@ -67,19 +73,20 @@ OPTIONAL = {ON_SIMULATED_CUDA: simulated_cuda.why_not, WITH_XLA_GPU: xla_gpu.why
 # Set where a part that cannot run is a failure.
 DEMAND = "LOSSSCALE_TEST_DEMAND_ALL"
 
-# Processes of pytest: what selects the backend, and what they run. In an order in which all cores
-# come to an end together, whether two parts run at a time or three; with the longest first, one of
-# two cores would wait half a minute for the last part.
+# Processes of pytest: what selects the backend, what they run, and what they find imported
+# (tests/forks.py). In an order in which all cores come to an end together, whether two parts run at
+# a time or three; with the longest first, one of two cores would wait half a minute for the last.
 ALL = {
-    "tensorflow": ({**TENSORFLOW, **EMITTERS}, EACH_BACKEND),
-    "tensorflow, Keras 3": (TENSORFLOW, KERAS_3),
+    "tensorflow": ({**TENSORFLOW, **EMITTERS}, EACH_BACKEND, "keras"),
+    "tensorflow, Keras 3": (TENSORFLOW, KERAS_3, "keras"),
     "tf_keras": (
-        TF_KERAS,
+        {**TF_KERAS, **EMITTERS},
         ("tests/conformance", "tests/frameworks/tf_keras", "tests/strangers", *PROGRAMS[1:]),
+        "tf_keras",
     ),
-    "torch without Keras": (TORCH, (TORCH_ALONE,)),
-    "jax without Keras": (JAX, (JAX_ALONE,)),
-    "jax": (JAX, EACH_BACKEND),
+    "torch without Keras": (TORCH, (TORCH_ALONE,), "torch"),
+    "jax without Keras": (JAX, (JAX_ALONE,), "jax"),
+    "jax": (JAX, EACH_BACKEND, "keras"),
     ON_SIMULATED_CUDA: (
         {
             **TORCH,
@@ -88,10 +95,11 @@ ALL = {
             "LOSSSCALE_TEST_SIMULATED_CUDA": "1",
         },
         SIMULATED,
+        None,
     ),
-    WITH_XLA_GPU: ({**JAX, "LOSSSCALE_TEST_XLA_GPU": "1"}, (FOR_GPUS,)),
-    "torch": (TORCH, EACH_BACKEND),
-    "tensorflow, all else": ({**TENSORFLOW, **EMITTERS}, ("tests", *_IGNORED)),
+    WITH_XLA_GPU: ({**JAX, "LOSSSCALE_TEST_XLA_GPU": "1"}, (FOR_GPUS,), None),
+    "torch": (TORCH, EACH_BACKEND, "keras"),
+    "tensorflow, all else": ({**TENSORFLOW, **EMITTERS}, ("tests", *_IGNORED), "keras"),
 }
 # What is tested where only one framework is installed, with `make test FRAMEWORK=torch`.
 NO_KERAS = {"LOSSSCALE_TEST_KERAS": "none"}
@@ -100,58 +108,52 @@ PROMISES = ("tests/conformance", "--ignore=tests/conformance/test_every_optimize
 OF_FRAMEWORK = {
     "torch": {
         "torch without Keras": ALL["torch without Keras"],
-        "conformance": ({**TORCH, **NO_KERAS}, PROMISES),
+        "conformance": ({**TORCH, **NO_KERAS}, PROMISES, "torch"),
     },
     "jax": {
         "jax without Keras": ALL["jax without Keras"],
-        "conformance": ({**JAX, **NO_KERAS}, PROMISES),
+        "conformance": ({**JAX, **NO_KERAS}, PROMISES, "jax"),
     },
     "tensorflow": {
         "Keras 3": ALL["tensorflow, Keras 3"],
-        "conformance": ({**TENSORFLOW, **EMITTERS}, ("tests/conformance",)),
+        "conformance": ({**TENSORFLOW, **EMITTERS}, ("tests/conformance",), "keras"),
     },
-    "tf_keras": {"tf_keras": (TF_KERAS, ("tests/conformance", "tests/frameworks/tf_keras"))},
+    "tf_keras": {
+        "tf_keras": (TF_KERAS, ("tests/conformance", "tests/frameworks/tf_keras"), "tf_keras")
+    },
 }
 QUICK = {
-    "torch tests/conformance": (TORCH, ("tests/conformance",)),
-    "tests/core": (TENSORFLOW, ("tests/core",)),
+    "torch tests/conformance": (TORCH, ("tests/conformance",), "keras"),
+    "tests/core": (TENSORFLOW, ("tests/core",), None),
 }
 
 
-def run(
-    job: tuple[str, tuple[dict[str, str], tuple[str, ...]]],
-    shared: str,
-    ended: Iterator[int],
-    total: int,
-) -> str | None:
+PYTEST = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+Job = tuple[dict[str, str], tuple[str, ...], str | None]
+
+
+def run(job: tuple[str, Job], ended: Iterator[int], total: int) -> str | None:
     """Runs an item of `ALL` and reports when it ends; returns its name if it failed.
 
-    `shared` is a folder for what one process makes and others read; `ended` counts the ends.
+    `ended` counts the ends.
     """
-    name, (environment, arguments) = job
+    name, (environment, arguments, module) = job
     print(f"starts: {name}\n", end="", flush=True)
     start = time.monotonic()
-    # The first process keeps the bytecode of our files for all that start later.
-    inherited = {name: v for name, v in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--color=no", "-p", "no:cacheprovider", *arguments],
-        cwd=ROOT,
-        env={
-            # Several processes share the cores: threads that wait for one another would spin.
-            "OMP_NUM_THREADS": "1",
-            **inherited,
-            "LOSSSCALE_TEST_SHARED": shared,
-            "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(shared, "compiled")),
-            **environment,
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    arguments = ("--color=no", "-p", "no:cacheprovider", *arguments)
+    if module:
+        done = Program(PYTEST, *arguments, environment=environment, module=module).finished(86400)
+    else:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *arguments],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     closing = [line.strip("= ") for line in done.stdout.splitlines() if line[:1] == "="]
     last = closing[-1] if closing else "pytest printed no summary"
-    failure = f"--- {name}: FAILED\n{done.stdout}\n" if done.returncode else ""
+    failure = f"--- {name}: FAILED\n{done.stdout}{done.stderr}\n" if done.returncode else ""
     # At once, so that what others print does not come in between.
     seconds = time.monotonic() - start
     print(
@@ -176,11 +178,21 @@ def main() -> int:
     jobs = {name: job for name, job in jobs.items() if name not in left_out}
     about = "1 minute" if arguments.quick else "10 minutes on 2 cores"
     print(f"{len(jobs)} parts, {arguments.jobs} at a time, about {about}", flush=True)
+    os.chdir(ROOT)
+    # The first process keeps the bytecode of our files for all that start later.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    # Several processes share the cores: threads that wait for one another would spin.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with (
-        tempfile.TemporaryDirectory(prefix="lossscale-tests-") as shared,
+        tempfile.TemporaryDirectory(
+            prefix="lossscale-tests-", ignore_cleanup_errors=True
+        ) as shared,
         multiprocessing.pool.ThreadPool(max(arguments.jobs, 1)) as pool,
     ):
-        one = functools.partial(run, shared=shared, ended=itertools.count(1), total=len(jobs))
+        # What one process makes and others read.
+        os.environ["LOSSSCALE_TEST_SHARED"] = shared
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(pathlib.Path(shared, "compiled"))
+        one = functools.partial(run, ended=itertools.count(1), total=len(jobs))
         failed = [name for name in pool.imap(one, jobs.items()) if name]
     print(f"{time.monotonic() - start:.0f} s in all; failed: {', '.join(failed) or 'none'}")
     for name, why in left_out.items():

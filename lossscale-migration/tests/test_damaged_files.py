@@ -114,8 +114,11 @@ def test_what_reading_can_end_with(name, tmp_path, monkeypatch, capsys):
     start = whole.index("    import h5py\n\n    if zipfile")
     program.write_text(f"{whole[:start]}    {body}\n\n\n{whole[whole.index('def _limit') :]}")
     monkeypatch.setattr(hdf5_reader, "__file__", str(program))
-    monkeypatch.setattr(damaged_files, "_SECONDS", 1.0)
-    monkeypatch.setattr(damaged_files, "_PATIENCE", 1.5)
+    # Only what does not end is waited for: on a busy machine, an interpreter starts late.
+    if name != "crash":
+        monkeypatch.setattr(damaged_files, "_SECONDS", 1.0)
+    if name == "asleep":
+        monkeypatch.setattr(damaged_files, "_PATIENCE", 1.5)
     with pytest.raises(OldFileError, match=message):
         load_model(HDF5, check_first=True)
     if name != "no end":  # It would take a second of a processor once more.

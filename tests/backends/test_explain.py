@@ -1,11 +1,15 @@
 """`lossscale.diagnosis.explain`: the causes of faults in Keras models, and what it leaves alone."""
 
+import math
+import types
+
 import numpy as np
 import pytest
 
 import keras_cases as cases
 from backends.explain_cases import CASES
-from keras_cases import BACKEND, keras, layers
+from broken_blocks import FAULTS, INPUT, WEIGHTS, mean_square, mistakes
+from keras_cases import BACKEND, keras, layers, ops
 from lossscale.diagnosis import explain
 from lossscale.errors import ArgumentTypeError
 from lossscale.monitoring.explanation import Cause
@@ -34,6 +38,41 @@ def test_a_fault_is_named(name):
     assert module in found.module
     pairs = zip(before, model.get_weights(), strict=True)
     assert all(np.array_equal(one, other, equal_nan=True) for one, other in pairs)
+
+
+SHARED = "abs arange exp log matmul maximum mean rsqrt softmax sqrt sum tanh transpose where"
+NUMPY = types.SimpleNamespace(**{n: getattr(ops, n) for n in SHARED.split()}, inf=math.inf)
+
+
+class Block(layers.Layer):
+    def __init__(self, function):
+        super().__init__(name="block")
+        self.function = function
+
+    def build(self, shape):
+        self.gain = self.add_weight(name="gain", shape=shape[-1:], initializer="ones")
+
+    def compute_output_shape(self, shape):
+        return shape
+
+    def call(self, h):
+        return self.function(NUMPY, h, ops.cast(self.gain, h.dtype))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_block_is_named(name):
+    fault = FAULTS[name]
+    dense = [layers.Dense(size, use_bias=False, name=n) for n, size in (("up", 16), ("head", 2))]
+    model = keras.Sequential([keras.Input((8,)), dense[0], Block(fault.block), dense[1]])
+    for layer in dense:
+        layer.kernel.assign(WEIGHTS[layer.name])
+
+    def loss_fn(model, batch):
+        y = model(batch[0], training=True)
+        return (fault.loss or mean_square)(NUMPY, ops.cast(y, "float32"))
+
+    found = explain(model, INPUT * np.float32(fault.size), loss_fn=loss_fn, scale=fault.scale)
+    assert not mistakes(name, found), found.text
 
 
 def test_a_finite_batch_is_unknown_and_mistakes_are_named():

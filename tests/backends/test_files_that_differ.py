@@ -1,5 +1,7 @@
 """Weights of optimizers with attributes of their own, and weights that do not fit."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -50,10 +52,19 @@ def filled(optimizer):
     return arrays(optimizer.variables)
 
 
-@pytest.mark.parametrize("reads", [wrapped, plain])
-@pytest.mark.parametrize("writes", [wrapped, plain])
-@pytest.mark.parametrize("name", ["base", "_base", "_optimizer", "momentum_of_mine"])
-@pytest.mark.parametrize("kind", ATTRIBUTES)
+NAMES = ("base", "_base", "_optimizer", "momentum_of_mine")
+WAYS = tuple(itertools.product((wrapped, plain), repeat=2))
+
+
+# Each kind with each name and each way, in a third of all that three lists can be combined to.
+@pytest.mark.parametrize(
+    ("kind", "name", "writes", "reads"),
+    [
+        (list(ATTRIBUTES)[(i + j) % 3], name, *way)
+        for i, name in enumerate(NAMES)
+        for j, way in enumerate(WAYS)
+    ],
+)
 def test_weights_have_the_optimizers_that_an_inner_optimizer_holds(
     tmp_path, kind, name, writes, reads
 ):
@@ -85,7 +96,8 @@ def test_an_attribute_of_a_name_of_ours_is_saved_too(tmp_path, name):
 def model_without(wrap, frozen):
     model = model_with("sgd")
     model.layers[0].trainable = not frozen
-    model.compile(wrap(keras.optimizers.Adam(0.01)), "mse", jit_compile=False)
+    arguments = {"jit_compile": False, "run_eagerly": model.run_eagerly}
+    model.compile(wrap(keras.optimizers.Adam(0.01)), "mse", **arguments)
     return model
 
 

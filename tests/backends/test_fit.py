@@ -1,7 +1,5 @@
 """`fit` on each backend, with `install()`, and with gradients that are added up."""
 
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ from backends.support import BACKEND, Status, arrays, data, model_with, number, 
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
-# Tracing a training step takes PyTorch many seconds, so one test there does it.
+# Tracing a training step takes PyTorch many seconds: tests/conformance/test_guard.py does it.
 JIT = [False] if BACKEND == "torch" else [False, True]
 
 
@@ -33,52 +31,6 @@ def test_compile_keeps_the_optimizer_and_fit_moves_the_scale():
     assert status(optimizer) == Status(
         scale=2.0**13, counter=0, skipped=0, last=False, iterations=24, applied=24
     )
-
-
-@pytest.mark.skipif(BACKEND == "tensorflow", reason="bit for bit in frameworks/keras")
-@pytest.mark.parametrize("jit_compile", JIT)
-def test_fit_with_spoiled_batches_is_fit_without_them(jit_compile):
-    x, y = data()
-    spoiled = x.copy()
-    spoiled[8:16] = np.nan
-    spoiled[40:48] = np.inf
-    kept = np.r_[0:8, 16:40, 48:64]
-    results = []
-    for optimizer, inputs, targets in (
-        (keras.optimizers.Adam(0.01), x[kept], y[kept]),
-        (wrapped(keras.optimizers.Adam(0.01)), spoiled, y),
-    ):
-        model = model_with(optimizer, jit_compile=jit_compile)
-        model.fit(inputs, targets, batch_size=8, epochs=2, shuffle=False, verbose=0)
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        results.append(arrays(model.trainable_variables) + arrays(inner.variables))
-    for plain, scaled in zip(*results, strict=True):
-        # XLA orders the sums of the two programs differently.
-        np.testing.assert_allclose(scaled, plain, rtol=2e-5, atol=1e-7)
-    assert number(optimizer.steps_skipped) == 4
-    assert number(optimizer.iterations) == 16
-
-
-@pytest.mark.skipif(BACKEND != "torch", reason="the other backends compile in the tests above")
-@pytest.mark.filterwarnings("ignore")
-def test_fit_with_a_compiled_step_on_pytorch(monkeypatch):
-    import torch
-
-    # Traced as ever, but to C++ in test_compile.py of PyTorch alone only: here there are two dozen
-    # graphs, most of them of Keras.
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    # As little as there can be of what PyTorch has to trace: one layer, and one slot for each of
-    # its variables.
-    optimizer = wrapped(keras.optimizers.SGD(0.01, momentum=0.9))
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile(optimizer, loss="mse", jit_compile=True)
-    x, y = data(24)
-    x[8:16] = np.nan
-    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    assert status(optimizer) == Status(
-        scale=2.0**9, counter=1, skipped=1, last=False, iterations=3, applied=2
-    )
-    assert all(np.isfinite(value).all() for value in arrays(model.trainable_variables))
 
 
 def test_a_multi_optimizer_works_with_a_learning_rate_schedule():

@@ -15,6 +15,7 @@ import lossscale
 from conformance.harness import array
 from conformance.wrappers import BACKEND, KERAS
 from forks import Program
+from kerases import status
 from lossscale.errors import ArgumentTypeError, LossScaleWarning
 from seeding import seed
 
@@ -116,12 +117,18 @@ def wrapped(**rule):
     return lossscale.LossScaleOptimizer(SGD(0.125, momentum=0.5), rule=fixed)
 
 
+def compiled(model, optimizer=None, **arguments):
+    """The model, which steps eagerly unless it is compiled for XLA or asked to be traced."""
+    arguments.setdefault("run_eagerly", ON_TENSORFLOW and not arguments.get("jit_compile"))
+    arguments.setdefault("jit_compile", BACKEND == "jax" and not arguments["run_eagerly"])
+    model.compile(optimizer or wrapped(), "mse", **arguments)
+    return model
+
+
 def fit(model, data, **arguments):
     """Trains a model; returns its weights."""
-    if "jit_compile" not in arguments:
-        arguments["jit_compile"] = BACKEND == "jax" and not arguments.get("run_eagerly")
     if getattr(model, "optimizer", None) is None:
-        model.compile(wrapped(), "mse", **arguments)
+        compiled(model, **arguments)
     model.fit(*data, batch_size=ROWS, shuffle=False, verbose=0)
     return weights(model)
 
@@ -142,11 +149,12 @@ def assert_same(found, expected, *, exactly=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+SEVERAL = {"steps_per_execution": 3, "run_eagerly": False}
 WAYS = {
-    "fit": {},
+    "fit": {"run_eagerly": False},
     "eager": {"run_eagerly": True},
     "own train_step": {"cls": OwnStep},
-    **({} if BACKEND == "torch" else {"several a call": {"steps_per_execution": 3}}),
+    **({} if BACKEND == "torch" else {"several a call": SEVERAL}),
     **({"XLA": {"jit_compile": True}} if ON_TENSORFLOW else {}),
 }
 
@@ -171,22 +179,53 @@ def test_a_guard_changes_nothing_without_a_skip_and_much_with_one():
     assert any(np.isnan(each).any() for each in fit(small(), data))
 
 
+class LoopOnTorch(keras.Model):
+    """The step that Keras has on PyTorch, with few calls of Keras in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel = self.add_weight(shape=(3, 1), initializer="ones")
+        self.average = self.add_weight(shape=(3,), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        return x @ self.kernel.value
+
+    def train_step(self, data):
+        import torch
+
+        x, y = data
+        self.average.value.copy_(0.5 * self.average.value + 0.5 * x.mean(0))
+        self.zero_grad()
+        self.optimizer.scale_loss(((self.call(x) - y) ** 2).mean()).backward()
+        weights = self.trainable_weights
+        with torch.no_grad():
+            self.optimizer.apply([weight.value.grad for weight in weights], weights)
+        return {}
+
+
 @pytest.mark.skipif(BACKEND != "torch", reason="the others compile above")
 def test_a_compiled_step_on_pytorch(monkeypatch):
     import functools
 
     import torch
 
+    # Traced as ever, but to C++ in test_compile.py of PyTorch alone only. To trace all that Keras'
+    # own step calls would take half a minute.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    seed(0)
-    data = rows(3, spoiled=[1])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found, expected = (
-            fit(guard(norm_alone()), given, jit_compile=True)
-            for given in (data, without(*data, spoiled=[1]))
-        )
-    assert_same(found, expected)
+    keras.mixed_precision.set_global_policy("float32")
+    x, y = rows(3, spoiled=())
+    x[ROWS : 2 * ROWS] = np.nan
+    ends = []
+    for data, jit_compile in (((x, y), True), (without(x, y, spoiled=[1]), False)):
+        model = guard(LoopOnTorch())
+        optimizer = lossscale.LossScaleOptimizer(SGD(0.125, momentum=0.5), initial_scale=2.0**10)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ends.append(fit(compiled(model, optimizer, jit_compile=jit_compile), data))
+        found = status(optimizer)
+        assert (found.scale, found.skipped) == ((2.0**9, 1) if jit_compile else (2.0**10, 0))
+        assert (found.iterations, found.applied) == (2 + jit_compile, 2)
+    assert_same(*ends)
 
 
 def norm_alone():
@@ -197,9 +236,7 @@ def norm_alone():
 
 
 def test_train_on_batch_and_a_guard_after_compile():
-    model = small()
-    model.compile(wrapped(), "mse", jit_compile=False)
-    guard(model)
+    model = guard(compiled(small(), jit_compile=False, run_eagerly=False))
     x, y = rows(2, spoiled=[1])
     model.train_on_batch(x[:ROWS], y[:ROWS])
     before = weights(model)
@@ -212,7 +249,7 @@ def test_a_skip_of_the_first_step_of_all():
     """Where weights are made in the first step, they are what they were made as."""
     data = rows(2, spoiled=[0])
     model = guard(Late())
-    found = fit(model, data)
+    found = fit(model, data, run_eagerly=False)
     seed(0)
     expected = Late()
     expected(data[0][:ROWS])
@@ -235,8 +272,7 @@ def test_replicas(two_replicas, run_eagerly):
     results = []
     for data in ((x, y), without(x, y)):
         with two_replicas.scope():
-            model = guard(small())
-            model.compile(wrapped(), "mse", jit_compile=False, run_eagerly=run_eagerly)
+            model = compiled(guard(small()), jit_compile=False, run_eagerly=run_eagerly)
         results.append(fit(model, data))
     assert_same(*results)
     parts = [two_replicas.experimental_local_results(_native(w)) for w in model.weights]
@@ -316,7 +352,7 @@ class TwoParts(keras.Model):
 def test_a_skip_of_either_optimizer_puts_the_statistics_back(are_named):
     model = TwoParts()
     guard(model, *(model.optimizers_of_halves if are_named else ()))
-    model.compile(**({"jit_compile": False} if KERAS == "keras" else {}))
+    model.compile(run_eagerly=are_named, **({"jit_compile": False} if KERAS == "keras" else {}))
     x, y = rows(3, spoiled=())
     x = np.concatenate([x, x], axis=1)
     x[ROWS : 2 * ROWS, 3:] *= 1e6
@@ -333,8 +369,7 @@ def test_a_skip_of_either_optimizer_puts_the_statistics_back(are_named):
 
 @pytest.mark.skipif(BACKEND != "jax", reason="others follow any optimizer")
 def test_an_optimizer_whose_variables_fit_does_not_pass_is_refused_on_jax():
-    model = guard(norm_alone(), wrapped())
-    model.compile(wrapped(), "mse")
+    model = compiled(guard(norm_alone(), wrapped()))
     with pytest.raises(NotImplementedError, match="compiled with the optimizer whose skips count"):
         model.fit(*rows(1, spoiled=()), batch_size=ROWS, verbose=0)
 
@@ -358,7 +393,7 @@ def test_metrics_and_random_layers_go_on():
             self.count.assign(0)
 
     model = guard(small(extra=[layers.Dropout(0.5, seed=1)]))
-    model.compile(wrapped(), "mse", metrics=[Seen()], jit_compile=False)
+    compiled(model, metrics=[Seen()], jit_compile=False)
     history = model.fit(*rows(), batch_size=ROWS, shuffle=False, verbose=0).history
     assert history["seen"] == [6]
     if KERAS == "keras":
@@ -372,8 +407,7 @@ def test_metrics_and_random_layers_go_on():
 
 
 def test_what_is_set_between_steps_is_kept_by_a_skip():
-    model = guard(norm_alone())
-    model.compile(wrapped(), "mse", jit_compile=False)
+    model = compiled(guard(norm_alone()), jit_compile=False)
     x, y = rows(2, spoiled=[1])
     model.train_on_batch(x[:ROWS], y[:ROWS])
     model.layers[1].moving_mean.assign([5.0, 6.0])
@@ -411,8 +445,7 @@ def test_a_saved_model_loads_without_the_guard(tmp_path):
 
 @pytest.mark.parametrize("checks", [False, True])
 def test_a_fixed_scale_without_checks_is_no_mistake(checks):
-    model = guard(norm_alone())
-    model.compile(wrapped(skip_nonfinite=checks), "mse", jit_compile=False)
+    model = compiled(guard(norm_alone()), wrapped(skip_nonfinite=checks), jit_compile=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error", LossScaleWarning)
         model.fit(*rows(1, spoiled=()), batch_size=ROWS, verbose=0)
@@ -421,7 +454,7 @@ def test_a_fixed_scale_without_checks_is_no_mistake(checks):
 def test_a_guard_without_an_optimizer_to_follow_warns():
     model = guard(norm_alone())
     keras.mixed_precision.set_global_policy("float32")
-    model.compile("sgd", "mse", jit_compile=False)
+    compiled(model, "sgd", jit_compile=False)
     message = "needs a LossScaleOptimizer, .* is (tf_)?keras's"
     with pytest.warns(LossScaleWarning, match=message):
         model.fit(*rows(1, spoiled=()), batch_size=ROWS, verbose=0)

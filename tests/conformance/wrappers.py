@@ -119,7 +119,8 @@ def _of_tf_keras(family: str, harness: str) -> Iterator[Wrapper]:
     row = functools.partial(Wrapper, backend="tensorflow", keras="tf_keras", family=family)
     yield row(f"{family}-eager", driver=f"harness.{harness}Harness", compiles=False)
     yield row(f"{family}-function", driver=f"harness.{harness}Function", compiles=True)
-    yield row(f"{family}-xla", driver=f"harness.{harness}XLA", compiles=True)
+    like = "" if family == "tf_keras-new" else "tf_keras-new-xla"
+    yield row(f"{family}-xla", driver=f"harness.{harness}XLA", compiles=True, like=like)
     yield row(
         f"{family}-experimental",
         driver=f"harness.{harness}Experimental",

@@ -1,6 +1,7 @@
 """A part of the tests that cannot run on this machine is left out, in words."""
 
 import importlib.metadata
+import os
 import pathlib
 import sys
 
@@ -43,6 +44,7 @@ def with_wheels_of_another_release(monkeypatch, folder):
 def test_it_is_named_in_the_last_line_and_demanded_by_ci(
     part, absent, why, monkeypatch, capsys, tmp_path
 ):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(run, "ALL", {part: run.ALL[part]})
     monkeypatch.setattr(sys, "argv", ["run.py", "--jobs", "1"])
     monkeypatch.delenv(run.DEMAND, raising=False)

@@ -303,9 +303,9 @@ tests/frameworks/torch/test_two_wrappers.py
     torch ScaledGradients.settle: self in each.record.sets -> False  -k the_scale_falls
     torch LossScaleOptimizer._leave_out: not record.has_own_loss -> False  -k no_step
     torch Engine.put_into_set: each.record.decision = None -> pass  -k share_parameters
+    torch ScaledGradients.leave: self.info = self.info.without(info.ids) -> pass
 tests/frameworks/torch/test_scaled_gradients.py
     torch ScaledGradients.add: each.settle(whole=True) -> pass  -k five_calls
-    torch ScaledGradients.leave: self.info = self.info.without(info.ids) -> pass  -k five_calls
     torch GradientRecord.copy_to: memo.get(id(each)) -> None  -k random_programs
     torch Engine.restart: each.leave(info) -> pass  -k random_programs
 tests/frameworks/torch/test_state.py

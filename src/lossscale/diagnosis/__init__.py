@@ -110,7 +110,8 @@ def explain(
         scale: The loss scale of the step.
 
     Returns:
-        The explanation. Its cause is "unknown" if the forward and the backward pass are finite.
+        The explanation. Its cause is "unknown" if the forward and the backward pass are finite,
+        unless an overflow is hidden in them, as that of the squares in a norm.
 
     Raises:
         ArgumentTypeError: If `model` is not a model of Keras 3, or `loss_fn` does not return a

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lossscale.diagnosis.origins import Flags, Watched, passed_on
-from lossscale.monitoring.explanation import FailedOperation, Origin
+from lossscale.monitoring.explanation import LARGEST, FailedOperation, Origin
+from lossscale.monitoring.origins import HARM, Flags, Watched, overflow_in, passed_on
 
 _BACKWARD = "gradient_tape/"
 _SETTERS = ("Const", "Fill", "BroadcastTo", "Select", "SelectV2", "PadV2")
@@ -65,18 +65,24 @@ class GraphWatch:
         self._scale = tf.constant(scale, tf.float32)
         self._found, self._in_float16 = self._counts(self._scale).numpy(), False
         origins: dict[Any, Origin] = {}
+        hidden: Origin | None = None
         for operation in self._operations:
+            taken = [
+                (origins[t.ref()], self._of(t)) for t in operation.inputs if t.ref() in origins
+            ]
             for tensor in operation.outputs:
                 self._in_float16 |= tensor.dtype == tf.float16
                 flags = self._of(tensor)
                 if any(flags):
-                    origins[tensor.ref()] = self._origin(operation, tensor, flags, origins)
+                    origins[tensor.ref()] = self._origin(operation, tensor, flags, taken)
+                elif taken and not hidden and self._is_harmed(operation):
+                    hidden = overflow_in(taken)
         loss, *gradients = [
             None if each is None else origins.get(each.ref())
             for each in self._traced.structured_outputs
         ]
         real = [each for each in gradients if each is not None and not each.is_mask]
-        return Watched(loss, next(iter(real), None))
+        return Watched(loss, next(iter(real), None), hidden)
 
     def _of(self, tensor: Any) -> Flags:
         place = self._places.get(tensor.ref())
@@ -85,24 +91,40 @@ class GraphWatch:
         _, _, negative, positive, nans = self._found[place]
         return Flags(bool(nans), bool(negative + positive))
 
+    def _given(self, operation: Any) -> list[Any]:
+        """The numbers that an operation takes."""
+        wanted = [t for t in operation.inputs if t.dtype not in (tf.resource, tf.variant)]
+        return [each.numpy() for each in self._pruned(wanted)(self._scale)]
+
+    def _is_harmed(self, operation: Any) -> bool:
+        """Whether an operation makes another number of an infinity than of 65,504."""
+        if _BACKWARD in operation.name:
+            return False
+        given = self._given(operation)
+        limits: dict[str, Any] = {"nan": math.nan, "posinf": LARGEST, "neginf": -LARGEST}
+        lower = [
+            np.nan_to_num(a, **limits) if np.issubdtype(a.dtype, np.floating) else a for a in given
+        ]
+        made, other = _repeated(operation, given), _repeated(operation, lower)
+        pairs = zip(made or [], other or [], strict=True)
+        return any((abs(one - another) > HARM).any() for one, another in pairs)
+
     def _origin(
-        self, operation: Any, tensor: Any, flags: Flags, origins: Mapping[Any, Origin]
+        self,
+        operation: Any,
+        tensor: Any,
+        flags: Flags,
+        taken: Sequence[tuple[Origin, Flags]],
     ) -> Origin:
         if tensor.ref() in self._names:
             return self._names[tensor.ref()]
         in_backward = _BACKWARD in operation.name
-        taken = [(origins[t.ref()], self._of(t)) for t in operation.inputs if t.ref() in origins]
         sets = operation.type in _SETTERS and not taken
         old = passed_on(taken, flags, sets=sets, in_backward=in_backward)
         if old is not None:
             return old
-        wanted = [t for t in operation.inputs if t.dtype not in (tf.resource, tf.variant)]
-        given = [each.numpy() for each in self._pruned(wanted)(self._scale)]
-        floats = [
-            each.astype(np.float64)
-            for each, t in zip(given, wanted, strict=True)
-            if t.dtype.is_floating
-        ]
+        given = self._given(operation)
+        floats = [a.astype(np.float64) for a in given if np.issubdtype(a.dtype, np.floating)]
         decisive = (floats[1:] or floats) if "Div" in operation.type else floats[:1]
         is_cast, module = operation.type == "Cast", _module(operation.name)
         cast_of = self._names.get(operation.inputs[0].ref(), Origin())
@@ -168,6 +190,15 @@ def _largest(array: Any) -> float:
 
 def _wide(operation: Any, given: Sequence[Any]) -> float | None:
     """The largest magnitude that an operation computes in float64; None if not finite."""
+    arrays = _repeated(operation, given)
+    if arrays is None:
+        return None if any(part in operation.type for part in _SINGULAR) else math.inf
+    finite = all(np.isfinite(each).all() for each in arrays)
+    return max(map(_largest, arrays), default=0.0) if finite else None
+
+
+def _repeated(operation: Any, given: Sequence[Any]) -> list[Any] | None:
+    """What an operation computes in float64; None if it does not exist in it."""
     definition = operation.op_def
     narrow = (tf.float16, tf.bfloat16, tf.float32)
 
@@ -192,8 +223,5 @@ def _wide(operation: Any, given: Sequence[Any]) -> float | None:
             if attribute.name not in inferred:
                 arguments[attribute.name] = wider(operation.get_attr(attribute.name))
         made = getattr(tf.raw_ops, operation.type)(**arguments)
-        arrays = [each.numpy() for each in tf.nest.flatten(made) if each.dtype.is_floating]
-        finite = all(np.isfinite(each).all() for each in arrays)
-        return max(map(_largest, arrays), default=0.0) if finite else None
-    # Not every operation exists in every dtype.
-    return None if any(part in operation.type for part in _SINGULAR) else math.inf
+        return [each.numpy() for each in tf.nest.flatten(made) if each.dtype.is_floating]
+    return None

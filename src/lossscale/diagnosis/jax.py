@@ -17,10 +17,10 @@ import numpy as np
 from lossscale.checks import checked_above_zero
 from lossscale.diagnosis.jaxpr_watch import JaxprWatch, small_numbers
 from lossscale.diagnosis.measurement import Pass, checked_loss
-from lossscale.diagnosis.origins import explain_pass
 from lossscale.diagnosis.report import Report, make_report
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.monitoring.explanation import Explanation
+from lossscale.monitoring.origins import explain_pass
 from lossscale.optax.gating import is_gradient
 from lossscale.optax.overflow_tracking import named_leaves
 
@@ -218,7 +218,8 @@ def explain(
         parameters: The parameters that the optimizer of this loss trains, as for `diagnose`.
 
     Returns:
-        The explanation. Its cause is "unknown" if the forward and the backward pass are finite.
+        The explanation. Its cause is "unknown" if the forward and the backward pass are finite,
+        unless an overflow is hidden in them, as that of the squares in a norm.
 
     Raises:
         ArgumentTypeError: If `loss_fn` or what it returns have another type.

@@ -18,9 +18,9 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Literal
 
-from lossscale.diagnosis.origins import Flags, Watched, passed_on
 from lossscale.jax.apply_or_skip import bind
-from lossscale.monitoring.explanation import FailedOperation, Origin
+from lossscale.monitoring.explanation import LARGEST, FailedOperation, Origin
+from lossscale.monitoring.origins import HARM, Flags, Watched, overflow_in, passed_on
 
 _TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "remat", "rematted"}
 _ADDING = ("add", "max", "clamp")
@@ -66,14 +66,16 @@ class JaxprWatch:
             for (name, is_weight), array in zip(self._names, arguments, strict=True)
             if is_weight
         }
+        self._hidden: Origin | None = None
+        self._absorbed: set[Origin] = set()
         _, found = self._evaluate(self._closed, arguments, origins)
         gradients = [each for each in found[1:] if each is not None and not each.is_mask]
         first = next(iter(gradients), None)
-        if found[0] is None and first is not None and first.failed is not None:
+        if found[0] is None and first and first.failed and first not in self._absorbed:
             # The forward pass is finite, so it is a part of a derivative.
-            failed = first.failed._replace(operation=self._derived[first.failed])
-            first = first._replace(failed=failed)
-        return Watched(found[0], first)
+            operation = self._derived[first.failed]
+            first = Origin(first.failed._replace(operation=operation, in_backward=True))
+        return Watched(found[0], first, self._hidden)
 
     def _evaluate(
         self, closed: Any, arguments: Sequence[Any], origins: Sequence[Origin | None]
@@ -99,11 +101,17 @@ class JaxprWatch:
             inner = calls(equation, given)
             if inner is None:
                 made = bind(jaxpr, equation, given)
+                flags = list(map(_flags, made))
+                infinite = [
+                    (origin, _flags(each))
+                    for origin, each in zip(taken, given, strict=True)
+                    if origin is not None
+                ]
+                if infinite and not any(map(any, flags)):
+                    self._note_harm(jaxpr, equation, given, made, overflow_in(infinite))
                 found = [
-                    self._origin(jaxpr, equation, given, taken, _flags(each))
-                    if any(_flags(each))
-                    else None
-                    for each in made
+                    self._origin(jaxpr, equation, given, infinite, each) if any(each) else None
+                    for each in flags
                 ]
             else:
                 made, found = inner(self._evaluate, given, taken)
@@ -111,18 +119,33 @@ class JaxprWatch:
             known.update(zip(equation.outvars, found, strict=True))
         return read(jaxpr.outvars)
 
+    def _note_harm(
+        self,
+        jaxpr: Any,
+        equation: Any,
+        given: Sequence[Any],
+        made: Sequence[Any],
+        overflow: Origin | None,
+    ) -> None:
+        """Notes an overflow that ends here, and whether another number is made of 65,504."""
+        if overflow is None or _is_backward(equation):
+            return
+        self._absorbed.add(overflow)
+        limits: dict[str, Any] = {"nan": math.nan, "posinf": LARGEST, "neginf": -LARGEST}
+        lower = [jnp.nan_to_num(each, **limits) if _is_float(each) else each for each in given]
+        for one, other in zip(made, bind(jaxpr, equation, lower), strict=True):
+            if _is_float(one) and bool((jnp.abs(one - other) > HARM).any()):
+                self._hidden = self._hidden or overflow
+
     def _origin(
         self,
         jaxpr: Any,
         equation: Any,
         given: Sequence[Any],
-        taken: Sequence[Origin | None],
+        infinite: Sequence[tuple[Origin, Flags]],
         made: Flags,
     ) -> Origin:
-        scopes = str(equation.source_info.name_stack)
-        in_backward = "transpose(" in scopes
-        pairs = zip(taken, given, strict=True)
-        infinite = [(origin, _flags(each)) for origin, each in pairs if origin is not None]
+        in_backward = _is_backward(equation)
         literals = [atom.val for atom in equation.invars if isinstance(atom, Literal)]
         sets = any(any(_flags(value)) for value in literals)
         old = passed_on(infinite, made, sets=sets, in_backward=in_backward)
@@ -237,6 +260,10 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 
 # --- Names --------------------------------------------------------------------------------------
+
+
+def _is_backward(equation: Any) -> bool:
+    return "transpose(" in str(equation.source_info.name_stack)
 
 
 def _module(equation: Any) -> str:

@@ -11,8 +11,8 @@ import keras
 import numpy as np
 
 from lossscale.common.monkeypatch import replace
-from lossscale.diagnosis.origins import explain_pass
-from lossscale.monitoring.explanation import Explanation, Origin, nothing_to_explain
+from lossscale.monitoring.explanation import Explanation, Origin
+from lossscale.monitoring.origins import explain_pass
 
 
 class Explainer:
@@ -174,5 +174,5 @@ class Explainer:
             first = [value.detach().requires_grad_() for value in values[:trained]]
             with watch.forward():
                 loss = self._forward([*first, *values[trained:]], self._batch)
-            found = examined(watch, [loss], first, [torch.full_like(loss, scale)], scale)
-        return found or nothing_to_explain(scale)
+            seeds = [torch.full_like(loss, scale)]
+            return examined(watch, [loss], first, seeds, scale, in_float32=in_float32)

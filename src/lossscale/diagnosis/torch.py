@@ -108,7 +108,8 @@ class TorchGradientFunction:
     def __init__(self, model: Any, loss_fn: LossFn, parameters: Any = None) -> None:
         _check_arguments(model, loss_fn)
         self._model, self._loss_fn = model, loss_fn
-        owned = set(map(id, model.parameters() if parameters is None else parameters))
+        self._parameters = list(model.parameters() if parameters is None else parameters)
+        owned = set(map(id, self._parameters))
         named = model.named_parameters()
         self._names = [_plain(n) for n, p in named if p.requires_grad and id(p) in owned]
         self._device = next(model.parameters()).device.type
@@ -129,7 +130,8 @@ class TorchGradientFunction:
         """Explains why a pass is not finite."""
         dtype = torch.float16 if half else None
         with _as_it_was(self._model), _casting_to(dtype), _DrawnInFloat32():
-            return explain(self._model, self._loss_fn, copy.deepcopy(batch), scale=scale)
+            given = self._model, self._loss_fn, copy.deepcopy(batch)
+            return explain(*given, parameters=self._parameters, scale=scale)
 
     def _pass(self, batch: Any, scale: float, half: bool, *, widen: bool = False) -> Pass:
         dtype = torch.float16 if half else None

@@ -18,7 +18,8 @@ LARGEST = 65504.0
 SMALLEST = 2.0**-24
 """The smallest one above 0; half of it, and less, is rounded to 0."""
 HALVINGS = 24
-"""The most halvings of the loss scale that are tried: 2**-24 is the smallest float16 number."""
+"""The fewest halvings of a loss scale that are tried: 2**-24 is the smallest float16 number. From
+a higher one the scale falls to 1."""
 
 _CHECK_THE_LOSS = (
     "check the targets and the loss function; explain(model, loss_fn, batch) names its operation "
@@ -172,16 +173,21 @@ class Origin(NamedTuple):
     line: str = ""
 
 
-def halvings_until(is_finite_after: Callable[[int], bool]) -> int | None:
+def most_halvings(scale: float) -> int:
+    """Returns how often a loss scale is halved before a step is called broken at every scale."""
+    return max(HALVINGS, math.ceil(math.log2(scale)))
+
+
+def halvings_until(is_finite_after: Callable[[int], bool], scale: float) -> int | None:
     """Returns after how many halvings of the loss scale a pass is finite; None if it never is.
 
     Examples:
-        >>> halvings_until(lambda halvings: halvings >= 5)
+        >>> halvings_until(lambda halvings: halvings >= 5, 2.0**15)
         5
     """
-    if not is_finite_after(HALVINGS):
+    if not is_finite_after(most_halvings(scale)):
         return None
-    tried = range(1, HALVINGS + 1)
+    tried = range(1, most_halvings(scale) + 1)
     return tried[bisect.bisect_left(tried, True, key=is_finite_after)]
 
 

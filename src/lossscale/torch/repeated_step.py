@@ -15,7 +15,7 @@ import random
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,18 +26,14 @@ from lossscale.checks import checked_above_zero
 from lossscale.common.monkeypatch import replace
 from lossscale.errors import ArgumentTypeError
 from lossscale.monitoring.explanation import (
-    HALVINGS,
     LARGEST,
+    Cause,
     Explanation,
-    explained,
-    halvings_until,
     in_the_loss,
-    nothing_to_explain,
-    of_forward_pass,
     scaled_outputs,
     unknown,
-    with_line,
 )
+from lossscale.monitoring.origins import Watched, explain_pass
 from lossscale.torch.buffers import Hook, innermost
 from lossscale.torch.ranks import is_spread
 from lossscale.torch.scaling import scaled
@@ -57,6 +53,7 @@ def explain(
     loss_fn: Callable[[Any, Any], Any],
     batch: Any,
     *,
+    parameters: Iterable[torch.nn.Parameter] | None = None,
     scale: float = 2.0**15,
 ) -> Explanation:
     """Explains why a step on a batch would be skipped: the first operation that is not finite.
@@ -69,10 +66,12 @@ def explain(
         loss_fn: Called with the model and the batch. Returns the unscaled loss, a tensor with one
             element. It needs no `autocast`.
         batch: One batch of any kind that `loss_fn` takes.
+        parameters: The parameters that the optimizer of this loss trains, if not all.
         scale: The loss scale of the step.
 
     Returns:
-        The explanation. Its cause is "unknown" if the forward and the backward pass are finite.
+        The explanation. Its cause is "unknown" if the forward and the backward pass are finite,
+        unless an overflow is hidden in them, as that of the squares in a norm.
 
     Raises:
         ArgumentTypeError: If the model or the loss have another type.
@@ -96,6 +95,8 @@ def explain(
         return unknown(why)
     device = next((p.device.type for p in model.parameters()), "cpu")
     casts = all(p.dtype != torch.float16 for p in model.parameters())
+    owned = set(map(id, model.parameters() if parameters is None else parameters))
+    names = [name for name, p in model.named_parameters() if p.requires_grad and id(p) in owned]
 
     def run(model: Any) -> Any:
         if not model.training:
@@ -109,17 +110,14 @@ def explain(
         return scaled(loss.reshape(()), 1.0)
 
     try:
-        with _as_it_was(model) as (watch, kept, tensors, roots):
+        with _as_it_was(model) as (watch, kept, tensors, _):
             kept.add(batch, "batch")
             with watch.forward():
                 outputs = [_called(model, tensors, run)]
-            origin = watch.origin(outputs, masks=True)
-            if origin is not None and origin.is_mask:
-                return of_forward_pass(origin)
-            found = examined(watch, outputs, roots, [torch.full_like(outputs[0], scale)], scale)
+            roots = [tensors[name] for name in names]
+            return examined(watch, outputs, roots, [torch.full_like(outputs[0], scale)], scale)
     except UnrepeatableError as error:
         return unknown(str(error))
-    return found or nothing_to_explain(scale)
 
 
 class CallRecorder:
@@ -206,8 +204,8 @@ class CallRecorder:
             if why := _refusal(self._model) or self._why_not():
                 return unknown(why)
             for number, call in enumerate(self._calls, start=1):
-                found = _repeated(self._model, call, scale) if call.gradients else None
-                if found is not None:
+                found = _repeated(self._model, call, scale) if call.gradients else unknown("")
+                if found.cause is not Cause.UNKNOWN:
                     if self._made > 1:
                         reason = f"in call {number} of {self._made} of the model, {found.reason}"
                         found = dataclasses.replace(found, reason=reason)
@@ -296,8 +294,8 @@ def _refusal(model: Any) -> str:
 # --- The repeated pass --------------------------------------------------------------------------
 
 
-def _repeated(model: Any, call: _Call, scale: float) -> Explanation | None:
-    """Repeats a call; returns the explanation, None if everything is finite."""
+def _repeated(model: Any, call: _Call, scale: float) -> Explanation:
+    """Repeats a call, and explains it."""
     with _as_it_was(model) as (watch, kept, tensors, roots):
         _set_random_states(call.random)
 
@@ -323,52 +321,52 @@ def _repeated(model: Any, call: _Call, scale: float) -> Explanation | None:
         before = [call.outputs[number] for number in numbers]
         origin = watch.origin(outputs)
         if any(map(_differ, outputs, before)):
-            return unknown(
+            raise UnrepeatableError(
                 "the model returns something else when the pass is repeated. It draws random "
                 "numbers of its own, keeps a state, or has hooks that change results"
             )
-        if origin is not None:
-            return of_forward_pass(origin)
         seeds = [call.gradients[number] for number in numbers]
-        if not all(map(is_finite, seeds)):
+        if origin is watch.hidden is None and not all(map(is_finite, seeds)):
             return _of_seeds(outputs, seeds, scale)
         with contextlib.ExitStack() as stack:
             for device, _, dtype in call.casting:
                 stack.enter_context(torch.autocast(device, dtype, enabled=False))
-            return examined(watch, outputs, roots, seeds, scale)
+            return examined(watch, outputs, roots, seeds, scale, is_loss=False)
 
 
 def examined(
-    watch: Watch, outputs: list[Any], roots: list[Any], seeds: list[Any], scale: float
-) -> Explanation | None:
-    """Returns what is not finite in outputs or in their backward pass; None if nothing is."""
-    origin = watch.origin(outputs)
-    if origin is not None:
-        return of_forward_pass(origin)
+    watch: Watch,
+    outputs: list[Any],
+    roots: list[Any],
+    seeds: list[Any],
+    scale: float,
+    *,
+    is_loss: bool = True,
+    in_float32: Callable[[], Explanation] | None = None,
+) -> Explanation:
+    """Explains what is not finite in outputs, or in their gradients.
+
+    Args:
+        watch: Has watched the forward pass.
+        outputs: The outputs.
+        roots: What they are differentiated by.
+        seeds: The gradients of the outputs.
+        scale: The loss scale.
+        is_loss: Whether the output is a loss, which no mask makes infinite.
+        in_float32: As for `explain_pass`.
+    """
     pairs = [pair for pair in zip(outputs, seeds, strict=True) if pair[0].requires_grad]
-    if not pairs or not roots:
-        return None
-    outputs, seeds = map(list, zip(*pairs, strict=True))
 
-    def gradients(halvings: int = 0) -> list[Any]:
-        lower = [seed * 2.0**-halvings for seed in seeds] if halvings else seeds
-        found = torch.autograd.grad(outputs, roots, lower, retain_graph=True, allow_unused=True)
-        return [gradient for gradient in found if gradient is not None]
-
-    with watch.backward():
-        origin = watch.origin(gradients())
-        if origin is None:
-            return None
-    failed = origin.failed
-    if failed is None or not failed.in_backward:
-        return of_forward_pass(origin)
-    halvings = halvings_until(lambda halvings: all(map(is_finite, gradients(halvings))))
-    if halvings is None:
-        # What overflows at this scale may come before what is not finite at any.
+    def watched(lower: float) -> Watched:
+        origin = watch.origin(outputs, masks=is_loss)
+        if origin is not None or not pairs or not roots:
+            return Watched(origin, None, watch.hidden)
+        derived, by = zip(*((out, seed * (lower / scale)) for out, seed in pairs), strict=True)
         with watch.backward():
-            origin = watch.origin(gradients(HALVINGS)) or origin
-        failed = origin.failed or failed
-    return with_line(explained(failed, scale=scale, halvings=halvings), origin)
+            found = torch.autograd.grad(derived, roots, by, retain_graph=True, allow_unused=True)
+            return Watched(None, watch.origin(g for g in found if g is not None), watch.hidden)
+
+    return explain_pass(watched, scale, in_float32)
 
 
 def _of_seeds(outputs: list[Any], seeds: list[Any], scale: float) -> Explanation:

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lossscale.common.monkeypatch import replace
-from lossscale.errors import UnsupportedError
-from lossscale.monitoring.explanation import FailedOperation, Origin
+from lossscale.monitoring.explanation import LARGEST, FailedOperation, Origin
+from lossscale.monitoring.origins import HARM, Flags, overflow_in, passed_on
 
 _SETTERS = (
     *("full", "full_like", "new_full", "fill_", "fill", "scalar_tensor", "masked_fill_"),
@@ -55,6 +55,9 @@ class Watch(TorchDispatchMode):
     Args:
         model: The model, for the names of its modules.
         tensors: Tensors by name: the parameters and buffers.
+
+    Attributes:
+        hidden: The origin of the first overflow that makes a result wrong, and finite.
     """
 
     def __init__(self, model: Any, tensors: dict[str, Any]) -> None:
@@ -72,6 +75,7 @@ class Watch(TorchDispatchMode):
         self._epsilons: dict[str, float] = {}
         self._in_float16 = False
         self._generators: dict[Any, Any] = {}
+        self.hidden: Origin | None = None
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -153,33 +157,50 @@ class Watch(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         inputs = list(tensors_in((args, kwargs)))
         place, node = self._place(name, args, inputs)
-        before = self._before_writes(func, args, kwargs)
+        call = _Call(func, args, kwargs, self._before_writes(func, args, kwargs))
         result = func(*args, **kwargs)
         if name in _UNSET or func.is_view:
             return result
-        for tensor in tensors_in(result):
-            self._in_float16 |= tensor.dtype == torch.float16
-            key = _key(tensor)
-            self._made.add(key)
-            if is_finite(tensor):
+        made = list(tensors_in(result))
+        self._in_float16 |= any(t.dtype == torch.float16 for t in made)
+        self._made.update(map(_key, made))
+        flags = list(map(_flags, made))
+        if not (self._origins or any(map(any, flags))):
+            return result
+        was = [call.before.get(id(t), t) for t in inputs]
+        found = [
+            (self._origins.get(_key(t), Origin(is_mask=True)), _flags(b))
+            for t, b in zip(inputs, was, strict=True)
+        ]
+        taken = [each for each in found if any(each[1])]
+        self._note_harm(call, made, flags, taken)
+        sets = any(isinstance(a, float) and not math.isfinite(a) for a in args)
+        sets |= name in _SETTERS and not taken
+        for tensor, contained in zip(made, flags, strict=True):
+            if not any(contained):
                 if not func._schema.is_mutable:
-                    self._origins.pop(key, None)
+                    self._origins.pop(_key(tensor), None)
                 continue
-            was = [(t, before.get(id(t), t)) for t in inputs]
-            taken = [
-                (self._origins.get(_key(t), Origin(is_mask=True)), b)
-                for t, b in was
-                if not is_finite(b)
-            ]
-            origin = _passed_on(taken, tensor, name, args, self._in_backward)
+            origin = passed_on(taken, contained, sets=sets, in_backward=self._in_backward)
             if origin is not None and origin.is_mask:
                 origin = Origin(is_mask=True, line=origin.line or place.line)
             if origin is None:
-                call = func, args, kwargs, before
-                failed = self._failed(call, name, place, node, [b for _, b in was], inputs)
+                failed = self._failed(call, name, place, node, was, inputs)
                 origin = Origin(failed._replace(of_infinities=bool(taken)), line=place.line)
-            self._origins[key] = origin
+            self._origins[_key(tensor)] = origin
         return result
+
+    def _note_harm(
+        self, call: _Call, made: list[Any], flags: list[Flags], taken: list[tuple[Origin, Flags]]
+    ) -> None:
+        """Notes an overflow of which an operation makes another number than of 65,504."""
+        origin = overflow_in(taken)
+        if origin is None or self.hidden or self._in_backward or any(map(any, flags)):
+            return
+        bounded = call.repeated(lambda t: torch.nan_to_num(t, math.nan, LARGEST, -LARGEST))
+        for one, other in zip(made, bounded or made, strict=True):
+            if one.is_floating_point() and bool(((one - other).abs() > HARM).any()):
+                self.hidden = origin
 
     def _place(self, name: str, args: Any, inputs: list[Any]) -> tuple[Place, Any]:
         """Returns where an operation, or that of which it is the backward pass, was called."""
@@ -215,7 +236,7 @@ class Watch(TorchDispatchMode):
         return copies
 
     def _failed(
-        self, call: Any, name: str, place: Place, node: Any, before: list[Any], inputs: list[Any]
+        self, call: _Call, name: str, place: Place, node: Any, before: list[Any], inputs: list[Any]
     ) -> FailedOperation:
         """Describes an operation that makes something that is not finite."""
         floats = [t for t in before if t.is_floating_point() and t.numel()]
@@ -231,7 +252,7 @@ class Watch(TorchDispatchMode):
             place.module,
             self._in_backward,
             largest_input=max(map(largest, floats), default=0.0),
-            largest_result=largest(floats[-1]) if is_cast and floats else _wide(*call, name=name),
+            largest_result=largest(floats[-1]) if is_cast and floats else _wide(call, name),
             meets_zero=any(bool((t == 0).any()) for t in decisive),
             meets_negative=any(bool((t < 0).any()) for t in decisive),
             cast_of=next((self._names.get(_key(t), "") for t in inputs[-1:]), ""),
@@ -241,41 +262,39 @@ class Watch(TorchDispatchMode):
         )
 
 
-def _passed_on(
-    taken: list[Any], result: Any, name: str, args: Any, in_backward: bool
-) -> Origin | None:
-    """Returns the origin of what an operation only passes on; None if it makes something new."""
-    real: list[Origin] = [origin for origin, _ in taken if not origin.is_mask]
-    if real:
-        return next((origin for origin in real if origin.failed), real[0])
-    is_set = any(isinstance(a, float) and not math.isfinite(a) for a in args)
-    if is_set or (name in _SETTERS and not taken):
-        return Origin(is_mask=True)
-    if in_backward:
+class _Call(NamedTuple):
+    """A call of an operation, and what it has written to as it was, by the ids of the tensors."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    before: dict[int, Any]
+
+    def repeated(self, change: Callable[[Any], Any], dtypes: Mapping[Any, Any] = {}) -> Any:
+        """Returns the tensors that the call makes of other ones; None if it cannot be repeated."""
+
+        def other(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                value = self.before.get(id(value), value)
+                return change(value) if value.is_floating_point() else value.clone()
+            return dtypes.get(value, value) if isinstance(value, torch.dtype) else value
+
+        if torch.Tag.nondeterministic_seeded in self.func.tags:
+            # It would draw other random numbers.
+            return None
+        # Not every operation exists in every dtype.
+        with contextlib.suppress(Exception):
+            args, kwargs = tree_map(other, (self.args, self.kwargs))
+            return list(tensors_in(self.func(*args, **kwargs)))
         return None
-    if taken and (not bool(result.isnan().any()) or any(bool(b.isnan().any()) for _, b in taken)):
-        masked: Origin = taken[0][0]
-        return masked
-    return None
 
 
-def _wide(func: Any, args: Any, kwargs: Any, before: dict[int, Any], *, name: str) -> float | None:
-    """Returns the largest magnitude that an operation computes in float64; None if not finite."""
-
-    def wider(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            value = before.get(id(value), value)
-            return value.double() if value.is_floating_point() else value.clone()
-        return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
-
-    try:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise UnsupportedError("would draw other random numbers")
-        result = func(*tree_map(wider, args), **tree_map(wider, kwargs))
-    # Not every operation exists in every dtype.
-    except Exception:
+def _wide(call: _Call, name: str) -> float | None:
+    """Returns the largest magnitude that a call computes in float64; None if not finite."""
+    made = call.repeated(torch.Tensor.double, _WIDE)
+    if made is None:
         return None if any(part in name for part in _SINGULAR) else math.inf
-    floats = [t for t in tensors_in(result) if t.is_floating_point()]
+    floats = [t for t in made if t.is_floating_point()]
     return max(map(largest, floats), default=0.0) if all(map(is_finite, floats)) else None
 
 
@@ -319,6 +338,13 @@ def is_finite(tensor: Any) -> bool:
     if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     return bool(_numbers(tensor).isfinite().all())
+
+
+def _flags(tensor: Any) -> Flags:
+    if is_finite(tensor):
+        return Flags()
+    numbers = _numbers(tensor)
+    return Flags(bool(numbers.isnan().any()), bool(numbers.isinf().any()))
 
 
 def largest(tensor: Any) -> float:

@@ -1,4 +1,6 @@
-"""`lossscale.optax.explain`: the causes of thirty faults, and what it leaves alone."""
+"""`lossscale.optax.explain`: the causes of faults, and what it leaves alone."""
+
+import types
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +8,7 @@ import numpy as np
 import pytest
 
 import lossscale.optax
+from broken_blocks import FAULTS, INPUT, WEIGHTS, mean_square, mistakes
 from frameworks.jax.explain_cases import CASES
 from lossscale.errors import ArgumentError
 from lossscale.monitoring.explanation import Cause
@@ -23,6 +26,41 @@ def test_a_fault_is_named(name):
     assert not operations or any(each in found.operation for each in operations.split())
     assert module in found.module
     assert found.module in found.text
+
+
+NAMES = [
+    "abs",
+    "arange",
+    "exp",
+    "inf",
+    "log",
+    "matmul",
+    "maximum",
+    "mean",
+    "sqrt",
+    "sum",
+    "tanh",
+    "transpose",
+    "where",
+]
+NUMPY = types.SimpleNamespace(
+    **{name: getattr(jnp, name) for name in NAMES}, rsqrt=jax.lax.rsqrt, softmax=jax.nn.softmax
+)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_block_is_named(name):
+    fault = FAULTS[name]
+
+    def loss_fn(params, batch, dtype):
+        params = {name: each.astype(dtype) for name, each in params.items()}
+        h = batch.astype(dtype) @ params["up"]
+        with jax.named_scope("block"):
+            h = fault.block(NUMPY, h, params["gain"])
+        return (fault.loss or mean_square)(NUMPY, (h @ params["head"]).astype(jnp.float32))
+
+    found = explain(loss_fn, WEIGHTS, INPUT * np.float32(fault.size), scale=fault.scale)
+    assert not mistakes(name, found), found.text
 
 
 def dense(params, batch, dtype):

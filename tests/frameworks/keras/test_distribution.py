@@ -11,11 +11,9 @@ from frameworks.keras.support import (
     STEPS,
     Status,
     assert_same,
-    data,
     loss_scale_warnings,
     number,
     plain_step,
-    small_model,
     status,
     wrapped,
 )
@@ -291,30 +289,6 @@ def test_a_loss_that_was_scaled_outside_the_replicas_is_known_inside(two_replica
 
 
 ONE_DEVICE = tf.distribute.OneDeviceStrategy("/cpu:0")
-
-
-def wrapped_adam(rate):
-    return wrapped(Adam(rate))
-
-
-def test_fit_skips_what_one_replica_cannot_use(two_replicas):
-    x, y = data(40)
-    bad = x.copy()
-    # Of a batch of 8, replica 0 gets the first four rows and replica 1 the others.
-    bad[8:12] = NAN
-    bad[28:32] = INF
-    kept = np.r_[0:8, 16:24, 32:40]
-    models = []
-    for optimizer, inputs, targets in ((Adam, x[kept], y[kept]), (wrapped_adam, bad, y)):
-        with two_replicas.scope():
-            models.append(small_model())
-            models[-1].compile(optimizer(0.05), "mse", jit_compile=False)
-        models[-1].fit(inputs, targets, batch_size=8, shuffle=False, verbose=0)
-    assert_same(*(same_on_both(model.trainable_variables, two_replicas) for model in models))
-    same_on_both(models[1].optimizer.variables, two_replicas)
-    assert status(models[1].optimizer) == Status(
-        scale=2.0**13, counter=1, skipped=2, last=False, iterations=5, applied=3
-    )
 
 
 def test_one_device_strategy_trains_and_skips(how, in_function):

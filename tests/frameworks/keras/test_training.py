@@ -9,7 +9,6 @@ from frameworks.keras.support import (
     INF,
     NAN,
     STEPS,
-    Status,
     assert_same,
     data,
     gradients_for,
@@ -102,38 +101,6 @@ def test_what_a_function_reads_moves_with_the_steps():
 
     seen = [[x.numpy().item() for x in step(tf.constant([g]))] for g in (INF, 1.0, 1.0)]
     assert seen == [[2.0**14, 1, True], [2.0**15, 1, False], [2.0**16, 1, False]]
-
-
-FIT = {
-    "xla": {"jit_compile": True},
-    "eager": {"run_eagerly": True},
-    # The graph of one step, in a loop; the weights must be those of that graph alone.
-    "two_steps_per_execution": {"jit_compile": False, "steps_per_execution": 2},
-}
-
-
-@pytest.mark.parametrize("mode", FIT)
-def test_fit_skips_batches_with_nan_and_equals_training_without_them(mode):
-    x, y = data()
-    bad = x.copy()
-    bad[8:16] = NAN
-    bad[40:48] = INF
-    kept = np.r_[0:8, 16:40, 48:64]
-    results = []
-    one_step = {**FIT[mode], "steps_per_execution": 1}
-    for optimizer, inputs, targets, arguments in (
-        (Adam(0.02), x[kept], y[kept], one_step),
-        (wrapped(Adam(0.02), dynamic_growth_steps=3), bad, y, FIT[mode]),
-    ):
-        model = small_model()
-        model.compile(optimizer, "mse", **arguments)
-        model.fit(inputs, targets, batch_size=8, shuffle=False, verbose=0)
-        results.append(values(model.trainable_variables))
-    assert_same(*results)
-    # It grew once between the two.
-    assert status(optimizer) == Status(
-        scale=2.0**14, counter=2, skipped=2, last=False, iterations=8, applied=6
-    )
 
 
 def test_fit_with_ema_ends_on_the_averages_of_the_plain_optimizer():

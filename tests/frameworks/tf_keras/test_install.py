@@ -109,22 +109,6 @@ def test_compile_in_a_graph_of_tensorflow_1_wraps_too():
         assert model.evaluate(X, Y, verbose=0) < 0.5 * before
 
 
-@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
-def test_a_file_restores_what_compile_made(tmp_path, optimizers):
-    with lossscale.install():
-        model = compiled(optimizers.SGD(0.25, momentum=0.5))
-        model.fit(X, Y, verbose=0)
-        model.save(tmp_path / "model.h5")
-        loaded = tf_keras.models.load_model(tmp_path / "model.h5")
-    # No file has this, and a graph may round otherwise.
-    loaded.run_eagerly = True
-    for each in (model, loaded):
-        each.fit(X, Y, shuffle=False, verbose=0)
-    assert is_ours(loaded.optimizer)
-    for got, wanted in zip(loaded.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(got, wanted)
-
-
 @pytest.mark.parametrize(
     ("make", "module"),
     [

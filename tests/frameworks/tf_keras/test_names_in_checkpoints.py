@@ -1,5 +1,7 @@
 """An inner optimizer may have children of the names that loss scaling has in checkpoints."""
 
+import itertools
+
 import pytest
 import tensorflow as tf
 import tf_keras
@@ -90,11 +92,19 @@ def stepped(optimizer, trained):
     optimizer.minimize(lambda: trained**2, [trained])
 
 
-@pytest.mark.parametrize("built", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("writes", ["wrapped", "plain", "the inner one of a wrapper"])
-@pytest.mark.parametrize("reads", ["wrapped", "plain"])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", KINDS)
+WRITES, READS = ("wrapped", "plain", "the inner one of a wrapper"), ("wrapped", "plain")
+WAYS = tuple(itertools.product(WRITES, READS, (False, True)))
+
+
+# Each kind goes each way, by one of the names; each name goes each way too.
+@pytest.mark.parametrize(
+    ("kind", "name", "writes", "reads", "built"),
+    [
+        (kind, NAMES[(i + j) % len(NAMES)], *way)
+        for i, kind in enumerate(KINDS)
+        for j, way in enumerate(WAYS)
+    ],
+)
 def test_a_child_of_the_inner_optimizer_is_saved_beside_the_loss_scale(
     tmp_path, kind, name, writes, reads, built
 ):

@@ -13,7 +13,6 @@ import lossscale
 from frameworks.tf_keras.support import (
     INF,
     NAN,
-    Status,
     assert_same,
     data,
     small_model,
@@ -23,37 +22,6 @@ from frameworks.tf_keras.support import (
     wrapped,
 )
 from lossscale import experimental
-
-
-@pytest.mark.usefixtures("mixed_float16")
-def test_compile_under_mixed_float16_keeps_our_object(optimizers):
-    model, optimizer = small_model(), wrapped(optimizers.Adam(0.01))
-    model.compile(optimizer, loss="mse")
-    assert model.optimizer is optimizer
-    assert isinstance(optimizer, tf_keras.mixed_precision.LossScaleOptimizer)
-    assert isinstance(optimizer, optimizers.Optimizer)
-    assert isinstance(optimizer, lossscale.LossScaleOptimizer)
-
-
-@pytest.mark.parametrize(
-    ("optimizers", "run_eagerly"), [("new", False), ("legacy", True)], indirect=["optimizers"]
-)
-def test_fit_skips_a_batch_that_overflows_and_is_fit_without_it(optimizers, run_eagerly):
-    x, y = data(32)
-    bad = x.copy()
-    bad[8:16] = INF
-    kept = np.r_[0:8, 16:32]
-    weights = []
-    for wrap, inputs, targets in ((lambda inner: inner, x[kept], y[kept]), (wrapped, bad, y)):
-        model = small_model()
-        optimizer = wrap(optimizers.Adam(0.01))
-        model.compile(optimizer, loss="mse", run_eagerly=run_eagerly)
-        model.fit(inputs, targets, batch_size=8, shuffle=False, verbose=0)
-        weights.append(values(model.weights))
-    assert_same(*weights)
-    assert status(optimizer) == Status(
-        scale=8.0, counter=0, skipped=1, last=False, iterations=4, applied=3
-    )
 
 
 def test_a_model_without_trainable_weights_fits_and_moves_nothing(optimizers):

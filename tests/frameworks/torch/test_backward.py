@@ -1,7 +1,7 @@
 """`optimizer.backward(loss)` leaves the gradients of plain training, bit for bit.
 
 With every optimizer it trains in test_every_optimizer.py, in every order of calls in
-test_random_orders.py.
+test_scaled_gradients.py.
 """
 
 import warnings

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lossscale
+from broken_blocks import FAULTS, INPUT, WEIGHTS, mean_square, mistakes
 from frameworks.torch.explain_cases import CASES, INF, judged, program
 from frameworks.torch.support import bits
 from lossscale.monitoring import Cause, Explanation
@@ -463,6 +464,71 @@ def test_one_batch_is_explained_like_a_step(name):
         assert judged(name, found)[1:] == (True, True) or found.cause == Cause.BATCH
     if expected.causes != "loss":
         assert judged(name, found)[0]
+
+
+SHARED = "abs arange exp log matmul mean rsqrt softmax sqrt sum tanh where"
+NUMPY = types.SimpleNamespace(
+    **{name: getattr(torch, name) for name in SHARED.split()},
+    inf=INF,
+    maximum=torch.clamp,
+    transpose=torch.t,
+)
+
+
+class Block(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.gain = function, nn.Parameter(torch.tensor(WEIGHTS["gain"]))
+
+    def forward(self, h):
+        return self.function(NUMPY, h, self.gain.to(h.dtype))
+
+
+class Layers(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.up, self.block = nn.Linear(8, 16, bias=False), Block(function)
+        self.head = nn.Linear(16, 2, bias=False)
+        for layer, name in ((self.up, "up"), (self.head, "head")):
+            layer.weight.data = torch.tensor(WEIGHTS[name].T.copy())
+
+    def forward(self, x):
+        return self.head(self.block(self.up(x)))
+
+
+@pytest.mark.filterwarnings("ignore:Step 1 was skipped", "ignore:The loss of step")
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_block_is_named_in_training_and_for_one_batch(name):
+    fault = FAULTS[name]
+    model, x = Layers(fault.block), torch.tensor(INPUT * np.float32(fault.size))
+
+    def loss_fn(model, x):
+        return (fault.loss or mean_square)(NUMPY, model(x).float())
+
+    found = lossscale.torch.explain(model, loss_fn, x, scale=fault.scale)
+    assert not mistakes(name, found), found.text
+    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = lossscale.LossScaleOptimizer(inner, initial_scale=fault.scale)
+    with lossscale.torch.Monitor(optimizer, model, explain=3) as monitor:
+        with torch.autocast("cpu", torch.float16):
+            loss = loss_fn(model, x)
+        optimizer.backward(loss)
+        optimizer.step()
+        monitor.step(loss)
+    # The loss function is not a part of the model.
+    wrong = mistakes(name, monitor.explanation)
+    assert wrong == (["operation"] if fault.loss else []), monitor.explanation.text
+
+
+def test_only_the_given_parameters_are_differentiated():
+    model = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+
+    def loss_fn(model, x):
+        return ((model[0](x) * 0).sqrt() + model[1](x)).float().mean()
+
+    for number, cause in enumerate((Cause.SINGULAR, Cause.UNKNOWN)):
+        given = {"parameters": model[number].parameters()}
+        assert lossscale.torch.explain(model, loss_fn, ONES, **given).cause == cause
 
 
 def test_a_finite_batch_is_unknown_and_mistakes_are_named():

@@ -22,20 +22,25 @@ from lossscale.torch.scaled_gradients import holding
 
 PROGRAMS = int(os.environ.get("LOSSSCALE_SOAK_PROGRAMS", "1")) * 100
 SCALES = 2.0**10, 2.0**4
+# Fused, so that the device may decide.
+INNER = {
+    "SGD": lambda given: torch.optim.SGD(given, lr=2.0**-6, fused=True),
+    "momentum": lambda given: torch.optim.SGD(given, lr=2.0**-6, momentum=0.5, fused=True),
+    "AdamW": lambda given: torch.optim.AdamW(given, lr=2.0**-6, fused=True),
+}
 
 
 class Run:
     """Two optimizers that share a tensor; a loss of either may reach what only the other has."""
 
-    def __init__(self, wraps, decide="host", moves=True):
-        self.how = {"decide": decide, "moves": moves}
+    def __init__(self, wraps, decide="host", moves=True, inner="SGD"):
+        self.how = {"decide": decide, "moves": moves, "inner": inner}
         self.shared, self.first, self.second = (
             torch.tensor([value, -2.0 * value], requires_grad=True) for value in (0.5, 0.25, 0.75)
         )
         self.wraps = wraps
         optimizers = [
-            torch.optim.SGD(each, lr=2.0**-6, fused=True)
-            for each in ([self.shared, self.first], [self.second, self.shared])
+            INNER[inner](each) for each in ([self.shared, self.first], [self.second, self.shared])
         ]
         self.optimizers, self.seed, self.saved = optimizers, 0, None
         if wraps:
@@ -91,6 +96,11 @@ class Run:
             if each.grad is not None:
                 each.grad = each.grad.clone()
 
+    def halve(self, in_place):
+        for each in self.tensors:
+            if each.grad is not None:
+                each.grad = each.grad.mul_(0.5) if in_place else each.grad * 0.5
+
     def copy(self):
         self.shared, self.first, self.second, self.optimizers = copy.deepcopy(
             (self.shared, self.first, self.second, self.optimizers)
@@ -144,7 +154,7 @@ def raised_by(call, *arguments):
 
 
 def check(program, **how):
-    ours, plain = Run(True, **how), Run(False)
+    ours, plain = Run(True, **how), Run(False, **how)
     with warnings.catch_warnings():
         # The wrapper of some steps has scaled no loss.
         warnings.simplefilter("ignore", lossscale.LossScaleWarning)
@@ -192,6 +202,7 @@ calls = st.one_of(
     of("clear_all"),
     of("clear_in_place"),
     of("replace"),
+    of("halve", [True, False]),
     of("copy"),
     of("file", ["pickle", "restored before", "restored after"]),
 )
@@ -199,6 +210,8 @@ calls = st.one_of(
 
 @pytest.mark.parametrize("decide", ["host", "device"])
 @hypothesis.settings(max_examples=PROGRAMS, deadline=None)
-@hypothesis.given(st.lists(calls, min_size=3, max_size=30), st.booleans())
-def test_random_programs(decide, program, moves):
-    check(program, decide=decide, moves=moves)
+@hypothesis.given(
+    st.lists(calls, min_size=3, max_size=30), st.booleans(), st.sampled_from(list(INNER))
+)
+def test_random_programs(decide, program, moves, inner):
+    check(program, decide=decide, moves=moves, inner=inner)

@@ -7,16 +7,21 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lossscale.monitoring.explanation import (
-    HALVINGS,
     Cause,
     Explanation,
     Origin,
     constant_beyond_float16,
     explained,
     halvings_until,
+    most_halvings,
     nothing_to_explain,
     of_forward_pass,
+    with_line,
 )
+
+HARM = 2.0**-10
+"""The difference, float16's rounding of 1, from which a finite result that an operation computes
+from an overflow is wrong: a root of infinity, by which a norm divides, but not the tanh of one."""
 
 
 class Flags(NamedTuple):
@@ -27,10 +32,17 @@ class Flags(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """The origins of what is not finite in a pass; None if all of it is finite."""
+    """The origins of what is not finite in a pass; None if all of it is finite.
+
+    Attributes:
+        loss: Of the loss.
+        gradients: Of the first gradient.
+        hidden: Of the first overflow that makes a result wrong, and finite.
+    """
 
     loss: Origin | None
     gradients: Origin | None
+    hidden: Origin | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -51,8 +63,8 @@ def passed_on(
     """
     real = [origin for origin, _ in taken if not origin.is_mask]
     if real:
-        # What was not finite before the pass came first.
-        return next((origin for origin in real if origin.failed is None), real[0])
+        # A skipped step may have left NaN in statistics, which a norm takes but does not read.
+        return next((origin for origin in real if origin.failed is not None), real[0])
     if sets:
         return Origin(is_mask=True)
     if taken and not in_backward and (not made.nan or any(flags.nan for _, flags in taken)):
@@ -60,15 +72,23 @@ def passed_on(
     return None
 
 
+def overflow_in(taken: Sequence[tuple[Origin, Flags]]) -> Origin | None:
+    """Returns the origin of an infinity that an operation of the forward pass has made."""
+    return next((o for o, flags in taken if o.failed and flags.infinity and not flags.nan), None)
+
+
 def explain_pass(
-    watch: Callable[[float], Watched], scale: float, in_float32: Callable[[], Explanation]
+    watch: Callable[[float], Watched],
+    scale: float,
+    in_float32: Callable[[], Explanation] | None = None,
 ) -> Explanation:
     """Returns why a pass is not finite.
 
     Args:
         watch: Computes the pass at a loss scale, and watches it.
         scale: The loss scale.
-        in_float32: Explains the same pass in float32.
+        in_float32: Explains the same pass in float32; None if the program cannot set a number
+            above the largest float16 number.
     """
 
     @functools.cache
@@ -77,19 +97,21 @@ def explain_pass(
 
     found = after(0)
     origin = found.loss or found.gradients
+    if found.hidden is not None and found.loss is None and (origin is None or origin.failed):
+        return of_forward_pass(found.hidden)
     if origin is None:
         return nothing_to_explain(scale)
     if origin.is_mask or (origin.failed is not None and origin.failed.of_infinities):
         narrow = of_forward_pass(origin)
-        is_finite = narrow.in_float16 and in_float32().cause is Cause.UNKNOWN
-        return constant_beyond_float16(narrow) if is_finite else narrow
-    if found.loss is not None or origin.failed is None:
+        if in_float32 is None or not narrow.in_float16:
+            return narrow
+        return constant_beyond_float16(narrow) if in_float32().cause is Cause.UNKNOWN else narrow
+    if found.loss is not None or origin.failed is None or not origin.failed.in_backward:
         return of_forward_pass(origin)
-    halvings = halvings_until(lambda halvings: after(halvings).is_finite)
-    lowest = after(HALVINGS).gradients
+    halvings = halvings_until(lambda halvings: after(halvings).is_finite, scale)
+    lowest = after(most_halvings(scale)).gradients
     if lowest is not None and lowest.failed is not None:
         # What overflows at this scale may come before what is not finite at any.
         origin = lowest
     assert origin.failed is not None
-    failed = origin.failed._replace(in_backward=True)
-    return explained(failed, scale=scale, halvings=halvings)
+    return with_line(explained(origin.failed, scale=scale, halvings=halvings), origin)
