@@ -177,3 +177,9 @@ def test_the_default_device_is_not_asked_for(name):
             torch.set_default_device(None)
         assert p.tolist() == [0.0] * 4
         assert name not in SCALERS or way.scales() == [2 * 8.0]
+
+
+def test_trainers_save_the_random_states_of_each_device():
+    states = torch.cuda.random.get_rng_state_all()
+    assert len(states) == torch.cuda.device_count()
+    torch.cuda.random.set_rng_state_all(states)

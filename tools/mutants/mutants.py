@@ -252,15 +252,15 @@ tests/frameworks/jax/test_platforms.py
 tests/frameworks/jax/test_jaxprs.py
     jax gated: set(wanted.values()) -> set(olds)  -k kept_old
     jax _gated_branches: gated(branch, given, own, finite) -> gated(branch, given, {}, finite)
-    jax branches: equation.params.get('branches_platforms') -> False  -k another_platform
+    jax _branches: equation.params.get('branches_platforms') -> False  -k another_platform
 tests/frameworks/jax/test_memory.py
     jax _gated_equation: called is not None -> False
 tests/frameworks/jax/test_devices.py
-    optax agreed: jax.lax.pmin(...) > 0 -> finite  -k anywhere
-    optax agreed: varying(finite) - varying(scale) -> varying(scale) - varying(finite)
+    optax _agreed: jax.lax.pmin(...) > 0 -> finite  -k anywhere
+    optax _agreed: varying(finite) - varying(scale) -> varying(scale) - varying(finite)
         -k would_part
 tests/frameworks/jax/test_leaves.py
-    optax LossScaled.update: overflow_check.has_elements(gradients) -> True  -k without_a_gradient
+    optax LossScaled.update: gating.has_elements(gradients) -> True  -k without_a_gradient
     optax _narrowed: all(map(_is_narrow, here)) -> True  -k rounded_last
     optax _counted: jnp.where(count < most, ..., most) -> jnp.where(count < most, ..., count + 1)
         -k counter

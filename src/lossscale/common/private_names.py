@@ -1,14 +1,16 @@
-"""Access to undocumented names of a framework, with an error if one is missing."""
+"""Undocumented names of a framework: access with an error if one is missing; AutoGraph's mark."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from lossscale.errors import UnsupportedError
 
+_Function = TypeVar("_Function", bound=Callable[..., object])
 _MISSING = object()
 
 
@@ -71,3 +73,16 @@ def _gone(root: str, what: str, purpose: str) -> UnsupportedError:
         f"{root} {version} has no {what}, which lossscale needs to {purpose}. "
         'The page "What runs where" says which releases were tested.'
     )
+
+
+def do_not_convert(function: _Function) -> _Function:
+    """Marks a function that is not to be translated, nor what it calls, in a user's `tf.function`.
+
+    Nothing in this library branches on a tensor in Python, and to translate all of it takes
+    seconds of the first trace. The mark is the one that AutoGraph gives to what it has translated
+    already. `tf.autograph.experimental.do_not_convert` would also leave alone each `tf.function`
+    of the user's that is called from there. Where a release does not know the mark, tracing takes
+    longer and does the same.
+    """
+    function.autograph_info__ = {}  # type: ignore[attr-defined]
+    return function

@@ -21,7 +21,7 @@ from lossscale.diagnosis.report import Report, make_report
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.monitoring.explanation import Explanation
 from lossscale.monitoring.origins import explain_pass
-from lossscale.optax.overflow_check import is_gradient
+from lossscale.optax.gating import is_gradient
 from lossscale.optax.overflow_tracking import named_leaves
 
 CALL = "loss_fn(params, batch, dtype)"

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Literal
 
-from lossscale.jax.jaxprs import bind
+from lossscale.jax.apply_or_skip import bind
 from lossscale.monitoring.explanation import LARGEST, FailedOperation, Origin
 from lossscale.monitoring.origins import HARM, Flags, Watched, overflow_in, passed_on
 

@@ -17,9 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
-
-from lossscale.jax import jaxprs
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
@@ -103,12 +101,12 @@ def _gated_equation(
     jaxpr: Any, equation: Any, arguments: list[Any], olds: Mapping[int, Any], finite: Any
 ) -> list[Any]:
     """Evaluates one equation of a jaxpr as `gated` evaluates a jaxpr."""
-    called = jaxprs.called(equation) if olds or equation.effects else None
+    called = _called(equation) if olds or equation.effects else None
     if called is not None:
         return gated(called, arguments, olds, finite)
 
     def run() -> list[Any]:
-        return jaxprs.bind(jaxpr, equation, arguments)
+        return bind(jaxpr, equation, arguments)
 
     def silent() -> list[Any]:
         return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in equation.outvars]
@@ -116,7 +114,7 @@ def _gated_equation(
     if equation.effects:
         # Printing and logging are silent on a skipped step, and their results are not used.
         made: list[Any] = jax.lax.cond(finite, run, silent)
-    elif olds and (branches := jaxprs.branches(equation)):
+    elif olds and (branches := _branches(equation)):
         return _gated_branches(branches, arguments, olds, finite)
     else:
         made = run()
@@ -143,6 +141,56 @@ def _gated_branches(
         return run
 
     return list(jax.lax.switch(number, [inside(branch) for branch in branches], *operands))
+
+
+def bind(jaxpr: Any, equation: Any, arguments: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of an equation for given inputs.
+
+    Args:
+        jaxpr: The jaxpr that contains the equation.
+        equation: The equation. It is evaluated in the name scopes in which it was traced.
+        arguments: An array for each input.
+    """
+    given = [
+        (atom, argument)
+        for atom, argument in zip(equation.invars, arguments, strict=True)
+        if not isinstance(atom, Literal)
+    ]
+    alone = jaxpr.replace(
+        constvars=[],
+        invars=[atom for atom, _ in given],
+        outvars=list(equation.outvars),
+        eqns=[equation],
+        effects=equation.effects,
+    )
+    return list(jaxpr_as_fun(ClosedJaxpr(alone, []))(*(argument for _, argument in given)))
+
+
+def _branches(equation: Any) -> Sequence[Any]:
+    """The closed jaxprs that a `lax.switch` selects from; empty for another equation.
+
+    Empty too for a switch on the platform, whose other branches may not compile here.
+    """
+    if equation.primitive.name != "cond" or equation.params.get("branches_platforms"):
+        return ()
+    return tuple(equation.params["branches"])
+
+
+def _called(equation: Any) -> Any:
+    """The closed jaxpr that an equation calls and that can replace it, or None."""
+    if equation.primitive.name not in _CALLS:
+        return None
+    parameters = equation.params
+    laid_out = [*parameters.get("in_shardings", ()), *parameters.get("out_shardings", ())]
+    # A call with shardings also moves arrays, which its equations do not show.
+    if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in laid_out):
+        return None
+    called = parameters.get("jaxpr", parameters.get("call_jaxpr"))
+    return called if hasattr(called, "consts") else None
+
+
+_CALLS = {"jit", "pjit", "closed_call", "core_call"}
+"""Primitives that only call a jaxpr."""
 
 
 def varying(array: Any) -> frozenset[str]:
@@ -174,3 +222,8 @@ def may_be_sharded(array: Any) -> bool:
 def type_of(array: Any) -> Any:
     """The type of an array, with its sharding as far as JAX knows it."""
     return jax.typeof(array)
+
+
+def static_size(array: Any) -> int | None:
+    """The number of elements of an array; None if it is symbolic (`jax.export`)."""
+    return array.size if isinstance(array.size, int) else None

@@ -12,8 +12,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO
 
 from lossscale.common.sizes import SMALL, small_and_large
-from lossscale.jax.apply_or_skip import is_laid_out, may_be_sharded, type_of
-from lossscale.jax.jaxprs import static_size
+from lossscale.jax.apply_or_skip import is_laid_out, may_be_sharded, static_size, type_of
 from lossscale.rules import GradientStats, StatsRequest
 
 JOINED_ARRAYS = 32

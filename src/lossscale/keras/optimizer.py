@@ -16,7 +16,6 @@ from keras import ops
 import lossscale.keras.backends as backends
 import lossscale.keras.saving as saving
 import lossscale.keras.slots as slots
-from lossscale.common.autograph import do_not_convert
 from lossscale.common.checks import (
     can_only_be_read,
     check_own_name,
@@ -24,6 +23,7 @@ from lossscale.common.checks import (
     check_some_gradient,
     with_gradient,
 )
+from lossscale.common.private_names import do_not_convert
 from lossscale.errors import (
     ArgumentError,
     GradientsError,

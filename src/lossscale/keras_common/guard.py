@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from lossscale.common.autograph import do_not_convert
+from lossscale.common.private_names import do_not_convert
 from lossscale.errors import ArgumentTypeError
 from lossscale.keras_common.optimizer import KerasCommonOptimizer
 from lossscale.members import DocumentedMembers

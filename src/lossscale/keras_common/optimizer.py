@@ -17,13 +17,13 @@ from lossscale.arguments import (
     rule_from_arguments,
 )
 from lossscale.checks import checks_keywords
-from lossscale.common.autograph import do_not_convert
 from lossscale.common.checks import (
     check_named,
     checked_pairs,
     remember_wrapper,
     with_gradient,
 )
+from lossscale.common.private_names import do_not_convert
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError, UnknownSlotError
 from lossscale.keras_common.scaled_gradients import ScaleLedger
 from lossscale.keras_common.state import ScaleVariables, VariablesOfUser

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from lossscale.common.autograph import do_not_convert
+from lossscale.common.private_names import do_not_convert
 from lossscale.errors import GradientsError
 from lossscale.packages import warn
 

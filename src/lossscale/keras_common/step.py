@@ -9,8 +9,8 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from lossscale.common.autograph import do_not_convert
 from lossscale.common.checks import warned_at_floor
+from lossscale.common.private_names import do_not_convert
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.rules import GradientStats, ScaleRule, ScaleState, StatsRequest
 

@@ -12,12 +12,38 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from lossscale.errors import ArgumentError
-from lossscale.jax.apply_or_skip import chosen, gated, lasting_dtype, strong
-from lossscale.jax.gradients import is_traced
-from lossscale.optax.overflow_check import each_finite, is_gradient
+from lossscale.jax.apply_or_skip import chosen, gated, lasting_dtype, static_size, strong
+from lossscale.jax.gradients import all_finite, is_traced
 
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 """Takes gradients, state and parameters; returns updates and the new state."""
+
+
+def is_gradient(leaf: Any) -> bool:
+    """Whether a leaf is a floating-point or complex array, not integers or float0."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def with_arrays(tree: Any) -> Any:
+    """Converts Python floats in a tree to arrays: outside `jit` a gradient may be a float."""
+    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, (float, complex)) else x, tree)
+
+
+def has_elements(leaves: Sequence[Any]) -> bool:
+    """Whether there is an element to check."""
+    return any(is_gradient(leaf) and static_size(leaf) != 0 for leaf in leaves)
+
+
+def each_finite(leaves: Sequence[Any], scale: Any = None, powers_of_two: bool = True) -> Any:
+    """Whether every element of every array is finite, a boolean scalar array.
+
+    Args:
+        leaves: Arrays; those that are not gradients are ignored.
+        scale: The divisor of the gradients, if dividing can make them infinite; otherwise None.
+        powers_of_two: As for `unscaled`.
+    """
+    return all_finite(list(filter(is_gradient, leaves)), scale, powers_of_two)
 
 
 def skipped_like(update: Any) -> Any:

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import lossscale.optax.overflow_check as overflow_check
+import lossscale.optax.gating as gating
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax.gradients import scaled, unscaled
-from lossscale.optax.gating import is_array
 from lossscale.optax.scale_state import array_in
 from lossscale.optax.state_lookup import described, has_loss_scale, state_in
 from lossscale.packages import warn
@@ -94,11 +93,11 @@ def unscale(opt_state: object, gradients: Tree) -> Tree:
     scale = loss_scale(opt_state)
 
     def divided(leaf: Any) -> Any:
-        if not overflow_check.is_gradient(leaf):
+        if not gating.is_gradient(leaf):
             return leaf
         return unscaled([leaf], scale, powers_of_two=False)[0]
 
-    tree: Tree = jax.tree.map(divided, overflow_check.with_arrays(gradients))
+    tree: Tree = jax.tree.map(divided, gating.with_arrays(gradients))
     return tree
 
 
@@ -115,7 +114,7 @@ def all_finite(gradients: optax.Updates) -> jax.Array:
         >>> bool(lossscale.optax.all_finite({"w": jnp.float32([1.0, jnp.inf]), "b": None}))
         False
     """
-    return overflow_check.each_finite(jax.tree.leaves(overflow_check.with_arrays(gradients)))
+    return gating.each_finite(jax.tree.leaves(gating.with_arrays(gradients)))
 
 
 def value_and_grad(
@@ -234,7 +233,7 @@ def unless_skipped(opt_state: object, new: Tree, old: Tree) -> Tree:
     _check_single(skipped, "decisions")
 
     def chosen(path: Any, new: Any, old: Any) -> Any:
-        if new is old or not is_array(new):
+        if new is old or not gating.is_array(new):
             return new
         if jnp.shape(new) != jnp.shape(old):
             raise ArgumentError(

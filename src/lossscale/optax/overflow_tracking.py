@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import lossscale.optax.overflow_check as overflow_check
+import lossscale.optax.gating as gating
 from lossscale.common.overflow_tracker import unique_names
 from lossscale.errors import (
     AlreadyWrappedError,
@@ -126,7 +126,7 @@ class _OverflowTracking:
                 "track_overflows(tx).init(params)._replace(loss_scaled=state)."
             )
         rows = state.tracked.nonfinite.shape[-2]
-        gradients_now = overflow_check.with_arrays(updates)
+        gradients_now = gating.with_arrays(updates)
         by_row = rows_of(gradients_now if params is None else params, gradients_now)
         if len(by_row) != rows:
             raise ArgumentError(
@@ -195,7 +195,7 @@ def rows_of(params: Any, gradients: Any) -> list[Any]:
 
 def _with_paths(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(tuple(path), leaf) for path, leaf in leaves if overflow_check.is_gradient(leaf)]
+    return [(tuple(path), leaf) for path, leaf in leaves if gating.is_gradient(leaf)]
 
 
 def _name(path: Any, alone: bool) -> str:

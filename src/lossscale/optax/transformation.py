@@ -12,11 +12,17 @@ import jax.numpy as jnp
 import optax
 
 import lossscale.optax.gating as gating
-import lossscale.optax.overflow_check as overflow_check
 import lossscale.optax.scale_state as scale_state
 from lossscale.arguments import rule_from_arguments
 from lossscale.checks import checks_keywords
-from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, UnsupportedError
+from lossscale.errors import (
+    AlreadyWrappedError,
+    ArgumentError,
+    ArgumentTypeError,
+    GradientsError,
+    UnsupportedError,
+)
+from lossscale.jax.apply_or_skip import varying
 from lossscale.jax.gradients import gradient_stats, is_traced, unscaled
 from lossscale.optax.scale_state import LossScaleState
 from lossscale.optax.state_lookup import states_below
@@ -138,9 +144,9 @@ class LossScaled:
             extra_args: Further arguments of the inner transformation.
         """
         _check_gradients(updates, params)
-        updates = overflow_check.with_arrays(updates)
+        updates = gating.with_arrays(updates)
         leaves, structure = jax.tree.flatten(updates)
-        gradients = [leaf for leaf in leaves if overflow_check.is_gradient(leaf)]
+        gradients = [leaf for leaf in leaves if gating.is_gradient(leaf)]
         before = scale_state.scalars_of(self.rule, state)
         # Outside of jit, this is one dispatch instead of many.
         traced = is_traced([*gradients, *jax.tree.leaves(before)])
@@ -152,7 +158,7 @@ class LossScaled:
         given = iter(divided)
         unscaled_tree = jax.tree.unflatten(
             structure,
-            [next(given) if overflow_check.is_gradient(leaf) else leaf for leaf in leaves],
+            [next(given) if gating.is_gradient(leaf) else leaf for leaf in leaves],
         )
 
         finite, new_updates, inner_state = gating.run(
@@ -166,7 +172,7 @@ class LossScaled:
         new_updates = _narrowed(new_updates, updates, params)
         after = before
         # A step without gradients is not finite.
-        if overflow_check.has_elements(gradients):
+        if gating.has_elements(gradients):
             traced = traced or is_traced([finite])
             after = (_move if traced else _move_jit)(
                 self.rule, self._axis_names, before, finite, gradients
@@ -210,14 +216,14 @@ def _judge(
     rule: ScaleRule, axis_names: tuple[str, ...], gradients: list[Any], scale: Any
 ) -> tuple[Any, list[Any]]:
     """Returns whether gradients are finite (None if unchecked), and the unscaled gradients."""
-    if not (rule.checks_gradients and overflow_check.has_elements(gradients)):
+    if not (rule.checks_gradients and gating.has_elements(gradients)):
         return None, unscaled(gradients, scale, rule.powers_of_two)
     usable = scale_state.is_usable(rule, scale)
     # Dividing by a NaN scale would turn finite gradients into NaN.
     scale = jnp.where(usable, scale, jnp.ones_like(scale))
     divisor = scale if scale_state.may_be_below_one(rule) else None
-    finite = overflow_check.each_finite(gradients, divisor, rule.powers_of_two)
-    finite = overflow_check.agreed(finite & usable, axis_names, scale)
+    finite = gating.each_finite(gradients, divisor, rule.powers_of_two)
+    finite = _agreed(finite & usable, axis_names, scale)
     # The inner transformation never receives a non-finite number, and none is divided: `checkify`
     # and `jax_debug_nans` would report the NaN.
     gated = [jnp.where(finite, part, jnp.zeros_like(part)) for part in gradients]
@@ -235,7 +241,55 @@ def _move(
     stats = GradientStats(verdict)
     if rule.needs != StatsRequest():
         stats = gradient_stats(rule.needs, verdict, gradients, before.loss_scale, are_scaled=True)
-    return scale_state.moved(rule, before, overflow_check.combined_stats(stats, axis_names))
+    return scale_state.moved(rule, before, _combined_stats(stats, axis_names))
+
+
+def _agreed(finite: Any, axis_names: tuple[str, ...], scale: Any) -> Any:
+    """Whether gradients are finite on all devices along these axes.
+
+    Args:
+        finite: Whether the gradients of this device are finite, a boolean scalar array.
+        axis_names: Names of axes of `pmap`, `shard_map` or `vmap`.
+        scale: The loss scale. An axis along which it varies is one where each device has its own.
+
+    Raises:
+        ArgumentError: If there is no such axis.
+        GradientsError: If devices that share one loss scale would decide differently.
+    """
+    if axis_names:
+        try:
+            finite = jax.lax.pmin(finite.astype(jnp.int32), axis_names) > 0
+        except NameError as error:
+            said = str(error).rstrip(".")
+            raise ArgumentError(
+                "`axis_name` must name axes of the pmap, shard_map or vmap around `update`. "
+                f"Received: axis_name={axis_names!r}; JAX reports: {said}. Elsewhere, as under jit "
+                "with sharded arrays, leave it out."
+            ) from error
+    apart = varying(finite) - varying(scale)
+    if apart:
+        names = ", ".join(map(repr, sorted(apart)))
+        raise GradientsError(
+            f"Gradients differ between devices along the mesh axis {names}. Some devices would "
+            "skip a step that others apply. Average them first (jax.lax.pmean), or if each device "
+            f"has its own parameters, pass it: loss_scaled(..., axis_name={names})."
+        )
+    return finite
+
+
+def _combined_stats(stats: GradientStats, axis_names: tuple[str, ...]) -> GradientStats:
+    """Combines the statistics of the devices along these axes.
+
+    Args:
+        stats: The statistics of this device; `finite` is already the decision of all devices.
+        axis_names: Names of axes along which the gradients differ between devices.
+    """
+    if not axis_names:
+        return stats
+    largest = jax.tree.map(lambda each: jax.lax.pmax(each, axis_names), stats.largest)
+    sums = (stats.counts, stats.elements)
+    counts, elements = jax.tree.map(lambda each: jax.lax.psum(each, axis_names), sums)
+    return GradientStats(stats.finite, largest, counts, elements)
 
 
 _judge_jit = functools.partial(jax.jit, static_argnums=(0, 1))(_judge)
@@ -272,13 +326,13 @@ def _narrowed(updates: Any, gradients: Any, params: Any) -> Any:
         dtypes = {leaf.dtype for leaf in here if _is_narrow(leaf)}
         fits = path in given[1] and all(map(_is_narrow, here)) and len(dtypes) == 1
         # float32 holds both float16 and bfloat16.
-        return update.astype(*dtypes) if fits and overflow_check.is_gradient(update) else update
+        return update.astype(*dtypes) if fits and gating.is_gradient(update) else update
 
     return jax.tree_util.tree_map_with_path(cast, updates)
 
 
 def _is_narrow(leaf: Any) -> bool:
-    return overflow_check.is_gradient(leaf) and leaf.dtype.itemsize < 4
+    return gating.is_gradient(leaf) and leaf.dtype.itemsize < 4
 
 
 def _checked_inner(inner: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale import registry
-from lossscale.common.autograph import do_not_convert
+from lossscale.common.private_names import do_not_convert
 from lossscale.packages import warn
 from lossscale.rules import GradientStats
 from lossscale.tensorflow.private_names import (

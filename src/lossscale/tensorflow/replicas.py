@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.common.autograph import do_not_convert
+from lossscale.common.private_names import do_not_convert
 from lossscale.errors import ArgumentError, GradientsError
 
 _SUPPORTED_STRATEGIES = (

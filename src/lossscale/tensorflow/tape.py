@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.common.autograph import do_not_convert
 from lossscale.common.checks import scaled_value
+from lossscale.common.private_names import do_not_convert
 from lossscale.errors import GradientsError
 from lossscale.tensorflow.tracing import translated
 

@@ -25,7 +25,7 @@ def translated(function: Callable[..., Any], *, by_default: bool = False) -> Any
     """Returns a callable of the user's, with Python branches on tensors in it turned into graphs.
 
     AutoGraph translates what it meets in a translated function, and ours are none
-    (`common/autograph.py`).
+    (`common/private_names.py`).
 
     Args:
         function: The callable.

@@ -9,8 +9,8 @@ import tensorflow as tf
 import tf_keras
 
 from lossscale.arguments import check_described
-from lossscale.common.autograph import do_not_convert
 from lossscale.common.checks import check_not_wrapped, flat_list
+from lossscale.common.private_names import do_not_convert
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
 from lossscale.keras_common.state import deserialized
 from lossscale.tf_keras.private_names import BaseLossScaleOptimizer

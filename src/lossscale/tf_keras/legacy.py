@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from lossscale.common.autograph import do_not_convert
+from lossscale.common.private_names import do_not_convert
 from lossscale.errors import ArgumentError, UnknownSlotError
 from lossscale.keras_common.step import Step
 from lossscale.tensorflow.tracing import translated

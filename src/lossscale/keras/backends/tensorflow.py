@@ -10,9 +10,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lossscale.common.autograph import do_not_convert
 from lossscale.common.checks import flat_list
-from lossscale.common.private_names import check_attribute
+from lossscale.common.private_names import check_attribute, do_not_convert
 from lossscale.keras.backends.backend import Backend
 from lossscale.keras_common.step import Step
 from lossscale.rules import GradientStats, ScaleState, host_can_update, updates_on_host
