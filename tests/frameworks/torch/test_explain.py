@@ -176,6 +176,24 @@ def test_training_is_the_same_with_and_without(way, micro_batches, guarded):
     assert causes[0] == "scale"
 
 
+def test_a_pair_of_normal_numbers_that_is_drawn_around_a_skip_stays_the_same():
+    """NumPy keeps the second one beside the state of its generator."""
+    drawn = []
+    for explain in (0, 1):
+        np.random.seed(0)
+        model, optimizer, monitor = small(explain=explain)
+        first = np.random.randn()
+        with torch.autocast("cpu", torch.float16):
+            loss = model(ONES).float().mean() * 1e9
+        second = np.random.randn()
+        optimizer.backward(loss)
+        optimizer.step()
+        monitor.step(loss)
+        drawn.append((first, second, np.random.randn()))
+    assert monitor.explanation.cause == Cause.SCALE
+    assert drawn[0] == drawn[1]
+
+
 def small(explain=20, scale=2.0**15, **settings):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
