@@ -298,8 +298,8 @@ class KerasCommonOptimizer(DocumentedMembers):
         return self._current_scale()
 
     def _is_on_host(self) -> bool:
-        counters = self._steps_skipped, self.inner_optimizer.iterations
-        variables = [*self._state.variables.values(), *counters]
+        # Keras computes `iterations` if it accumulates, from a variable beside these.
+        variables = [*self._state.variables.values(), self._steps_skipped]
         return all(self._backend.is_on_host(each) for each in variables)
 
     def _may_warn_at_floor(self) -> bool:

@@ -487,7 +487,7 @@ class Engine:
         finite = None if measured is None else overflow == 0
         stats = gradients.as_stats(self.rule.needs, measured, finite)
         # Loaded settings may have turned off the fused kernel.
-        waits = fused.starts_momentum(parts_of(self.inner)) or not fused.can_skip(self.inner)
+        waits = fused.makes_state(parts_of(self.inner)) or not fused.can_skip(self.inner)
         applied = not overflow.item() if waits else None
         return StepDecision(applied, stats, overflow, divisor)
 

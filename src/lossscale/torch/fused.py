@@ -131,18 +131,19 @@ def check_signature(inner: Any) -> None:
         )
 
 
-def starts_momentum(optimizers: Iterable[Any]) -> bool:
-    """Whether a step makes the momentum of a parameter: uninitialized memory if the kernel skips.
+def makes_state(optimizers: Iterable[Any]) -> bool:
+    """Whether a step makes the state of a parameter, which a kernel that skips would leave behind.
 
-    The state of other optimizers starts with zeros.
+    SGD's momentum would be uninitialized memory. Without momentum it has no state.
     """
     for each in optimizers:
-        if not isinstance(each, torch.optim.SGD):
+        if not isinstance(each, FUSED):
             continue
+        is_sgd = isinstance(each, torch.optim.SGD)
         states = each.state.items()
-        made = {id(p) for p, state in states if state.get("momentum_buffer") is not None}
+        made = {id(p) for p, s in states if (s.get("momentum_buffer") is not None if is_sgd else s)}
         for group in each.param_groups:
             having = (id(p) for p in group["params"] if p.grad is not None)
-            if group["momentum"] and not made.issuperset(having):
+            if (not is_sgd or group["momentum"]) and not made.issuperset(having):
                 return True
     return False

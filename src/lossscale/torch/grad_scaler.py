@@ -405,7 +405,7 @@ class GradScaler(torch.amp.GradScaler):
         divisor = scale if is_scaled else None
         # The kernel skips if it is exactly 1, and a subclass may have added some up.
         found = gradients.any_overflow(entry["found_inf_per_device"]).to(scale.device).clamp(max=1)
-        is_first = fused.starts_momentum([optimizer])
+        is_first = fused.makes_state([optimizer])
         is_read = is_first or self._watcher is not None or self._skipped_hooks
         is_skipped = is_read and self._is_skipped(optimizer, entry, divisor)
         result = None

@@ -67,12 +67,10 @@ def test_a_parameter_that_joins_late_is_decided_on_by_the_host():
     [
         lambda *p: sgd(*p, momentum=0.9, fused=True),
         lambda *p: torch.optim.AdamW(p, fused=True),
-        lambda *p: torch.optim.Adam(p, fused=True, amsgrad=True),
-        lambda *p: torch.optim.Adagrad(p, fused=True),
     ],
-    ids=["SGD", "AdamW", "Adam", "Adagrad"],
+    ids=["SGD", "AdamW"],
 )
-def test_a_skipped_first_step_after_a_load_leaves_the_state_as_a_fresh_one(how, make):
+def test_a_first_step_after_a_load_is_decided_by_the_host(how, make):
     def run(decide, factors):
         a, b = parameter(), parameter()
         fresh = make(a, b).state_dict()
@@ -88,7 +86,7 @@ def test_a_skipped_first_step_after_a_load_leaves_the_state_as_a_fresh_one(how, 
             o.step()
         return bits([a, b, list(o.inner_optimizer.state_dict()["state"].values())])
 
-    for factors in ((1.0, 1.0, torch.inf, 1.0), (1.0, 1.0, torch.inf, 1.0, torch.inf, 1.0)):
+    for factors in ((1.0, 1.0, torch.inf), (1.0, 1.0, torch.inf, 1.0, torch.inf, 1.0)):
         assert run("device", factors) == run("host", factors)
 
 
