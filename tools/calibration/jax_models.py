@@ -169,6 +169,37 @@ def _convolution_params(key: Any) -> Any:
     }
 
 
+def _between(block: Callable[[Any], Any]) -> Forward:
+    """Two layers with a block between them that float16 breaks."""
+
+    def forward(params: Any, x: Any, dtype: Any) -> Any:
+        x = jax.nn.relu(x.reshape(len(x), -1) @ params[0]["w"] + params[0]["b"])
+        return block(x) @ params[1]["w"] + params[1]["b"]
+
+    return forward
+
+
+def _rms(x: Any, epsilon: float) -> Any:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + epsilon)
+
+
+def _attend(x: Any) -> Any:
+    """Attention from one unit to another, with a row that is masked as a whole by -1e9."""
+    rows = x.reshape(len(x), 4, 16)
+    scores = rows @ jnp.swapaxes(rows, 1, 2)
+    scores = jnp.where(jnp.arange(4)[:, None] == 3, jnp.asarray(-1e9, x.dtype), scores)
+    return x + (jax.nn.softmax(scores) @ rows).reshape(x.shape)
+
+
+_BROKEN = {
+    "RMS norm of activations x 1000": lambda x: _rms(x * 1000, 1e-5),
+    "RMS norm of some zeros, epsilon of 1e-8": lambda x: _rms(x[:, :, None], 1e-8)[..., 0],
+    "attention, a row masked by -1e9": _attend,
+    "logarithm of probabilities": lambda x: jnp.log(jax.nn.softmax(x * 20)),
+    "sum of units x 1e4": lambda x: x * 1e4 / (1 + jnp.sum(x * 1e4, -1, keepdims=True)),
+}
+
+
 def _normal(x: Any) -> Any:
     wide = x.astype(jnp.float32)
     wide = (wide - wide.mean(-1, keepdims=True)) / jnp.sqrt(wide.var(-1, keepdims=True) + 1e-5)
@@ -318,6 +349,7 @@ TASKS = (
         quality=_mean_of_heads,
     ),
     Task("activations x 1e5", _digits, _large_params, _large, _categories),
+    *(Task(name, _digits, _small, _between(b), _categories) for name, b in _BROKEN.items()),
     Task("regression", _line(1.0), _regressor, _dense(_relu), _square),
     Task("regression, targets x 1000", _line(1e3), _regressor, _dense(_relu), _square, 1.0, 0.3),
     Task("regression, targets x 1e5", _line(1e5), _regressor, _dense(_relu), _square, 1.0, 1e3),

@@ -291,8 +291,10 @@ class _Batch:
         if not wrong or found.unknown:
             return found
         # An overflow that a bounded function hides does no harm unless gradients are wrong.
-        if over:
-            return dataclasses.replace(found, overflows_at=over[0])
+        why = self._explained()
+        if over or why is not None:
+            where = [*over, "the forward pass"][0]
+            return dataclasses.replace(found, overflows_at=where, explanation=why)
         unknown = (
             f"the gradient of {wrong[0]} is wrong at every scale: it is rounded away, or {_RANDOM}"
         )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import lossscale.optax
-from broken_blocks import FAULTS, INPUT, WEIGHTS, mean_square, mistakes
+from broken_blocks import FAULTS, INPUT, WEIGHTS, mean_square, mistakes, verdicts
 from frameworks.jax.explain_cases import CASES
 from lossscale.errors import ArgumentError
 from lossscale.monitoring.explanation import Cause
@@ -61,6 +61,9 @@ def test_a_block_is_named(name):
 
     found = explain(loss_fn, WEIGHTS, INPUT * np.float32(fault.size), scale=fault.scale)
     assert not mistakes(name, found), found.text
+    if "of large" in name:
+        report = lossscale.optax.diagnose(loss_fn, WEIGHTS, [INPUT * np.float32(fault.size)])
+        assert report.verdict in verdicts(name), report
 
 
 def dense(params, batch, dtype):

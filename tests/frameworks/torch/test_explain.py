@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lossscale
-from broken_blocks import FAULTS, INPUT, WEIGHTS, mean_square, mistakes
+from broken_blocks import FAULTS, INPUT, WEIGHTS, mean_square, mistakes, verdicts
 from frameworks.torch.explain_cases import CASES, INF, judged, program
 from frameworks.torch.support import bits
 from lossscale.monitoring import Cause, Explanation
@@ -525,6 +525,9 @@ def test_a_block_is_named_in_training_and_for_one_batch(name):
 
     found = lossscale.torch.explain(model, loss_fn, x, scale=fault.scale)
     assert not mistakes(name, found), found.text
+    report = lossscale.torch.diagnose(model, loss_fn, [x])
+    # What float32 does not mend is not measured.
+    assert report.verdict in verdicts(name), report
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)
     optimizer = lossscale.LossScaleOptimizer(inner, initial_scale=fault.scale)
     with lossscale.torch.Monitor(optimizer, model, explain=3) as monitor:
