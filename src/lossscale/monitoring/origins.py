@@ -25,7 +25,7 @@ from an overflow is wrong: a root of infinity, by which a norm divides, but not 
 
 
 class Flags(NamedTuple):
-    """What an array contains that is not finite."""
+    """The kinds of non-finite numbers in an array."""
 
     nan: bool = False
     infinity: bool = False
@@ -111,7 +111,7 @@ def explain_pass(
     halvings = halvings_until(lambda halvings: after(halvings).is_finite, scale)
     lowest = after(most_halvings(scale)).gradients
     if lowest is not None and lowest.failed is not None:
-        # What overflows at this scale may come before what is not finite at any.
+        # An operation that overflows at this scale may precede one that fails at every scale.
         origin = lowest
     assert origin.failed is not None
     return with_line(explained(origin.failed, scale=scale, halvings=halvings), origin)
