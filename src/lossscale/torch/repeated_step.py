@@ -35,6 +35,7 @@ from lossscale.monitoring.explanation import (
     in_the_loss,
     scaled_outputs,
     unknown,
+    with_hidden,
 )
 from lossscale.monitoring.origins import Watched, explain_pass
 from lossscale.torch.buffers import Hook, innermost
@@ -334,8 +335,8 @@ def _repeated(model: Any, call: _Call, scale: float) -> Explanation:
                 "numbers of its own, keeps a state, or has hooks that change results"
             )
         seeds = [call.gradients[number] for number in numbers]
-        if origin is watch.hidden is None and not all(map(is_finite, seeds)):
-            return _of_seeds(outputs, seeds, scale)
+        if origin is None and not all(map(is_finite, seeds)):
+            return with_hidden(_of_seeds(outputs, seeds, scale), watch.hidden)
         with contextlib.ExitStack() as stack:
             for device, _, dtype in call.casting:
                 stack.enter_context(torch.autocast(device, dtype, enabled=False))

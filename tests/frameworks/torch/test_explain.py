@@ -549,13 +549,19 @@ def test_a_block_is_named_in_training_and_for_one_batch(name):
     # What float32 does not mend is not measured.
     assert report.verdict in verdicts(name), report
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)
-    optimizer = lossscale.LossScaleOptimizer(inner, initial_scale=fault.scale)
+    # What is hidden skips nothing.
+    scale = 2.0**30 if fault.is_hidden else fault.scale
+    optimizer = lossscale.LossScaleOptimizer(inner, initial_scale=scale)
     with lossscale.torch.Monitor(optimizer, model, explain=3) as monitor:
         with torch.autocast("cpu", torch.float16):
             loss = loss_fn(model, x)
         optimizer.backward(loss)
         optimizer.step()
         monitor.step(loss)
+    if fault.is_hidden:
+        assert monitor.explanation.cause == Cause.SCALE
+        assert f"Besides, {found.reason}" in monitor.explanation.text
+        return
     # The loss function is not a part of the model.
     wrong = mistakes(name, monitor.explanation)
     assert wrong == (["operation"] if fault.loss else []), monitor.explanation.text
