@@ -139,8 +139,9 @@ class Engine:
         if known in (None, info) or info.without(known.ids).first_gradient() is None:
             return
         raise CallOrderError(
-            "A parameter group with gradients was added after a loss was scaled: nobody knows what "
-            "multiplies these. Add it after step(), or call zero_grad() before."
+            "A parameter group with gradients was added after a loss was scaled, so it is unknown "
+            "whether these gradients are scaled. Add the group after step(), or call zero_grad() "
+            "before you add it."
         )
 
     def account_for_cleared(self, by: Any) -> None:
