@@ -198,7 +198,7 @@ def _wide(operation: Any, given: Sequence[Any]) -> float | None:
 
 
 def _repeated(operation: Any, given: Sequence[Any]) -> list[Any] | None:
-    """What an operation computes in float64; None if it does not exist in it."""
+    """The result of an operation in float64; None if it does not exist in float64."""
     definition = operation.op_def
     narrow = (tf.float16, tf.bfloat16, tf.float32)
 

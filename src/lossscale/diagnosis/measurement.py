@@ -126,7 +126,7 @@ class GradientAccuracy:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What float16 does to the gradients of a loss.
+    """The effect of float16 on the gradients of a loss.
 
     Attributes:
         gradients: The accuracy of each gradient, in the order of the variables.

@@ -101,7 +101,7 @@ class TorchGradientFunction:
         model, loss_fn, parameters: As for `diagnose`.
 
     Attributes:
-        setting: What the model computes with, in words.
+        setting: The format that the model computes in, in words.
     """
 
     def __init__(self, model: Any, loss_fn: LossFn, parameters: Any = None) -> None:

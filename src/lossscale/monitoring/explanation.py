@@ -71,8 +71,8 @@ class Explanation:
 
     Attributes:
         cause: The cause.
-        reason: What happened, as a clause.
-        advice: What to do, as a clause.
+        reason: The event, as a clause.
+        advice: The remedy, as a clause.
         operation: The first operation with a result that is not finite, or the argument that is
             not; "" if it is not known.
         module: The path of its module, or the parameter that is not finite; "" if not known.
@@ -157,7 +157,7 @@ class FailedOperation(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where an infinity or a NaN comes from.
+    """The origin of an infinity or a NaN.
 
     Attributes:
         failed: The operation that made it of finite numbers; None if none did.
@@ -304,7 +304,7 @@ def _meaning(failed: FailedOperation) -> tuple[Cause, str, str]:
 
 
 def _singularity(failed: FailedOperation) -> str:
-    """What an operation does, as a verb."""
+    """The action of an operation, as a verb."""
     name = failed.operation.rpartition("(")[2].strip("_)").lower()
     name = "log" if name.startswith("log") else _SAME.get(name, name)
     if failed.meets_zero:
@@ -315,7 +315,7 @@ def _singularity(failed: FailedOperation) -> str:
 
 
 def _about_epsilon(failed: FailedOperation, here: str) -> str:
-    """What to do about a number that is 0, or nearly 0, in float16."""
+    """The remedy for a number that is 0, or nearly 0, in float16."""
     if 0 < failed.epsilon <= SMALLEST / 2:
         return (
             f"the epsilon {failed.epsilon:g} is 0 in float16, whose smallest number above 0 is "

@@ -1,4 +1,4 @@
-"""Where the infinities and NaN of a pass come from, by rules that no framework changes."""
+"""Origins of the infinities and NaN of a pass, by rules that hold in every framework."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def passed_on(
 
     Args:
         taken: The inputs that are not finite.
-        made: What the result contains.
+        made: The kinds of numbers in the result.
         sets: Whether the program gives the operation an infinity.
         in_backward: Whether it is an operation of the backward pass.
     """

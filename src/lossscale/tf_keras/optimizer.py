@@ -71,7 +71,7 @@ class TensorFlowArrays(StepOperations):
         return tf.executing_eagerly() and not tf.distribute.has_strategy()
 
     def stats(self, step: Step, rule: ScaleRule, finite: Any, scale: Any) -> GradientStats:
-        """What the rule needs to see of the gradients, which are unscaled."""
+        """The statistics of the unscaled gradients that the rule needs."""
         return gradient_stats.compute(
             rule.needs, finite, step.gradients, scale, are_scaled=False, are_shared=step.aggregate
         )

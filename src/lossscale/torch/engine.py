@@ -39,13 +39,13 @@ _SMALLEST_NORM = 2.0**-40
 
 
 class StepDecision(NamedTuple):
-    """What was decided on the gradients of a step, before anything is applied.
+    """The decision on the gradients of a step, before any gradient is applied.
 
     Attributes:
         apply: Whether they are applied; None if only the device knows.
-        stats: What the rule sees; None if it is not to be updated.
-        overflow: What the device found: float32 tensor, 1 to skip and 0 to apply.
-        divisor: What a fused optimizer still has to divide by, or None.
+        stats: The statistics for the rule; None if the rule is not updated.
+        overflow: The result on the device: float32 tensor, 1 to skip and 0 to apply.
+        divisor: The divisor for a fused optimizer, or None.
         empty: Whether there was no gradient, on any process.
     """
 
@@ -62,7 +62,7 @@ class Engine:
     Args:
         inner: The optimizer.
         scale: The loss scale, a `LossScale`.
-        clip_norm: What unscaled gradients are clipped to, or None.
+        clip_norm: The largest norm of the unscaled gradients, or None.
         process_group: As `ranks.groups_of` takes it.
 
     Attributes:
@@ -139,8 +139,9 @@ class Engine:
         if known in (None, info) or info.without(known.ids).first_gradient() is None:
             return
         raise CallOrderError(
-            "A parameter group with gradients was added after a loss was scaled: nobody knows what "
-            "multiplies these. Add it after step(), or call zero_grad() before."
+            "A parameter group with gradients was added after a loss was scaled, so it is unknown "
+            "whether these gradients are scaled. Add the group after step(), or call zero_grad() "
+            "before you add it."
         )
 
     def account_for_cleared(self, by: Any) -> None:
@@ -229,7 +230,7 @@ class Engine:
             each.settle(factor=factor)
 
     def scaled_by(self) -> float:
-        """What multiplies the gradients, which a state saves: 1 if they are unscaled, 0 if none is.
+        """The factor of the gradients, which a state saves: 1 if unscaled, 0 if there are none.
 
         Raises:
             CallOrderError: If it is not one number.
@@ -442,7 +443,7 @@ class Engine:
 
         Args:
             info: Their parameters.
-            by: What the kernel of the optimizer will divide them by, or None.
+            by: The `Multiplier` that the optimizer's kernel will divide them by, or None.
         """
         found: dict[Any, Any] = {}
         checks = self.rule.checks_gradients

@@ -52,7 +52,7 @@ _OF_ONE_SCALER = frozenset({"_known", "_skipped_hooks", "_watcher", "_constants"
 
 
 class _Known:
-    """What a scaler knows of an optimizer: its parameters, and how many steps were skipped."""
+    """A scaler's record of an optimizer: its parameters and the number of skipped steps."""
 
     def __init__(self, parameters: Any, process_group: Any) -> None:
         self.info, self.count = ParameterInfo(parameters, process_group), SkipCount()
@@ -124,7 +124,7 @@ class GradScaler(torch.amp.GradScaler):
     _range = KnownRange()
 
     _updates = 0
-    """How many times PyTorch's operator has moved the scale since it was set."""
+    """The number of moves of the scale by PyTorch's operator since it was set."""
 
     _warned_at_floor = False
     _skips_at_floor: int | None = None
@@ -166,7 +166,7 @@ class GradScaler(torch.amp.GradScaler):
         if enabled and device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
             warn(
                 "GradScaler is enabled for CUDA, but CUDA is not available. Disabling. To scale on "
-                'the processor pass device="cpu".'
+                'the CPU pass device="cpu".'
             )
             enabled = False
         # If enabled, PyTorch's constructor would check the numbers by its own rules.
@@ -195,7 +195,7 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     def _known_of(self, optimizer: Any) -> _Known:
-        """What is known of an optimizer."""
+        """The record of an optimizer."""
         key, parameters = id(optimizer), parameters_of(optimizer)
         known = self._known.get(key)
         if known is None:
@@ -349,7 +349,7 @@ class GradScaler(torch.amp.GradScaler):
             **kwargs: Passed to `optimizer.step`; a closure is an error.
 
         Returns:
-            What `optimizer.step` returns, or None if the step was skipped (`last_step_skipped`).
+            The result of `optimizer.step`, or None if the step was skipped (`last_step_skipped`).
 
         Raises:
             CallOrderError: If it is called twice without `update`, if nothing was scaled, or with
@@ -613,7 +613,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def steps_skipped(self) -> int:
-        """How many calls of `step` did not apply their optimizer, of all optimizers together."""
+        """The number of calls of `step` that were skipped, of all optimizers together."""
         return self._skips.skipped
 
     def register_step_skipped_hook(

@@ -366,7 +366,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
                 overflow, it is evaluated again at a lower scale.
 
         Returns:
-            What `step` of the inner optimizer returns, or the loss of the closure.
+            The result of the inner optimizer's `step`, or the loss of the closure.
 
         Raises:
             GradientsError: If a parameter and its gradient have the dtype float16.
@@ -823,7 +823,7 @@ _PICKLED = "inner_optimizer", "rule", "clip_norm", "process_group", "decide", "n
 _RECREATED = frozenset({"_engine", "_inner", "_rule", "_skipped_hooks"})
 
 _SET_BY_LIGHTNING = frozenset({"_joined", "_strategy", "_on_before_step", "_on_after_step"})
-"""What Lightning puts on an optimizer."""
+"""Attributes that Lightning sets on an optimizer."""
 
 
 def _copied(value: Any) -> Any:

@@ -51,7 +51,7 @@ _FIRST_CALLS = 3
 """Calls of a model that show whether it draws numbers from Python's or NumPy's generator."""
 _VERSION = operator.attrgetter("_version")
 _NEAR = 64
-"""How far below overflow gradients are that lie beside one that overflows."""
+"""The distance to overflow of the gradients next to one that overflows."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -358,7 +358,7 @@ def examined(
     Args:
         watch: Has watched the forward pass.
         outputs: The outputs.
-        roots: What they are differentiated by.
+        roots: The tensors to differentiate by.
         seeds: The gradients of the outputs.
         scale: The loss scale.
         is_loss: Whether the output is a loss, which no mask makes infinite.
@@ -488,7 +488,7 @@ _OF_OBJECTS = 4
 
 
 class _Kept:
-    """What a forward pass may write to, with its contents.
+    """The objects that a forward pass may write to, with their contents.
 
     Args:
         watch: Is told which tensors are not finite.

@@ -46,7 +46,7 @@ _living: dict[weakref.ref[Any], bool] = {}
 _owners: dict[int, tuple[weakref.ref[Any], ...]] = {}
 """The engines that have a parameter, by its id, which lives as long as one of them."""
 _changes = [0]
-"""How many times an engine came, went or got other parameters."""
+"""The number of times that an engine came, went or got other parameters."""
 
 
 def register(engine: Any, info: ranks.ParameterInfo) -> Callable[[], None]:
@@ -111,7 +111,7 @@ class ScaledGradients:
         by: The `Multiplier` of the losses.
 
     Attributes:
-        by: What multiplies them; None once they are unscaled.
+        by: Their `Multiplier`; None once they are unscaled.
         info: The parameters.
         checks: Whether an optimizer's rule checks for overflow.
         left: If the device may have skipped a step and left these gradients behind: whether it
@@ -277,7 +277,7 @@ class GradientRecord:
 
     @property
     def scaled_by(self) -> Any:
-        """What multiplies the gradients, or some of them; None if they are unscaled."""
+        """The `Multiplier` of the gradients, or of some; None if they are unscaled."""
         for each in self.sets:
             if each.by is not None:
                 return each.by

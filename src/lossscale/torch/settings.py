@@ -1,4 +1,4 @@
-"""What the wrapper and the scaler accept: arguments, and attributes of the inner optimizer."""
+"""Arguments of the wrapper and the scaler, and attributes of the inner optimizer."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class UnrepeatableError(RuntimeError):
 
 
 class Place(NamedTuple):
-    """Where an operation of the forward pass is called: its module, its name and its line."""
+    """A call of an operation in the forward pass: its module, its name and its line."""
 
     module: str = ""
     name: str = ""

@@ -27,7 +27,7 @@ def _where(condition: Any, one: Any, other: Any) -> Any:
 
 
 class TensorFlowBackend(Backend):
-    """What Keras computes with TensorFlow."""
+    """The computations of Keras on TensorFlow."""
 
     # TensorFlow's own functions do not mix integer dtypes, as the rules of users may.
     namespace = types.SimpleNamespace(**{**vars(keras.ops), "where": _where})
