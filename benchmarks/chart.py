@@ -25,7 +25,7 @@ GROUPS = {
     "tf_keras-new, xla": "Keras 2, XLA",
     "tf_keras-legacy, function": "Keras 2, legacy, tf.function",
 }
-LEFT, RIGHT, LINE = 130, 500, 19
+LEFT, RIGHT, LINE = 160, 530, 19
 FIRST, LAST = 0.95, 1.5
 
 # The colors follow the system's light or dark mode. The background is drawn too, so that the chart
@@ -68,7 +68,9 @@ def whole_steps(folder: pathlib.Path) -> dict[str, list[tuple[str, float, float]
             elif titles and len(cells) != len(titles):
                 titles = []
             elif titles and any(mark in cells[0] for mark in marks.split("|")):
-                of, _, name = cells[0].replace(": ", ", ").rpartition(", ")
+                of, _, name = cells[0].replace(": ", ", ").partition("whole step, ")
+                if not name:
+                    of, _, name = of.rpartition(", ")
                 values = (float(cells[titles.index(each)].split()[0]) for each in (ours, peer))
                 found.setdefault(GROUPS.get(of, GROUPS.get(page, of)), []).append((name, *values))
     return {group: found[group] for group in GROUPS.values()}
@@ -110,11 +112,11 @@ def drawn(groups: dict[str, list[tuple[str, float, float]]]) -> str:
     height = y + 48
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 520 {height}"'
-            f' width="520" height="{height}" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 550 {height}"'
+            f' width="550" height="{height}" role="img">',
             "<title>Time of a training step as a multiple of the step without loss scaling</title>",
             f"<style>{STYLE}\n</style>",
-            f'<rect class="page" width="520" height="{height}" rx="6"/>',
+            f'<rect class="page" width="550" height="{height}" rx="6"/>',
             '<circle class="ours" cx="16" cy="20" r="5"/><text x="28" y="25">lossscale</text>',
             '<circle class="peer" cx="116" cy="20" r="5"/>',
             '<text x="128" y="25">GradScaler, Keras&#8217; class, Flax&#8217;s DynamicScale</text>',

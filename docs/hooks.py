@@ -53,9 +53,6 @@ def on_files(files, config):
     """Adds the pages that are not in docs/."""
     for name, page in PAGES.items():
         text = rewritten((ROOT / name).read_text(encoding="utf-8"), "")
-        if page == "index.md":
-            landing = (ROOT / "docs/landing.md").read_text(encoding="utf-8")
-            text = text.replace("## Install\n", f"{rewritten(landing, 'docs')}## Install\n", 1)
         files.append(File.generated(config, page, content=text))
     for path in EXAMPLES:
         source = path.read_text(encoding="utf-8")
@@ -107,7 +104,7 @@ def on_page_markdown(markdown, page, config, files):
 
 def on_page_content(html, page, config, files):
     """Lets long names break after a dot, a parenthesis or an equals sign only."""
-    return LONG_NAME.sub(lambda found: re.sub(r"([.(=])", r"\1<wbr>", found[0]), html)
+    return LONG_NAME.sub(lambda found: re.sub(r"([.(=\[])", r"\1<wbr>", found[0]), html)
 
 
 def rewritten(markdown, folder):

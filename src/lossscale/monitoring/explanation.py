@@ -27,6 +27,7 @@ _CHECK_THE_LOSS = (
 )
 NO_SCALE_HELPS = "no loss scale helps: "
 """Advice begins with it if no loss scale makes the step finite."""
+_FINITE = "the forward pass is finite; "
 _ADVISED_EPSILON = "1e-4"
 _MANY_HALVINGS, _LOW = 8, 2**8
 _SINGULAR = {
@@ -212,6 +213,16 @@ def with_line(found: Explanation, origin: Origin) -> Explanation:
     return dataclasses.replace(found, reason=f"in the loss function, {origin.line}, {found.reason}")
 
 
+def with_hidden(found: Explanation, origin: Origin | None) -> Explanation:
+    """Adds an overflow, if there is one, that makes a result wrong and did not cause the skip."""
+    if origin is None:
+        return found
+    hidden = of_forward_pass(origin)
+    more = f"{hidden.reason}, and a later operation hides it"
+    advice = f"{found.advice}. Besides, {more}: {hidden.advice.removeprefix(NO_SCALE_HELPS)}"
+    return dataclasses.replace(found, reason=found.reason.removeprefix(_FINITE), advice=advice)
+
+
 def explained(
     failed: FailedOperation, *, scale: float = 1.0, halvings: int | None = None
 ) -> Explanation:
@@ -233,7 +244,7 @@ def explained(
         cause = Cause.SCALE
         size = "" if failed.largest_result is None else f" ({_size(failed.largest_result)})"
         reason = (
-            f"the forward pass is finite; at a loss scale of {scale_in_words(scale)}, "
+            f"{_FINITE}at a loss scale of {scale_in_words(scale)}, "
             f"{failed.where} overflows in the backward pass{size}, and after {halvings} "
             f"halving{'s'[: halvings > 1]}, at {scale_in_words(scale / 2**halvings)}, nothing does"
         )

@@ -16,6 +16,7 @@ from lossscale.monitoring.explanation import (
     most_halvings,
     nothing_to_explain,
     of_forward_pass,
+    with_hidden,
     with_line,
 )
 
@@ -97,10 +98,9 @@ def explain_pass(
 
     found = after(0)
     origin = found.loss or found.gradients
-    if found.hidden is not None and found.loss is None and (origin is None or origin.failed):
-        return of_forward_pass(found.hidden)
     if origin is None:
-        return nothing_to_explain(scale)
+        # Nothing is skipped. What is hidden makes the step wrong.
+        return of_forward_pass(found.hidden) if found.hidden else nothing_to_explain(scale)
     if origin.is_mask or (origin.failed is not None and origin.failed.of_infinities):
         narrow = of_forward_pass(origin)
         if in_float32 is None or not narrow.in_float16:
@@ -114,4 +114,5 @@ def explain_pass(
         # An operation that overflows at this scale may precede one that fails at every scale.
         origin = lowest
     assert origin.failed is not None
-    return with_line(explained(origin.failed, scale=scale, halvings=halvings), origin)
+    cause = with_hidden(explained(origin.failed, scale=scale, halvings=halvings), found.hidden)
+    return with_line(cause, origin)

@@ -314,7 +314,7 @@ def _line() -> str:
 
 def tensors_in(value: Any) -> Iterator[Any]:
     """The tensors in a nest, also in dataclasses, such as the outputs of Transformers."""
-    for leaf in tree_leaves(value):
+    for leaf in [value] if isinstance(value, torch.Tensor) else tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif hasattr(leaf, "__dataclass_fields__") and not isinstance(leaf, type):
