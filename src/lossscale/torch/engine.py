@@ -29,6 +29,7 @@ from lossscale.torch.scaled_gradients import (
     owners,
     register,
     set_of,
+    unheld,
 )
 from lossscale.torch.scaling import CPU, filled, read, read_all, scalar
 
@@ -136,7 +137,7 @@ class Engine:
     def check_known(self) -> None:
         """Checks that no gradient came with a group that was added after the last loss."""
         known, info = self.record.known, self.info()
-        if known in (None, info) or info.without(known.ids).first_gradient() is None:
+        if known in (None, info) or unheld(info.without(known.ids)).first_gradient() is None:
             return
         raise CallOrderError(
             "A parameter group with gradients was added after a loss was scaled, so it is unknown "
@@ -194,6 +195,8 @@ class Engine:
             # Some may have been replaced.
             record.remember(whole)
         record.has_own_loss = record.has_own_loss or own is self
+        if task != -1 or record.known is not None:
+            record.known = whole
         record.decision, record.is_cleared = None, False
         return target
 
@@ -202,10 +205,7 @@ class Engine:
         by, self.record.unseen = self.record.unseen, None
         if by is None:
             return []
-        rest = self.info()
-        for each in holding(rest):
-            rest = rest.without(each.info.ids)
-        return [self._hold(rest, by)]
+        return [self._hold(unheld(self.info()), by)]
 
     def _hold(self, info: ParameterInfo, by: Any) -> ScaledGradients:
         """Makes a set of gradients that are multiplied already."""

@@ -359,16 +359,16 @@ def check_steppable(optimizer: Any, is_one_of_several: bool = False) -> None:
             "This optimizer is a LossScaleOptimizer, which scales by itself. Use it without a "
             f"GradScaler, or pass its inner optimizer. Received: {optimizer!r}."
         )
-    if is_one_of_several and fused.takes_a_scaler(optimizer.step):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} cannot skip together with other optimizers: its step "
-            "takes a `grad_scaler` and decides by itself. Step it alone."
-        )
     if not hasattr(optimizer, "param_groups"):
         raise ArgumentTypeError(
             "A GradScaler unscales and steps an optimizer, such as "
             f"torch.optim.AdamW(model.parameters()). Received: {optimizer!r} of type "
             f"{type(optimizer).__name__}."
+        )
+    if is_one_of_several and fused.takes_a_scaler(optimizer.step):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} cannot skip together with other optimizers: its step "
+            "takes a `grad_scaler` and decides by itself. Step it alone."
         )
 
 
