@@ -140,30 +140,8 @@ def relu_norm(np, h, gain):
     return h * gain / np.mean(squares, axis=-1, keepdims=True)
 
 
-def softplus(np, h, gain):
-    return np.log(1 + np.exp(np.abs(h) * 40 + 3)) * gain
-
-
 def geometric_mean(np, h, gain):
     return h * gain + np.exp(np.mean(np.log(h), axis=-1, keepdims=True))
-
-
-def contrast(np, h, gain):
-    centered = h * 0 * gain
-    return h + centered / np.mean(np.abs(centered), axis=-1, keepdims=True)
-
-
-def inverse_distance(np, h, gain):
-    squares = np.sum(h * h, axis=-1, keepdims=True)
-    return h * gain + 1 / np.sum(squares - squares, axis=-1, keepdims=True)
-
-
-def complement(np, h, gain):
-    return h + np.log(1 - np.softmax(h * 100, axis=-1)) * gain
-
-
-def below_one(np, h, gain):
-    return np.sqrt(h * h - 10) * gain
 
 
 def doubling(np, h, gain):
@@ -173,20 +151,8 @@ def doubling(np, h, gain):
     return h * gain + made
 
 
-def wide_product(np, h, gain):
-    return h * gain + np.matmul(h * 0 + 300, np.transpose(h * 0 + 300))[:, :1]
-
-
-def root_of_small(np, h, gain):
-    return h + np.rsqrt(gain * 1e-6)
-
-
 def reciprocal_of_small(np, h, gain):
     return h + 1 / (gain * 1e-4)
-
-
-def log_of_small(np, h, gain):
-    return h + np.log(gain * 1e-6)
 
 
 def cold_softmax(np, h, gain):
@@ -196,15 +162,6 @@ def cold_softmax(np, h, gain):
 def atanh(np, h, gain):
     x = np.tanh(np.abs(h) * 10 + 10)
     return h * gain + np.log((1 + x) / (1 - x))
-
-
-def gumbel(np, h, gain):
-    u = np.where(h > 0, 1.0, 0.5)
-    return h * gain - np.log(-np.log(u * gain))
-
-
-def l1_norm(np, h, gain):
-    return h / np.sum(np.abs(h), axis=-1, keepdims=True) * gain
 
 
 def no_tokens(np, y):
@@ -254,23 +211,13 @@ FAULTS = {
     "a sigmoid whose power overflows": Fault(sigmoid, "forward overflow", "exp", size=2),
     "the tanh of an infinite cube": Fault(tanh_of_a_cube, "scale", "", 2.0**30, size=2),
     "an input beyond float16": Fault(plain, "forward overflow", "cast convert copy", size=BEYOND),
-    "a softplus of large numbers": Fault(softplus, "forward overflow", "exp"),
     "a geometric mean of negative numbers": Fault(geometric_mean, "singular", "log"),
-    "the contrast of a constant": Fault(contrast, "singular", "div"),
-    "the inverse of a distance of 0": Fault(inverse_distance, "singular", "div"),
-    "the logarithm of 1 - 1": Fault(complement, "singular", "log"),
-    "a root of a negative number": Fault(below_one, "singular", "sqrt"),
     "a sum that doubles": Fault(doubling, "forward overflow", "add"),
-    "a product of wide rows": Fault(wide_product, "forward overflow", "matmul mm dot einsum copy"),
-    "the inverse root of a small number": Fault(root_of_small, "backward overflow", "rsqrt pow"),
-    "the inverse of a small number": Fault(reciprocal_of_small, "backward overflow", "div mul"),
-    "the logarithm of a small number": Fault(log_of_small, "backward overflow", "log div"),
+    "the inverse of a small number": Fault(
+        reciprocal_of_small, "backward overflow", "div mul reciprocal"
+    ),
     "a temperature that float16 rounds to 0": Fault(cold_softmax, "singular", "div"),
     "an inverse of tanh": Fault(atanh, "singular", "div log"),
-    "the noise of Gumbel": Fault(gumbel, "singular", "log"),
-    "an L1 norm of large activations": Fault(
-        l1_norm, "forward overflow", "sum cast convert", scale=1, size=4e3, is_hidden=True
-    ),
     "a mean over 0 tokens": Fault(plain, "loss, singular", "div", loss=no_tokens),
     "labels of weight 0": Fault(plain, "loss, singular", "div", loss=weighted_by_zero),
     "a divergence from a sure answer": Fault(plain, "loss, singular", "log", loss=kl_of_zero),
