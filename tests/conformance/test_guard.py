@@ -319,6 +319,25 @@ def test_data_parallel_on_jax():
 # --- Several optimizers ---------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(BACKEND == "jax", reason="whose `fit` keeps no state")
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_the_states_of_recurrent_layers(run_eagerly):
+    """A state that is NaN would skip every later step."""
+    x, y = rows()
+    x[np.abs(x) > 1e4] = np.nan
+    ends = []
+    for data in ((x, y), without(x, y)):
+        seed(0)
+        cells = layers.StackedRNNCells([layers.GRUCell(2), layers.LSTMCell(2)])
+        inputs = keras.Input(batch_shape=(ROWS, 1, 3))
+        hidden = layers.LSTM(2, stateful=True, return_sequences=True)(inputs)
+        hidden = layers.RNN(cells, stateful=True)(hidden)
+        model = guard(keras.Model(inputs, layers.Dense(1, dtype="float32")(hidden)))
+        arguments = {"run_eagerly": run_eagerly, "jit_compile": False}
+        ends.append(fit(model, (data[0][:, None], data[1]), **arguments))
+    assert_same(*ends)
+
+
 class TwoParts(keras.Model):
     """Trains its halves with an optimizer each, of which one may overflow alone."""
 
