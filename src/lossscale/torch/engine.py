@@ -138,7 +138,7 @@ class Engine:
         if known in (None, info) or unheld(info.without(known.ids)).first_gradient() is None:
             return
         raise CallOrderError(
-            "A parameter group with gradients was added after a loss was scaled, so it is unknown "
+            "A parameter group with gradients was added after a loss was scaled. It is unknown "
             "whether these gradients are scaled. Add the group after step(), or call zero_grad() "
             "before you add it."
         )
