@@ -251,7 +251,6 @@ class GradientRecord:
             reach its parameters too.
         decision: The decision of all processes, if `unscale_` made one.
         known: The parameters when it was made, or when a scaled loss last reached some.
-        clips: Whether they are still to be clipped.
         is_cleared: Whether `zero_grad` was called in place of the step that was decided.
         by_hand: Whether `get_scaled_loss` was called, and `get_unscaled_gradients` was not.
         divided: The gradients that `get_unscaled_gradients` was given, if it was called.
@@ -267,7 +266,7 @@ class GradientRecord:
         """Starts again, after a step or when the gradients were cleared."""
         self.unseen: Any = None
         self.found: Any = None
-        self.clips = self.is_cleared = self.by_hand = self.has_own_loss = False
+        self.is_cleared = self.by_hand = self.has_own_loss = False
         self.divided: list[tuple[Any, int]] | None = None
         self.decision: Any = None
         self.known: Any = None

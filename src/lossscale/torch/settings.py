@@ -70,16 +70,6 @@ class InnerSettings(Wrapper):
     )
     defaults: dict[str, Any] = _shared("defaults", "The default settings of parameter groups.")
 
-    # The inner optimizer calls its hooks, once for each step that it takes.
-    _optimizer_step_pre_hooks = _shared("_optimizer_step_pre_hooks")
-    _optimizer_step_post_hooks = _shared("_optimizer_step_post_hooks")
-    _optimizer_state_dict_pre_hooks = _shared("_optimizer_state_dict_pre_hooks")
-    _optimizer_state_dict_post_hooks = _shared("_optimizer_state_dict_post_hooks")
-    _optimizer_load_state_dict_pre_hooks = _shared("_optimizer_load_state_dict_pre_hooks")
-    _optimizer_load_state_dict_post_hooks = _shared("_optimizer_load_state_dict_post_hooks")
-    _zero_grad_profile_name = _shared("_zero_grad_profile_name")
-    _warned_capturable_if_run_uncaptured = _shared("_warned_capturable_if_run_uncaptured")
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group to the inner optimizer.
 
@@ -127,6 +117,9 @@ class InnerSettings(Wrapper):
             )
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_optimizer_"):
+            # The inner optimizer calls its hooks, once for each step that it takes.
+            return getattr(self.inner_optimizer, name)
         try:
             found = super().__getattr__(name)
         except UnknownSettingError:
