@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lossscale.errors import ArgumentError
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.packages import warn
 
 _LARGE = 64 * 2**20
@@ -57,8 +57,14 @@ def guard_model(model: Any, optimizers: Sequence[Any], names: Iterable[str] | No
 
     Raises:
         ArgumentError: If no buffer has one of the names.
+        ArgumentTypeError: If a part of the model is scripted or traced.
     """
     inner = innermost(model)
+    if any(isinstance(each, torch.jit.ScriptModule) for each in inner.modules()):
+        raise ArgumentTypeError(
+            "`guard` cannot follow the buffers of a scripted or traced module. Received: a model "
+            f"of type {type(inner).__name__} with one. Use torch.compile(model) instead."
+        )
     chosen = _checked_names(inner, names)
     made = BufferGuard(inner, chosen)
     _warn_of_size(inner, chosen)

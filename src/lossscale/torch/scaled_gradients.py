@@ -227,6 +227,13 @@ def holding(info: ranks.ParameterInfo) -> list[ScaledGradients]:
     return [each for each in some if each.by is not None and not each.info.ids.isdisjoint(info.ids)]
 
 
+def unheld(info: ranks.ParameterInfo) -> ranks.ParameterInfo:
+    """Those of some parameters whose gradients are in no set."""
+    for each in holding(info):
+        info = info.without(each.info.ids)
+    return info
+
+
 class GradientRecord:
     """The state of an optimizer's gradients since its last step.
 
@@ -243,8 +250,7 @@ class GradientRecord:
         has_own_loss: Whether the optimizer itself scaled a loss; other optimizers' losses may
             reach its parameters too.
         decision: The decision of all processes, if `unscale_` made one.
-        known: The parameters when it was made, or when a loss was scaled before it.
-        clips: Whether they are still to be clipped.
+        known: The parameters when it was made, or when a scaled loss last reached some.
         is_cleared: Whether `zero_grad` was called in place of the step that was decided.
         by_hand: Whether `get_scaled_loss` was called, and `get_unscaled_gradients` was not.
         divided: The gradients that `get_unscaled_gradients` was given, if it was called.
@@ -260,7 +266,7 @@ class GradientRecord:
         """Starts again, after a step or when the gradients were cleared."""
         self.unseen: Any = None
         self.found: Any = None
-        self.clips = self.is_cleared = self.by_hand = self.has_own_loss = False
+        self.is_cleared = self.by_hand = self.has_own_loss = False
         self.divided: list[tuple[Any, int]] | None = None
         self.decision: Any = None
         self.known: Any = None
@@ -409,7 +415,6 @@ def watch(scaled: Any, loss: Any, by: Multiplier, own: Any) -> None:
             )
         task = torch._C._current_graph_task_id()
         prepare_backward(loss if len(_living) > 1 else None, by, own, task=task)
-        own.record.known = own.info()
 
     scaled.register_hook(starts)
 
@@ -430,9 +435,11 @@ def prepare_backward(
         The sets that they are in, with one of the tensors of no optimizer if these are settled.
     """
     mine = own.info()
-    own.check_known()
     found, rest = ([], []) if loss is None else reached(loss, own, inputs)
-    for each in (own, *(each for each, _, _ in found)):
+    concerned = [own, *(each for each, _, _ in found)]
+    for each in concerned:
+        each.check_known()
+    for each in concerned:
         each.account_for_cleared(by)
     with lock:
         sets = [own.put_into_set(by, mine, task, own=own)]

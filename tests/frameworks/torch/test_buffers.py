@@ -679,6 +679,11 @@ def test_what_cannot_be_guarded():
         guard(model, [wrapped(model), None])
     with pytest.raises(TypeError, match="empty"):
         guard(model, [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = torch.jit.trace(torch.nn.Linear(4, 1), torch.ones(4, 4))
+    with pytest.raises(TypeError, match="scripted or traced"):
+        guard(torch.nn.Sequential(traced), wrapped(traced))
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 1)
     with pytest.raises(TypeError, match="`buffers` is an argument for models"):
         guard(scheduler, wrapped(model), buffers=["*"])
