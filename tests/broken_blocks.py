@@ -29,6 +29,8 @@ class Fault(NamedTuple):
     scale: float = 2.0**15
     size: float = 1.0
     """What the input is multiplied by."""
+    is_hidden: bool = False
+    """Whether everything is finite at that scale, and wrong."""
     loss: Callable[[Any, Any], Any] | None = None
 
 
@@ -138,6 +140,30 @@ def relu_norm(np, h, gain):
     return h * gain / np.mean(squares, axis=-1, keepdims=True)
 
 
+def geometric_mean(np, h, gain):
+    return h * gain + np.exp(np.mean(np.log(h), axis=-1, keepdims=True))
+
+
+def doubling(np, h, gain):
+    made = np.abs(h) + 1
+    for _ in range(16):
+        made = made + made
+    return h * gain + made
+
+
+def reciprocal_of_small(np, h, gain):
+    return h + 1 / (gain * 1e-4)
+
+
+def cold_softmax(np, h, gain):
+    return np.softmax(h / (gain * 1e-9), axis=-1) + h
+
+
+def atanh(np, h, gain):
+    x = np.tanh(np.abs(h) * 10 + 10)
+    return h * gain + np.log((1 + x) / (1 - x))
+
+
 def no_tokens(np, y):
     tokens = np.sum(y * 0)
     return np.sum(y * y) / tokens
@@ -155,13 +181,13 @@ def kl_of_zero(np, y):
 
 FAULTS = {
     "an RMS norm of large activations": Fault(
-        rms_norm, "forward overflow", "mul square", 2.0**24, size=250
+        rms_norm, "forward overflow", "mul square", scale=1, size=250, is_hidden=True
     ),
     "an L2 norm of large activations": Fault(
-        l2_norm, "forward overflow", "sum cast convert", 2.0**24, size=90
+        l2_norm, "forward overflow", "sum cast convert", scale=1, size=90, is_hidden=True
     ),
     "a mean of squares of large activations": Fault(
-        relu_norm, "forward overflow", "mul square", 2.0**24, size=250
+        relu_norm, "forward overflow", "mul square", scale=1, size=250, is_hidden=True
     ),
     "a masked row": Fault(masked_row, "singular", "softmax sub exp max"),
     "the entropy of a sure answer": Fault(entropy, "singular", "log"),
@@ -185,6 +211,13 @@ FAULTS = {
     "a sigmoid whose power overflows": Fault(sigmoid, "forward overflow", "exp", size=2),
     "the tanh of an infinite cube": Fault(tanh_of_a_cube, "scale", "", 2.0**30, size=2),
     "an input beyond float16": Fault(plain, "forward overflow", "cast convert copy", size=BEYOND),
+    "a geometric mean of negative numbers": Fault(geometric_mean, "singular", "log"),
+    "a sum that doubles": Fault(doubling, "forward overflow", "add"),
+    "the inverse of a small number": Fault(
+        reciprocal_of_small, "backward overflow", "div mul reciprocal"
+    ),
+    "a temperature that float16 rounds to 0": Fault(cold_softmax, "singular", "div"),
+    "an inverse of tanh": Fault(atanh, "singular", "div log"),
     "a mean over 0 tokens": Fault(plain, "loss, singular", "div", loss=no_tokens),
     "labels of weight 0": Fault(plain, "loss, singular", "div", loss=weighted_by_zero),
     "a divergence from a sure answer": Fault(plain, "loss, singular", "log", loss=kl_of_zero),
@@ -210,7 +243,6 @@ def verdicts(name):
     """The verdicts that are right; what is broken in float32, too, is unknown."""
     if FAULTS[name].causes == "scale":
         return ("needed", "not needed")
-    if "norm of large" in name:
+    if FAULTS[name].is_hidden:
         return ("cannot help",)
-    # Float16 is wrong in a part of the rows of those means, so the gradient is not all noise.
-    return ("cannot help", "unknown", *(["needed"] if "mean of squares" in name else []))
+    return ("cannot help", "unknown")

@@ -244,9 +244,15 @@ def arguments_from_config(
         )
     inner = rest.pop(inner_key)
     if "loss_scale" in rest:
-        rest["rule"] = rule_from_loss_scale_config(rest.pop("loss_scale"))
+        rest["rule"] = made_from(
+            rest.pop("loss_scale"),
+            _OLDER_LOSS_SCALES,
+            "loss scale",
+            "Load your own class with lossscale.experimental.LossScaleOptimizer.from_config and "
+            "custom_objects.",
+        )
     elif "rule" in rest:
-        rest["rule"] = _rule_from_config(rest["rule"], custom_objects or {})
+        rest["rule"] = made_from(rest["rule"], {**RULES, **(custom_objects or {})}, "rule")
         # Redundant if there is a rule.
         for name in ("dynamic", "initial_scale", "dynamic_growth_steps"):
             rest.pop(name, None)
@@ -287,61 +293,38 @@ def check_described(described: Any, what: str) -> None:
     )
 
 
-def instantiate(make: Callable[..., Any], described: Mapping[str, Any], what: str) -> Any:
-    """Creates an object from the settings in a description.
-
-    Raises:
-        ArgumentError: If a setting is missing or unknown.
-    """
-    try:
-        return make(**described["config"])
-    except TypeError as error:
-        raise ArgumentError(
-            f"Cannot create the {what} {described['class_name']!r} from its configuration: "
-            f"{error}. Received: {dict(described['config'])}."
-        ) from error
-
-
-def _rule_from_config(config: Mapping[str, Any], custom_objects: Mapping[str, Any]) -> ScaleRule:
-    check_described(config, "rule")
-    name = config["class_name"]
-    known = {**RULES, **custom_objects}
-    if name not in known:
-        raise ArgumentError(
-            f"Unknown rule class. Received: {name!r}. Known: {sorted(RULES)}. For your own class, "
-            f"pass custom_objects={{{name!r}: {name}}}."
-        )
-    rule: ScaleRule = instantiate(known[name], config, "rule")
-    return rule
-
-
-def rule_from_loss_scale_config(config: Mapping[str, Any]) -> ScaleRule:
-    """Returns the rule of a serialized `LossScale` of TensorFlow 2.0 to 2.3.
+def made_from(
+    described: Any,
+    known: Mapping[str, Callable[..., Any]],
+    what: str,
+    instead: str = "For your own class, pass custom_objects={{{name!r}: {name}}}.",
+) -> Any:
+    """Creates an object from a description, a class name and settings as in Keras.
 
     Args:
-        config: `{"class_name": ..., "config": ...}`.
+        described: `{"class_name": ..., "config": ...}`.
+        known: What creates the objects of each class.
+        what: What is described, for the message.
+        instead: What to do about another class; a format string with `name`.
 
     Raises:
-        ArgumentError: If it is neither a FixedLossScale nor a DynamicLossScale.
+        ArgumentError: If it is not such a description, the class is not known, or a setting is
+            missing or unknown.
     """
-    check_described(config, "loss scale")
-    name = config["class_name"]
-    makers: dict[str, Callable[..., ScaleRule]] = {
-        "FixedLossScale": _fixed_rule,
-        "DynamicLossScale": rule_from_loss_scale_arguments,
-    }
-    if name in makers:
-        rule: ScaleRule = instantiate(makers[name], config, "loss scale")
-        return rule
-    raise ArgumentError(
-        f"Unknown loss scale class. Received: {name!r}. Known: 'FixedLossScale', "
-        "'DynamicLossScale'. Load your own class with "
-        "lossscale.experimental.LossScaleOptimizer.from_config and custom_objects."
-    )
-
-
-def _fixed_rule(loss_scale_value: Any) -> FixedScale:
-    return FixedScale(checked_scale("loss_scale_value", loss_scale_value))
+    check_described(described, what)
+    name, settings = described["class_name"], described["config"]
+    if name not in known:
+        raise ArgumentError(
+            f"Unknown {what} class. Received: {name!r}. Known: {sorted(known)}. "
+            f"{instead.format(name=name)}"
+        )
+    try:
+        return known[name](**settings)
+    except TypeError as error:
+        raise ArgumentError(
+            f"Cannot create the {what} {name!r} from its configuration: {error}. Received: "
+            f"{dict(settings)}."
+        ) from error
 
 
 def rule_from_loss_scale_arguments(
@@ -370,3 +353,12 @@ def rule_from_loss_scale_arguments(
         backoff_factor=1.0 / factor,
         min_scale=min(1.0, first),
     )
+
+
+_OLDER_LOSS_SCALES: dict[str, Callable[..., ScaleRule]] = {
+    "FixedLossScale": lambda loss_scale_value: FixedScale(
+        checked_scale("loss_scale_value", loss_scale_value)
+    ),
+    "DynamicLossScale": rule_from_loss_scale_arguments,
+}
+"""The rule of each serialized `LossScale` of TensorFlow 2.0 to 2.3."""

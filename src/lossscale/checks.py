@@ -179,7 +179,7 @@ def unknown_keywords(
         owner: The name of the function.
         given: All keywords of the call, with their values.
         taken: The keywords of the function.
-        instead: What to write for some keywords; a format string with `name` and `value`.
+        instead: The replacement of some keywords; a format string with `name` and `value`.
 
     Examples:
         >>> unknown_keywords("f", {"period": 9, "factor": 2}, ["rule"], {})

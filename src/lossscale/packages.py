@@ -55,7 +55,7 @@ def require(*modules: str, purpose: str = "", hint: str = "") -> None:
 
     Args:
         *modules: Keys of `EXTRAS`.
-        purpose: What needs them, as the start of a sentence.
+        purpose: The feature that needs them, as the start of a sentence.
         hint: A sentence at the end of the message.
 
     Raises:
@@ -80,7 +80,7 @@ def not_installed(
 
     Args:
         modules: Keys of `EXTRAS`.
-        purpose: What needs them, as the start of a sentence.
+        purpose: The feature that needs them, as the start of a sentence.
         hint: A sentence at the end of the message.
         extras: The extras that install them; by default the smallest ones.
 

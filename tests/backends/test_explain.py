@@ -14,6 +14,8 @@ from lossscale.diagnosis import explain
 from lossscale.errors import ArgumentTypeError
 from lossscale.monitoring.explanation import Cause
 
+# A cause has no bits.
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 # Each backend has other faults; all of them are quick on PyTorch alone.
 START = {"torch": 0, "tensorflow": 1, "jax": 3}[BACKEND]
 NAMES = list(CASES)[START :: 1 if BACKEND == "torch" else 5]

@@ -71,7 +71,8 @@ def by_forks(monkeypatch):
 
     def run(command, *, env, check):
         assert (command[:3], check) == ([sys.executable, "-m", "benchmarks.worker"], False)
-        module = WITHOUT_KERAS.get(json.loads(command[3])["backend"], "keras")
+        backend = json.loads(command[3])["backend"]
+        module = "tf_keras" if backend == "tf_keras" else WITHOUT_KERAS.get(backend, "keras")
         done = Program(WORKER, *command[3:], environment=env, module=module).finished()
         print(done.stderr, file=sys.stderr)
         return done
@@ -88,7 +89,7 @@ def test_the_short_form_runs_every_program(backend, tmp_path, monkeypatch, capfd
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "0")
     # Compiled code that runs twice need not be fast.
     monkeypatch.setenv("XLA_FLAGS", UNOPTIMIZED)
-    if backend == "tf_keras":
+    if backend == "torch_native":
         # As its users do: the processes that it starts are what the forks stand for.
         command = [sys.executable, "-m", "benchmarks", *arguments]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)

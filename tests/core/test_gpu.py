@@ -1,4 +1,4 @@
-"""`python -m tools.gpu`: its page, and its plumbing on the processor."""
+"""`python -m tools.gpu`: its page, and its plumbing on the CPU."""
 
 import json
 import pathlib

@@ -43,6 +43,10 @@ lossscale.LossScaleOptimizer(inner).minimize(los=None)
 lossscale.LossScaleOptimizer()
 lossscale.torch.Monitor(optimizer, on_floor="stop")
 lossscale.DynamicScale(growth=3)
+lossscale.optax.loss_scalled
+lossscale.keras.Monitor
+lossscale.tf_keras.Monitor
+lossscale.experimental.Policy
 lossscale.torch.guard("model", optimizer)
 """
 FIRST_MISTAKE = 8

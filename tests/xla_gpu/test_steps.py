@@ -24,7 +24,7 @@ PEERS = ("apply_if_finite", "peer_dynamic")
 def with_fewer(row):
     """The row with fewer variables, since to compile takes longer than all else here."""
     size = row.workload.shapes[0][0]
-    number = 20 if size > 10_000 else 50
+    number = 20 if size > 10_000 else 25
     return dataclasses.replace(row, workload=equal(number, number * size))
 
 

@@ -1,1 +1,1 @@
-"""What the frameworks share; nothing here imports one."""
+"""Code that the frameworks share; nothing here imports a framework."""

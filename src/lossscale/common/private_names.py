@@ -19,7 +19,7 @@ def private_module(module: str, purpose: str) -> Any:
 
     Args:
         module: Its name.
-        purpose: What lossscale uses it for, after "to".
+        purpose: Its use in lossscale, after "to".
 
     Raises:
         UnsupportedError: If there is none.
@@ -34,7 +34,7 @@ def private_name(module: str, name: str, purpose: str, fallback: Any = _MISSING)
     Args:
         module: The name of its module.
         name: Its name there, with dots if it is nested.
-        purpose: What lossscale uses it for, after "to".
+        purpose: Its use in lossscale, after "to".
         fallback: The object to use in releases without it, if there is one.
 
     Raises:
@@ -58,7 +58,7 @@ def check_attribute(root: str, holder: Any, name: str, purpose: str) -> None:
         root: The framework's root module.
         holder: The object.
         name: The attribute.
-        purpose: What lossscale uses it for, after "to".
+        purpose: Its use in lossscale, after "to".
 
     Raises:
         UnsupportedError: If there is none.

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from lossscale.monitoring.explanation import LARGEST, FailedOperation, Origin
-from lossscale.monitoring.origins import HARM, Flags, Watched, overflow_in, passed_on
+from lossscale.monitoring.origins import Flags, Watched, is_harmed, overflow_in, passed_on
 
 _BACKWARD = "gradient_tape/"
 _SETTERS = ("Const", "Fill", "BroadcastTo", "Select", "SelectV2", "PadV2")
@@ -107,7 +107,7 @@ class GraphWatch:
         ]
         made, other = _repeated(operation, given), _repeated(operation, lower)
         pairs = zip(made or [], other or [], strict=True)
-        return any((abs(one - another) > HARM).any() for one, another in pairs)
+        return any(is_harmed(_largest(one - another), _largest(another)) for one, another in pairs)
 
     def _origin(
         self,
@@ -198,7 +198,7 @@ def _wide(operation: Any, given: Sequence[Any]) -> float | None:
 
 
 def _repeated(operation: Any, given: Sequence[Any]) -> list[Any] | None:
-    """What an operation computes in float64; None if it does not exist in it."""
+    """The result of an operation in float64; None if it does not exist in float64."""
     definition = operation.op_def
     narrow = (tf.float16, tf.bfloat16, tf.float32)
 

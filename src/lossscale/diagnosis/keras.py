@@ -41,7 +41,7 @@ class KerasGradientFunction:
         loss_fn, parameters: As for `lossscale.diagnosis.diagnose`.
 
     Attributes:
-        setting: What the model computes with, in words.
+        setting: The format that the model computes in, in words.
 
     Raises:
         ArgumentError: If its loss is not known, or it has no variables.

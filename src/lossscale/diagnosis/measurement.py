@@ -126,7 +126,7 @@ class GradientAccuracy:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What float16 does to the gradients of a loss.
+    """The effect of float16 on the gradients of a loss.
 
     Attributes:
         gradients: The accuracy of each gradient, in the order of the variables.
@@ -287,14 +287,19 @@ class _Batch:
         self._errors[0] = _errors(wide, narrow)
         found = self._backward()
         least = _ROUNDING * _largest(self._reference)
-        wrong = [g.name for g in found.gradients if g.errors and g.is_wrong and g.largest > least]
-        if not wrong or found.unknown:
+        measured = [g for g in found.gradients if g.errors and g.largest > least]
+        wrong = [g.name for g in measured if g.is_wrong]
+        is_right = all(min(g.errors.values()) <= self._tolerance for g in measured)
+        if is_right or found.unknown:
             return found
-        # An overflow that a bounded function hides does no harm unless gradients are wrong.
+        # An overflow that a later operation hides does no harm unless gradients are wrong. If it is
+        # in a few rows, they are not all noise.
         why = self._explained()
-        if over or why is not None:
+        if (why is not None and why.cause is not Cause.SCALE) or (wrong and over):
             where = [*over, "the forward pass"][0]
             return dataclasses.replace(found, overflows_at=where, explanation=why)
+        if not wrong:
+            return found
         unknown = (
             f"the gradient of {wrong[0]} is wrong at every scale: it is rounded away, or {_RANDOM}"
         )

@@ -150,8 +150,8 @@ class Report:
 
     Attributes:
         model: The name of what was diagnosed.
-        setting: What it was computed with.
-        measurement: What was measured.
+        setting: The framework, device and format.
+        measurement: The measurement.
         seconds: The duration of the measurement.
     """
 
@@ -260,7 +260,7 @@ def make_report(
         run: Computes a pass.
         batches: The batches to measure on.
         model: The name of the model.
-        setting: What it is computed with, such as "PyTorch, cpu, autocast to float16".
+        setting: The framework, device and format, such as "PyTorch, cpu, autocast to float16".
         **options: `max_batches` and `tolerance`, as for `measure`.
     """
     started = time.perf_counter()

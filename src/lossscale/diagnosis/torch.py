@@ -19,7 +19,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.common.monkeypatch import replace
 from lossscale.diagnosis.measurement import Pass, checked_loss, numbered
@@ -27,7 +26,7 @@ from lossscale.diagnosis.report import Report, make_report
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.monitoring.explanation import Explanation
 from lossscale.torch.ranks import is_spread
-from lossscale.torch.repeated_step import explain
+from lossscale.torch.repeated_step import eager_passes, explain
 from lossscale.torch.scaling import real_parts, scaled, widened
 
 LossFn = Callable[[Any, Any], Any]
@@ -102,7 +101,7 @@ class TorchGradientFunction:
         model, loss_fn, parameters: As for `diagnose`.
 
     Attributes:
-        setting: What the model computes with, in words.
+        setting: The format that the model computes in, in words.
     """
 
     def __init__(self, model: Any, loss_fn: LossFn, parameters: Any = None) -> None:
@@ -267,15 +266,11 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
     devices = {tensor.device for tensor, _ in tensors if tensor.device.type != "cpu"}
     try:
         with (
-            # Tensors copied in inference mode cannot be differentiated.
-            torch.inference_mode(False),
-            torch.enable_grad(),
             torch.random.fork_rng(
                 sorted({device.index or 0 for device in devices}),
                 device_type=next((device.type for device in devices), "cuda"),
             ),
-            _uncompiled(modules),
-            _nothing_recomputed(),
+            eager_passes(model),
         ):
             if not model.training:
                 model.train()
@@ -297,33 +292,6 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def _uncompiled(modules: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Runs modules uncompiled, since compiled ones call no hooks; `_as_it_was` restores them."""
-    stance = getattr(torch.compiler, "set_stance", None)
-    if stance is not None:
-        eager: contextlib.AbstractContextManager[Any] = stance("force_eager")
-        return eager
-    # PyTorch 2.4 and 2.5.
-    for module in modules:
-        vars(module)["_compiled_call_impl"] = None
-        if "_orig_mod" in module._modules:
-            vars(module)["forward"] = module._modules["_orig_mod"]
-    return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _nothing_recomputed() -> Iterator[None]:
-    """Within it, `checkpoint(use_reentrant=True)` keeps its activations.
-
-    It would call `backward()` within the backward pass, which `torch.autograd.grad` refuses. The
-    gradients are the same.
-    """
-    called = staticmethod(lambda function, preserve, *args: function(*args))
-    with contextlib.ExitStack() as stack:
-        replace(stack, CheckpointFunction, "apply", called)
-        yield
 
 
 # --- Precision ----------------------------------------------------------------------------------

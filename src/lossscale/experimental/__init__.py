@@ -4,7 +4,7 @@
 `loss_scale` is that object: call it for the current value.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lossscale import registry
 from lossscale.experimental.loss_scale import DynamicLossScale, FixedLossScale, LossScale
@@ -13,9 +13,13 @@ from lossscale.experimental.optimizer import class_for as class_for
 
 __all__ = ["DynamicLossScale", "FixedLossScale", "LossScale", "LossScaleOptimizer"]
 
+if TYPE_CHECKING:
+    from lossscale.experimental import keras as keras
+    from lossscale.experimental import tf_keras as tf_keras
+else:
 
-def __getattr__(name: str) -> Any:
-    # The base classes for users, in modules that import a Keras.
-    if name in [framework.root for framework in registry.KERASES]:
-        return registry.submodule("lossscale.experimental", name)
-    raise AttributeError(f"module 'lossscale.experimental' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        # The base classes for users, in modules that import a Keras.
+        if name in [framework.root for framework in registry.KERASES]:
+            return registry.submodule("lossscale.experimental", name)
+        raise AttributeError(f"module 'lossscale.experimental' has no attribute {name!r}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import abc
+import functools
 from typing import Any
 
 from lossscale import registry
-from lossscale.arguments import check_described, instantiate, rule_from_loss_scale_arguments
+from lossscale.arguments import made_from, rule_from_loss_scale_arguments
 from lossscale.checks import checked_scale
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.rules import DynamicScale, FixedScale, GradientStats, ScaleRule
@@ -302,15 +303,14 @@ def deserialize(config: Any, custom_objects: dict[str, Any] | None = None) -> Lo
     """
     if not isinstance(config, dict):
         return get(config)
-    check_described(config, "loss scale")
     known = {**_KNOWN, **(custom_objects or {})}
-    name = config["class_name"]
-    if name not in known:
-        raise ArgumentError(
-            f"Unknown loss scale class. Received: {name!r}. Known: {sorted(_KNOWN)}. For your own "
-            f"class, pass custom_objects={{{name!r}: {name}}}."
-        )
-    loss_scale: LossScale = instantiate(
-        lambda **settings: known[name].from_config(settings), config, "loss scale"
+    loss_scale: LossScale = made_from(
+        config,
+        {name: functools.partial(_from_settings, cls) for name, cls in known.items()},
+        "loss scale",
     )
     return loss_scale
+
+
+def _from_settings(cls: type[LossScale], /, **settings: Any) -> LossScale:
+    return cls.from_config(settings)

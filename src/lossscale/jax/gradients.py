@@ -16,7 +16,7 @@ from lossscale.jax.apply_or_skip import is_laid_out, may_be_sharded, static_size
 from lossscale.rules import GradientStats, StatsRequest
 
 JOINED_ARRAYS = 32
-"""How many arrays one kernel of a GPU reads as if they were joined; XLA admits some 90."""
+"""Number of arrays that a GPU kernel reads as if they were joined; XLA admits some 90."""
 
 JOINED = 2**21
 """The largest number of elements of an array that is joined with others on a GPU.
@@ -40,7 +40,7 @@ measured.
 """
 
 SHORT_ROW, LONG_ROW, FEW = 2**7, 2**10, 2**20
-"""How many elements a GPU counts in one number: if there are few together, and if there are more.
+"""Elements that a GPU counts in one number: if there are few together, and if there are more.
 
 With longer rows XLA copies few elements into one array first, which it then reads.
 """

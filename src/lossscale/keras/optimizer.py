@@ -539,7 +539,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
 
 def _how_with_several_optimizers() -> str:
-    """How one loss is trained by several optimizers."""
+    """The way to train one loss with several optimizers."""
     # Keras 3.15 and later.
     if hasattr(keras.optimizers, "MultiOptimizer"):
         return (

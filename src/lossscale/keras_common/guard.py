@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from lossscale.common.private_names import do_not_convert
@@ -20,8 +20,9 @@ def guard(model: Model, *optimizers: DocumentedMembers) -> Model:
 
     Without it, one batch that overflows float16 in the forward pass leaves the moving averages of
     a `BatchNormalization` NaN, although the step is skipped. `guard` follows every weight that a
-    layer creates as not trainable. After a skipped step these weights have their values from
-    before the `train_step`. Metrics and the seeds of random layers go on.
+    layer creates as not trainable, and the states of stateful recurrent layers. After a skipped
+    step these have their values from before the `train_step`. Metrics and the seeds of random
+    layers go on.
 
     It replaces `model.train_step`, before or after `compile`, and works in `fit` and
     `train_on_batch`. Models made by `load_model`, `clone_model`, `copy` or `pickle` are not
@@ -112,12 +113,24 @@ def _wrappers_of(model: Any) -> list[Any]:
 
 
 def weights_of(model: Any) -> list[Any]:
-    """The weights that layers made as not trainable: neither frozen ones, metrics nor seeds."""
+    """The weights that layers made as not trainable, and the states of recurrent layers.
+
+    Neither frozen weights, nor metrics nor seeds.
+    """
     found: dict[int, Any] = {}
     for layer in model._flatten_layers():
         # A metric of tf_keras is a layer. A layer of Keras 3 has the first attribute.
         if not hasattr(layer, "update_state"):
             names = ("_non_trainable_variables", "_non_trainable_weights")
             kept = next(vars(layer)[name] for name in names if name in vars(layer))
-            found |= {id(weight): weight for weight in kept}
+            states = getattr(layer, "states", None) if getattr(layer, "stateful", False) else None
+            found |= {id(each): each for each in (*kept, *_variables_in(states))}
     return list(found.values())
+
+
+def _variables_in(nest: Any) -> Iterator[Any]:
+    if isinstance(nest, (list, tuple)):
+        for each in nest:
+            yield from _variables_in(each)
+    elif hasattr(nest, "assign"):
+        yield nest

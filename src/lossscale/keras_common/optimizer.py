@@ -519,7 +519,7 @@ def _ids_of_variables(owner: Any) -> set[int]:
 
 
 def _saved_in(part: Any, library: Any) -> list[Any]:
-    """What Keras 3 or tf_keras saves of an attribute beside the variables of its owner."""
+    """The variables of an attribute that Keras 3 or tf_keras saves apart from its owner's."""
     items = part.values() if isinstance(part, dict) else part
     items = items if isinstance(part, (dict, list, tuple, set)) else (part,)
     bases = library.optimizers.Optimizer, library.layers.Layer, library.metrics.Metric

@@ -149,7 +149,7 @@ def deserialized(library: Any, name: str, config: Any, custom_objects: Any) -> A
 
     Args:
         library: `keras` or `tf_keras`.
-        name: What the library returned in place of the optimizer.
+        name: The value that the library returned in place of the optimizer.
         config: The configuration.
         custom_objects: Classes that the library does not know, by class name.
 

@@ -21,7 +21,7 @@ class Step(NamedTuple):
     Attributes:
         gradients: Those of this replica; None where there is none.
         variables: Their variables.
-        divisor: What they still have to be divided by, a float32 scalar tensor or a number; None
+        divisor: The number to divide them by, a float32 scalar tensor or a Python number; None
             if they are unscaled.
         aggregate: Whether the gradients of the replicas are summed.
         name: Name of the operations, or None.
@@ -176,7 +176,7 @@ class StepOperations:
         return finite
 
     def stats(self, step: Step, rule: ScaleRule, finite: Any, scale: Any) -> GradientStats:
-        """What the rule needs to see of the gradients."""
+        """The statistics of the gradients that the rule needs."""
         are_scaled = step.divisor is not None
         gradients = step.without_overwritten()
         return self.gradient_stats(rule.needs, finite, gradients, scale, are_scaled=are_scaled)

@@ -27,6 +27,7 @@ _CHECK_THE_LOSS = (
 )
 NO_SCALE_HELPS = "no loss scale helps: "
 """Advice begins with it if no loss scale makes the step finite."""
+_FINITE = "the forward pass is finite; "
 _ADVISED_EPSILON = "1e-4"
 _MANY_HALVINGS, _LOW = 8, 2**8
 _SINGULAR = {
@@ -70,8 +71,8 @@ class Explanation:
 
     Attributes:
         cause: The cause.
-        reason: What happened, as a clause.
-        advice: What to do, as a clause.
+        reason: The event, as a clause.
+        advice: The remedy, as a clause.
         operation: The first operation with a result that is not finite, or the argument that is
             not; "" if it is not known.
         module: The path of its module, or the parameter that is not finite; "" if not known.
@@ -156,7 +157,7 @@ class FailedOperation(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where an infinity or a NaN comes from.
+    """The origin of an infinity or a NaN.
 
     Attributes:
         failed: The operation that made it of finite numbers; None if none did.
@@ -212,6 +213,16 @@ def with_line(found: Explanation, origin: Origin) -> Explanation:
     return dataclasses.replace(found, reason=f"in the loss function, {origin.line}, {found.reason}")
 
 
+def with_hidden(found: Explanation, origin: Origin | None) -> Explanation:
+    """Adds an overflow, if there is one, that makes a result wrong and did not cause the skip."""
+    if origin is None:
+        return found
+    hidden = of_forward_pass(origin)
+    more = f"{hidden.reason}, and a later operation hides it"
+    advice = f"{found.advice}. Besides, {more}: {hidden.advice.removeprefix(NO_SCALE_HELPS)}"
+    return dataclasses.replace(found, reason=found.reason.removeprefix(_FINITE), advice=advice)
+
+
 def explained(
     failed: FailedOperation, *, scale: float = 1.0, halvings: int | None = None
 ) -> Explanation:
@@ -233,7 +244,7 @@ def explained(
         cause = Cause.SCALE
         size = "" if failed.largest_result is None else f" ({_size(failed.largest_result)})"
         reason = (
-            f"the forward pass is finite; at a loss scale of {scale_in_words(scale)}, "
+            f"{_FINITE}at a loss scale of {scale_in_words(scale)}, "
             f"{failed.where} overflows in the backward pass{size}, and after {halvings} "
             f"halving{'s'[: halvings > 1]}, at {scale_in_words(scale / 2**halvings)}, nothing does"
         )
@@ -293,7 +304,7 @@ def _meaning(failed: FailedOperation) -> tuple[Cause, str, str]:
 
 
 def _singularity(failed: FailedOperation) -> str:
-    """What an operation does, as a verb."""
+    """The action of an operation, as a verb."""
     name = failed.operation.rpartition("(")[2].strip("_)").lower()
     name = "log" if name.startswith("log") else _SAME.get(name, name)
     if failed.meets_zero:
@@ -304,7 +315,7 @@ def _singularity(failed: FailedOperation) -> str:
 
 
 def _about_epsilon(failed: FailedOperation, here: str) -> str:
-    """What to do about a number that is 0, or nearly 0, in float16."""
+    """The remedy for a number that is 0, or nearly 0, in float16."""
     if 0 < failed.epsilon <= SMALLEST / 2:
         return (
             f"the epsilon {failed.epsilon:g} is 0 in float16, whose smallest number above 0 is "

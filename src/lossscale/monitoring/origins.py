@@ -1,4 +1,4 @@
-"""Where the infinities and NaN of a pass come from, by rules that no framework changes."""
+"""Origins of the infinities and NaN of a pass, by rules that hold in every framework."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lossscale.monitoring.explanation import (
     most_halvings,
     nothing_to_explain,
     of_forward_pass,
+    with_hidden,
     with_line,
 )
 
-HARM = 2.0**-10
-"""The difference, float16's rounding of 1, from which a finite result that an operation computes
-from an overflow is wrong: a root of infinity, by which a norm divides, but not the tanh of one."""
+_HARM = 2.0**-10
+"""Float16's rounding of 1."""
 
 
 class Flags(NamedTuple):
@@ -57,7 +57,7 @@ def passed_on(
 
     Args:
         taken: The inputs that are not finite.
-        made: What the result contains.
+        made: The kinds of numbers in the result.
         sets: Whether the program gives the operation an infinity.
         in_backward: Whether it is an operation of the backward pass.
     """
@@ -75,6 +75,22 @@ def passed_on(
 def overflow_in(taken: Sequence[tuple[Origin, Flags]]) -> Origin | None:
     """Returns the origin of an infinity that an operation of the forward pass has made."""
     return next((o for o, flags in taken if o.failed and flags.infinity and not flags.nan), None)
+
+
+def is_harmed(difference: float, largest: float) -> bool:
+    """Whether a finite result that an operation computes from an overflow is wrong.
+
+    That of a division by a norm that overflows is, and the tanh of an overflow is not.
+
+    Args:
+        difference: The largest difference from what it computes from 65,504.
+        largest: The largest magnitude of the latter.
+
+    Examples:
+        >>> is_harmed(1.5e-5, 1.5e-5), is_harmed(1.5e-5, 1.0)
+        (True, False)
+    """
+    return difference > _HARM * min(largest, 1.0)
 
 
 def explain_pass(
@@ -97,10 +113,9 @@ def explain_pass(
 
     found = after(0)
     origin = found.loss or found.gradients
-    if found.hidden is not None and found.loss is None and (origin is None or origin.failed):
-        return of_forward_pass(found.hidden)
     if origin is None:
-        return nothing_to_explain(scale)
+        # Nothing is skipped. What is hidden makes the step wrong.
+        return of_forward_pass(found.hidden) if found.hidden else nothing_to_explain(scale)
     if origin.is_mask or (origin.failed is not None and origin.failed.of_infinities):
         narrow = of_forward_pass(origin)
         if in_float32 is None or not narrow.in_float16:
@@ -114,4 +129,5 @@ def explain_pass(
         # An operation that overflows at this scale may precede one that fails at every scale.
         origin = lowest
     assert origin.failed is not None
-    return with_line(explained(origin.failed, scale=scale, halvings=halvings), origin)
+    cause = with_hidden(explained(origin.failed, scale=scale, halvings=halvings), found.hidden)
+    return with_line(cause, origin)

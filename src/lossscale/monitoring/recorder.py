@@ -278,7 +278,7 @@ def _evidence(record: StepRecord) -> str:
 
 
 def _next_step(record: StepRecord) -> str:
-    """What to do about skips at the minimum scale."""
+    """The remedy for skips at the minimum scale."""
     if record.explanation is not None:
         return record.explanation.text
     return (

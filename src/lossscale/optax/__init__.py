@@ -18,10 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from lossscale import registry
 
-if TYPE_CHECKING:
-    from lossscale.diagnosis.jax import diagnose as diagnose
-    from lossscale.diagnosis.jax import explain as explain
-
 with registry.naming_missing_packages("jax", "optax"):
     from lossscale.optax.conversions import from_flax, from_jmp
     from lossscale.optax.loops import (
@@ -55,14 +51,18 @@ __all__ = [
     "value_and_grad",
 ]
 
+if TYPE_CHECKING:
+    from lossscale.diagnosis.jax import diagnose as diagnose
+    from lossscale.diagnosis.jax import explain as explain
+else:
 
-def __getattr__(name: str) -> Any:
-    # Training does not need the imports of a diagnosis.
-    if name not in ("diagnose", "explain"):
-        raise AttributeError(f"module 'lossscale.optax' has no attribute {name!r}")
-    from lossscale.diagnosis import jax
+    def __getattr__(name: str) -> Any:
+        # Training does not need the imports of a diagnosis.
+        if name not in ("diagnose", "explain"):
+            raise AttributeError(f"module 'lossscale.optax' has no attribute {name!r}")
+        from lossscale.diagnosis import jax
 
-    return getattr(jax, name)
+        return getattr(jax, name)
 
 
 def __dir__() -> list[str]:

@@ -13,7 +13,7 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
 _MOST = 2**31 - 1
-"""Where a counter stops."""
+"""The largest value of a counter."""
 
 
 class LossScaleState(NamedTuple):

@@ -177,7 +177,7 @@ def run_guarded(
         weights_of: Returns the weights of the model to put back.
 
     Returns:
-        What the step does.
+        The result of the step.
     """
     if not all(layer.built for layer in model._flatten_layers()):
         _build(model, args)

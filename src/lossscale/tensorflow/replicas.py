@@ -57,7 +57,7 @@ def current_location() -> tuple[Any, tuple[int, ...]]:
 
 
 def replica_count() -> int:
-    """How many replicas train together; 1 without a strategy."""
+    """The number of replicas that train together; 1 without a strategy."""
     return int(tf.distribute.get_strategy().num_replicas_in_sync)
 
 

@@ -109,7 +109,7 @@ def _quotients(tensor: Any) -> Any:
 
 
 def quotient_of(gradient: Any) -> Any:
-    """What an unscaled gradient was made of, if that is known: under XLA."""
+    """The scaled gradient and the divisor of an unscaled one; under XLA only."""
     if not isinstance(gradient, tf.Tensor) or not in_xla():
         return None
     # The sum over a single replica passes its gradients on through an identity.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 import functools
 import itertools
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import tf_keras
 
@@ -20,9 +20,17 @@ from lossscale.tf_keras.current import CurrentWrapper
 from lossscale.tf_keras.legacy import LegacyWrapper
 from lossscale.tf_keras.optimizer import TFKerasCommonOptimizer
 
+if TYPE_CHECKING:
+
+    class _OfFamily(Any):
+        """The class of tf_keras that an object has as a base, too."""
+
+else:
+    _OfFamily = object
+
 
 @FrontDoor.register
-class LossScaleOptimizer(TFKerasCommonOptimizer):
+class LossScaleOptimizer(TFKerasCommonOptimizer, _OfFamily):
     """The loss scale optimizer around a tf_keras optimizer.
 
     The class to inherit from; `lossscale.LossScaleOptimizer` creates objects of it. An object
@@ -66,7 +74,8 @@ class LossScaleOptimizer(TFKerasCommonOptimizer):
                 raise ArgumentTypeError(registry.not_an_optimizer(args[0] if args else named))
             written: Any = cls
             cls = _of_family(written, families[0])
-        return super().__new__(cls)
+        made: Self = super().__new__(cls)
+        return made
 
     @classmethod
     def _public_class(cls) -> type[Any]:

@@ -29,7 +29,7 @@ from lossscale.tf_keras.saving import (
 
 
 class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=CalledAsWritten):
-    """What differs around the optimizers that tf_keras has had since 2.11."""
+    """A wrapper of the optimizers that tf_keras has had since 2.11."""
 
     _inner_base = tf_keras.optimizers.Optimizer
     _is_legacy = False

@@ -19,7 +19,7 @@ from lossscale.tf_keras.saving import build_pending
 
 
 class LegacyWrapper(TFKerasCommonOptimizer, LegacyLossScaleOptimizer, metaclass=CalledAsWritten):
-    """What differs around `tf_keras.optimizers.legacy`, the only ones before 2.11."""
+    """A wrapper of `tf_keras.optimizers.legacy`, the only optimizers before 2.11."""
 
     _inner_base = tf_keras.optimizers.legacy.Optimizer
     _is_legacy = True

@@ -66,7 +66,7 @@ class TFKerasScaleVariables(ScaleVariables):
         """Moves the state after a step.
 
         Args:
-            stats: What the rule sees; with a boolean scalar tensor, or True, for its verdict.
+            stats: Statistics for the rule; with a boolean scalar tensor, or True, for its verdict.
 
         Returns:
             The operation that does it in a graph; None in eager mode.

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lossscale.errors import ArgumentError
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.packages import warn
 
 _LARGE = 64 * 2**20
@@ -31,6 +31,7 @@ _guards: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BufferGuard]] = weakref.
 _of_models: weakref.WeakKeyDictionary[Any, BufferGuard] = weakref.WeakKeyDictionary()
 _by_number: weakref.WeakValueDictionary[int, BufferGuard] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+_POINTER = torch.Tensor.data_ptr
 
 
 def note_step(optimizer: Any, skipped: Any, *, is_end: bool = True) -> None:
@@ -56,9 +57,17 @@ def guard_model(model: Any, optimizers: Sequence[Any], names: Iterable[str] | No
 
     Raises:
         ArgumentError: If no buffer has one of the names.
+        ArgumentTypeError: If a part of the model is scripted or traced.
     """
     inner = innermost(model)
-    made = BufferGuard(inner, _checked_names(inner, names))
+    if any(isinstance(each, torch.jit.ScriptModule) for each in inner.modules()):
+        raise ArgumentTypeError(
+            "`guard` cannot follow the buffers of a scripted or traced module. Received: a model "
+            f"of type {type(inner).__name__} with one. Use torch.compile(model) instead."
+        )
+    chosen = _checked_names(inner, names)
+    made = BufferGuard(inner, chosen)
+    _warn_of_size(inner, chosen)
     unguard_model(model)
     made.attach({model, inner})
     _of_models[inner] = made
@@ -82,34 +91,32 @@ class BufferGuard:
     """
 
     def __init__(self, model: Any, names: set[str] | None) -> None:
-        prefixed = [(f"{path}." if path else "", m) for path, m in model.named_modules()]
+        named = list(model.named_modules())
         self._tables: list[tuple[dict[str, Any], set[str] | None]] = [
-            (m._buffers, names and {n for n in m._buffers if path + n in names})
-            for path, m in prefixed
+            (m._buffers, names and {n for n in m._buffers if f"{path}.{n}".lstrip(".") in names})
+            for path, m in named
         ]
-        self._modules = weakref.WeakSet(m for _, m in prefixed)
+        self._modules = weakref.WeakSet(m for _, m in named)
         self._weight = next((p for p in model.parameters() if p.requires_grad), None)
         self._saved: list[dict[str, Any]] = []
         self._handles: list[Any] = []
-        self._groups: list[_Group] = []
-        self._others: list[list[Any]] = []
-        self._lazy: list[Any] = []
-        self._tensors: list[Any] = []
         # The optimizers that have stepped since a forward pass was seen; None if none is seen.
         self._ended: set[int] | None = None
         self._waits, self._is_compiled = True, False
-        self._updates: tuple[int, int] | None = (0, 0)
+        # The versions of a weight at the forward passes before the first step.
+        self._versions: set[int] | None = None if self._weight is None else set()
         self.number = next(_numbers)
         _by_number[self.number] = self
         self.save()
-        self._warn_of_size(prefixed)
 
     def attach(self, modules: set[Any]) -> None:
         """Adds the hooks."""
         for each in modules:
             loaded = Hook(lambda module, keys: self.save())
             self._handles += [
-                each.register_forward_pre_hook(_ForwardHook(self), prepend=True),
+                each.register_forward_pre_hook(
+                    Hook(self._before_forward, self.number), prepend=True
+                ),
                 each.register_load_state_dict_post_hook(loaded),
             ]
 
@@ -120,14 +127,12 @@ class BufferGuard:
         for each in list(_guards.values()):
             each.discard(self)
 
-    def before_forward(self, module: Any) -> None:
-        """Called before each forward pass that is not compiled."""
+    def _before_forward(self, module: Any, args: Any) -> None:
         if torch._C._current_graph_task_id() != -1 or torch.jit.is_tracing():
             # Checkpointing repeats a forward pass in the backward pass.
             return
         if not self._waits:
-            if self._updates is not None:
-                self._count_updates(self._updates)
+            self._warn_if_never_stepped()
             return
         if not (torch.is_grad_enabled() or _in_function()):
             # Such as `update_bn`: what it changes belongs to no step.
@@ -145,41 +150,42 @@ class BufferGuard:
 
     def stepped(self, optimizer: Any, skipped: Any, is_end: bool) -> None:
         """Called after a step."""
-        saves = is_end and self._is_unseen(id(optimizer))
+        # Whether the next forward pass may not be seen, since that of this step was not.
+        saves = self._ended is None or id(optimizer) in self._ended or self._is_compiled
+        if not is_end:
+            saves = False
+        elif saves:
+            self._ended = None
+        elif self._ended is not None:
+            # Several optimizers may step on the same forward passes.
+            self._ended.add(id(optimizer))
         if torch.is_tensor(skipped):
             self._choose(skipped, saves)
         elif skipped:
             self.restore()
         elif saves:
             self.save()
-        self._waits, self._updates = True, None
+        self._waits, self._versions = True, None
 
-    def _is_unseen(self, key: int) -> bool:
-        """Whether the next forward pass may not be seen, since that of this step was not."""
-        if self._is_compiled or self._ended is None or key in self._ended:
-            self._ended = None
-            return True
-        # Several optimizers may step on the same forward passes.
-        self._ended.add(key)
-        return False
-
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     def save(self) -> None:
         """Saves the buffers as they are."""
         if not (self._saved and self._is_known()):
             self._allocate()
         for group in self._groups:
-            torch._foreach_copy_(group.saved.parts, group.data)
+            torch.cat(group.data, out=group.saved)
         for each in self._others:
-            each[1] = each[0].clone()
+            each[1] = each[0].detach().clone()
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def restore(self) -> None:
         """Sets the buffers to what was saved."""
         self._put_back()
         for group in self._groups:
+            group.write(group.saved)
+        for tensor, data in zip(self._plain, self._data, strict=True):
             # Somebody may have replaced `data` since.
-            torch._foreach_copy_([_data(t) for t in group.tensors], group.saved.parts)
+            if tensor.data_ptr() != data.data_ptr():
+                tensor.data.copy_(data)
         for tensor, was in self._others:
             tensor.copy_(was)
 
@@ -193,13 +199,10 @@ class BufferGuard:
             elif saves:
                 self.save()
             return
-        flags = {group.device: skipped.to(group.device, torch.bool) for group in self._groups}
         for group in self._groups:
-            group.now = now = group.now or _Storage(group.data)
-            torch._foreach_copy_(now.parts, group.data)
+            now, flag = torch.cat(group.data), skipped.to(group.saved.device, torch.bool)
             chosen = group.saved if saves else now
-            torch.where(flags[group.device], group.saved.bytes, now.bytes, out=chosen.bytes)
-            torch._foreach_copy_(group.data, chosen.parts)
+            group.write(torch.where(flag, group.saved, now, out=chosen))
 
     # --- Which tensors they are ---------------------------------------------------------------
 
@@ -210,7 +213,7 @@ class BufferGuard:
         return (
             len(now) == len(self._tensors)
             and all(map(operator.is_, now, self._tensors))
-            and all([t.data_ptr() for t in g.tensors] == g.places for g in self._groups)
+            and list(map(_POINTER, self._plain)) == self._places
             and all(map(_is_lazy, self._lazy))
         )
 
@@ -251,47 +254,29 @@ class BufferGuard:
         self._tensors = self._now()
         found = {id(t): t for t in self._tensors if t is not None}
         self._lazy = [t for t in found.values() if _is_lazy(t)]
-        kinds: dict[Any, list[Any]] = {}
-        self._others = []
+        self._plain, self._data, self._others = [], [], []
+        of_devices: dict[Any, list[Any]] = {}
         for each in found.values():
             if _is_lazy(each) or each.is_meta or each.is_inference():
                 continue
             local = each.to_local() if hasattr(each, "to_local") else each
-            is_plain = type(local) in (torch.Tensor, torch.nn.Parameter)
-            if local.layout != torch.strided or local.is_quantized or not is_plain:
+            memory = _memory(local)
+            if memory is None:
                 self._others.append([each, each])
             else:
-                kinds.setdefault((local.device, local.dtype), []).append(local)
-        self._groups = [_Group(tensors) for tensors in kinds.values()]
+                self._plain.append(local)
+                self._data.append(local.data)
+                of_devices.setdefault(local.device, []).append(memory)
+        self._places = list(map(_POINTER, self._plain))
+        self._groups = list(map(_Group, of_devices.values()))
 
-    # --- Warnings -----------------------------------------------------------------------------
-
-    def _warn_of_size(self, modules: list[tuple[str, Any]]) -> None:
-        total = sum(group.saved.bytes.nbytes for group in self._groups)
-        if total > _LARGE:
-            sizes = [
-                (tensor.numel() * tensor.element_size(), path + name)
-                for (path, _), was in zip(modules, self._saved, strict=True)
-                for name, tensor in was.items()
-                if tensor is not None and not _is_lazy(tensor)
-            ]
-            largest, name = max(sizes)
-            warn(
-                f"guard(model, optimizer) copies {total / 2**20:.0f} MiB of buffers in each step; "
-                f"the largest is {name!r}, {largest / 2**20:.0f} MiB. Name the buffers that the "
-                "forward pass changes, as in guard(model, optimizer, buffers=["
-                '"*.running_mean", "*.running_var"]).'
-            )
-
-    def _count_updates(self, updates: tuple[int, int]) -> None:
+    def _warn_if_never_stepped(self) -> None:
         """Warns if something else than the optimizer updates the parameters."""
-        version = 0 if self._weight is None else self._weight._version
-        count, last = updates
-        if version != last:
-            count += 1
-        self._updates = count, version
-        if count > _NEVER_STEPPED:
-            self._updates = None
+        if self._versions is None or self._weight is None:
+            return
+        self._versions.add(self._weight._version)
+        if len(self._versions) > _NEVER_STEPPED:
+            self._versions = None
             warn(
                 "The optimizer in guard(model, optimizer) was never stepped. Another one updates "
                 "the parameters, so skipped steps do not restore the buffers. Pass the "
@@ -299,61 +284,42 @@ class BufferGuard:
             )
 
 
-class _Storage:
-    """Room for the numbers of some tensors of one dtype.
+class _Group:
+    """The memory of the buffers on one device, and what was saved of it.
 
-    Attributes:
-        parts: Tensors with the shapes of those.
-        bytes: All of it.
+    Args:
+        data: Their bytes.
     """
 
-    def __init__(self, tensors: list[Any]) -> None:
-        sizes = [t.numel() for t in tensors]
-        flat = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device)
-        self.parts = [p.view(t.shape) for p, t in zip(flat.split(sizes), tensors, strict=True)]
-        self.bytes = flat.view(torch.uint8)
+    def __init__(self, data: list[Any]) -> None:
+        self.data, self._sizes = data, list(map(len, data))
+        self.saved = torch.cat(data)
 
-
-class _Group:
-    """Buffers of one dtype on one device: as they are saved and, if need be, as they are now."""
-
-    def __init__(self, tensors: list[Any]) -> None:
-        self.tensors, self.device = tensors, tensors[0].device
-        self.places = [t.data_ptr() for t in tensors]
-        self.data = list(map(_data, tensors))
-        self.saved = _Storage(self.data)
-        self.now: _Storage | None = None
+    def write(self, numbers: Any) -> None:
+        """Writes all of it."""
+        torch._foreach_copy_(self.data, numbers.split(self._sizes))
 
 
 class Hook:
     """A hook of a module. In a copy or a pickle of the module it does nothing.
 
     Args:
-        function: Called as the hook.
+        function: Called as the hook, except in compiled code.
+        number: The guard that is told when code is compiled; None for none.
     """
 
-    def __init__(self, function: Callable[..., None]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., None], number: int | None = None) -> None:
+        self.function, self.number = function, number
 
     def __call__(self, *args: Any) -> None:
-        self.function(*args)
+        if not torch.compiler.is_compiling():
+            self.function(*args)
+        elif self.number is not None:
+            _while_compiling(self.number)
 
     def __reduce__(self) -> Any:
         # A saved model loads without this library.
         return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-class _ForwardHook(Hook):
-    """The hook before a forward pass."""
-
-    def __init__(self, guard: BufferGuard) -> None:
-        self.guard, self.number = guard, guard.number
-
-    def __call__(self, module: Any, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            _while_compiling(self.number)
-        else:
-            self.guard.before_forward(module)
 
 
 class _HeldBack:
@@ -431,7 +397,21 @@ def _in_function() -> bool:
     return False
 
 
-# --- Tensors ------------------------------------------------------------------------------------
+def _warn_of_size(model: Any, names: set[str] | None) -> None:
+    sizes = {
+        name: tensor.numel() * tensor.element_size()
+        for name, tensor in model.named_buffers()
+        if (names is None or name in names) and not _is_lazy(tensor)
+    }
+    total = sum(sizes.values())
+    if total > _LARGE:
+        name = max(sizes, key=sizes.__getitem__)
+        warn(
+            f"guard(model, optimizer) copies {total / 2**20:.0f} MiB of buffers in each step; "
+            f"the largest is {name!r}, {sizes[name] / 2**20:.0f} MiB. Name the buffers that the "
+            "forward pass changes, as in guard(model, optimizer, buffers=["
+            '"*.running_mean", "*.running_var"]).'
+        )
 
 
 def _is_lazy(tensor: Any) -> bool:
@@ -442,9 +422,15 @@ def _kind(tensor: Any) -> tuple[Any, Any]:
     return tensor.device, tensor.dtype
 
 
-def _data(tensor: Any) -> Any:
-    """A tensor to write to, in which each element has one place, as `copy_` needs it."""
+def _memory(tensor: Any) -> Any:
+    """The bytes of a tensor, to write to; None if they contain more than the tensor."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_quantized
+    if not is_plain or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+        return None
+    extents = zip(tensor.shape, tensor.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in extents) if tensor.numel() else 0
+    if span > tensor.numel():
+        return None
     # A write to `data` does not spoil graphs. Norms, which have their statistics in them, do not
     # read these in the backward pass in training mode.
-    parts = tuple(slice(None, 1) if s == 0 else slice(None) for s in tensor.stride())
-    return tensor.data[parts]
+    return tensor.data.as_strided((span,), (1,)).view(torch.uint8)

@@ -136,10 +136,7 @@ def _evaluate(
         engine.scale.update(decision.stats)
         if not engine.scale.number < before:
             break
-    if record.clips and decision.apply:
-        engine.clip_()
-        record.clips = False
-    return loss, decision
+    return loss, engine.clipped(decision)
 
 
 def _check_loss(loss: Any, inner: Any) -> None:

@@ -6,7 +6,6 @@ scale is on the device.
 
 from __future__ import annotations
 
-import math
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +16,6 @@ import torch
 from lossscale.errors import CallOrderError
 from lossscale.rules import GradientStats, ScaleRule, StatsRequest
 from lossscale.torch import fused, gradients, ranks
-from lossscale.torch.gradients import Gradients
 from lossscale.torch.optimizer_list import parts_of, with_parts
 from lossscale.torch.ranks import ParameterInfo
 from lossscale.torch.scale import FirstSteps, Multiplier
@@ -29,6 +27,7 @@ from lossscale.torch.scaled_gradients import (
     owners,
     register,
     set_of,
+    unheld,
 )
 from lossscale.torch.scaling import CPU, filled, read, read_all, scalar
 
@@ -39,13 +38,13 @@ _SMALLEST_NORM = 2.0**-40
 
 
 class StepDecision(NamedTuple):
-    """What was decided on the gradients of a step, before anything is applied.
+    """The decision on the gradients of a step, before any gradient is applied.
 
     Attributes:
         apply: Whether they are applied; None if only the device knows.
-        stats: What the rule sees; None if it is not to be updated.
-        overflow: What the device found: float32 tensor, 1 to skip and 0 to apply.
-        divisor: What a fused optimizer still has to divide by, or None.
+        stats: The statistics for the rule; None if the rule is not updated.
+        overflow: The result on the device: float32 tensor, 1 to skip and 0 to apply.
+        divisor: The divisor for a fused optimizer, or None.
         empty: Whether there was no gradient, on any process.
     """
 
@@ -62,7 +61,7 @@ class Engine:
     Args:
         inner: The optimizer.
         scale: The loss scale, a `LossScale`.
-        clip_norm: What unscaled gradients are clipped to, or None.
+        clip_norm: The largest norm of the unscaled gradients, or None.
         process_group: As `ranks.groups_of` takes it.
 
     Attributes:
@@ -138,11 +137,12 @@ class Engine:
         known = self.record.known
         if known is None or self.info() is known:
             return
-        if self.info().without(known.ids).first_gradient() is None:
+        if unheld(self.info().without(known.ids)).first_gradient() is None:
             return
         raise CallOrderError(
-            "A parameter group with gradients was added after a loss was scaled: nobody knows what "
-            "multiplies these. Add it after step(), or call zero_grad() before."
+            "A parameter group with gradients was added after a loss was scaled. It is unknown "
+            "whether these gradients are scaled. Add the group after step(), or call zero_grad() "
+            "before you add it."
         )
 
     def account_for_cleared(self, by: Any) -> None:
@@ -195,6 +195,8 @@ class Engine:
             # Some may have been replaced.
             record.remember(self.info())
         record.has_own_loss = record.has_own_loss or own is self
+        if task != -1 or record.known is not None:
+            record.known = self.info()
         record.decision, record.is_cleared = None, False
         return target
 
@@ -203,10 +205,7 @@ class Engine:
         by, self.record.unseen = self.record.unseen, None
         if by is None:
             return []
-        rest = self.info()
-        for each in holding(rest):
-            rest = rest.without(each.info.ids)
-        return [self._hold(rest, by)]
+        return [self._hold(unheld(self.info()), by)]
 
     def _hold(self, info: ParameterInfo, by: Any) -> ScaledGradients:
         """Makes a set of gradients that are multiplied already."""
@@ -231,7 +230,7 @@ class Engine:
             each.settle(factor=factor)
 
     def scaled_by(self) -> float:
-        """What multiplies the gradients, which a state saves: 1 if they are unscaled, 0 if none is.
+        """The factor of the gradients, which a state saves: 1 if unscaled, 0 if there are none.
 
         Raises:
             CallOrderError: If it is not one number.
@@ -350,20 +349,13 @@ class Engine:
         if are_scaled is None and somebody_scaled:
             # The loss was scaled in another process.
             self._hold(info, by).settle()
-        given = norm = None
-        if clips:
-            given = gradients.collect(info, allow_float16=leaves)
-            # Over several processes the norm is a message, which a skipped step does not send.
-            norm = gradients.grad_norm(given, info, wide=leaves) if here and not groups else None
         if self.scale.on_device:
             decision = self._on_device(overflow, measured, here, info, divisor)
         else:
-            decision, norm = self._on_host(overflow, measured, norm, divisor)
-        if are_scaled is None and not somebody_scaled:
+            decision = self._on_host(overflow, measured, divisor)
+        if not somebody_scaled:
             decision = decision._replace(stats=None)
-        if given is not None and decision.apply is not False and not decision.empty:
-            decision = decision._replace(divisor=self._clip(given, info, norm, divisor))
-        return decision
+        return decision if in_place else self.clipped(decision)
 
     def _measured(self, info: ParameterInfo, by: Any, are_scaled: Any) -> Any:
         """The statistics that the rule needs besides overflow; None if it needs none."""
@@ -455,7 +447,7 @@ class Engine:
 
         Args:
             info: Their parameters.
-            by: What the kernel of the optimizer will divide them by, or None.
+            by: The `Multiplier` that the optimizer's kernel will divide them by, or None.
         """
         found: dict[Any, Any] = {}
         if self.rule.checks_gradients:
@@ -467,23 +459,16 @@ class Engine:
                 found = gradients.check(given)
         return gradients.any_overflow(found)
 
-    def _on_host(
-        self, overflow: Any, measured: Any, norm: Any, divisor: Any
-    ) -> tuple[StepDecision, Any]:
-        """Reads all numbers in one transfer; returns the norm, too, None if it is infinite."""
-        if measured is None and norm is None:
+    def _on_host(self, overflow: Any, measured: Any, divisor: Any) -> StepDecision:
+        """Reads all numbers in one transfer."""
+        if measured is None:
             found = read(overflow) if self.rule.checks_gradients else 0.0
         else:
-            parts = [p.reshape(-1) for p in (overflow, norm, measured) if p is not None]
-            together = torch.cat([p.to(overflow.device, torch.float64) for p in parts])
+            together = torch.cat([overflow.reshape(1), measured.to(overflow)])
             found, *rest = read_all(together).tolist()
-            if norm is not None:
-                norm = None if math.isinf(rest.pop(0)) else norm
-            if measured is not None:
-                measured = torch.tensor(rest, dtype=measured.dtype, device=CPU)
-        applied = not found > 0
-        stats = gradients.as_stats(self.rule.needs, measured, applied)
-        return StepDecision(applied, stats, divisor=divisor, empty=bool(found < 0)), norm
+            measured = torch.tensor(rest, dtype=measured.dtype, device=CPU)
+        stats = gradients.as_stats(self.rule.needs, measured, not found > 0)
+        return StepDecision(not found > 0, stats, divisor=divisor, empty=bool(found < 0))
 
     def _on_device(
         self, overflow: Any, measured: Any, has_gradients: bool, info: ParameterInfo, divisor: Any
@@ -502,26 +487,23 @@ class Engine:
         return StepDecision(applied, stats, overflow, divisor)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def clip_(self) -> None:
-        """Clips gradients that are unscaled already."""
-        info = self.info()
-        given = gradients.collect(info)
-        if given.dense_groups or info.groups:
-            self._clip(given, info, None, None)
-
-    def _clip(self, given: Gradients, info: ParameterInfo, norm: Any, divisor: Any) -> Any:
-        """Clips gradients, or changes what they are still to be divided by; returns that."""
-        largest = self.clip_norm or 0.0
-        if norm is None:
-            norm = gradients.grad_norm(given, info, wide=divisor is not None)
-            if not self.scale.on_device and norm.isinf():
-                # The squares of finite elements overflow.
-                norm = gradients.grad_norm(given, info, shrink=True)
-        if divisor is not None:
-            norm = norm.to(divisor.device) / divisor
-            return (divisor / gradients.coefficient(norm, largest)).to(torch.float32)
-        gradients.unscale_(given, gradients.coefficient(norm, largest).to)
-        return None
+    def clipped(self, decision: StepDecision) -> StepDecision:
+        """Clips the gradients of a step, or changes what a kernel is still to divide them by."""
+        if not self.clip_norm or decision.apply is False or decision.empty:
+            return decision
+        info, divisor = self.info(), decision.divisor
+        given = gradients.collect(info, allow_float16=divisor is not None)
+        if not (given.dense_groups or info.groups):
+            return decision
+        norm = gradients.grad_norm(given, info, wide=divisor is not None)
+        if not self.scale.on_device and norm.isinf():
+            # The squares of finite elements overflow.
+            norm = gradients.grad_norm(given, info, shrink=True)
+        if divisor is None:
+            gradients.unscale_(given, gradients.coefficient(norm, self.clip_norm).to)
+            return decision
+        coefficient = gradients.coefficient(norm.to(divisor.device) / divisor, self.clip_norm)
+        return decision._replace(divisor=(divisor / coefficient).to(torch.float32))
 
     # --- Act ----------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ _OF_ONE_SCALER = frozenset({"_known", "_skipped_hooks", "_watcher", "_constants"
 
 
 class _Known:
-    """What a scaler knows of an optimizer: its parameters, and how many steps were skipped."""
+    """A scaler's record of an optimizer: its parameters and the number of skipped steps."""
 
     def __init__(self, parameters: Any, process_group: Any) -> None:
         self.info, self.count = ParameterInfo(parameters, process_group), SkipCount()
@@ -124,7 +124,7 @@ class GradScaler(torch.amp.GradScaler):
     _range = KnownRange()
 
     _updates = 0
-    """How many times PyTorch's operator has moved the scale since it was set."""
+    """The number of moves of the scale by PyTorch's operator since it was set."""
 
     _warned_at_floor = False
     _skips_at_floor: int | None = None
@@ -166,7 +166,7 @@ class GradScaler(torch.amp.GradScaler):
         if enabled and device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
             warn(
                 "GradScaler is enabled for CUDA, but CUDA is not available. Disabling. To scale on "
-                'the processor pass device="cpu".'
+                'the CPU pass device="cpu".'
             )
             enabled = False
         # If enabled, PyTorch's constructor would check the numbers by its own rules.
@@ -195,7 +195,7 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     def _known_of(self, optimizer: Any) -> _Known:
-        """What is known of an optimizer."""
+        """The record of an optimizer."""
         key, parameters = id(optimizer), parameters_of(optimizer)
         known = self._known.get(key)
         if known is None:
@@ -349,7 +349,7 @@ class GradScaler(torch.amp.GradScaler):
             **kwargs: Passed to `optimizer.step`; a closure is an error.
 
         Returns:
-            What `optimizer.step` returns, or None if the step was skipped (`last_step_skipped`).
+            The result of `optimizer.step`, or None if the step was skipped (`last_step_skipped`).
 
         Raises:
             CallOrderError: If it is called twice without `update`, if nothing was scaled, or with
@@ -358,7 +358,7 @@ class GradScaler(torch.amp.GradScaler):
             TypeError: If it is not an optimizer, or a LossScaleOptimizer.
         """
         if isinstance(optimizer, (list, tuple)):
-            self._unscale_several(optimizer)
+            self._unscale_several(optimizer, args, kwargs)
             return [self.step(each, *args, **kwargs) for each in optimizer]
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
@@ -367,13 +367,8 @@ class GradScaler(torch.amp.GradScaler):
         if self._only_makes_state(optimizer):
             self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
             return optimizer.step(*args, **kwargs)
-        stage = self._stage_of(optimizer)
-        if stage is OptState.STEPPED:
-            raise CallOrderError(
-                "step() was called twice on this optimizer since the last update(). Call update() "
-                "once after the steps of all optimizers."
-            )
-        if stage is OptState.UNSCALED:
+        self._check_not_stepped([optimizer])
+        if self._stage_of(optimizer) is OptState.UNSCALED:
             # Those that `unscale_` has unscaled may have been clipped together.
             states = self._per_optimizer_states.items()
             self._join({k: e for k, e in states if e["stage"] is OptState.UNSCALED})
@@ -416,18 +411,34 @@ class GradScaler(torch.amp.GradScaler):
         entry["stage"] = OptState.STEPPED
         return result
 
-    def _unscale_several(self, optimizers: Sequence[Any]) -> None:
+    def _check_not_stepped(self, optimizers: Sequence[Any]) -> None:
+        is_twice = len(set(map(id, optimizers))) < len(optimizers)
+        if is_twice or any(self._stage_of(each) is OptState.STEPPED for each in optimizers):
+            raise CallOrderError(
+                "step() was called twice on this optimizer since the last update(). Call update() "
+                "once after the steps of all optimizers."
+            )
+
+    def _unscale_several(
+        self, optimizers: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
         """Unscales or checks the gradients of optimizers that are all applied or all skipped."""
         if not self._enabled:
             return
         for each in optimizers:
             check_steppable(each, is_one_of_several=True)
+        refuse_closure(args, kwargs)
         self._check_scale_growth_tracker("step")
-        for each in optimizers:
-            if self._stage_of(each) is OptState.READY:
-                # A fused kernel divides by itself, float16 gradients too.
-                check = self._check_inf_per_device if _skips_by_itself(each) else self.unscale_
-                check(each)
+        self._check_not_stepped(optimizers)
+        ready = [each for each in optimizers if self._stage_of(each) is OptState.READY]
+        for each in ready:
+            # What raises for one of them leaves the gradients of the others as they are.
+            info, in_kernel = self._known_of(each).info, _skips_by_itself(each)
+            gradients.collect(info, allow_float16=in_kernel, sums=False)
+        for each in ready:
+            # A fused kernel divides by itself, float16 gradients too.
+            check = self._check_inf_per_device if _skips_by_itself(each) else self.unscale_
+            check(each)
         self._join({id(each): self._per_optimizer_states[id(each)] for each in optimizers})
 
     def _join(self, entries: Mapping[int, dict[str, Any]]) -> None:
@@ -613,7 +624,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def steps_skipped(self) -> int:
-        """How many calls of `step` did not apply their optimizer, of all optimizers together."""
+        """The number of calls of `step` that were skipped, of all optimizers together."""
         return self._skips.skipped
 
     def register_step_skipped_hook(

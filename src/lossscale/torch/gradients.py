@@ -323,7 +323,7 @@ def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool 
     Args:
         gradients: Tensors of any dtype and layout (of sparse ones the values are looked at) or
             None (skipped).
-        scale: What they will be divided by; None if they are unscaled already.
+        scale: The number to divide them by; None if they are unscaled already.
         powers_of_two: As for `unscaled`.
 
     Returns:
@@ -353,7 +353,7 @@ def measure(needs: StatsRequest, gradients: Sequence[Any], scale: Any, *, are_sc
     """Measures gradients; statistics that a rule does not need stay 0.
 
     Args:
-        needs: What the rule needs, something.
+        needs: The statistics that the rule needs, at least one.
         gradients: Tensors or None.
         scale: The loss scale of the step, float32 scalar tensor.
         are_scaled: Whether the gradients still have to be divided by it.
@@ -409,7 +409,7 @@ def as_stats(needs: StatsRequest, measured: Any, finite: Any) -> GradientStats:
     """Returns the statistics that a rule receives.
 
     Args:
-        needs: What the rule needs.
+        needs: The statistics that the rule needs.
         measured: What `measure` returned; None for a rule that needs nothing.
         finite: Whether all gradients are finite: a bool or a boolean scalar tensor.
     """

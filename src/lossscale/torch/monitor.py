@@ -140,7 +140,7 @@ class Monitor(LoopMonitor):
             groups: The parameter groups, with the gradients in `.grad`.
             scale: The loss scale of the step.
             applied: Whether the step is applied.
-            divisor: What the gradients must still be divided by; None if they are unscaled.
+            divisor: The number to divide the gradients by; None if they are unscaled.
         """
         self._decided = True
         self._skipped = self._skipped or not applied

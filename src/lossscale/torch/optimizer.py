@@ -366,7 +366,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
                 overflow, it is evaluated again at a lower scale.
 
         Returns:
-            What `step` of the inner optimizer returns, or the loss of the closure.
+            The result of the inner optimizer's `step`, or the loss of the closure.
 
         Raises:
             GradientsError: If a parameter and its gradient have the dtype float16.
@@ -404,10 +404,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             self._decided(decision)
         else:
             engine.check_known()
-        decision = record.decision
-        if record.clips and decision.apply is not False:
-            engine.clip_()
-        record.clips = False
+            decision = engine.clipped(record.decision)
         if decision.stats is None and not decision.empty:
             return self._step_as_given(decision, **more)
         self._notify_watcher(decision)
@@ -418,7 +415,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def _decided(self, decision: StepDecision) -> None:
         """Remembers what all processes have decided."""
         record = self._record
-        record.unseen, record.divided, record.clips = None, None, False
+        record.unseen, record.divided = None, None
         record.decision, record.known = decision, self._engine.info()
 
     def _finish(self, decision: StepDecision, *, keep: bool = False) -> None:
@@ -573,7 +570,6 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
                 found = scalar(float(not decision.apply), info.devices[0])
             record.found = found
             record.remember(info)
-            record.clips = self.clip_norm is not None
         decided: StepDecision = record.decision
         return decided
 
@@ -638,9 +634,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
 
     @clip_norm.setter
     def clip_norm(self, value: float | None) -> None:
-        checked = checked_clip_norm(value)
-        self._engine.clip_norm = checked
-        self._record.clips = self._record.clips and checked is not None
+        self._engine.clip_norm = checked_clip_norm(value)
 
     @property
     def process_group(
@@ -823,7 +817,7 @@ _PICKLED = "inner_optimizer", "rule", "clip_norm", "process_group", "decide", "n
 _RECREATED = frozenset({"_engine", "_inner", "_rule", "_skipped_hooks"})
 
 _SET_BY_LIGHTNING = frozenset({"_joined", "_strategy", "_on_before_step", "_on_after_step"})
-"""What Lightning puts on an optimizer."""
+"""Attributes that Lightning sets on an optimizer."""
 
 
 def _copied(value: Any) -> Any:

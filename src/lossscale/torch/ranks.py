@@ -149,7 +149,7 @@ class ParameterInfo:
         return next((g for p in reversed(self.parameters) if (g := p.grad) is not None), None)
 
     def copies(self, gradient: Any) -> int:
-        """How many times a sum over `groups` would count each number of a gradient."""
+        """The number of times that a sum over `groups` counts each number of a gradient."""
         # Reading a mesh is slow, and most gradients of a model share one layout.
         spread = getattr(gradient, "device_mesh", None), getattr(gradient, "placements", None)
         if spread not in self._copies:
@@ -249,7 +249,7 @@ def _groups_along(tensor: Any, *, replicated: bool = False) -> list[Any]:
 
 
 def copies(tensor: Any, groups: Sequence[Any], derived: Sequence[Any]) -> int:
-    """How many times a sum over groups would count each number of a tensor.
+    """The number of times that a sum over groups counts each number of a tensor.
 
     Within a derived group, all processes hold the same of a tensor that is not sharded. Within a
     given group they hold different tensors (stages), unless the tensor's own mesh replicates it

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import inspect
+import math
+import operator
+import pickle
 import random
 import sys
 import warnings
@@ -33,6 +35,7 @@ from lossscale.monitoring.explanation import (
     in_the_loss,
     scaled_outputs,
     unknown,
+    with_hidden,
 )
 from lossscale.monitoring.origins import Watched, explain_pass
 from lossscale.torch.buffers import Hook, innermost
@@ -44,10 +47,11 @@ DEFAULT_BYTES = 2**28
 """The limit for what is held of a step."""
 _STATE_BYTES = 2**15
 """About the size of the random state that is held for each call of the model."""
-_MT19937_BYTES = 4 * 625
-"""Of its state: 624 words and a position."""
+_FIRST_CALLS = 3
+"""Calls of a model that show whether it draws numbers from Python's or NumPy's generator."""
+_VERSION = operator.attrgetter("_version")
 _NEAR = 64
-"""How far below overflow gradients are that lie beside one that overflows."""
+"""The distance to overflow of the gradients next to one that overflows."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -99,25 +103,21 @@ def explain(
     device = next((p.device.type for p in model.parameters()), "cpu")
     casts = all(p.dtype != torch.float16 for p in model.parameters())
     owned = set(map(id, model.parameters() if parameters is None else parameters))
-    names = [name for name, p in model.named_parameters() if p.requires_grad and id(p) in owned]
-
-    def run(model: Any) -> Any:
-        if not model.training:
-            model.train()
-        with torch.autocast(device, torch.float16, enabled=casts):
-            loss = loss_fn(model, tree_map(lambda leaf: leaf, batch))
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise ArgumentTypeError(
-                f"`loss_fn` must return a tensor with one element. Received: {loss!r}."
-            )
-        return scaled(loss.reshape(()), 1.0)
-
+    trained = [p for p in model.parameters() if p.requires_grad and id(p) in owned]
     try:
-        with _as_it_was(model) as (watch, kept, tensors, _):
+        with _as_it_was(model) as (watch, kept, aliases):
             kept.add(batch, "batch")
+            if not model.training:
+                model.train()
             with watch.forward():
-                outputs = [_called(model, tensors, run)]
-            roots = [tensors[name] for name in names]
+                with torch.autocast(device, torch.float16, enabled=casts):
+                    loss = loss_fn(model, batch)
+                if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                    raise ArgumentTypeError(
+                        f"`loss_fn` must return a tensor with one element. Received: {loss!r}."
+                    )
+                outputs = [scaled(loss.reshape(()), 1.0)]
+            roots = [aliases[p] for p in trained]
             return examined(watch, outputs, roots, [torch.full_like(outputs[0], scale)], scale)
     except UnrepeatableError as error:
         return unknown(str(error))
@@ -135,13 +135,15 @@ class CallRecorder:
         self._model, self._limit = innermost(model), limit
         self._calls: list[_Call] = []
         self._made = self._held = self._weights = 0
-        self._is_stale = self._is_running = False
+        self._is_stale = False
         self._parameters = list(self._model.parameters())
-        self._handles = [
-            self._model.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
-            self._model.register_forward_hook(Hook(self._after)),
-        ]
         self._now: _Call | None = None
+        # The number of calls that drew nothing from them; minus infinity after one that did.
+        self._undrawn = 0.0
+        self._handles = [
+            self._model.register_forward_pre_hook(Hook(self._called), with_kwargs=True),
+            self._model.register_forward_hook(Hook(self._returned)),
+        ]
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -157,28 +159,19 @@ class CallRecorder:
         """Forgets the calls when the next one comes: other optimizers may step on these."""
         self._is_stale = True
 
-    def _before(self, *call: Any) -> None:
-        if not torch.compiler.is_compiling():
-            # It may not raise in a program that runs without it.
-            with contextlib.suppress(Exception):
-                self._called(*call)
-
-    def _after(self, *call: Any) -> None:
-        if not torch.compiler.is_compiling():
-            with contextlib.suppress(Exception):
-                self._returned(*call)
-
+    # Neither may raise in a program that runs without it.
     def _called(self, model: Any, args: Any, kwargs: Any) -> None:
         self._now = None
-        if not torch.is_grad_enabled() or self._is_running:
+        if not torch.is_grad_enabled():
             return
         if self._is_stale:
             self.reset()
         self._made += 1
-        given = list(tensors_in((args, kwargs)))
-        self._held += _STATE_BYTES + sum(t.numel() * t.element_size() for t in given)
-        if self._held <= self._limit:
-            self._now = _Call(args, kwargs, given)
+        with contextlib.suppress(Exception):
+            call = _Call(args, kwargs, self._undrawn < _FIRST_CALLS)
+            self._held += _STATE_BYTES + sum(t.numel() * t.element_size() for t in call.given)
+            if self._held <= self._limit:
+                self._now = call
 
     def _returned(self, model: Any, args: Any, output: Any) -> None:
         call, self._now = self._now, None
@@ -187,22 +180,25 @@ class CallRecorder:
         # A forward pass may change weights, too, such as those that `max_norm` limits.
         self._weights = self._versions()
         self._calls.append(call)
-        outputs = [(n, t) for n, t in enumerate(tensors_in(output)) if t.requires_grad]
-        # The gradient of an output needs the same room. The small ones first: one may be the loss.
-        for number, tensor in sorted(outputs, key=lambda each: int(each[1].numel())):
-            self._held += 2 * tensor.numel() * tensor.element_size()
-            if self._held > self._limit:
-                call.is_cut = True
-                return
-            call.outputs[number] = tensor.detach()
-            tensor.register_hook(functools.partial(_keep, call.gradients, number))
+        if 0 <= self._undrawn < _FIRST_CALLS:
+            self._undrawn += 1 if _same(call.drawn_from, _states_of_host()) else -math.inf
+        with contextlib.suppress(Exception):
+            outputs = [(n, t) for n, t in enumerate(tensors_in(output)) if t.requires_grad]
+            # The gradient of an output needs the same room. The small ones first: one may be the
+            # loss.
+            for number, tensor in sorted(outputs, key=lambda each: int(each[1].numel())):
+                self._held += 2 * tensor.numel() * tensor.element_size()
+                if self._held > self._limit:
+                    call.is_cut = True
+                    return
+                call.outputs[number] = tensor.detach()
+                tensor.register_hook(functools.partial(_keep, call.gradients, number))
 
     def _versions(self) -> int:
-        return sum(p._version for p in self._parameters)
+        return sum(map(_VERSION, self._parameters))
 
     def explain(self, scale: float) -> Explanation:
         """Explains the step that was just skipped; changes nothing that training depends on."""
-        self._is_running = True
         try:
             if why := _refusal(self._model) or self._why_not():
                 return unknown(why)
@@ -220,7 +216,6 @@ class CallRecorder:
                 return unknown(line)
             return unknown(f"the pass cannot be repeated ({type(error).__name__}: {line})")
         finally:
-            self._is_running = False
             torch.clear_autocast_cache()
         if self._is_cut():
             return unknown(f"{self._too_large()}, and the others are finite")
@@ -245,7 +240,7 @@ class CallRecorder:
             )
         if self._weights != self._versions():
             return "another optimizer has changed the weights since the forward pass"
-        if any(each.versions != _versions(each) for each in self._calls):
+        if any(each.versions != list(map(_VERSION, each.given)) for each in self._calls):
             return "the arguments of the model were written to after its call"
         return ""
 
@@ -253,11 +248,16 @@ class CallRecorder:
 class _Call:
     """A call of the model."""
 
-    def __init__(self, args: Any, kwargs: Any, given: list[Any]) -> None:
-        self.args, self.kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
-        self.versions = [t._version for t in given]
-        self.random = _random_states(_numpy_state)
-        devices = {"cpu", *(t.device.type for t in given)}
+    def __init__(self, args: Any, kwargs: Any, may_draw: bool) -> None:
+        self.args = list(map(_copied, args))
+        self.kwargs = {name: _copied(value) for name, value in kwargs.items()}
+        values = *self.args, *self.kwargs.values()
+        self.given = [tensor for value in values for tensor in tensors_in(value)]
+        self.versions = list(map(_VERSION, self.given))
+        self.random = _states_of_torch()
+        # Read only if need be: it takes as long as the rest.
+        self.drawn_from = _states_of_host() if may_draw else None
+        devices = {"cpu", *(t.device.type for t in self.given)}
         self.casting = [
             (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices
         ]
@@ -266,8 +266,9 @@ class _Call:
         self.gradients: dict[int, Any] = {}
 
 
-def _versions(call: _Call) -> list[int]:
-    return [t._version for t in tensors_in((call.args, call.kwargs))]
+def _copied(nest: Any) -> Any:
+    """A nest of the same tensors; the program may change the other one."""
+    return nest if isinstance(nest, torch.Tensor) else tree_map(lambda leaf: leaf, nest)
 
 
 def _keep(gradients: dict[int, Any], number: int, gradient: Any) -> None:
@@ -299,8 +300,12 @@ def _refusal(model: Any) -> str:
 
 def _repeated(model: Any, call: _Call, scale: float) -> Explanation:
     """Repeats a call, and explains it."""
-    with _as_it_was(model) as (watch, kept, tensors, roots):
-        _set_random_states(call.random)
+    with _as_it_was(model) as (watch, kept, aliases):
+        _set_states_of_torch(call.random)
+        if call.drawn_from is not None:
+            _set_states_of_host(call.drawn_from)
+        before = _states_of_host()
+        roots = [alias for alias in aliases.values() if alias.requires_grad]
 
         def renewed(value: Any) -> Any:
             if isinstance(value, torch.Tensor) and value.requires_grad:
@@ -316,25 +321,33 @@ def _repeated(model: Any, call: _Call, scale: float) -> Explanation:
                 stack.enter_context(torch.autocast(device, dtype, enabled=enabled))
             torch.clear_autocast_cache()
             stack.enter_context(watch.forward())
-            output = _called(model, tensors, lambda model: model(*args, **kwargs))
-            returned = list(tensors_in(output))
+            returned = list(tensors_in(model(*args, **kwargs)))
+        if call.drawn_from is None and not _same(before, _states_of_host()):
+            raise UnrepeatableError("the model draws from `random` or NumPy in some passes only")
         numbers = sorted(n for n in call.gradients if n < len(returned))
         numbers = _last_ones(returned, numbers)
         outputs = [returned[number] for number in numbers]
-        before = [call.outputs[number] for number in numbers]
+        known = [call.outputs[number] for number in numbers]
         origin = watch.origin(outputs)
-        if any(map(_differ, outputs, before)):
+        if any(map(_differ, outputs, known)):
             raise UnrepeatableError(
                 "the model returns something else when the pass is repeated. It draws random "
                 "numbers of its own, keeps a state, or has hooks that change results"
             )
         seeds = [call.gradients[number] for number in numbers]
-        if origin is watch.hidden is None and not all(map(is_finite, seeds)):
-            return _of_seeds(outputs, seeds, scale)
+        of_outputs = None
+        if origin is None and not all(map(is_finite, seeds)):
+            of_outputs = with_hidden(_of_seeds(outputs, seeds, scale), watch.hidden)
+            if of_outputs.cause is not Cause.SCALE:
+                return of_outputs
+            # At a lower scale they are finite, and something else may not be.
+            seeds = list(map(torch.nan_to_num, seeds))
         with contextlib.ExitStack() as stack:
             for device, _, dtype in call.casting:
                 stack.enter_context(torch.autocast(device, dtype, enabled=False))
-            return examined(watch, outputs, roots, seeds, scale, is_loss=False)
+            found = examined(watch, outputs, roots, seeds, scale, is_loss=False)
+        is_broken = found.halvings is None and found.in_backward
+        return found if of_outputs is None or is_broken else of_outputs
 
 
 def examined(
@@ -352,7 +365,7 @@ def examined(
     Args:
         watch: Has watched the forward pass.
         outputs: The outputs.
-        roots: What they are differentiated by.
+        roots: The tensors to differentiate by.
         seeds: The gradients of the outputs.
         scale: The loss scale.
         is_loss: Whether the output is a loss, which no mask makes infinite.
@@ -405,65 +418,70 @@ def _last_ones(returned: list[Any], numbers: list[int]) -> list[int]:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: Any) -> Iterator[tuple[Watch, _Kept, dict[str, Any], list[Any]]]:
-    """Yields a watch, what is kept, tensors for `_called`, and what to differentiate by.
+def _as_it_was(model: Any) -> Iterator[tuple[Watch, _Kept, dict[Any, Any]]]:
+    """Yields a watch, what is kept, and by each parameter of the model what it is within it.
 
-    Afterwards it restores all. The parameters are aliases, without hooks and `.grad`; the buffers
-    are copies.
+    Afterwards it restores all. In place of the parameters the model has aliases, without hooks and
+    `.grad`, and in place of the buffers copies.
     """
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    for (_, own), alias in zip(model.named_parameters(), parameters.values(), strict=True):
-        alias.requires_grad_(own.requires_grad)
-    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
-    tensors = {**parameters, **buffers}
+    aliases = {p: p.detach().requires_grad_(p.requires_grad) for p in model.parameters()}
+    copies = {b: b.detach().clone() for b in model.buffers()}
+    others = aliases | copies
+    tensors = {n: others[t] for n, t in (*model.named_parameters(), *model.named_buffers())}
     watch = Watch(model, tensors)
     kept = _Kept(watch)
     for path, module in model.named_modules():
         kept.add(vars(module), path, is_weight=True)
     for name, tensor in tensors.items():
         watch.mark(tensor, name, is_weight=True)
-    states = _random_states()
-    called = staticmethod(lambda function, preserve, *args: function(*args))
-    stance = getattr(torch.compiler, "set_stance", lambda _: contextlib.nullcontext())
+    states = _states_of_torch(), _states_of_host()
     try:
         for module in model.modules():
             for name in _HOOKS:
                 hooks = vars(module)[name].items()
                 vars(module)[name] = OrderedDict(each for each in hooks if _is_torchs(each[1]))
-        with contextlib.ExitStack() as stack:
-            # Reentrant checkpointing would call `backward` in the backward pass.
-            replace(stack, CheckpointFunction, "apply", called)
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            for each in (stance("force_eager"), torch.inference_mode(False), torch.enable_grad()):
-                stack.enter_context(each)
-            yield watch, kept, tensors, [t for t in parameters.values() if t.requires_grad]
-    finally:
-        kept.restore()
-        watch.restore()
-        _set_random_states(states)
-
-
-class _Program(torch.nn.Module):
-    """Calls a function with a model."""
-
-    def __init__(self, model: Any, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.model, self.function = model, function
-
-    def forward(self) -> Any:
-        for module in self.model.modules():
+            for table in (module._parameters, module._buffers):
+                table.update({n: others[t] for n, t in table.items() if t is not None})
             if isinstance(module, torch.nn.RNNBase):
                 # It holds its parameters a second time.
                 names = module._flat_weights_names
                 vars(module)["_flat_weights"] = [getattr(module, name) for name in names]
-        return self.function(self.model)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.enter_context(eager_passes(model))
+            yield watch, kept, aliases
+    finally:
+        kept.restore()
+        watch.restore()
+        _set_states_of_torch(states[0])
+        _set_states_of_host(states[1])
 
 
-def _called(model: Any, tensors: dict[str, Any], function: Callable[[Any], Any]) -> Any:
-    """Calls a function with a model that has other parameters and buffers."""
-    named = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    return torch.func.functional_call(_Program(model, function), named, ())
+@contextlib.contextmanager
+def eager_passes(model: Any) -> Iterator[None]:
+    """Within it, a model runs uncompiled, and its passes can be differentiated.
+
+    Compiled modules call no hooks. The caller restores the attributes of the modules.
+    """
+    with contextlib.ExitStack() as stack:
+        # Tensors of inference mode cannot be differentiated.
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        # Reentrant checkpointing would call `backward` within the backward pass, which
+        # `torch.autograd.grad` refuses. The gradients are the same without it.
+        called = staticmethod(lambda function, preserve, *args: function(*args))
+        replace(stack, CheckpointFunction, "apply", called)
+        stance = getattr(torch.compiler, "set_stance", None)
+        if stance is not None:
+            stack.enter_context(stance("force_eager"))
+        else:
+            # PyTorch 2.4 and 2.5.
+            for module in model.modules():
+                vars(module)["_compiled_call_impl"] = None
+                if "_orig_mod" in module._modules:
+                    vars(module)["forward"] = module._modules["_orig_mod"]
+        yield
 
 
 def _is_torchs(hook: Any) -> bool:
@@ -477,7 +495,7 @@ _OF_OBJECTS = 4
 
 
 class _Kept:
-    """What a forward pass may write to, with its contents.
+    """The objects that a forward pass may write to, with their contents.
 
     Args:
         watch: Is told which tensors are not finite.
@@ -565,40 +583,32 @@ def _differ(now: Any, before: Any) -> bool:
     return not is_alike or is_finite(now) != is_finite(before)
 
 
-def _random_states(of_numpy: Callable[[Any], Any] = lambda module: module.get_state()) -> Any:
-    numpy = sys.modules.get("numpy")
+# --- Generators of random numbers ---------------------------------------------------------------
+
+
+def _states_of_torch() -> Any:
     # On a device it is the host that has the state, so nothing waits.
     initialized = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return (
-        random.getstate(),
-        torch.get_rng_state(),
-        [g.get_state() for g in torch.cuda.default_generators] if initialized else [],
-        None if numpy is None else of_numpy(numpy.random),
-    )
+    on_devices = [g.get_state() for g in torch.cuda.default_generators] if initialized else []
+    return torch.get_rng_state(), on_devices
 
 
-_numpy_seen: tuple[bytes, Any] = b"", None
-
-
-def _numpy_state(numpy_random: Any) -> Any:
-    """NumPy's state, which takes 50 us to read: the last one, if nothing was drawn since.
-
-    The second number of a pair of normal ones is not seen, so it may be drawn again in a repeat.
-    """
-    global _numpy_seen
-    generator = numpy_random.get_bit_generator()
-    if not isinstance(generator, numpy_random.MT19937):
-        return numpy_random.get_state()
-    memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-    if memory != _numpy_seen[0]:
-        _numpy_seen = memory, numpy_random.get_state()
-    return _numpy_seen[1]
-
-
-def _set_random_states(states: Any) -> None:
-    random.setstate(states[0])
-    torch.set_rng_state(states[1])
-    for generator, state in zip(torch.cuda.default_generators, states[2], strict=False):
+def _set_states_of_torch(states: Any) -> None:
+    torch.set_rng_state(states[0])
+    for generator, state in zip(torch.cuda.default_generators, states[1], strict=False):
         generator.set_state(state)
-    if states[3] is not None:
-        sys.modules["numpy"].random.set_state(states[3])
+
+
+def _states_of_host() -> Any:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _set_states_of_host(states: Any) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+
+
+def _same(states: Any, others: Any) -> bool:
+    return pickle.dumps(states) == pickle.dumps(others)

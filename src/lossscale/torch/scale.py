@@ -210,7 +210,7 @@ class LossScale:
         """Updates the scale after a step.
 
         Args:
-            stats: What the rule sees.
+            stats: The statistics for the rule.
             overflow: On a device, float32 scalar tensor, 1 or 0; `stats.finite` may then be None.
         """
         before = self.number
@@ -349,7 +349,7 @@ def _moves_as_torch(rule: ScaleRule, state: Any) -> bool:
 
 
 class KnownRange(NamedTuple):
-    """What the host knows of a scale on a device without a wait.
+    """Facts about a scale on a device that need no wait.
 
     Attributes:
         least: The scale is not below it.

@@ -46,7 +46,7 @@ _living: dict[weakref.ref[Any], bool] = {}
 _owners: dict[int, tuple[weakref.ref[Any], ...]] = {}
 """The engines that have a parameter, by its id, which lives as long as one of them."""
 _changes = [0]
-"""How many times an engine came, went or got other parameters."""
+"""The number of times that an engine came, went or got other parameters."""
 
 
 def register(engine: Any, info: ranks.ParameterInfo) -> Callable[[], None]:
@@ -111,7 +111,7 @@ class ScaledGradients:
         by: The `Multiplier` of the losses.
 
     Attributes:
-        by: What multiplies them; None once they are unscaled.
+        by: Their `Multiplier`; None once they are unscaled.
         info: The parameters.
         checks: Whether an optimizer's rule checks for overflow.
         left: If the device may have skipped a step and left these gradients behind: whether it
@@ -234,6 +234,13 @@ def holding(info: ranks.ParameterInfo) -> list[ScaledGradients]:
     return [each for each in some if each.by is not None and not each.info.ids.isdisjoint(info.ids)]
 
 
+def unheld(info: ranks.ParameterInfo) -> ranks.ParameterInfo:
+    """Those of some parameters whose gradients are in no set."""
+    for each in holding(info):
+        info = info.without(each.info.ids)
+    return info
+
+
 class GradientRecord:
     """The state of an optimizer's gradients since its last step.
 
@@ -250,8 +257,7 @@ class GradientRecord:
         has_own_loss: Whether the optimizer itself scaled a loss; other optimizers' losses may
             reach its parameters too.
         decision: The decision of all processes, if `unscale_` made one.
-        known: The parameters when it was made, or when a loss was scaled before it.
-        clips: Whether they are still to be clipped.
+        known: The parameters when it was made, or when a scaled loss last reached some.
         is_cleared: Whether `zero_grad` was called in place of the step that was decided.
         by_hand: Whether `get_scaled_loss` was called, and `get_unscaled_gradients` was not.
         divided: The gradients that `get_unscaled_gradients` was given, if it was called.
@@ -267,7 +273,7 @@ class GradientRecord:
         """Starts again, after a step or when the gradients were cleared."""
         self.unseen: Any = None
         self.found: Any = None
-        self.clips = self.is_cleared = self.by_hand = self.has_own_loss = False
+        self.is_cleared = self.by_hand = self.has_own_loss = False
         self.divided: list[tuple[Any, int]] | None = None
         self.decision: Any = None
         self.known: Any = None
@@ -284,7 +290,7 @@ class GradientRecord:
 
     @property
     def scaled_by(self) -> Any:
-        """What multiplies the gradients, or some of them; None if they are unscaled."""
+        """The `Multiplier` of the gradients, or of some; None if they are unscaled."""
         for each in self.sets:
             if each.by is not None:
                 return each.by
@@ -436,16 +442,16 @@ def prepare_backward(
         The sets that they are in, with one of the tensors of no optimizer if these are settled.
     """
     mine = own.info()
-    own.check_known()
     found, rest = ([], []) if loss is None else reached(loss, own, inputs)
-    for each in (own, *(each for each, _, _ in found)):
+    concerned = [own, *(each for each, _, _ in found)]
+    for each in concerned:
+        each.check_known()
+    for each in concerned:
         each.account_for_cleared(by)
     with lock:
         sets = [own.put_into_set(by, mine, task, own=own)]
         for each, info, certain in found:
             sets.append(each.put_into_set(by, info, task, own=own, certain=certain))
-    if task != -1:
-        own.record.known = mine
     if rest and task == -1:
         sets.append(ScaledGradients(by))
         sets[-1].add(ranks.ParameterInfo(rest, []))

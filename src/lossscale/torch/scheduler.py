@@ -123,8 +123,8 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
     a skipped step gives each buffer the bits from before the first forward pass of the step.
     Forward passes under `torch.no_grad`, such as those of `update_bn`, belong to no step. Copies
     and pickles of the model are not guarded. Guard again after adding modules; a second guard
-    replaces the first. `unguard` removes it. Between the steps one copy of the buffers is held,
-    with `decide="device"` two.
+    replaces the first. `unguard` removes it. Between the steps one copy of the buffers is held; a
+    step with `decide="device"` makes a second one for a moment.
 
     `update_parameters` of a `torch.optim.swa_utils.AveragedModel` does nothing, if every step since
     its last call was skipped.

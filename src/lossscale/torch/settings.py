@@ -1,4 +1,4 @@
-"""What the wrapper and the scaler accept: arguments, and attributes of the inner optimizer."""
+"""Arguments of the wrapper and the scaler, and attributes of the inner optimizer."""
 
 from __future__ import annotations
 
@@ -70,16 +70,6 @@ class InnerSettings(Wrapper):
     )
     defaults: dict[str, Any] = _shared("defaults", "The default settings of parameter groups.")
 
-    # The inner optimizer calls its hooks, once for each step that it takes.
-    _optimizer_step_pre_hooks = _shared("_optimizer_step_pre_hooks")
-    _optimizer_step_post_hooks = _shared("_optimizer_step_post_hooks")
-    _optimizer_state_dict_pre_hooks = _shared("_optimizer_state_dict_pre_hooks")
-    _optimizer_state_dict_post_hooks = _shared("_optimizer_state_dict_post_hooks")
-    _optimizer_load_state_dict_pre_hooks = _shared("_optimizer_load_state_dict_pre_hooks")
-    _optimizer_load_state_dict_post_hooks = _shared("_optimizer_load_state_dict_post_hooks")
-    _zero_grad_profile_name = _shared("_zero_grad_profile_name")
-    _warned_capturable_if_run_uncaptured = _shared("_warned_capturable_if_run_uncaptured")
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group to the inner optimizer.
 
@@ -127,6 +117,9 @@ class InnerSettings(Wrapper):
             )
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_optimizer_"):
+            # The inner optimizer calls its hooks, once for each step that it takes.
+            return getattr(self.inner_optimizer, name)
         try:
             found = super().__getattr__(name)
         except UnknownSettingError:
@@ -359,16 +352,16 @@ def check_steppable(optimizer: Any, is_one_of_several: bool = False) -> None:
             "This optimizer is a LossScaleOptimizer, which scales by itself. Use it without a "
             f"GradScaler, or pass its inner optimizer. Received: {optimizer!r}."
         )
-    if is_one_of_several and fused.takes_a_scaler(optimizer.step):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} cannot skip together with other optimizers: its step "
-            "takes a `grad_scaler` and decides by itself. Step it alone."
-        )
     if not hasattr(optimizer, "param_groups"):
         raise ArgumentTypeError(
             "A GradScaler unscales and steps an optimizer, such as "
             f"torch.optim.AdamW(model.parameters()). Received: {optimizer!r} of type "
             f"{type(optimizer).__name__}."
+        )
+    if is_one_of_several and fused.takes_a_scaler(optimizer.step):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} cannot skip together with other optimizers: its step "
+            "takes a `grad_scaler` and decides by itself. Step it alone."
         )
 
 

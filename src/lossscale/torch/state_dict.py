@@ -59,7 +59,7 @@ def with_numbers(saved: Mapping[str, Any], scale: LossScale, scaled_by: float) -
     Args:
         saved: The state dictionary.
         scale: The loss scale.
-        scaled_by: What multiplies the gradients; 0 if there are none.
+        scaled_by: The factor of the gradients; 0 if there are none.
     """
     numbers = {**numbers_of(scale), _OF_GRADIENTS: scaled_by}
     if not saved.get("param_groups"):

@@ -1,6 +1,6 @@
 """Training on one device, a processor or the GPU that `tools.gpu` asks for.
 
-The oracle is PyTorch's plain optimizer on the processor, which is given the gradients of the steps
+The oracle is PyTorch's plain optimizer on the CPU, which is given the gradients of the steps
 that are finite and no others.
 """
 
@@ -42,7 +42,7 @@ def on_the_device():
 
 
 def trained_plainly(name):
-    """The parameters after the finite steps alone, on the processor."""
+    """The parameters after the finite steps alone, on the CPU."""
     cls, settings = INNER[name]
     parameters = [nn.Parameter(value) for value in arrays(0)]
     optimizer = cls(parameters, **settings, foreach=False)

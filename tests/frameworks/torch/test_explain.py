@@ -194,6 +194,26 @@ def test_a_pair_of_normal_numbers_that_is_drawn_around_a_skip_stays_the_same():
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.filterwarnings("ignore:Step .* was skipped", "ignore:The loss of step")
+@pytest.mark.parametrize(("first", "cause"), [(0, "forward overflow"), (6, "unknown")])
+def test_a_pass_is_repeated_with_the_numbers_of_python_and_numpy(first, cause):
+    """They are read before each pass only if the first ones have drawn some."""
+    model, optimizer, monitor = small()
+    draws, causes = False, set()
+
+    def forward(x):
+        drawn = random.random() + np.random.rand() if draws else 0
+        return model[1](model[0](x) * (1e6 if drawn > 1 else 1.0))
+
+    model.forward = forward
+    for number in range(12):
+        draws = number >= first
+        found = step_of(model, optimizer, monitor, ONES)
+        causes |= {str(found.cause)} if optimizer.last_step_skipped else set()
+    assert causes == {cause}
+    assert cause != "unknown" or "in some passes only" in found.text
+
+
 def small(explain=20, scale=2.0**15, **settings):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -529,13 +549,19 @@ def test_a_block_is_named_in_training_and_for_one_batch(name):
     # What float32 does not mend is not measured.
     assert report.verdict in verdicts(name), report
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)
-    optimizer = lossscale.LossScaleOptimizer(inner, initial_scale=fault.scale)
+    # What is hidden skips nothing.
+    scale = 2.0**30 if fault.is_hidden else fault.scale
+    optimizer = lossscale.LossScaleOptimizer(inner, initial_scale=scale)
     with lossscale.torch.Monitor(optimizer, model, explain=3) as monitor:
         with torch.autocast("cpu", torch.float16):
             loss = loss_fn(model, x)
         optimizer.backward(loss)
         optimizer.step()
         monitor.step(loss)
+    if fault.is_hidden:
+        assert monitor.explanation.cause == Cause.SCALE
+        assert f"Besides, {found.reason}" in monitor.explanation.text
+        return
     # The loss function is not a part of the model.
     wrong = mistakes(name, monitor.explanation)
     assert wrong == (["operation"] if fault.loss else []), monitor.explanation.text

@@ -1,6 +1,7 @@
 """What is refused: with the type that PyTorch raises, and nothing is changed."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 import lossscale.torch
 from frameworks.torch.scaling import MAKERS, OPTIMIZERS, made, numbers, one_step, parameters
+from frameworks.torch.support import bits
 from lossscale import DynamicScale, FixedScale, LossScaleError, LossScaleWarning
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
 from lossscale.torch.grad_scaler import GradScaler
@@ -67,6 +69,48 @@ def test_what_torch_raises_is_caught_by_the_same_clause(case):
     assert isinstance(ours, type(theirs))
     assert isinstance(ours, LossScaleError)
     assert after == before
+
+
+WRAPPER = lossscale.torch.LossScaleOptimizer
+OF_LISTS = {
+    "one has stepped": (lambda s, a, b: s.step(b), lambda s, a, b: s.step([a, b])),
+    "unscaled, one has stepped": (
+        lambda s, a, b: (s.unscale_(a), s.step(b)),
+        lambda s, a, b: s.step([a, b]),
+    ),
+    "twice in it": (None, lambda s, a, b: s.step([a, b, a])),
+    "closure": (None, lambda s, a, b: s.step([a, b], closure=None)),
+    "closure by place": (None, lambda s, a, b: s.step([a, b], lambda: 1.0)),
+    "float16": (None, lambda s, a, b: s.step([a, b, of_float16()])),
+    "no optimizer": (None, lambda s, a, b: s.step([a, b, 3])),
+    "list": (None, lambda s, a, b: s.step([a, [b]])),
+    "wrapper": (None, lambda s, a, b: s.step([a, WRAPPER(of_float16())])),
+    "unscale_": (None, lambda s, a, b: s.unscale_([a, b])),
+}
+"""What is called before it, and the misuse."""
+
+
+@pytest.mark.parametrize("case", OF_LISTS)
+@pytest.mark.parametrize(
+    "names", list(itertools.product(["sgd-momentum", "adamw-fused"], repeat=2))
+)
+def test_what_one_of_several_optimizers_raises_changes_none(names, case):
+    first, misuse = OF_LISTS[case]
+    weights, scaler = parameters(2), GradScaler("cpu", init_scale=8.0)
+    optimizers = [OPTIMIZERS[name]([w]) for name, w in zip(names, weights, strict=True)]
+    scaler.scale(sum(w.sum() for w in weights)).backward()
+    if first:
+        first(scaler, *optimizers)
+
+    def shown():
+        stages = {key: state["stage"] for key, state in scaler._per_optimizer_states.items()}
+        states = [each.state_dict() for each in (*optimizers, scaler)]
+        return bits([weights, [w.grad for w in weights], states]), stages
+
+    before = shown()
+    with pytest.raises(LossScaleError):
+        misuse(scaler, *optimizers)
+    assert shown() == before
 
 
 def test_after_a_misuse_the_loop_goes_on():

@@ -123,7 +123,7 @@ def accelerator():
 
 
 def use(accelerator, scaler):
-    # Accelerate makes no scaler of its own on the processor.
+    # Accelerate makes no scaler of its own on the CPU.
     accelerator.scaler, accelerator.native_amp = scaler, True
 
 

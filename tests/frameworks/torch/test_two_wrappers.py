@@ -10,7 +10,14 @@ import torch
 from hypothesis import strategies as st
 
 import lossscale
-from frameworks.torch.support import alone, derive, parameter, sgd, wrapped
+from frameworks.torch.support import (
+    alone,
+    assert_same_without_scaling,
+    derive,
+    parameter,
+    sgd,
+    wrapped,
+)
 from lossscale.torch.engine import Engine
 
 PROGRAMS = int(os.environ.get("LOSSSCALE_SOAK_PROGRAMS", "1")) * 40
@@ -197,6 +204,29 @@ def test_a_group_that_is_added_within_a_step_trains_right_or_is_refused(added, h
         return
     with pytest.raises(lossscale.errors.CallOrderError, match="group with gradients was added"):
         run(wrapped)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("other_way", WAYS)
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_group_whose_gradients_another_wrapper_has_brought(shares, unscales, other_way, way):
+    """Its own loss is still scaled when the group comes."""
+
+    def run(wrap):
+        first, late, other = (parameter() for _ in range(3))
+        optimizer = wrap(sgd(first, lr=0.5))
+        another = wrap(sgd(other, *[late] * shares, lr=0.25), initial_scale=8.0)
+        derive(optimizer, (first * first).sum(), way)
+        optimizer.add_param_group({"params": [late]})
+        derive(another, (first * late * other).sum(), other_way)
+        if unscales and wrap is not alone:
+            optimizer.unscale_()
+        optimizer.step()
+        another.step()
+        return [p.tolist() for p in (first, late, other)]
+
+    assert_same_without_scaling(run)
 
 
 @pytest.mark.parametrize("unscales", [False, True])

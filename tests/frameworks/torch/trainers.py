@@ -1,4 +1,4 @@
-"""Trainers of other libraries, on the processor and quiet."""
+"""Trainers of other libraries, on the CPU and quiet."""
 
 import pytest
 import torch

@@ -18,3 +18,4 @@ model.compile(legacy, "mse")
 print(float(legacy.loss_scale), int(legacy.iterations))
 own = lossscale.tf_keras.LossScaleOptimizer(tf_keras.optimizers.SGD(0.1))
 reveal_type(own.initial_scale)  # float
+model.compile(own, "mse")

@@ -86,7 +86,7 @@ class Backend(StepOperations):
 
         Args:
             optimizer: The loss scale optimizer.
-            stats: What the rule sees.
+            stats: The statistics for the rule.
             state_on_host: That of `OverflowCheck`.
 
         Returns:

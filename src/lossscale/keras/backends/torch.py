@@ -241,7 +241,7 @@ def _copies(optimizer: Any, gradients: Sequence[Any], keys: Sequence[Any]) -> li
     Args:
         optimizer: Who keeps it.
         gradients: Dense tensors.
-        keys: What tells the memory of one gradient from that of others.
+        keys: The identity of the memory of each gradient.
     """
     lent, copies = optimizer.__dict__.setdefault("_lent_memory", {}), []
     for key, gradient in zip(keys, gradients, strict=True):
