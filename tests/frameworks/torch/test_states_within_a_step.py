@@ -272,28 +272,6 @@ def test_gradients_that_share_memory_or_are_views(name, place, way):
     assert run(way) == run("plain")
 
 
-@pytest.mark.parametrize("rule", [lossscale.FixedScale(1024.0), lossscale.DynamicScale(1024.0)])
-@pytest.mark.parametrize("place", ["own", "one tensor"])
-def test_memory_is_shared_from_a_late_step_on(rule, place):
-    """A fused kernel divides what a fixed scale multiplies, and must divide it once."""
-
-    def run(wraps):
-        a, b = torch.ones(2, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
-        inner = SGD([a, b], lr=0.125, momentum=0.5, fused=True)
-        training = lossscale.torch.LossScaleOptimizer(inner, rule=rule) if wraps else alone(inner)
-        for step in range(8):
-            training.zero_grad()
-            scaled = LOSSES["summed"](a, b)
-            scaled = training.scale_loss(scaled) if wraps else scaled
-            given = torch.autograd.grad(scaled, [a, b])
-            # After the steps in which memory is compared in full.
-            a.grad, b.grad = PLACES[place if step == 6 else "own"]([g.clone() for g in given])
-            training.step()
-        return bits([a, b])
-
-    assert run(True) == run(False)
-
-
 def test_get_unscaled_gradients_keeps_none_of_them():
     model, kept = torch.nn.Linear(4, 3), []
     optimizer = wrapped(SGD(model.parameters(), lr=0.5))
