@@ -81,7 +81,7 @@ class Asking(DynamicScale):
 @pytest.fixture
 def looked(monkeypatch):
     """What was seen of gradients beyond whether they are finite."""
-    room = "gradients" if BACKEND in ("jax", "torch") else "gradient_stats"
+    room = "gradients" if BACKEND in ("jax", "torch") else "overflow_check"
     stats = importlib.import_module(f"lossscale.{BACKEND}.{room}")
     found, seen = [], stats.GradientStats
     monkeypatch.setattr(

@@ -1,6 +1,8 @@
 """The list of mutants keeps up with the sources, and its edits find their places."""
 
+import functools
 import pathlib
+import re
 
 import pytest
 
@@ -8,6 +10,11 @@ from tools.mutants import mutants
 
 ROOT = pathlib.Path(__file__).parents[2]
 BACKENDS = {mutants.TENSORFLOW, mutants.TF_KERAS, mutants.JAX, mutants.TORCH}
+
+
+@functools.cache
+def text_of(folder):
+    return "".join(path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
 
 
 def test_there_are_mutants_of_every_kind():
@@ -27,5 +34,10 @@ def test_a_mutant_fits_the_sources(mutant):
     assert files
     for file in files:
         assert (ROOT / file).exists(), file
-    # Of several pytest takes the last.
+    # Of several pytest takes the last, and what is in no test selects none.
     assert mutant.tests.count("-k") <= 1
+    if "-k" in mutant.tests:
+        selected = mutant.tests[mutant.tests.index("-k") + 1]
+        # Shorter words are in the names of parameters.
+        words = re.findall(r"\w+_\w+_\w+", selected)
+        assert [word for word in words if word not in text_of((ROOT / files[0]).parent)] == []

@@ -119,7 +119,9 @@ tests/conformance/test_promises.py -k 'reciprocal and keras-jax-jit'
 tests/conformance/test_promises.py -k 'floor and torch-native-host'
     common on torch warned_at_floor: scale > rule.min_scale -> scale >= rule.min_scale
 tests/conformance/test_promises.py -k torch-native-host
-    torch Engine._on_host: not found > 0 -> True
+    torch Engine._on_host:
+        StepDecision(not found > 0, stats, divisor=..., empty=bool(found < 0))
+        -> StepDecision(True, stats, divisor=..., empty=bool(found < 0))
     torch Engine.apply: decision.apply is False -> False
     torch is_below_one: lowest < 1.0 -> False
     torch LossScaleOptimizer.load_state_dict: state_dicts.restore(scale, numbers) -> pass
@@ -305,7 +307,7 @@ tests/frameworks/torch/test_two_wrappers.py
     torch Engine.put_into_set: each.record.decision = None -> pass  -k share_parameters
     torch ScaledGradients.leave: self.info = self.info.without(info.ids) -> pass
 tests/frameworks/torch/test_scaled_gradients.py
-    torch ScaledGradients.add: each.settle(whole=True) -> pass  -k five_calls
+    torch ScaledGradients.add: each.settle(whole=True) -> pass  -k all_sequences_of
     torch GradientRecord.copy_to: memo.setdefault(id(each), ScaledGradients(each.by))
         -> ScaledGradients(each.by)  -k random_programs
     torch Engine.restart: each.leave(info) -> pass  -k random_programs

@@ -25,7 +25,7 @@ from lossscale.keras_common.step import Step, StepOperations
 from lossscale.members import VariableList
 from lossscale.packages import warn
 from lossscale.rules import GradientStats, ScaleRule
-from lossscale.tensorflow import gradient_stats, overflow_check, replicas, scaling, tracing
+from lossscale.tensorflow import overflow_check, replicas, scaling, tracing
 from lossscale.tensorflow.apply_or_skip import apply_or_skip, run_guarded
 from lossscale.tensorflow.private_names import DelegatingTrackableMixin
 from lossscale.tensorflow.tape import check_symbolic, recorded
@@ -72,7 +72,7 @@ class TensorFlowArrays(StepOperations):
 
     def stats(self, step: Step, rule: ScaleRule, finite: Any, scale: Any) -> GradientStats:
         """The statistics of the unscaled gradients that the rule needs."""
-        return gradient_stats.compute(
+        return overflow_check.gradient_stats(
             rule.needs, finite, step.gradients, scale, are_scaled=False, are_shared=step.aggregate
         )
 

@@ -17,7 +17,7 @@ CONTROL = {"If", "StatelessIf", "Case", "StatelessCase", "While", "StatelessWhil
 NONE = CONTROL | {"Placeholder", "NoOp", "Const", "PartitionedCall", "StatefulPartitionedCall"}
 # Handles of variables and shapes are on the host from the beginning.
 ON_HOST = {"resource", "reduction_indices", "axis", "shape", "dims", "begin", "end", "strides"}
-LAYOUTS = {"few": [(300, 300)] * 3, "many": [(10,)] * 20 + [(200, 200)] * 2}
+LAYOUTS = {"few": [(300, 300)] * 3, "many": [(10,)] * 5 + [(200, 200)] * 2}
 OURS = ("ours_dynamic", "ours_fixed", "ours_monitored")
 
 

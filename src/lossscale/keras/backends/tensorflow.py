@@ -15,7 +15,7 @@ from lossscale.common.private_names import check_attribute, do_not_convert
 from lossscale.keras.backends.backend import Backend
 from lossscale.keras_common.step import Step
 from lossscale.rules import GradientStats, ScaleState, host_can_update, updates_on_host
-from lossscale.tensorflow import gradient_stats, overflow_check, replicas, scaling
+from lossscale.tensorflow import overflow_check, replicas, scaling
 from lossscale.tensorflow.apply_or_skip import apply_or_skip, can_keep_old_values, run_guarded
 from lossscale.tensorflow.tape import check_symbolic, recorded
 from lossscale.tensorflow.tracing import translated, where
@@ -31,7 +31,7 @@ class TensorFlowBackend(Backend):
 
     # TensorFlow's own functions do not mix integer dtypes, as the rules of users may.
     namespace = types.SimpleNamespace(**{**vars(keras.ops), "where": _where})
-    gradient_stats = staticmethod(gradient_stats.compute)
+    gradient_stats = staticmethod(overflow_check.gradient_stats)
     scaled = staticmethod(scaling.scaled)
     unscaled = staticmethod(scaling.unscaled)
     all_finite = staticmethod(overflow_check.all_finite)
