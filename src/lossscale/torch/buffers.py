@@ -163,7 +163,9 @@ class BufferGuard:
     def save(self) -> None:
         """Saves the buffers as they are."""
         if not (self._saved and self._is_known()):
-            self._allocate()
+            # What is made in inference mode could not be written to outside of it.
+            with torch.inference_mode(False):
+                self._allocate()
         for group in self._groups:
             torch.cat(group.data, out=group.saved)
         for each in self._others:
