@@ -140,6 +140,30 @@ def relu_norm(np, h, gain):
     return h * gain / np.mean(squares, axis=-1, keepdims=True)
 
 
+def geometric_mean(np, h, gain):
+    return h * gain + np.exp(np.mean(np.log(h), axis=-1, keepdims=True))
+
+
+def doubling(np, h, gain):
+    made = np.abs(h) + 1
+    for _ in range(16):
+        made = made + made
+    return h * gain + made
+
+
+def reciprocal_of_small(np, h, gain):
+    return h + 1 / (gain * 1e-4)
+
+
+def cold_softmax(np, h, gain):
+    return np.softmax(h / (gain * 1e-9), axis=-1) + h
+
+
+def atanh(np, h, gain):
+    x = np.tanh(np.abs(h) * 10 + 10)
+    return h * gain + np.log((1 + x) / (1 - x))
+
+
 def no_tokens(np, y):
     tokens = np.sum(y * 0)
     return np.sum(y * y) / tokens
@@ -187,6 +211,13 @@ FAULTS = {
     "a sigmoid whose power overflows": Fault(sigmoid, "forward overflow", "exp", size=2),
     "the tanh of an infinite cube": Fault(tanh_of_a_cube, "scale", "", 2.0**30, size=2),
     "an input beyond float16": Fault(plain, "forward overflow", "cast convert copy", size=BEYOND),
+    "a geometric mean of negative numbers": Fault(geometric_mean, "singular", "log"),
+    "a sum that doubles": Fault(doubling, "forward overflow", "add"),
+    "the inverse of a small number": Fault(
+        reciprocal_of_small, "backward overflow", "div mul reciprocal"
+    ),
+    "a temperature that float16 rounds to 0": Fault(cold_softmax, "singular", "div"),
+    "an inverse of tanh": Fault(atanh, "singular", "div log"),
     "a mean over 0 tokens": Fault(plain, "loss, singular", "div", loss=no_tokens),
     "labels of weight 0": Fault(plain, "loss, singular", "div", loss=weighted_by_zero),
     "a divergence from a sure answer": Fault(plain, "loss, singular", "log", loss=kl_of_zero),

@@ -96,6 +96,38 @@ class Attention(layers.Layer):
         return x + self.dense(self.norms[1](x))
 
 
+class Block(layers.Layer):
+    """Operations without weights that float16 breaks."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def call(self, x: Any) -> Any:
+        return self.function(x)
+
+
+def _rms(x: Any, epsilon: float) -> Any:
+    return x * ops.rsqrt(ops.mean(x * x, -1, keepdims=True) + epsilon)
+
+
+def _attend(x: Any) -> Any:
+    """Attention from one unit to another, with a row that is masked as a whole by -1e9."""
+    rows = ops.reshape(x, (-1, 4, 16))
+    scores = ops.matmul(rows, ops.transpose(rows, (0, 2, 1)))
+    scores = ops.where(ops.arange(4)[:, None] == 3, ops.cast(-1e9, x.dtype), scores)
+    return x + ops.reshape(ops.matmul(ops.softmax(scores), rows), ops.shape(x))
+
+
+_BROKEN = {
+    "RMS norm of activations x 1000": lambda x: _rms(x * 1000, 1e-5),
+    "RMS norm of some zeros, epsilon of 1e-8": lambda x: _rms(x[:, :, None], 1e-8)[..., 0],
+    "attention, a row masked by -1e9": _attend,
+    "logarithm of probabilities": lambda x: ops.log(ops.softmax(x * 20)),
+    "sum of units x 3e4": lambda x: x / (1 + ops.sum(x * 3e4, -1, keepdims=True) / 3e4),
+}
+
+
 def _softmax(classes: int = 10) -> list[Any]:
     # float32, as Keras advises; its gradient enters the float16 part where the logits are.
     return [layers.Dense(classes), layers.Activation("softmax", dtype="float32")]
@@ -140,6 +172,10 @@ def _residual(factor: float) -> list[Any]:
 def _autoencoder() -> list[Any]:
     outside = [layers.Dense(64), layers.Activation("sigmoid", dtype="float32")]
     return [layers.Flatten(), layers.Dense(16, "relu"), *outside, layers.Reshape((8, 8))]
+
+
+def _broken(function: Callable[[Any], Any]) -> list[Any]:
+    return [layers.Flatten(), layers.Dense(64, activation="relu"), Block(function), *_softmax()]
 
 
 def _regressor() -> list[Any]:
@@ -254,6 +290,10 @@ TASKS = (
     Task("regression, targets x 1000", _line_of(1e3), _regressor, "mse", 1.0, 0.5, True),
     Task("regression, targets x 1e5", _line_of(1e5), _regressor, "mse", 1.0, 30.0, True),
     Task("regression, targets x 1e5, absolute", _line_of(1e5), _regressor, "mae", 1.0, 30.0, True),
+    *(
+        Task(name, data.digits, functools.partial(_broken, block), _CATEGORIES)
+        for name, block in _BROKEN.items()
+    ),
 )
 
 

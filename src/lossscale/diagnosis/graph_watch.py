@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from lossscale.monitoring.explanation import LARGEST, FailedOperation, Origin
-from lossscale.monitoring.origins import HARM, Flags, Watched, overflow_in, passed_on
+from lossscale.monitoring.origins import Flags, Watched, is_harmed, overflow_in, passed_on
 
 _BACKWARD = "gradient_tape/"
 _SETTERS = ("Const", "Fill", "BroadcastTo", "Select", "SelectV2", "PadV2")
@@ -107,7 +107,7 @@ class GraphWatch:
         ]
         made, other = _repeated(operation, given), _repeated(operation, lower)
         pairs = zip(made or [], other or [], strict=True)
-        return any((abs(one - another) > HARM).any() for one, another in pairs)
+        return any(is_harmed(_largest(one - another), _largest(another)) for one, another in pairs)
 
     def _origin(
         self,

@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from lossscale.jax.apply_or_skip import bind
 from lossscale.monitoring.explanation import LARGEST, FailedOperation, Origin
-from lossscale.monitoring.origins import HARM, Flags, Watched, overflow_in, passed_on
+from lossscale.monitoring.origins import Flags, Watched, is_harmed, overflow_in, passed_on
 
 _TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "remat", "rematted"}
 _ADDING = ("add", "max", "clamp")
@@ -134,7 +134,7 @@ class JaxprWatch:
         limits: dict[str, Any] = {"nan": math.nan, "posinf": LARGEST, "neginf": -LARGEST}
         lower = [jnp.nan_to_num(each, **limits) if _is_float(each) else each for each in given]
         for one, other in zip(made, bind(jaxpr, equation, lower), strict=True):
-            if _is_float(one) and bool((jnp.abs(one - other) > HARM).any()):
+            if _is_float(one) and is_harmed(_largest(one - other), _largest(other)):
                 self._hidden = self._hidden or overflow
 
     def _origin(

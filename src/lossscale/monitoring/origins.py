@@ -20,9 +20,8 @@ from lossscale.monitoring.explanation import (
     with_line,
 )
 
-HARM = 2.0**-10
-"""The difference, float16's rounding of 1, from which a finite result that an operation computes
-from an overflow is wrong: a root of infinity, by which a norm divides, but not the tanh of one."""
+_HARM = 2.0**-10
+"""Float16's rounding of 1."""
 
 
 class Flags(NamedTuple):
@@ -76,6 +75,22 @@ def passed_on(
 def overflow_in(taken: Sequence[tuple[Origin, Flags]]) -> Origin | None:
     """Returns the origin of an infinity that an operation of the forward pass has made."""
     return next((o for o, flags in taken if o.failed and flags.infinity and not flags.nan), None)
+
+
+def is_harmed(difference: float, largest: float) -> bool:
+    """Whether a finite result that an operation computes from an overflow is wrong.
+
+    That of a division by a norm that overflows is, and the tanh of an overflow is not.
+
+    Args:
+        difference: The largest difference from what it computes from 65,504.
+        largest: The largest magnitude of the latter.
+
+    Examples:
+        >>> is_harmed(1.5e-5, 1.5e-5), is_harmed(1.5e-5, 1.0)
+        (True, False)
+    """
+    return difference > _HARM * min(largest, 1.0)
 
 
 def explain_pass(

@@ -335,12 +335,19 @@ def _repeated(model: Any, call: _Call, scale: float) -> Explanation:
                 "numbers of its own, keeps a state, or has hooks that change results"
             )
         seeds = [call.gradients[number] for number in numbers]
+        of_outputs = None
         if origin is None and not all(map(is_finite, seeds)):
-            return with_hidden(_of_seeds(outputs, seeds, scale), watch.hidden)
+            of_outputs = with_hidden(_of_seeds(outputs, seeds, scale), watch.hidden)
+            if of_outputs.cause is not Cause.SCALE:
+                return of_outputs
+            # At a lower scale they are finite, and something else may not be.
+            seeds = list(map(torch.nan_to_num, seeds))
         with contextlib.ExitStack() as stack:
             for device, _, dtype in call.casting:
                 stack.enter_context(torch.autocast(device, dtype, enabled=False))
-            return examined(watch, outputs, roots, seeds, scale, is_loss=False)
+            found = examined(watch, outputs, roots, seeds, scale, is_loss=False)
+        is_broken = found.halvings is None and found.in_backward
+        return found if of_outputs is None or is_broken else of_outputs
 
 
 def examined(

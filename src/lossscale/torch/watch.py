@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lossscale.common.monkeypatch import replace
 from lossscale.monitoring.explanation import LARGEST, FailedOperation, Origin
-from lossscale.monitoring.origins import HARM, Flags, overflow_in, passed_on
+from lossscale.monitoring.origins import Flags, is_harmed, overflow_in, passed_on
 
 _SETTERS = (
     *("full", "full_like", "new_full", "fill_", "fill", "scalar_tensor", "masked_fill_"),
@@ -199,7 +199,7 @@ class Watch(TorchDispatchMode):
             return
         bounded = call.repeated(lambda t: torch.nan_to_num(t, math.nan, LARGEST, -LARGEST))
         for one, other in zip(made, bounded or made, strict=True):
-            if one.is_floating_point() and bool(((one - other).abs() > HARM).any()):
+            if one.is_floating_point() and is_harmed(largest(one - other), largest(other)):
                 self.hidden = origin
 
     def _place(self, name: str, args: Any, inputs: list[Any]) -> tuple[Place, Any]:
