@@ -286,7 +286,7 @@ tests/frameworks/jax/test_wrong_calls.py
 tests/frameworks/jax/test_leaves.py tests/frameworks/jax/test_loops.py
     optax _judge: finite & usable -> finite
 tests/frameworks/torch/test_steps.py
-    torch makes_state: not made.issuperset(having) -> False
+    torch makes_state: any(p.grad is not None for p in lacking) -> False
         -k joins_late
     torch attributes: vars(each).pop -> vars(each).setdefault  -k raises
     torch GradientRecord.are_scaled: any(as_they_were) and not all(as_they_were) -> False
