@@ -89,7 +89,7 @@ class LossScaleMonitor:
         if cls is LossScaleMonitor:
             # Before any framework is imported.
             MonitorSettings(*args, **kwargs)
-            cls = registry.monitor_for(framework)
+            cls = _class_for(framework)
         return super().__new__(cls)
 
     def __init__(
@@ -328,6 +328,19 @@ class LossScaleMonitor:
         if logs is not None:
             logs["loss_scale"] = self._shown.next_scale
             logs["steps_skipped"] = self._shown.steps_skipped
+
+
+def _class_for(name: str | None) -> type[Any]:
+    """Returns the class of the monitor for Keras 3 or tf_keras; None for the default."""
+    known = {framework.root: framework for framework in registry.KERASES}
+    framework = registry.default_keras() if name is None else known.get(name)
+    if framework is None:
+        raise ArgumentError(
+            f"`framework` must be one of {', '.join(map(repr, known))} or None. "
+            f"Received: framework={name!r}."
+        )
+    monitor: type[Any] = registry.package(framework.package).LossScaleMonitor
+    return monitor
 
 
 def _other_framework(framework: str | None) -> str:

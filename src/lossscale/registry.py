@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from lossscale.errors import ArgumentError, ArgumentTypeError, MissingPackageError
+from lossscale.errors import ArgumentTypeError, MissingPackageError
 from lossscale.packages import EXTRAS, is_installed, lacking_for_keras, not_installed
 
 
@@ -189,23 +189,3 @@ def not_an_optimizer(optimizer: Any) -> str:
             "Keras 2, or use Keras 3."
         )
     return message
-
-
-def monitor_for(name: str | None) -> type[Any]:
-    """Returns the class of the monitor for Keras 3 or tf_keras.
-
-    Args:
-        name: "keras" or "tf_keras"; None for `default_keras`.
-
-    Raises:
-        ArgumentError: If it is neither.
-    """
-    known = {framework.root: framework for framework in KERASES}
-    framework = default_keras() if name is None else known.get(name)
-    if framework is None:
-        raise ArgumentError(
-            f"`framework` must be one of {', '.join(map(repr, known))} or None. "
-            f"Received: framework={name!r}."
-        )
-    monitor: type[Any] = package(framework.package).LossScaleMonitor
-    return monitor

@@ -8,9 +8,9 @@ import pytest
 
 import keras_cases as cases
 from backends.explain_cases import CASES
-from broken_blocks import FAULTS, INPUT, WEIGHTS, mean_square, mistakes
+from broken_blocks import FAULTS, INPUT, WEIGHTS, mean_square, mistakes, verdicts
 from keras_cases import BACKEND, keras, layers, ops
-from lossscale.diagnosis import explain
+from lossscale.diagnosis import diagnose, explain
 from lossscale.errors import ArgumentTypeError
 from lossscale.monitoring.explanation import Cause
 
@@ -73,8 +73,15 @@ def test_a_block_is_named(name):
         y = model(batch[0], training=True)
         return (fault.loss or mean_square)(NUMPY, ops.cast(y, "float32"))
 
-    found = explain(model, INPUT * np.float32(fault.size), loss_fn=loss_fn, scale=fault.scale)
+    x = INPUT * np.float32(fault.size)
+    found = explain(model, x, loss_fn=loss_fn, scale=fault.scale)
     assert not mistakes(name, found), found.text
+    if fault.is_hidden:
+        skipped = explain(model, x, loss_fn=loss_fn, scale=2.0**30)
+        assert skipped.cause == Cause.SCALE
+        assert f"Besides, {found.reason}" in skipped.text
+        report = diagnose(model, x, loss_fn=loss_fn)
+        assert report.verdict in verdicts(name), report
 
 
 def test_a_finite_batch_is_unknown_and_mistakes_are_named():

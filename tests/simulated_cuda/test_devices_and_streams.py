@@ -1,5 +1,7 @@
 """Several devices and streams: the plain optimizer's numbers, no race, no mixed device."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -183,3 +185,21 @@ def test_trainers_save_the_random_states_of_each_device():
     states = torch.cuda.random.get_rng_state_all()
     assert len(states) == torch.cuda.device_count()
     torch.cuda.random.set_rng_state_all(states)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_data_parallel(name):
+    def run(name):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).cuda()
+        way = Way(name, [torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)])
+        for _ in range(3):
+            way.zero_grad()
+            output = nn.DataParallel(model, [0, 1])(torch.arange(24.0).reshape(6, 4).cuda())
+            way.backward(output.square().mean())
+            way.step()
+        return numbers(model.parameters())
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "PyTorch is not compiled with NCCL")
+        assert run(name) == run("bare")

@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lossscale.common.monkeypatch import replace
 from lossscale.diagnosis.measurement import Pass, checked_loss, numbered
 from lossscale.diagnosis.report import Report, make_report
-from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.monitoring.explanation import Explanation
 from lossscale.torch.ranks import is_spread
-from lossscale.torch.repeated_step import eager_passes, explain
+from lossscale.torch.repeated_step import check_model_and_loss, eager_passes, explain
 from lossscale.torch.scaling import real_parts, scaled, widened
 
 LossFn = Callable[[Any, Any], Any]
@@ -222,16 +222,7 @@ def _is_output(value: Any) -> bool:
 
 def _check_arguments(model: Any, loss_fn: Any) -> None:
     """Checks that there is a model to train, and a function."""
-    if not isinstance(model, torch.nn.Module):
-        raise ArgumentTypeError(
-            f"The model must be a torch.nn.Module. Received: {model!r} of type "
-            f"{type(model).__name__}."
-        )
-    if not callable(loss_fn):
-        raise ArgumentTypeError(
-            "`loss_fn` must be a function of the model and a batch that returns the loss. "
-            f"Received: {loss_fn!r} of type {type(loss_fn).__name__}."
-        )
+    check_model_and_loss(model, loss_fn)
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ArgumentError(

@@ -69,7 +69,11 @@ def guard_model(model: Any, optimizers: Sequence[Any], names: Iterable[str] | No
     made = BufferGuard(inner, chosen)
     _warn_of_size(inner, chosen)
     unguard_model(model)
-    made.attach({model, inner})
+    for each in {model, inner}:
+        made.handles += [
+            each.register_forward_pre_hook(Hook(made.before_forward, made.number), prepend=True),
+            each.register_load_state_dict_post_hook(Hook(lambda module, keys: made.save())),
+        ]
     _of_models[inner] = made
     for each in optimizers:
         _guards.setdefault(each, weakref.WeakSet()).add(made)
@@ -99,7 +103,7 @@ class BufferGuard:
         self._modules = weakref.WeakSet(m for _, m in named)
         self._weight = next((p for p in model.parameters() if p.requires_grad), None)
         self._saved: list[dict[str, Any]] = []
-        self._handles: list[Any] = []
+        self.handles: list[Any] = []
         # The optimizers that have stepped since a forward pass was seen; None if none is seen.
         self._ended: set[int] | None = None
         self._waits, self._is_compiled = True, False
@@ -109,25 +113,14 @@ class BufferGuard:
         _by_number[self.number] = self
         self.save()
 
-    def attach(self, modules: set[Any]) -> None:
-        """Adds the hooks."""
-        for each in modules:
-            loaded = Hook(lambda module, keys: self.save())
-            self._handles += [
-                each.register_forward_pre_hook(
-                    Hook(self._before_forward, self.number), prepend=True
-                ),
-                each.register_load_state_dict_post_hook(loaded),
-            ]
-
     def detach(self) -> None:
         """Removes the hooks; no later step restores anything."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
         for each in list(_guards.values()):
             each.discard(self)
 
-    def _before_forward(self, module: Any, args: Any) -> None:
+    def before_forward(self, module: Any, args: Any) -> None:
         if torch._C._current_graph_task_id() != -1 or torch.jit.is_tracing():
             # Checkpointing repeats a forward pass in the backward pass.
             return
@@ -170,7 +163,9 @@ class BufferGuard:
     def save(self) -> None:
         """Saves the buffers as they are."""
         if not (self._saved and self._is_known()):
-            self._allocate()
+            # What is made in inference mode could not be written to outside of it.
+            with torch.inference_mode(False):
+                self._allocate()
         for group in self._groups:
             torch.cat(group.data, out=group.saved)
         for each in self._others:

@@ -134,8 +134,10 @@ class Engine:
 
     def check_known(self) -> None:
         """Checks that no gradient came with a group that was added after the last loss."""
-        known, info = self.record.known, self.info()
-        if known in (None, info) or unheld(info.without(known.ids)).first_gradient() is None:
+        known = self.record.known
+        if known is None or self.info() is known:
+            return
+        if unheld(self.info().without(known.ids)).first_gradient() is None:
             return
         raise CallOrderError(
             "A parameter group with gradients was added after a loss was scaled. It is unknown "
@@ -171,11 +173,11 @@ class Engine:
             own: The engine that scaled the loss.
             certain: Whether the loss reaches them for certain.
         """
-        record, whole = self.record, self.info()
+        record = self.record
         target = next((each for each in record.sets if each.by is by), None)
         if target is None:
             # What a skipped step has left, and what the loss may not reach, is no overflow of it.
-            left = own is not self and record.found is None and record.left_behind(whole)
+            left = own is not self and record.found is None and record.left_behind(self.info())
             target = set_of(by) if certain and left is False else ScaledGradients(by)
             if torch.is_tensor(left):
                 target.left = left, own
@@ -184,17 +186,17 @@ class Engine:
             # Decided on gradients that it shares, and that are about to change.
             each.record.decision = None
         self._see()
-        target.task = task
+        target.begin(task)
         target.checks = target.checks or self.rule.checks_gradients
         target.add(info)
         if target not in record.sets:
             record.sets.append(target)
         if record.found is not None:
             # Some may have been replaced.
-            record.remember(whole)
+            record.remember(self.info())
         record.has_own_loss = record.has_own_loss or own is self
         if task != -1 or record.known is not None:
-            record.known = whole
+            record.known = self.info()
         record.decision, record.is_cleared = None, False
         return target
 
@@ -310,45 +312,56 @@ class Engine:
             # Some are unscaled already, or belong to other optimizers, too.
             self.settle(sets)
             sets = []
-        grads = [p.grad for p in info.parameters if p.grad is not None]
-        groups = self._groups(info)
-        if not grads and not groups:
+        first, groups = info.first_gradient(), self._groups(info)
+        here = first is not None
+        if not here and not groups:
             return StepDecision(True, empty=True)
         # None: no loss was scaled in this process.
-        are_scaled = record.are_scaled(grads)
+        are_scaled = record.are_scaled(info)
         by = record.scaled_by or self.scale.multiplier
-        measured = self._measured(grads, info, by, are_scaled)
+        measured = self._measured(info, by, are_scaled)
         clips = bool(self.clip_norm) and not in_place
-        # A kernel would change a gradient that is part of a graph, or that other code reads.
-        in_kernel = bool(are_scaled) and not in_place and fused.can_unscale(self.inner)
-        in_kernel = in_kernel and not any(map(_REQUIRES_GRAD, grads))
+        unchecked = not (self.rule.checks_gradients or clips or self.scale.on_device)
+        in_kernel = (
+            # A check divides them in the same pass, except for float16, which would flush to 0.
+            bool(here and are_scaled and (clips or unchecked or info.has_half))
+            # Nor may a kernel change one that is part of a graph, or that other code reads.
+            and not (in_place or any(map(_REQUIRES_GRAD, info.gradients())))
+            and fused.can_unscale(self.inner)
+        )
         if clips and measured is None and self._norm_checks(info, by):
             decision = self._decide_by_norm(info, by, sets, are_scaled, in_kernel)
             if decision is not None:
                 return decision
-        unchecked = not (self.rule.checks_gradients or clips or self.scale.on_device)
         leaves = in_kernel and (info.has_half or unchecked)
-        divisor = by.on(grads[0].device).scale if leaves and grads else None
+        divisor = by.on(first.device).scale if leaves else None
+        if leaves and not self.rule.checks_gradients:
+            # The kernel would divide twice what two share.
+            gradients.separate(info)
+        if leaves and unchecked and measured is None and not groups:
+            self._give_up(sets, info)
+            return StepDecision(True, GradientStats(True), divisor=divisor)
         overflow = self._unscale_and_check(info, by, sets, are_scaled, leaves)
         somebody_scaled: Any = are_scaled is not None
         # Processes of a given group may run different code, but send the same messages.
         if groups and (self.rule.checks_gradients or info.is_given or self.join_group is not None):
-            overflow, somebody_scaled = ranks.agreed(overflow, bool(grads), somebody_scaled, groups)
+            overflow, somebody_scaled = ranks.agreed(overflow, here, somebody_scaled, groups)
         if are_scaled is None and somebody_scaled:
             # The loss was scaled in another process.
             self._hold(info, by).settle()
         if self.scale.on_device:
-            decision = self._on_device(overflow, measured, bool(grads), info, divisor)
+            decision = self._on_device(overflow, measured, here, info, divisor)
         else:
             decision = self._on_host(overflow, measured, divisor)
         if not somebody_scaled:
             decision = decision._replace(stats=None)
         return decision if in_place else self.clipped(decision)
 
-    def _measured(self, grads: Any, info: ParameterInfo, by: Any, are_scaled: Any) -> Any:
+    def _measured(self, info: ParameterInfo, by: Any, are_scaled: Any) -> Any:
         """The statistics that the rule needs besides overflow; None if it needs none."""
         if self.rule.needs == StatsRequest():
             return None
+        grads = info.gradients()
         return gradients.measure_everywhere(
             self.rule.needs,
             grads,
@@ -370,15 +383,15 @@ class Engine:
             self.settle(sets)
         else:
             # The kernel divides them; or they are unscaled, by `get_unscaled_gradients`.
-            self._give_up(sets)
+            self._give_up(sets, info)
         found = self.record.found
         if found is None or are_scaled is None:
             return self._checked(info, by if leaves else None)
         return found
 
-    def _give_up(self, sets: Sequence[ScaledGradients]) -> None:
+    def _give_up(self, sets: Sequence[ScaledGradients], info: ParameterInfo) -> None:
         """Takes the gradients out of their sets: something else divides them."""
-        record, info = self.record, self.info()
+        record = self.record
         record.unseen = None
         self._check_arrived(sets)
         for each in sets:
@@ -419,12 +432,12 @@ class Engine:
         if in_kernel and len(given.dense_groups) == 1 and torch.float64 not in dtypes:
             divisor = scalar((scale / clip).tolist(), given.device)
         if divisor is not None and scale * max(total / largest, 1.0) < _LARGEST / 2:
-            self._give_up(sets)
+            self._give_up(sets, info)
         elif are_scaled:
             divisor = None
             self.settle(sets, factor=filled(clip / scale))
         else:
-            self._give_up(sets)
+            self._give_up(sets, info)
             gradients.unscale_(given, filled(clip))
         stats = None if are_scaled is None else GradientStats(True)
         return StepDecision(True, stats, divisor=divisor)
@@ -437,11 +450,8 @@ class Engine:
             by: The `Multiplier` that the optimizer's kernel will divide them by, or None.
         """
         found: dict[Any, Any] = {}
-        checks = self.rule.checks_gradients
-        if checks or by is not None:
-            # This copies gradients that share memory, which a kernel would divide twice.
+        if self.rule.checks_gradients:
             given = gradients.collect(info, allow_float16=by is not None)
-        if checks:
             if by is not None and is_below_one(by):
                 # With a scale below 1 unscaling may overflow what is finite.
                 found = gradients.check_quotients(given, lambda device: by.on(device).scale)

@@ -63,15 +63,11 @@ def collect(
         GradientsError: If one is in float16, where dividing it would flush it to zero. Nothing was
             changed.
     """
-    grads = [gradient for p in info.parameters if (gradient := p.grad) is not None]
-    if (info.is_due(len(grads)) or _have_one_place(grads)) and _shares_memory(grads):
-        info.always_due = True
-        grads = _each_its_own(info)
-    if grads and len(info.devices) == 1 and _PLAIN_TYPES.issuperset(map(type, grads)):
+    grads, are_dense = separate(info)
+    if grads and are_dense and len(info.devices) == 1:
         # One loop in C for each property: a loop over tuples takes twice the time.
         dtypes = set(map(_DTYPE, grads))
-        plain = len(dtypes) == 1 and dtypes <= _IN_PLACE and set(map(_LAYOUT, grads)) == _DENSE
-        if plain and not any(map(_IS_NEGATED, grads)):
+        if len(dtypes) == 1 and dtypes <= _IN_PLACE and not any(map(_IS_NEGATED, grads)):
             return Gradients(grads, [grads], [grads])
     owning = [p for p in info.parameters if p.grad is not None]
     if not allow_float16:
@@ -81,36 +77,40 @@ def collect(
     return _grouped(pairs)
 
 
-def _have_one_place(grads: Sequence[Any]) -> bool:
-    """Whether two gradients begin in one place, or are one tensor, which is quick to see."""
-    plain = _PLAIN_TYPES.issuperset(map(type, grads)) and _DENSE.issuperset(map(_LAYOUT, grads))
-    return len(set(map(_PLACE if plain else id, grads))) < len(grads)
+def separate(info: ranks.ParameterInfo) -> tuple[list[Any], bool]:
+    """The gradients of parameters, and whether all are dense and of no subclass.
+
+    Those that share memory are replaced by copies first, so that each is divided once. Autograd
+    gives the same gradient, or views of it, to each term of a sum.
+    """
+    grads = info.gradients()
+    are_dense = _PLAIN_TYPES.issuperset(map(type, grads)) and _DENSE.issuperset(map(_LAYOUT, grads))
+    # That two begin in one place is quick to see.
+    one_place = len(set(map(_PLACE if are_dense else id, grads))) < len(grads)
+    if (info.is_due(len(grads)) or one_place) and _shares_memory(grads):
+        info.always_due = True
+        for parameter in info.parameters:
+            if parameter.grad is not None and type(parameter.grad) is torch.Tensor:
+                parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
+        grads = info.gradients()
+    return grads, are_dense
 
 
 def _shares_memory(grads: Sequence[Any]) -> bool:
-    """Whether two gradients share memory, or one shares it with itself, as an expanded one does.
-
-    Autograd gives the same gradient, or views of it, to each term of a sum.
-    """
+    """Whether two gradients share memory, or one shares it with itself, as an expanded one does."""
     places = []
     for each in grads:
         if type(each) is torch.Tensor and each.layout == torch.strided and each.numel():
-            strides = zip(each.shape, each.stride(), strict=True)
-            last = sum((size - 1) * stride for size, stride in strides) + 1
-            if each.numel() > last:
-                return True
+            last = each.numel()
+            if not each.is_contiguous():
+                strides = zip(each.shape, each.stride(), strict=True)
+                last = sum((size - 1) * stride for size, stride in strides) + 1
+                if each.numel() > last:
+                    return True
             first = each.data_ptr()
             places.append((first, first + last * each.element_size()))
     places.sort()
     return any(end > start for (_, end), (start, _) in itertools.pairwise(places))
-
-
-def _each_its_own(info: ranks.ParameterInfo) -> list[Any]:
-    """Copies gradients that share memory, so that each is divided once."""
-    for parameter in info.parameters:
-        if parameter.grad is not None and type(parameter.grad) is torch.Tensor:
-            parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
-    return [p.grad for p in info.parameters if p.grad is not None]
 
 
 def of_tensors(tensors: Iterable[Any]) -> Gradients:

@@ -136,6 +136,10 @@ class ParameterInfo:
         self._before = gradients
         return due or self.always_due
 
+    def gradients(self) -> list[Any]:
+        """The gradients that are not None."""
+        return [gradient for p in self.parameters if (gradient := p.grad) is not None]
+
     def first_gradient(self) -> Any:
         """The first gradient that is not None; None if there is none."""
         return next((g for p in self.parameters if (g := p.grad) is not None), None)

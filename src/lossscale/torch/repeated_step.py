@@ -92,11 +92,7 @@ def explain(
         >>> str(found.cause), found.operation
         ('singular', 'backward of sqrt')
     """
-    if not isinstance(model, torch.nn.Module) or not callable(loss_fn):
-        raise ArgumentTypeError(
-            "explain() takes a torch.nn.Module, a function of the model and a batch, and a batch. "
-            f"Received: a {type(model).__name__} and a {type(loss_fn).__name__}."
-        )
+    check_model_and_loss(model, loss_fn)
     scale = checked_above_zero("scale", scale)
     if why := _refusal(model):
         return unknown(why)
@@ -121,6 +117,20 @@ def explain(
             return examined(watch, outputs, roots, [torch.full_like(outputs[0], scale)], scale)
     except UnrepeatableError as error:
         return unknown(str(error))
+
+
+def check_model_and_loss(model: Any, loss_fn: Any) -> None:
+    """Checks that they are a model and a function."""
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentTypeError(
+            "The model must be a torch.nn.Module. "
+            f"Received: {model!r} of type {type(model).__name__}."
+        )
+    if not callable(loss_fn):
+        raise ArgumentTypeError(
+            "`loss_fn` must be a function of the model and a batch that returns the loss. "
+            f"Received: {loss_fn!r} of type {type(loss_fn).__name__}."
+        )
 
 
 class CallRecorder:

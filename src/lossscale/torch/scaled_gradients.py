@@ -123,8 +123,14 @@ class ScaledGradients:
         self.by, self.info = by, _NOTHING
         self.checks = False
         self.left: tuple[Any, Any] | None = None
-        self.task = self._noted = -1
+        self.task = -1
         self._before: dict[int, int] = {}
+
+    def begin(self, task: int) -> None:
+        """A backward pass is about to add to them: notes those that are there, once for a pass."""
+        if task == -1 or task != self.task:
+            self.task = task
+            self._before = _versions(self.info)
 
     def add(self, info: ranks.ParameterInfo) -> None:
         """Adds gradients of parameters, which it multiplies; they leave the sets they were in."""
@@ -144,7 +150,9 @@ class ScaledGradients:
                 each.leave(new)
             else:
                 each.settle(whole=True)
-        multiply(new, self.by, before)
+        if new.first_gradient() is not None:
+            multiply(new, self.by, before)
+            self._before |= _versions(new)
         self.join(new)
 
     def join(self, new: ranks.ParameterInfo) -> None:
@@ -166,13 +174,6 @@ class ScaledGradients:
             self.by.gradients = None
         self.by = None
 
-    def note_versions(self) -> None:
-        """A backward pass is about to add to them: notes those that are there."""
-        if self.task == -1 or self._noted != self.task:
-            having = ((id(p), p.grad) for p in self.info.parameters)
-            self._before = {key: grad._version for key, grad in having if grad is not None}
-            self._noted = self.task
-
     def arrived(self, info: ranks.ParameterInfo) -> ranks.ParameterInfo:
         """The parameters whose gradients are whole; within a backward pass others will follow."""
         if torch._C._current_graph_task_id() == -1:
@@ -185,7 +186,6 @@ class ScaledGradients:
         }
         return info.without(waiting)
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     def settle(self, *, whole: bool = False, factor: Any = None) -> None:
         """Divides the gradients, and checks each number.
 
@@ -194,23 +194,30 @@ class ScaledGradients:
             factor: Returns what to multiply them by on a device instead, if they are known to be
                 finite.
         """
-        with lock:
+        with lock, torch.no_grad():
             if self.by is None:
                 return
             told = [each for each in owners(self.info) if self in each.record.sets]
             info = self.info if whole else self.arrived(self.info)
             if factor is None:
                 # A tensor of no optimizer may be in float16.
-                by_device = unscale_by(info, self.by, checks=self.checks, float16=not told)
+                by_device = _unscale_by(info, self.by, checks=self.checks, float16=not told)
             else:
                 by_device = unscale(info, factor, checks=False)
             self.leave(info)
+            if not (told or self.left):
+                return
             found = gradients.any_overflow(by_device)
             for each in told:
                 each.record.tell(found, each.info())
             if self.left is not None:
                 flag, other = self.left
                 other.record.tell(found * (1.0 - flag.to(found.device)), other.info())
+
+
+def _versions(info: ranks.ParameterInfo) -> dict[int, int]:
+    """The versions of the gradients that are there, by the id of the parameter."""
+    return {id(p): gradient._version for p in info.parameters if (gradient := p.grad) is not None}
 
 
 def set_of(by: Multiplier) -> ScaledGradients:
@@ -367,7 +374,7 @@ class GradientRecord:
         grads = (p.grad for p in info.parameters if p.grad is not None)
         return not any(part.any() for g in grads for part in real_parts(ranks.local(g)))
 
-    def are_scaled(self, grads: Sequence[Any]) -> bool | None:
+    def are_scaled(self, info: ranks.ParameterInfo) -> bool | None:
         """Whether the gradients are scaled; None if no loss was scaled."""
         if self.is_nothing():
             return None
@@ -376,7 +383,7 @@ class GradientRecord:
         # `get_unscaled_gradients` returns new tensors. The user may have assigned them to `.grad`,
         # copied them into it, or left `.grad` as it was.
         versions = {id(t): version for ref, version in self.divided if (t := ref()) is not None}
-        as_they_were = [versions.get(id(each)) == each._version for each in grads]
+        as_they_were = [versions.get(id(each)) == each._version for each in info.gradients()]
         if any(as_they_were) and not all(as_they_were):
             raise GradientsError(
                 "Some parameters have a `.grad` that get_unscaled_gradients() returned, and others "
@@ -445,8 +452,6 @@ def prepare_backward(
         sets = [own.put_into_set(by, mine, task, own=own)]
         for each, info, certain in found:
             sets.append(each.put_into_set(by, info, task, own=own, certain=certain))
-        for one in sets:
-            one.note_versions()
     if rest and task == -1:
         sets.append(ScaledGradients(by))
         sets[-1].add(ranks.ParameterInfo(rest, []))
@@ -524,8 +529,6 @@ def _leaves(loss: Any) -> tuple[list[Any], bool]:
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def multiply(info: ranks.ParameterInfo, by: Any, before: Any = None) -> None:
     """Multiplies gradients by a scale, and divides them by the scale that they had."""
-    if info.first_gradient() is None:
-        return
 
     def factor(device: Any) -> Any:
         wanted = by.on(device).scale
@@ -535,24 +538,10 @@ def multiply(info: ranks.ParameterInfo, by: Any, before: Any = None) -> None:
     gradients.unscale_(_others(info, changed, allow_float16=True), factor)
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
-def unscale_by(
-    info: ranks.ParameterInfo,
-    by: Any,
-    *,
-    checks: bool = True,
-    float16: bool = False,
+def _unscale_by(
+    info: ranks.ParameterInfo, by: Any, *, checks: bool, float16: bool
 ) -> dict[Any, Any]:
-    """Divides gradients by their scale, and checks each number.
-
-    Args:
-        info: Their parameters.
-        by: A `Multiplier` or a `LossScale`.
-        checks, float16: As for `unscale`.
-
-    Returns:
-        As `unscale`.
-    """
+    """Divides gradients by their scale; the other arguments and the result are `unscale`'s."""
     powers = by.rule.powers_of_two
 
     def factor(device: Any) -> Any:
@@ -620,9 +609,9 @@ def is_below_one(by: Any) -> bool:
 
 def _changed_in_the_graph(info: ranks.ParameterInfo, changed: Callable[[Any], Any]) -> list[Any]:
     """Replaces gradients that are parts of a graph; returns their parameters."""
-    having = [p for p in info.parameters if p.grad is not None and p.grad.requires_grad]
-    with torch.enable_grad():
-        for parameter in having:
+    having = [p for p in info.parameters if (g := p.grad) is not None and g.requires_grad]
+    for parameter in having:
+        with torch.enable_grad():
             parameter.grad = changed(parameter.grad)
     return having
 

@@ -59,10 +59,14 @@ def test_a_block_is_named(name):
             h = fault.block(NUMPY, h, params["gain"])
         return (fault.loss or mean_square)(NUMPY, (h @ params["head"]).astype(jnp.float32))
 
-    found = explain(loss_fn, WEIGHTS, INPUT * np.float32(fault.size), scale=fault.scale)
+    batch = INPUT * np.float32(fault.size)
+    found = explain(loss_fn, WEIGHTS, batch, scale=fault.scale)
     assert not mistakes(name, found), found.text
-    if "of large" in name:
-        report = lossscale.optax.diagnose(loss_fn, WEIGHTS, [INPUT * np.float32(fault.size)])
+    if fault.is_hidden:
+        skipped = explain(loss_fn, WEIGHTS, batch, scale=2.0**30)
+        assert skipped.cause == Cause.SCALE
+        assert f"Besides, {found.reason}" in skipped.text
+        report = lossscale.optax.diagnose(loss_fn, WEIGHTS, [batch])
         assert report.verdict in verdicts(name), report
 
 

@@ -320,8 +320,7 @@ OF_THE_SECOND = [("unscale", 0, 1), ("step", 0, 1), ("clear", 1, True)]
 SETTINGS = {"init_scale": 8.0, "growth_interval": 2}
 
 
-@pytest.mark.parametrize("kind", ["momentum", "AdamW"])
-@pytest.mark.parametrize("subclass", [plain, logging])
+@pytest.mark.parametrize(("kind", "subclass"), [("momentum", logging), ("AdamW", plain)])
 def test_all_orders_of_four_calls(kind, subclass):
     for program in itertools.product(CALLS, repeat=4):
         check(program, [kind], SETTINGS, subclass, run=SmallRun)

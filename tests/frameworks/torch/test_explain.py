@@ -585,5 +585,5 @@ def test_a_finite_batch_is_unknown_and_mistakes_are_named():
     assert "finite at a scale of 32768" in found.text
     with pytest.raises(TypeError, match="one element"):
         lossscale.torch.explain(model, lambda model, x: model(x), ONES)
-    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module"):
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
         lossscale.torch.explain(lambda x: x, model, ONES)
