@@ -10,13 +10,14 @@ CHART = "docs/images/cost.svg"
 
 # For each page: a part of the name of each whole step, and the columns to draw.
 SOURCES = (
-    ("pytorch_speed.md", "whole step, ", "verb", "GradScaler"),
+    ("speed.md", "whole step, ", "verb", "GradScaler"),
     ("benchmark_results.md", ", mlp|, cnn", "ours, dynamic", "peer, dynamic"),
-    ("jax_speed.md", "whole step: ", "lossscale", "flax"),
+    ("speed.md", "whole step: ", "lossscale", "flax"),
 )
+# By the column or the wrapper.
 GROUPS = {
-    "pytorch_speed.md": "PyTorch, eager",
-    "jax_speed.md": "JAX with Optax, jit",
+    "verb": "PyTorch, eager",
+    "lossscale": "JAX with Optax, jit",
     "keras-tensorflow, function": "Keras 3 on TensorFlow, tf.function",
     "keras-tensorflow, xla": "Keras 3 on TensorFlow, XLA",
     "keras-jax, jit": "Keras 3 on JAX, jit",
@@ -72,7 +73,7 @@ def whole_steps(folder: pathlib.Path) -> dict[str, list[tuple[str, float, float]
                 if not name:
                     of, _, name = of.rpartition(", ")
                 values = (float(cells[titles.index(each)].split()[0]) for each in (ours, peer))
-                found.setdefault(GROUPS.get(of, GROUPS.get(page, of)), []).append((name, *values))
+                found.setdefault(GROUPS.get(of, GROUPS.get(ours, of)), []).append((name, *values))
     return {group: found[group] for group in GROUPS.values()}
 
 

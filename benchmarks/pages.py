@@ -9,12 +9,12 @@ import sys
 from benchmarks import tables
 
 PAGES = {
-    "docs/internals/benchmark_results.md": ("bench", tables.page),
-    "docs/internals/jax_speed.md": ("optax", tables.alone),
-    "docs/internals/speed.md": ("monitoring", tables.alone),
-    "docs/internals/pytorch_speed.md": ("torch_native", tables.alone),
+    "bench": ("docs/internals/benchmark_results.md", tables.page),
+    "optax": ("docs/internals/speed.md", tables.alone),
+    "monitoring": ("docs/internals/speed.md", tables.alone),
+    "torch_native": ("docs/internals/speed.md", tables.alone),
 }
-"""Maps a page to the name in its markers and the function that writes its tables."""
+"""Maps the name in markers to the page and the function that writes its tables."""
 
 
 def markers(name: str) -> tuple[str, str]:
@@ -35,7 +35,7 @@ def insert(page: pathlib.Path, text: str, begins: str, ends: str) -> None:
 def main(results: str, root: str = ".") -> None:
     """Writes the tables of all results into the pages of a checkout."""
     found = json.loads(pathlib.Path(results).read_text(encoding="utf-8"))
-    for page, (name, text) in PAGES.items():
+    for name, (page, text) in PAGES.items():
         if tables.sections(found, name):
             insert(pathlib.Path(root, page), text(found, name), *markers(name))
 

@@ -28,11 +28,12 @@ class Logger:
     log_metrics = log
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_the_lines_for_a_logger(name):
-    (recipe,) = [source for source in RECIPES if f"{name}." in source]
+@pytest.mark.parametrize(("name", "call"), [("wandb", "log"), ("mlflow", "log_metrics")])
+def test_the_lines_for_a_logger(name, call):
+    (recipe,) = [source for source in RECIPES if "wandb.log(" in source]
+    assert f"`{name}.{call}`" in PAGE.read_text("utf-8")
     scope = {name: Logger()}
-    exec(recipe, scope)
+    exec(recipe.replace("wandb.log(", f"{name}.{call}("), scope)
     scope["log"](StepRecord(3, 8.0, False, steps_skipped=1).to_dict())
     assert scope[name].logged == {3: {"loss_scale": 8.0, "steps_skipped": 1}}
 

@@ -110,7 +110,7 @@ def test_transfer_guard_leaks_and_no_compiler():
 
 
 def test_an_eager_step_compiles_nothing_after_the_first_ones():
-    # Which is what makes Optax' own wrapper slow there; docs/internals/jax_speed.md has the times.
+    # Which is what makes Optax' own wrapper slow there; docs/internals/speed.md has the times.
     tx, params = optimizer(), inner.params()
     state = tx.init(params)
     gradients = inner.gradients()
