@@ -52,7 +52,9 @@ def filled(optimizer):
     return arrays(optimizer.variables)
 
 
-NAMES = ("base", "_base", "_optimizer", "momentum_of_mine")
+NAMES = ("base", "_base", "momentum_of_mine")
+# Attributes of the wrapper have these names.
+OURS = ("_optimizer", "inner_optimizer", "loss_scale_state", "loss_scale", "rule", "_state")
 WAYS = tuple(itertools.product((wrapped, plain), repeat=2))
 
 
@@ -61,7 +63,7 @@ WAYS = tuple(itertools.product((wrapped, plain), repeat=2))
     ("kind", "name", "writes", "reads"),
     [
         (list(ATTRIBUTES)[(i + j) % 3], name, *way)
-        for i, name in enumerate(NAMES)
+        for i, name in enumerate(NAMES + OURS)
         for j, way in enumerate(WAYS)
     ],
 )
@@ -88,9 +90,32 @@ def check_weights(tmp_path, kind, name, writes, reads):
         assert_same(written, read)
 
 
-@pytest.mark.parametrize("name", ["inner_optimizer", "loss_scale_state", "loss_scale", "rule"])
-def test_an_attribute_of_a_name_of_ours_is_saved_too(tmp_path, name):
-    check_weights(tmp_path, "an optimizer", name, wrapped, wrapped)
+class Holding(type(wrapped(other()))):
+    """A wrapper with an attribute of its own that Keras saves."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.extra = other()
+
+
+@pytest.mark.parametrize("reads", [Holding, plain])
+def test_attributes_of_one_name_of_both_optimizers_are_saved(tmp_path, reads):
+    path, found = str(tmp_path / "a.weights.h5"), []
+    for wrap in (Holding, reads):
+        inner = having("extra", other)
+        model = model_with(wrap(inner))
+        model.optimizer.build(model.trainable_variables)
+        parts = [inner.extra, model.optimizer.extra]
+        parts[1].build([])
+        if not found:
+            found += [filled(part) for part in parts]
+            model.save_weights(path)
+        else:
+            model.load_weights(path)
+            found += [arrays(part.variables) for part in parts]
+    assert_same(found[0], found[2])
+    if reads is Holding:
+        assert_same(found[1], found[3])
 
 
 def model_without(wrap, frozen):

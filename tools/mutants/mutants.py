@@ -286,7 +286,7 @@ tests/frameworks/jax/test_wrong_calls.py
 tests/frameworks/jax/test_leaves.py tests/frameworks/jax/test_loops.py
     optax _judge: finite & usable -> finite
 tests/frameworks/torch/test_steps.py
-    torch makes_state: not made.issuperset(having) -> False
+    torch makes_state: any(p.grad is not None for p in lacking) -> False
         -k joins_late
     torch attributes: vars(each).pop -> vars(each).setdefault  -k raises
     torch GradientRecord.are_scaled: any(as_they_were) and not all(as_they_were) -> False
@@ -317,9 +317,10 @@ tests/frameworks/torch/test_state.py
     torch Engine.scaled_by: len(numbers) > 1 -> False  -k two_scales
 tests/frameworks/torch/test_beside_torch.py
     torch GradScaler._move_as_torch: super().update() -> pass  -k four_calls
-    torch GradScaler.unscale_: stage is OptState.UNSCALED -> False  -k four_calls
     torch GradScaler._step_that_skips_by_itself: entry['stage'] = OptState.STEPPED; return result
         -> return result  -k four_calls
+tests/frameworks/torch/test_grad_scaler_misuse.py
+    torch GradScaler.unscale_: stage is OptState.UNSCALED -> False
 tests/frameworks/torch/test_clipping.py
     torch coefficient: 1.0 -> 2.0
 tests/frameworks/torch/test_guard.py

@@ -90,6 +90,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     _framework: ClassVar[str] = "keras"
     _library = keras
+    _attributes_of = saving.SavedAttributes
     # Keras would save these a second time.
     _hidden = KerasCommonOptimizer._hidden | {"_inner_parts", "_optimizer"}
     _sets_scale = "A variable holds it: optimizer.dynamic_scale.assign({value!r})"
@@ -356,9 +357,8 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     @property
     def _optimizer(self) -> Any:
-        # The name of the inner optimizer in tf_keras, which programs read. In files it is that of
-        # an attribute of the inner optimizer.
-        return self._parts_of_inner().get("_optimizer", self.inner_optimizer)
+        # The name of the inner optimizer in tf_keras, which programs read.
+        return self.inner_optimizer
 
     @property
     def loss_scale(self) -> Any:

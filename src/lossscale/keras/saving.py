@@ -20,13 +20,17 @@ import numpy as np
 from lossscale.errors import ArgumentError
 from lossscale.keras.slots import numpy_of
 from lossscale.keras_common.optimizer import check_shapes
-from lossscale.keras_common.state import ValueStore
+from lossscale.keras_common.state import AttributesOfInner, ValueStore
 from lossscale.old_formats import begins_as_keras_own, kind_of, nadam_product
 from lossscale.packages import warn
 
 # Keras' own LossScaleOptimizer writes these before the inner optimizer's variables. The first
 # two have no effect there.
 _KERAS_OWN_VARIABLES = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
+
+
+class SavedAttributes(AttributesOfInner, keras.losses.Loss):
+    """The place of the inner optimizer's attributes in a Keras file."""
 
 
 class LossScaleStore(ValueStore, keras.losses.Loss):

@@ -41,6 +41,13 @@ _INSTEAD = {
 }
 
 
+# Keras makes a path in a file from the names in dir(). The empty name is the path of this optimizer
+# itself: the inner optimizer's attributes are saved where a plain optimizer's are.
+_SAME_PLACE = ""
+# The prefix of this optimizer's attributes that have the name of one of the inner optimizer.
+_BESIDE = "lossscale."
+
+
 # Attributes of ours that are set before `_construct`, or after the constructor.
 _OTHER_OWN_NAMES = {
     "_own_names",
@@ -83,6 +90,8 @@ class KerasCommonOptimizer(DocumentedMembers):
     _framework: ClassVar[str]
     # A monitor sets it in the instance's dictionary, past attribute tracking: it is not saved.
     _overflow_tracker: ClassVar[Any] = None
+    # The class of `AttributesOfInner` that it saves.
+    _attributes_of: ClassVar[type[Any]]
     # The constructor's argument for the inner optimizer.
     _name_of_inner: ClassVar[str] = "inner_optimizer"
     # Keras saves every object that dir() names and that can be saved. The inner optimizer's
@@ -134,38 +143,16 @@ class KerasCommonOptimizer(DocumentedMembers):
     def __dir__(self) -> list[str]:
         # Python's own asks for `__class__`, which tf_keras' wrappers have for old programs.
         own = {*dir(type(self)), *vars(self)} - self._hidden
-        return sorted({*own, *self._parts_of_inner()})
-
-    def _parts_of_inner(self) -> dict[str, Any]:
-        """Returns the inner optimizer's attributes that are saved, such as another optimizer.
-
-        Files have them where those of an optimizer without loss scaling have them, unless this
-        optimizer has another attribute of the name.
-        """
         inner = self.__dict__.get(self._inner_attribute)
-        parts = {} if inner is None else vars(inner)
-        listed = _ids_of_variables(inner)
-        return {
-            f"_inner_{name}" if self._has_own(name) else name: part
-            for name, part in parts.items()
-            # TensorFlow lists in `_self_...` what it tracks. An optimizer of several lists the
-            # variables of each.
-            if not name.startswith("_self_")
-            and any(
-                not _ids_of_variables(each) or not listed.issuperset(_ids_of_variables(each))
-                for each in _saved_in(part, self._library)
-            )
-        }
-
-    def _has_own(self, name: str) -> bool:
-        # `_optimizer` is the inner optimizer's attribute, if it has one.
-        return name in vars(self) or (hasattr(type(self), name) and name != "_optimizer")
+        # Their places in files may be those of attributes of the inner optimizer.
+        moved = {"loss_scale_state", *self._names_of_user()} & {*dir(inner)}
+        return sorted({*own - moved, *(_BESIDE + name for name in moved), _SAME_PLACE})
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") and not name.startswith("__"):
-            parts = self._parts_of_inner()
-            if name in parts:
-                return parts[name]
+        if name == _SAME_PLACE:
+            return self._attributes_of(self.__dict__[self._inner_attribute])
+        if name.startswith(_BESIDE):
+            return getattr(self, name.removeprefix(_BESIDE))
         return super().__getattr__(name)
 
     @classmethod
@@ -397,7 +384,8 @@ class KerasCommonOptimizer(DocumentedMembers):
     def _names_of_user(self) -> list[str]:
         """The attributes that a subclass or a program has set."""
         # TensorFlow lists in `_self_...` what it tracks.
-        return [n for n in vars(self) if n not in self._own_names and not n.startswith("_self_")]
+        own = self.__dict__.get("_own_names", vars(self))
+        return [n for n in vars(self) if n not in own and not n.startswith("_self_")]
 
     def _constructor_arguments(self) -> dict[str, Any]:
         """Returns the other arguments of the constructor, to recreate this optimizer."""
@@ -511,19 +499,6 @@ def _rebuild(
 
 # Pickles name it.
 _rebuild.__module__ = "lossscale.keras_common"
-
-
-def _ids_of_variables(owner: Any) -> set[int]:
-    variables = getattr(owner, "variables", ())
-    return {id(variable) for variable in (variables() if callable(variables) else variables)}
-
-
-def _saved_in(part: Any, library: Any) -> list[Any]:
-    """The variables of an attribute that Keras 3 or tf_keras saves apart from its owner's."""
-    items = part.values() if isinstance(part, dict) else part
-    items = items if isinstance(part, (dict, list, tuple, set)) else (part,)
-    bases = library.optimizers.Optimizer, library.layers.Layer, library.metrics.Metric
-    return [each for each in items if isinstance(each, bases)]
 
 
 def check_shapes(variables: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> None:

@@ -144,6 +144,51 @@ class ValueStore:
             self._write(values)
 
 
+class AttributesOfInner:
+    """The inner optimizer as Keras walks through it for a file, without its own variables.
+
+    A subclass is also a Loss, as of `ValueStore`.
+
+    Args:
+        inner: The inner optimizer.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        # Without the attributes of a Loss, whose names an optimizer may have.
+        self.__inner = inner
+
+    def __dir__(self) -> list[str]:
+        return dir(self.__inner)
+
+    def __getattr__(self, name: str) -> Any:
+        found = None if name.endswith("_own_variables") else getattr(self.__inner, name)
+        if found is None or _holds_variables_of(found, self.__inner):
+            # The optimizer around it writes these with its own.
+            raise AttributeError(name)
+        return found
+
+    def _obj_type(self) -> str:
+        # Keras 3 saves no attribute that each object of this type has.
+        return "Optimizer"
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Does nothing, as that of `ValueStore`."""
+        raise NotImplementedError
+
+
+def _holds_variables_of(found: Any, inner: Any) -> bool:
+    """Whether an attribute holds optimizers whose variables the inner one lists, and no others."""
+    parts = found.values() if isinstance(found, dict) else found
+    parts = parts if isinstance(found, (dict, list, tuple)) else [found]
+    ids = [_ids_of_variables(each) for each in parts]
+    return any(ids) and set().union(*ids) <= _ids_of_variables(inner)
+
+
+def _ids_of_variables(owner: Any) -> set[int]:
+    variables = getattr(owner, "variables", ())
+    return {id(variable) for variable in (variables() if callable(variables) else variables)}
+
+
 def deserialized(library: Any, name: str, config: Any, custom_objects: Any) -> Any:
     """Returns the optimizer of a configuration that is not in its library's own list of names.
 

@@ -95,6 +95,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     _framework: ClassVar[str] = "tf_keras"
     _library = tf_keras
+    _attributes_of = saving.SavedAttributes
     _inner_attribute = "_optimizer"
     _sets_scale = (
         "Restore a checkpoint, or make LossScaleOptimizer(inner_optimizer, initial_scale={value!r})"

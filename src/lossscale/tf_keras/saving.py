@@ -18,7 +18,7 @@ import tensorflow as tf
 import tf_keras
 
 from lossscale.errors import GradientsError
-from lossscale.keras_common.state import ValueStore
+from lossscale.keras_common.state import AttributesOfInner, ValueStore
 from lossscale.packages import warn
 from lossscale.tf_keras.state import TFKerasScaleVariables
 
@@ -28,6 +28,10 @@ UNLISTED = "inner."
 # The variables that optimizers of this process were built with, by the keys that copies name.
 _BUILT_WITH: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _PROCESS = uuid.uuid4().hex
+
+
+class SavedAttributes(AttributesOfInner, tf_keras.losses.Loss):
+    """The place of the inner optimizer's attributes in a file."""
 
 
 class LossScaleStore(ValueStore, tf_keras.losses.Loss):

@@ -143,7 +143,7 @@ def makes_state(optimizers: Iterable[Any]) -> bool:
         states = each.state.items()
         made = {id(p) for p, s in states if (s.get("momentum_buffer") is not None if is_sgd else s)}
         for group in each.param_groups:
-            having = (id(p) for p in group["params"] if p.grad is not None)
-            if (not is_sgd or group["momentum"]) and not made.issuperset(having):
+            lacking = [p for p in group["params"] if id(p) not in made]
+            if (not is_sgd or group["momentum"]) and any(p.grad is not None for p in lacking):
                 return True
     return False
