@@ -1,4 +1,4 @@
-"""The promises that every wrapper keeps, case by case (docs/internals/design.md lists them)."""
+"""The promises that every wrapper keeps, case by case (docs/guarantees.md lists them)."""
 
 import contextlib
 import importlib
