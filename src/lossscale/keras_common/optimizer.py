@@ -144,6 +144,9 @@ class KerasCommonOptimizer(DocumentedMembers):
         # Python's own asks for `__class__`, which tf_keras' wrappers have for old programs.
         own = {*dir(type(self)), *vars(self)} - self._hidden
         inner = self.__dict__.get(self._inner_attribute)
+        parts = () if inner is None else vars(inner).values()
+        if not any(_is_saved(part, self._library) for part in parts):
+            return sorted(own)
         # Their places in files may be those of attributes of the inner optimizer.
         moved = {"loss_scale_state", *self._names_of_user()} & {*dir(inner)}
         return sorted({*own - moved, *(_BESIDE + name for name in moved), _SAME_PLACE})
@@ -499,6 +502,14 @@ def _rebuild(
 
 # Pickles name it.
 _rebuild.__module__ = "lossscale.keras_common"
+
+
+def _is_saved(part: Any, library: Any) -> bool:
+    """Whether Keras 3 or tf_keras saves an attribute beside the variables of its owner."""
+    items = part.values() if isinstance(part, dict) else part
+    items = items if isinstance(part, (dict, list, tuple, set)) else (part,)
+    bases = library.optimizers.Optimizer, library.layers.Layer, library.metrics.Metric
+    return any(isinstance(each, bases) for each in items)
 
 
 def check_shapes(variables: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> None:

@@ -496,8 +496,11 @@ class Engine:
         if not (given.dense_groups or info.groups):
             return decision
         norm = gradients.grad_norm(given, info, wide=divisor is not None)
-        if not self.scale.on_device and norm.isinf():
-            # The squares of finite elements overflow.
+        # The squares of finite elements may overflow, but not those of float16 in float32.
+        # With several processes all take the same way.
+        is_half = all(group[0].dtype == torch.float16 for group in given.dense_groups)
+        can_overflow = bool(info.groups) or not is_half
+        if can_overflow and not self.scale.on_device and norm.isinf():
             norm = gradients.grad_norm(given, info, shrink=True)
         if divisor is None:
             gradients.unscale_(given, gradients.coefficient(norm, self.clip_norm).to)
