@@ -54,11 +54,7 @@ STYLE = """
 
 
 def whole_steps(folder: pathlib.Path) -> dict[str, list[tuple[str, float, float]]]:
-    """Returns the name and both ratios of each whole training step, by group.
-
-    Args:
-        folder: Where the pages are.
-    """
+    """Returns the name and both ratios of each whole step on the pages of a folder, by group."""
     found: dict[str, list[tuple[str, float, float]]] = {}
     for page, marks, ours, peer in SOURCES:
         titles: list[str] = []
