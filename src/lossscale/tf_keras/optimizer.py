@@ -97,6 +97,8 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     _library = tf_keras
     _attributes_of = saving.SavedAttributes
     _inner_attribute = "_optimizer"
+    # TensorFlow keeps the inner optimizer under the second name.
+    _hidden = KerasCommonOptimizer._hidden | {"_optimizer", "_trackable"}
     _sets_scale = (
         "Restore a checkpoint, or make LossScaleOptimizer(inner_optimizer, initial_scale={value!r})"
     )

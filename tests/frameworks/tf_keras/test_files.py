@@ -323,3 +323,39 @@ def test_the_learning_rate_of_old_programs_is_that_of_the_schedule():
     optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(schedule))
     assert float(optimizer._decayed_lr(tf.float32)) == 0.5
     assert optimizer._get_hyper("learning_rate") is schedule
+
+
+def holding(name):
+    """A new optimizer that holds another one, which a file has beside its variables."""
+
+    class Holding(tf_keras.optimizers.SGD):
+        def __init__(self):
+            super().__init__(0.1, momentum=0.9)
+            setattr(self, name, tf_keras.optimizers.SGD(0.1, momentum=0.5))
+
+        def build(self, var_list):
+            super().build(var_list)
+            getattr(self, name).build(var_list)
+
+    return Holding()
+
+
+@pytest.mark.parametrize("reads", [wrapped, plain])
+@pytest.mark.parametrize("writes", [wrapped, plain])
+@pytest.mark.parametrize("name", ["base", "loss_scale", "_state", "loss_scale_state", "_optimizer"])
+def test_weights_have_the_optimizer_that_an_inner_optimizer_holds(tmp_path, name, writes, reads):
+    path, found = str(tmp_path / "a.weights.h5"), []
+    for wrap in (writes, reads):
+        inner = holding(name)
+        model = small_model()
+        model.compile(wrap(inner), "mse")
+        model.optimizer.build(model.trainable_variables)
+        held = getattr(inner, name).variables
+        if not found:
+            for number, variable in enumerate(held):
+                variable.assign(np.full(variable.shape, number + 2).astype(variable.dtype.name))
+            model.save_weights(path)
+        else:
+            model.load_weights(path)
+        found.append(values(held))
+    assert_same(*found)
