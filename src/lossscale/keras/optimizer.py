@@ -128,7 +128,8 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self._last_load_refused = False
         # Not tracked: tracking would count these variables as the wrapper's own.
         self.__dict__["_added_slots"] = {}
-        # Whether the checkpoint that is being restored may be that of a plain optimizer.
+        # Whether the checkpoint that is being restored may be that of a plain optimizer; None until
+        # its first name is known.
         self.__dict__["_restores_plain"] = False
         self.loss_scale_state = saving.LossScaleStore(self._own_values, self._set_loaded_values)
         self._create_state()
@@ -485,7 +486,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         children = super()._trackable_children(save_type, **kwargs)
         # Every restore begins with this call.
-        self.__dict__["_restores_plain"] = True
+        self.__dict__["_restores_plain"] = None
         return saving.checkpoint_children(self, children)
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:

@@ -285,11 +285,14 @@ def lookup(optimizer: Any, name: str, found: Any) -> Any:
         name: A name in the file, which are asked for in its order.
         found: The child of this name.
     """
-    if name == "inner_optimizer":
-        optimizer.__dict__["_restores_plain"] = False
-    elif optimizer.__dict__["_restores_plain"]:
+    state, theirs = optimizer.__dict__, optimizer.inner_optimizer._lookup_dependency(name)
+    # First in the file of a wrapper. Later it may be an attribute of a plain optimizer.
+    if name == "inner_optimizer" and (state["_restores_plain"] is None or theirs is None):
+        state["_restores_plain"] = False
+    elif state["_restores_plain"] is not False:
         # Maybe the file of a plain optimizer, where the name can be the inner optimizer's.
-        return found if optimizer.inner_optimizer._lookup_dependency(name) is None else None
+        state["_restores_plain"] = True
+        return found if theirs is None else None
     return found
 
 
