@@ -1,8 +1,8 @@
-"""What is read of gradients with TensorFlow: whether they are finite, and what rules need.
+"""Checks with TensorFlow whether gradients are finite, and computes the statistics of rules.
 
-Each is read once for the first. The sum of a tensor is infinite or NaN if an element is, and needs
-no second tensor. But finite elements can add up to infinity too. So if a sum is not finite, each
-element is checked.
+The check reads each gradient once. The sum of a tensor is infinite or NaN if an element is, and
+needs no second tensor. But finite elements can add up to infinity too. So if a sum is not finite,
+each element is checked.
 """
 
 from __future__ import annotations

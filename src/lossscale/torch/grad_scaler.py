@@ -432,7 +432,7 @@ class GradScaler(torch.amp.GradScaler):
         self._check_not_stepped(optimizers)
         ready = [each for each in optimizers if self._stage_of(each) is OptState.READY]
         for each in ready:
-            # What raises for one of them leaves the gradients of the others as they are.
+            # If one of them raises, the gradients of the others stay as they are.
             info, in_kernel = self._known_of(each).info, _skips_by_itself(each)
             gradients.collect(info, allow_float16=in_kernel, sums=False)
         for each in ready:
