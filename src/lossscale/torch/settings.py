@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from lossscale.errors import (
     AlreadyWrappedError,
     ArgumentError,
     ArgumentTypeError,
-    CallOrderError,
     GradientsError,
     ScalerArgumentError,
     UnknownSettingError,
@@ -362,17 +361,4 @@ def check_steppable(optimizer: Any, is_one_of_several: bool = False) -> None:
         raise UnsupportedError(
             f"{type(optimizer).__name__} cannot skip together with other optimizers: its step "
             "takes a `grad_scaler` and decides by itself. Step it alone."
-        )
-
-
-def refuse_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuses a closure, by position or by keyword.
-
-    Raises:
-        CallOrderError: If there is one.
-    """
-    if any(map(callable, args)) or "closure" in kwargs:
-        raise CallOrderError(
-            "step() of a GradScaler takes no closure: the optimizer would see scaled losses. "
-            "lossscale.torch.LossScaleOptimizer takes closures, also those of LBFGS."
         )

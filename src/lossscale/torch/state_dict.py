@@ -338,10 +338,6 @@ def read_scaler_state(
         if name in values:
             saved[field] = whole_number_of(name, values[name])
     restored = _restored(rule, state, saved)
-    if isinstance(rule, DynamicScale):
-        # PyTorch's class tests equality.
-        most = rule.growth_interval - 1
-        restored = restored._replace(good_steps=min(restored.good_steps, most))
     skipped = values.get("steps_skipped")
     skipped = None if skipped is None else whole_number_of("steps_skipped", skipped)
     return rule, restored, skipped
