@@ -176,7 +176,12 @@ def check_inner(inner: Any, is_one_of_several: bool = False) -> None:
             f"{inner!r} of type {type(inner).__name__}.{hint} An example is "
             "torch.optim.AdamW(model.parameters())."
         )
-    fused.check_signature(inner)
+    if fused.takes_a_scaler(inner.step):
+        raise UnsupportedError(
+            f"{type(inner).__name__}.step takes a `grad_scaler`, which PyTorch has deprecated: a "
+            "step is skipped here. Remove the argument; a fused kernel reads the attributes "
+            "`grad_scale` and `found_inf` instead."
+        )
     if is_one_of_several and closures.demands_closure(inner):
         raise UnsupportedError(
             f"{type(inner).__name__} evaluates a closure in its step, so it cannot be one of "

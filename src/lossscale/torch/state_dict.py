@@ -274,11 +274,10 @@ def with_settings(rule: ScaleRule, **settings: Any) -> ScaleRule:
     Raises:
         ArgumentError: If the rule has no such setting, or the value cannot be used.
     """
-    missing = [name for name in settings if not hasattr(rule, name)]
-    if missing or not isinstance(rule, DynamicScale):
+    if not isinstance(rule, DynamicScale):
         raise ArgumentError(
-            f"The rule {rule!r} has no {', '.join(missing or settings)} to set. Make the scaler "
-            "with another `rule`."
+            f"The rule {rule!r} has no {', '.join(settings)} to set. Make the scaler with another "
+            "`rule`."
         )
     return dataclasses.replace(rule, **settings)
 
