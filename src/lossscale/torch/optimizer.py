@@ -403,7 +403,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             # If the optimizer raises, the gradients are unscaled already.
             self._decided(decision)
         else:
-            engine.check_known()
+            engine.check_known(engine.info())
             decision = engine.clipped(record.decision)
         if decision.stats is None and not decision.empty:
             return self._step_as_given(decision, **more)
