@@ -131,12 +131,12 @@ class Engine:
                 "LossScaleOptimizer."
             )
 
-    def check_known(self) -> None:
+    def check_known(self, info: ParameterInfo) -> None:
         """Checks that no gradient came with a group that was added after the last loss."""
         known = self.record.known
-        if known is None or self.info() is known:
+        if known is None or info is known:
             return
-        if unheld(self.info().without(known.ids)).first_gradient() is None:
+        if unheld(info.without(known.ids)).first_gradient() is None:
             return
         raise CallOrderError(
             "A parameter group with gradients was added after a loss was scaled. It is unknown "
@@ -196,7 +196,7 @@ class Engine:
             record.remember(self.info())
         record.has_own_loss = record.has_own_loss or own is self
         if task != -1 or record.known is not None:
-            record.known = self.info()
+            record.known = info if own is self else self.info()
         record.decision, record.is_cleared = None, False
         return target
 
@@ -305,7 +305,7 @@ class Engine:
                 not clipped.
         """
         info, record = self.info(), self.record
-        self.check_known()
+        self.check_known(info)
         self._first_steps.check(info.parameters)
         sets = [*holding(info), *(e for e in record.sets if e.left is not None)]
         if record.found is not None or any(each.info is not info for each in sets):
@@ -322,13 +322,13 @@ class Engine:
         measured = self._measured(info, by, are_scaled)
         clips = bool(self.clip_norm) and not in_place
         unchecked = not (self.rule.checks_gradients or clips or self.scale.on_device)
-        in_kernel = (
-            # A check divides them in the same pass, except for float16, which would flush to 0.
-            bool(here and are_scaled and (clips or unchecked or info.has_half))
-            # Nor may a kernel change one that is part of a graph, or that other code reads.
-            and not (in_place or any(map(_REQUIRES_GRAD, info.gradients())))
-            and fused.can_unscale(self.inner)
-        )
+        # A check divides them in the same pass, except for float16, which would flush to 0.
+        in_kernel = bool(here and are_scaled and (clips or unchecked or info.has_half))
+        grads = info.gradients() if in_kernel else None
+        # Nor may a kernel change one that is part of a graph, or that other code reads.
+        if grads and (in_place or any(map(_REQUIRES_GRAD, grads))):
+            in_kernel = False
+        in_kernel = in_kernel and fused.can_unscale(self.inner)
         if clips and measured is None and self._norm_checks(info, by):
             decision = self._decide_by_norm(info, by, sets, are_scaled, in_kernel)
             if decision is not None:
@@ -337,7 +337,7 @@ class Engine:
         divisor = by.on(first.device).scale if leaves else None
         if leaves and not self.rule.checks_gradients:
             # The kernel would divide twice what two share.
-            gradients.separate(info)
+            gradients.separate(info, grads)
         if leaves and unchecked and measured is None and not groups:
             self._give_up(sets, info)
             return StepDecision(True, GradientStats(True), divisor=divisor)
@@ -355,7 +355,7 @@ class Engine:
             decision = self._on_host(overflow, measured, divisor)
         if not somebody_scaled:
             decision = decision._replace(stats=None)
-        return decision if in_place else self.clipped(decision)
+        return self.clipped(decision) if clips else decision
 
     def _measured(self, info: ParameterInfo, by: Any, are_scaled: Any) -> Any:
         """The statistics that the rule needs besides overflow; None if it needs none."""

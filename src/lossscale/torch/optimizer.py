@@ -387,7 +387,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         if record.decision is None:
             decision = engine.decide()
         else:
-            engine.check_known()
+            engine.check_known(engine.info())
             decision = engine.clipped(record.decision)
         if decision.nobody_scaled:
             return self._step_as_given(decision, **more)

@@ -8,6 +8,7 @@ settled. So gradients of different scales are never added, and each is divided o
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -27,6 +28,7 @@ lock = threading.RLock()
 ONE_FOR_SEVERAL = "Make one for both: LossScaleOptimizer([optimizer, other])."
 
 _MARK = "_is_scaled_by_lossscale"
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 def remember_scaled(loss: Any) -> None:
@@ -451,8 +453,8 @@ def prepare_backward(
     """
     others, unowned = ([], []) if loss is None else reached(loss, own, inputs)
     concerned = [(own, own.info(), True), *others]
-    for each, _, _ in concerned:
-        each.check_known()
+    for each, info, _ in concerned:
+        each.check_known(info if each is own else each.info())
     for each, _, _ in concerned:
         each.account_for_cleared(by)
     with lock:
@@ -570,19 +572,25 @@ def unscale(
         By device, whether any number was infinite or NaN: float32 scalar tensor, 1 or 0. Empty if
         they are not checked.
     """
-    changed = _changed_in_the_graph(
-        info, lambda g: g / factor(g.device) if divides else g * factor(g.device)
-    )
-    rest = info.without(set(map(id, changed))) if changed else info
-    given = gradients.collect(rest, allow_float16=float16, sums=sums)
+    grads, in_graph = info.gradients(), []
+    if any(map(_REQUIRES_GRAD, grads)):
+        in_graph = [p for p in info.parameters if (g := p.grad) is not None and g.requires_grad]
+        info = info.without(set(map(id, in_graph)))
+        grads = info.gradients()
+    # It may raise.
+    given = gradients.collect(info, grads, allow_float16=float16, sums=sums)
+    for parameter in in_graph:
+        by = factor(parameter.grad.device)
+        with torch.enable_grad():
+            parameter.grad = parameter.grad / by if divides else parameter.grad * by
     if not checks:
         gradients.unscale_(given, factor, divide=divides)
         return {}
     by_device = gradients.unscale_and_check_(
         given, factor, divide=divides, recheck=recheck, found=found
     )
-    if changed:
-        finite = gradients.all_finite([p.grad for p in changed])
+    if in_graph:
+        finite = gradients.all_finite([p.grad for p in in_graph])
         so_far = by_device.get(finite.device)
         bad = (~finite).to(torch.float32)
         by_device[finite.device] = bad if so_far is None else torch.maximum(so_far, bad)
@@ -593,12 +601,3 @@ def is_below_one(by: Any) -> bool:
     """Whether a scale may be below 1, so that dividing by it can overflow."""
     lowest = by.rule.lowest_scale if by.number is None else by.number
     return lowest is None or lowest < 1.0
-
-
-def _changed_in_the_graph(info: ranks.ParameterInfo, changed: Callable[[Any], Any]) -> list[Any]:
-    """Replaces gradients that are parts of a graph; returns their parameters."""
-    having = [p for p in info.parameters if (g := p.grad) is not None and g.requires_grad]
-    for parameter in having:
-        with torch.enable_grad():
-            parameter.grad = changed(parameter.grad)
-    return having
