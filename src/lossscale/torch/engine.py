@@ -186,7 +186,7 @@ class Engine:
             # Decided on gradients that it shares, and that are about to change.
             each.record.decision = None
         self._see()
-        target.begin(task)
+        target.begin_pass(task)
         target.checks = target.checks or self.rule.checks_gradients
         target.add(info)
         if target not in record.sets:
@@ -229,7 +229,7 @@ class Engine:
                 record.sets.append(each)
             each.settle(factor=factor)
 
-    def scaled_by(self) -> float:
+    def gradient_factor(self) -> float:
         """The factor of the gradients, which a state saves: 1 if unscaled, 0 if there are none.
 
         Raises:

@@ -466,12 +466,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         record = self._record
         # The `backward` of a loss that nobody sees is still to come.
         unseen, by_hand = record.unseen, record.by_hand
-        settled = record.found is not None and record.has_own_loss
+        was_checked = record.found is not None and record.has_own_loss
         if record.found is not None:
             self._leave_out()
         record.clear(self._engine.info())
         record.unseen, record.has_own_loss = unseen, unseen is not None
-        record.by_hand, record.is_cleared = by_hand, settled
+        record.by_hand, record.is_cleared = by_hand, was_checked
         zero_grad(self.inner_optimizer, set_to_none)
 
     def register_step_skipped_hook(
@@ -702,7 +702,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             32768.0
         """
         saved = self.inner_optimizer.state_dict()
-        return state_dicts.with_numbers(saved, self._engine.scale, self._engine.scaled_by())
+        return state_dicts.with_numbers(saved, self._engine.scale, self._engine.gradient_factor())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` of a LossScaleOptimizer or of a plain optimizer returned.
@@ -722,10 +722,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         """
         scale, inner = self._engine.scale, self.inner_optimizer
         rest, numbers = state_dicts.without_numbers(state_dict, scale, inner)
-        scaled_by = numbers.pop("of_gradients", 0.0)
-        self._engine.check_restart(scaled_by)
+        factor = numbers.pop("of_gradients", 0.0)
+        self._engine.check_restart(factor)
         inner.load_state_dict(rest)
-        self._engine.restart(scaled_by)
+        self._engine.restart(factor)
         state_dicts.restore(scale, numbers)
         state_dicts.reserve_names(scale, inner)
 
@@ -764,7 +764,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         scale = _new_scale(rule, inner, decide)
         state_dicts.restore(scale, numbers)
         engine = Engine(inner, scale, clip_norm, process_group)
-        engine.restart(state.pop("scaled_by", 0.0))
+        engine.restart(state.pop("gradient_factor", 0.0))
         self._start(engine, name)
         self.__dict__.update(state)
 
@@ -779,7 +779,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
 
     def __reduce__(self) -> Any:
         # A copy has the gradients of the original, a file has none.
-        state = {**self.__getstate__(), "scaled_by": self._engine.scaled_by()}
+        state = {**self.__getstate__(), "gradient_factor": self._engine.gradient_factor()}
         return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
 

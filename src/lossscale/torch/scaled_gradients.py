@@ -128,7 +128,7 @@ class ScaledGradients:
         self.task = -1
         self._before: dict[int, int] = {}
 
-    def begin(self, task: int) -> None:
+    def begin_pass(self, task: int) -> None:
         """A backward pass is about to add to them: notes those that are there, once for a pass."""
         if task == -1 or task != self.task:
             self.task = task
@@ -166,12 +166,9 @@ class ScaledGradients:
         """Takes out parameters whose gradients were cleared, or are divided elsewhere."""
         if self.by is None:
             return
-        if self.info is info or self.info.ids <= info.ids:
-            self._end()
-        else:
+        if not (self.info is info or self.info.ids <= info.ids):
             self.info = self.info.without(info.ids)
-
-    def _end(self) -> None:
+            return
         if getattr(self.by, "gradients", None) is self:
             self.by.gradients = None
         self.by = None

@@ -53,15 +53,15 @@ def _names(scale: LossScale) -> set[str]:
     return {*scale.names, _OVERFLOWS, _OF_GRADIENTS}
 
 
-def with_numbers(saved: Mapping[str, Any], scale: LossScale, scaled_by: float) -> dict[str, Any]:
+def with_numbers(saved: Mapping[str, Any], scale: LossScale, factor: float) -> dict[str, Any]:
     """Adds the values of a loss scale to the state dictionary of its optimizer.
 
     Args:
         saved: The state dictionary.
         scale: The loss scale.
-        scaled_by: The factor of the gradients; 0 if there are none.
+        factor: What multiplies the gradients; 0 if there are none.
     """
-    numbers = {**numbers_of(scale), _OF_GRADIENTS: scaled_by}
+    numbers = {**numbers_of(scale), _OF_GRADIENTS: factor}
     if not saved.get("param_groups"):
         # The optimizer writes a format of its own.
         return {**saved, _PREFIX: numbers}
