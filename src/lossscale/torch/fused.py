@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from lossscale.errors import UnsupportedError
 from lossscale.torch.optimizer_list import OptimizerList
 from lossscale.torch.ranks import parameters_of
 
@@ -126,20 +125,6 @@ def takes_a_scaler(step: Any) -> bool:
 @functools.lru_cache(maxsize=64)
 def _takes_a_scaler(step: Any) -> bool:
     return "grad_scaler" in inspect.signature(step).parameters
-
-
-def check_signature(inner: Any) -> None:
-    """Refuses an optimizer whose `step` takes a `grad_scaler`.
-
-    Raises:
-        UnsupportedError: If it does.
-    """
-    if takes_a_scaler(inner.step):
-        raise UnsupportedError(
-            f"{type(inner).__name__}.step takes a `grad_scaler`, which PyTorch has deprecated: a "
-            "step is skipped here. Remove the argument; a fused kernel reads the attributes "
-            "`grad_scale` and `found_inf` instead."
-        )
 
 
 def makes_state(optimizers: Iterable[Any]) -> bool:

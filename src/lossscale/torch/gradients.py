@@ -382,14 +382,23 @@ def measure(needs: StatsRequest, gradients: Sequence[Any], scale: Any, *, are_sc
 
 
 def measure_everywhere(
-    needs: StatsRequest,
-    gradients: Sequence[Any],
-    info: ParameterInfo,
-    scale: Any,
-    *,
-    are_scaled: bool,
+    needs: StatsRequest, info: ParameterInfo, scale_on: Callable[[Any], Any], *, are_scaled: bool
 ) -> Any:
-    """Measures the gradients of parameters on all processes that must agree."""
+    """Measures the gradients of parameters on all processes that must agree.
+
+    Args:
+        needs: The statistics that the rule needs besides overflow.
+        info: The parameters.
+        scale_on: Returns the loss scale of the step on a device: float32 scalar tensor.
+        are_scaled: Whether the gradients still have to be divided by it.
+
+    Returns:
+        As `measure`; None if the rule needs nothing.
+    """
+    if needs == StatsRequest():
+        return None
+    gradients = collect(info, allow_float16=True).grads
+    scale = scale_on(gradients[0].device if gradients else CPU)
     if not info.groups:
         return measure(needs, gradients, scale, are_scaled=are_scaled)
     by_copies: dict[int, list[Any]] = {}
