@@ -399,11 +399,12 @@ def measure_everywhere(
         return None
     gradients = collect(info, allow_float16=True).grads
     scale = scale_on(gradients[0].device if gradients else CPU)
+    parts = list(map(local, gradients))
     if not info.groups:
-        return measure(needs, gradients, scale, are_scaled=are_scaled)
+        return measure(needs, parts, scale, are_scaled=are_scaled)
     by_copies: dict[int, list[Any]] = {}
-    for gradient in gradients:
-        by_copies.setdefault(info.copies(gradient), []).append(local(gradient))
+    for gradient, part in zip(gradients, parts, strict=True):
+        by_copies.setdefault(info.copies(gradient), []).append(part)
     numbers = scalar(0.0, scale.device, torch.float64).repeat(2 + len(needs.counts_from))
     for copies, alike in by_copies.items():
         here = measure(needs, alike, scale, are_scaled=are_scaled).to(numbers)

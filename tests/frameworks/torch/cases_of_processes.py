@@ -335,6 +335,13 @@ def mesh_2x2(folder):
     return found
 
 
+def of_parts(value, layout):
+    """A gradient of four elements that each process of a pair has a part of."""
+    parts = torch.full((2 if layout == "RS" else 4,), value)
+    placements = (Partial(), LAYOUTS[layout][1])
+    return DTensor.from_local(parts, mesh_of_four(), placements, run_check=False)
+
+
 def partial(folder):
     """Gradients that are parts of a sum over a dimension that the parameter is spread over or not.
 
@@ -349,14 +356,26 @@ def partial(folder):
         trace = []
         for value in (INF if rank() >= 2 else 0.0, 3e38, 2.0, 2.0):
             run.scale_loss(torch.zeros(()))
-            parts = torch.full((2 if layout == "RS" else 4,), value)
-            placements = (Partial(), LAYOUTS[layout][1])
-            parameter.grad = DTensor.from_local(parts, mesh, placements, run_check=False)
+            parameter.grad = of_parts(value, layout)
             before = whole([parameter])
             run.step()
             applied = whole([parameter]) != before
             trace.append([run.shown()[0], whole([parameter.grad]) if applied else []])
         found[f"{name} {layout}"] = trace
+    return found
+
+
+def seen_of_sums(folder):
+    """What a rule sees of gradients that are parts of a sum."""
+    found = {}
+    for (name, make), layout in itertools.product(OURS.items(), ("RR", "SR", "RS")):
+        weight = distribute_tensor(torch.ones(4), mesh_of_four(), LAYOUTS[layout])
+        parameter = torch.nn.Parameter(weight)
+        run = make(fused([parameter]), rule=RecordingRule())
+        run.scale_loss(torch.zeros(()))
+        parameter.grad = of_parts(16.0, layout)
+        run.step()
+        found[f"{name} {layout}"] = noted(run.saved())
     return found
 
 
@@ -740,6 +759,7 @@ CASES = {
         fsdp,
         mesh_2x2,
         partial,
+        seen_of_sums,
         shards_by_hand,
         seen,
         seen_by_hand,

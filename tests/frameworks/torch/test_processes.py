@@ -1,6 +1,7 @@
 """Several processes take every decision alike; they run once for all tests."""
 
 import pytest
+import torch
 
 from frameworks.torch import cases_of_processes as cases
 from frameworks.torch.expected_stats import expected
@@ -66,6 +67,13 @@ def test_gradients_that_are_parts_of_a_sum(found):
     for trace in outcome.values():
         # Skipped twice. Then the two parts of 2, divided by a scale of 2, are a gradient of 2.
         assert trace == [[4.0, []], [2.0, []], [2.0, [2.0] * 4], [2.0, [2.0] * 4]]
+
+
+def test_a_rule_sees_the_sum_of_parts(found):
+    outcome = of_all(found, 4, "seen_of_sums")
+    assert len(outcome) == 6
+    # The two parts of 16, divided by a scale of 8, are a gradient of 4.
+    assert outcome == dict.fromkeys(outcome, expected([torch.full((4,), 4.0)], 8.0))
 
 
 def test_a_rule_sees_on_a_mesh_what_it_sees_in_one_process(found):
