@@ -18,6 +18,14 @@ from lossscale.errors import (
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule
 
+NOT_UNSCALED = (
+    "get_scaled_loss() was called, and get_unscaled_gradients() was not, before "
+    "apply_gradients(). The gradients are applied as they are: if nothing else divided them by "
+    "the loss scale, this step is too large by that factor. Pass them through "
+    "get_unscaled_gradients() first."
+)
+"""The warning of an `apply_gradients` whose gradients may still be scaled."""
+
 _USEFUL_FLOOR = 2.0**-24
 # By identity: an optimizer may be unhashable, or equal to another one.
 _wrappers: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
@@ -59,6 +67,20 @@ def check_some_gradient(gradients: Sequence[Any]) -> None:
             f"{'an empty list' if not gradients else f'{len(gradients)} times None'}. Check that "
             "the loss depends on the variables and that the tape watched them."
         )
+
+
+def listed(grads: Any) -> list[Any]:
+    """Returns gradients as a list.
+
+    Raises:
+        ArgumentTypeError: If they are not iterable.
+    """
+    try:
+        return list(grads)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"`grads` must be a list of gradients. Received: {grads!r}."
+        ) from None
 
 
 def checked_pairs(

@@ -20,11 +20,12 @@ from lossscale.checks import checks_keywords
 from lossscale.common.checks import (
     check_named,
     checked_pairs,
+    listed,
     remember_wrapper,
     with_gradient,
 )
 from lossscale.common.private_names import do_not_convert
-from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError, UnknownSlotError
+from lossscale.errors import ArgumentError, GradientsError, UnknownSlotError
 from lossscale.keras_common.scaled_gradients import ScaleLedger
 from lossscale.keras_common.state import ScaleVariables, VariablesOfUser
 from lossscale.keras_common.step import take_step, with_overwritten, without_overwritten
@@ -182,12 +183,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     @do_not_convert
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
-        try:
-            gradients = list(grads)
-        except TypeError:
-            raise ArgumentTypeError(
-                f"`grads` must be a list of gradients. Received: {grads!r}."
-            ) from None
+        gradients = listed(grads)
         number = sum(gradient is not None for gradient in gradients)
         self._ledger.record_unscaled(self._backend.current_location(), number)
         scale = self._current_scale()

@@ -8,19 +8,18 @@ from typing import Any, overload
 
 import torch
 
-from lossscale.common.checks import check_named, checked_pairs, flat_list
+from lossscale.common.checks import (
+    NOT_UNSCALED,
+    check_named,
+    checked_pairs,
+    flat_list,
+    listed,
+)
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError
 from lossscale.members import Wrapper
 from lossscale.torch import closures, ranks
 from lossscale.torch.scaled_gradients import versions_of
 from lossscale.torch.scaling import CPU, unscaled
-
-_NOT_UNSCALED = (
-    "get_scaled_loss() was called, and get_unscaled_gradients() was not, before "
-    "apply_gradients(). The gradients are applied as they are: if nothing else divided them by "
-    "the loss scale, this step is too large by that factor. Pass them through "
-    "get_unscaled_gradients() first."
-)
 
 
 class DocumentedVerbs(Wrapper):
@@ -64,12 +63,7 @@ class DocumentedVerbs(Wrapper):
             >>> optimizer.get_unscaled_gradients([torch.tensor([4.0]), None])
             [tensor([0.5000]), None]
         """
-        try:
-            given = list(grads)
-        except TypeError:
-            raise ArgumentTypeError(
-                f"`grads` must be a list of gradients. Received: {grads!r}."
-            ) from None
+        given = listed(grads)
         device = next((g.device for g in given if g is not None), CPU)
         scale = self._engine.scale.scale_on(device)
         result = unscaled(given, scale, self._rule.powers_of_two)
@@ -114,7 +108,7 @@ class DocumentedVerbs(Wrapper):
         parameters = ranks.parameters_of(self.inner_optimizer)
         _check_fit(given, variables, parameters)
         if record.by_hand:
-            self._warn(_NOT_UNSCALED)
+            self._warn(NOT_UNSCALED)
         by = record.scaled_by
         before = record.unseen, record.by_hand, record.divided
         are_unscaled = by is None or record.by_hand or record.divided is not None
