@@ -56,6 +56,11 @@ class StepDecision(NamedTuple):
     empty: bool = False
 
     @property
+    def skipped(self) -> Any:
+        """Whether the step is skipped: a bool; `overflow` if only the device knows."""
+        return self.overflow if self.apply is None else not self.apply
+
+    @property
     def nobody_scaled(self) -> bool:
         """Whether there are gradients, and no process has scaled a loss."""
         return self.stats is None and not self.empty
