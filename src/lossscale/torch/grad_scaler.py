@@ -689,10 +689,11 @@ class GradScaler(torch.amp.GradScaler):
         return self._state
 
     def _set_state(self, state: Any) -> None:
-        self._state = state
-        # PyTorch tests equality, so a count beyond the interval would never reach it.
-        most = self._growth_interval - 1
-        self._init_growth_tracker = min(getattr(state, "good_steps", 0), most)
+        self._state, good_steps = state, getattr(state, "good_steps", 0)
+        if isinstance(self._rule, DynamicScale):
+            # PyTorch tests equality, so a count beyond the interval would never reach it.
+            good_steps = min(good_steps, self._rule.growth_interval - 1)
+        self._init_growth_tracker = good_steps
         if self._growth_tracker is not None:
             self._growth_tracker.fill_(self._init_growth_tracker)
         self._set_scale(float(state.scale))

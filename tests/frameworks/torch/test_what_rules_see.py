@@ -68,6 +68,17 @@ def test_a_scaler_sees_float16_gradients_that_a_fused_optimizer_divides():
     assert noted(run.saved()) == expected(GRADIENTS, 8.0)
 
 
+def test_a_rule_of_the_user_counts_beyond_its_interval():
+    class Following(RecordingRule):
+        growth_interval = 1
+
+    weights = parameters(2)
+    run = scaler(OPTIMIZERS["sgd"](weights), rule=Following())
+    for _ in range(3):
+        step(run, weights, GRADIENTS)
+    assert run.saved()["_growth_tracker"] == 3
+
+
 def test_a_scaler_measures_whatever_a_subclass_does():
     class Replacing(GradScaler):
         def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
