@@ -612,8 +612,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     @property
     def clip_norm(self) -> float | None:
         """The largest 2-norm of the unscaled gradients; None for no clipping. It can be set."""
-        clip_norm: float | None = self._engine.clip_norm
-        return clip_norm
+        return self._engine.clip_norm
 
     @clip_norm.setter
     def clip_norm(self, value: float | None) -> None:
