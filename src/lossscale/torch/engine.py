@@ -331,7 +331,7 @@ class Engine:
         wants_kernel = not in_place and are_scaled and (clips or unchecked or info.has_half)
         of_kernel = self._of_kernel(info) if wants_kernel else None
         if clips and measured is None and self._norm_checks(info, by):
-            decision = self._decide_by_norm(info, by, sets, are_scaled, of_kernel is not None)
+            decision = self._decide_by_norm(info, by, sets, are_scaled, of_kernel)
             if decision is not None:
                 return decision
         leaves = of_kernel is not None and (info.has_half or unchecked)
@@ -422,10 +422,10 @@ class Engine:
         by: Any,
         sets: Sequence[ScaledGradients],
         are_scaled: bool | None,
-        in_kernel: bool,
+        of_kernel: list[Any] | None,
     ) -> StepDecision | None:
         """Clips by a norm that checks for overflow as well; None if it cannot tell."""
-        given = gradients.collect(info)
+        given = gradients.collect(info, of_kernel)
         scale = by.number if are_scaled else 1.0
         norm, found = gradients.grad_norm(given, info), self.record.found
         if found is not None:
@@ -441,7 +441,7 @@ class Engine:
         dtypes = {group[0].dtype for group in given.dense_groups}
         divisor = None
         # A float32 number has too few digits for float64.
-        if in_kernel and len(given.dense_groups) == 1 and torch.float64 not in dtypes:
+        if of_kernel and len(given.dense_groups) == 1 and torch.float64 not in dtypes:
             divisor = scalar((scale / clip).tolist(), given.device)
         if divisor is not None and scale * max(total / largest, 1.0) < _LARGEST / 2:
             self._give_up(sets, info)
