@@ -27,13 +27,12 @@ class _Skipped(BaseException):
     """Leaves the step of an optimizer that has changed nothing yet."""
 
 
-def step(optimizer: Any, closure: Callable[[], Any], nothing_scaled: str, **more: Any) -> Any:
+def step(optimizer: Any, closure: Callable[[], Any], **more: Any) -> Any:
     """Makes a step of a `LossScaleOptimizer` with a closure.
 
     Args:
         optimizer: The wrapper.
         closure: Evaluates the model, calls `backward` and returns the loss.
-        nothing_scaled: The warning if it scales no loss.
         **more: Passed on to `step` of the inner optimizer.
 
     Returns:
@@ -48,7 +47,7 @@ def step(optimizer: Any, closure: Callable[[], Any], nothing_scaled: str, **more
         return loss
     optimizer._account_for_unseen_backward()
     # It may be stepped along gradients that are there before it evaluates anything.
-    if not record.is_nothing() and not optimizer._unscale_(nothing_scaled).apply:
+    if not record.is_nothing() and not optimizer._unscale_().apply:
         optimizer._take_step()
         return None
     before = None if starts_with_closure(inner) else _norms(inner)
@@ -56,7 +55,7 @@ def step(optimizer: Any, closure: Callable[[], Any], nothing_scaled: str, **more
 
     def evaluate() -> Any:
         nonlocal decision, is_first
-        loss, now = _evaluate(optimizer, closure, nothing_scaled, derives=decision is None)
+        loss, now = _evaluate(optimizer, closure, derives=decision is None)
         decision = now or decision
         if now is not None and not now.apply:
             # No lower scale helps: it would put what is not finite into the parameters.
@@ -106,14 +105,13 @@ def _norms(inner: Any) -> list[float]:
 
 
 def _evaluate(
-    optimizer: Any, closure: Callable[[], Any], nothing_scaled: str, *, derives: bool
+    optimizer: Any, closure: Callable[[], Any], *, derives: bool
 ) -> tuple[Any, StepDecision | None]:
     """Evaluates a closure, at lower scales as long as that may help; unscales the gradients.
 
     Args:
         optimizer: The wrapper.
         closure: The closure.
-        nothing_scaled: The warning if it scales no loss.
         derives: Whether it must compute gradients: none were computed in this step.
 
     Returns:
@@ -127,7 +125,7 @@ def _evaluate(
         _check_loss(loss, optimizer.inner_optimizer)
         if record.is_nothing() and not derives:
             return loss, None
-        decision = optimizer._unscale_(nothing_scaled)
+        decision = optimizer._unscale_()
         value = loss.detach() if isinstance(loss, torch.Tensor) else loss
         # Nothing was seen of gradients that are not scaled, and no lower scale helps them.
         if decision.apply or decision.stats is None or not math.isfinite(float(value)):

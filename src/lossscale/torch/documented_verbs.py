@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, overload
 
@@ -18,7 +19,6 @@ from lossscale.common.checks import (
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError
 from lossscale.members import Wrapper
 from lossscale.torch import closures, ranks
-from lossscale.torch.scaled_gradients import versions_of
 from lossscale.torch.scaling import CPU, unscaled
 
 
@@ -72,7 +72,8 @@ class DocumentedVerbs(Wrapper):
         if record.scaled_by is None:
             record.unseen = self._engine.scale
         before = [each for each in record.divided or () if each[0]() is not None]
-        record.divided = before + versions_of(g for g in given if g is not None)
+        # Weakly, so that they are not kept.
+        record.divided = before + [(weakref.ref(g), g._version) for g in given if g is not None]
         return result
 
     def apply_gradients(

@@ -370,7 +370,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         """
         if closure is None:
             return self._take_step(**more)
-        return closures.step(self, closure, _NOTHING_SCALED, **more)
+        return closures.step(self, closure, **more)
 
     # PyTorch's wrapper around a `step` would call global hooks twice, for the inner optimizer and
     # for this one.
@@ -528,7 +528,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         return decision.overflow == 0 if decision.apply is None else decision.apply
 
     @never_compiled
-    def _unscale_(self, warning: str) -> StepDecision:
+    def _unscale_(self, warning: str = _NOTHING_SCALED) -> StepDecision:
         """Unscales the gradients before the step, for code that reads or changes them.
 
         Args:

@@ -400,11 +400,6 @@ class GradientRecord:
         return bool(as_they_were) and all(as_they_were)
 
 
-def versions_of(grads: Iterable[Any]) -> list[tuple[Any, int]]:
-    """Gradients by weak references, with their versions."""
-    return [(weakref.ref(each), each._version) for each in grads]
-
-
 # --- What a loss reaches ----------------------------------------------------------------------
 
 
