@@ -110,8 +110,7 @@ class DocumentedVerbs(Wrapper):
         _check_fit(given, variables, parameters)
         if record.by_hand:
             self._warn(NOT_UNSCALED)
-        by = record.scaled_by
-        before = record.unseen, record.by_hand, record.divided
+        by, unseen = record.scaled_by, record.unseen
         are_unscaled = by is None or record.by_hand or record.divided is not None
         # Copies, because a step changes gradients in place.
         given = [
@@ -121,6 +120,7 @@ class DocumentedVerbs(Wrapper):
         # Gradients in `.grad` stay there, unscaled.
         record.unseen = None
         engine.settle()
+        before = {**vars(record), "unseen": unseen, "sets": list(record.sets)}
         with _own_gradients(parameters):
             for gradient, variable in zip(given, variables, strict=True):
                 if gradient is not None:
@@ -131,9 +131,7 @@ class DocumentedVerbs(Wrapper):
             try:
                 self._take_step()
             except BaseException:
-                record.reset()
-                record.unseen, record.by_hand, record.divided = before
-                record.has_own_loss = by is not None
+                vars(record).update(before)
                 raise
         return self.iterations
 

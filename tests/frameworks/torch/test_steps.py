@@ -437,6 +437,30 @@ def test_the_documented_verbs():
 
 
 @pytest.mark.parametrize("overflows", [False, True])
+@pytest.mark.parametrize("scales", ["scale_loss", "backward"])
+def test_apply_gradients_that_raises_changes_nothing(scales, overflows):
+    def refuse(optimizer, args, kwargs):
+        raise OSError("no")
+
+    given, optimizer = made()
+    before = [p.detach().clone() for p in given]
+    loss = sum(p.sum() for p in given) * (torch.inf if overflows else 1.0)
+    if scales == "backward":
+        optimizer.backward(loss)
+    else:
+        optimizer.scale_loss(loss).backward()
+    handle = optimizer.register_step_pre_hook(refuse)
+    with pytest.raises(OSError, match="no"):
+        optimizer.apply_gradients([(torch.zeros_like(p), p) for p in given])
+    handle.remove()
+    assert bits(given) == bits(before)
+    # What was in `.grad` is decided by itself.
+    optimizer.step()
+    assert bits(given) == bits([p if overflows else p - 0.5 for p in before])
+    assert (optimizer.iterations, float(optimizer.loss_scale)) == (1, 2.0 ** (15 - overflows))
+
+
+@pytest.mark.parametrize("overflows", [False, True])
 @pytest.mark.parametrize("way", ["step", "assigned", "copied", "looked at"])
 def test_gradients_of_get_scaled_loss_are_divided_once_and_checked(way, overflows):
     given, optimizer = made()
