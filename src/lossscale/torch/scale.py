@@ -131,11 +131,13 @@ class LossScale:
         devices: Devices of losses and gradients; others are added at their first use.
 
     Attributes:
+        home: The device that updates it.
         start: The counts at the last load, Python numbers; each load makes another object.
         live: The values by their names in a state dictionary, tensors that are kept up to date.
     """
 
     on_device = False
+    home: Any = CPU
     _multiplier: Multiplier | None = None
 
     def __init__(self, rule: ScaleRule, devices: Iterable[Any]) -> None:
@@ -175,7 +177,7 @@ class LossScale:
     @property
     def tensor(self) -> Any:
         """A copy of the loss scale, a float32 scalar tensor."""
-        return self.scale_on(CPU).clone()
+        return self.scale_on(self.home).clone()
 
     def scale_on(self, device: Any) -> Any:
         """The loss scale on a device: a float32 scalar tensor that is kept up to date."""
@@ -267,10 +269,6 @@ class DeviceLossScale(LossScale):
 
     def _new_scale(self, device: Any) -> Any:
         return self._scales[self.home].to(device, copy=True)
-
-    @property
-    def tensor(self) -> Any:
-        return self.scale_on(self.home).clone()
 
     def scale_on(self, device: Any) -> Any:
         scale = super().scale_on(device)
