@@ -35,7 +35,7 @@ _NO_GRADIENTS = 10
 class Factors(NamedTuple):
     """The scale of a loss on one device, and the factor that unscales; float32 scalar tensors.
 
-    The factor is the reciprocal; of a scale that is no power of two the scale, to divide by.
+    The factor is the reciprocal if the rule keeps to powers of two, else the scale, to divide by.
     """
 
     scale: Any
