@@ -25,7 +25,7 @@ from lossscale.checks import checked_truth, checks_keywords
 from lossscale.common.checks import warned_at_floor
 from lossscale.errors import CallOrderError, ScalerArgumentError
 from lossscale.packages import warn
-from lossscale.rules import DynamicScale, ScaleRule
+from lossscale.rules import DynamicScale, ScaleRule, StatsRequest
 from lossscale.torch import buffers, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
@@ -293,7 +293,7 @@ class GradScaler(torch.amp.GradScaler):
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _measure(self, optimizer: Any) -> None:
         """Stores the statistics that the rule needs besides overflow, of scaled gradients."""
-        if self._scale is not None:
+        if self._scale is not None and self._rule.needs != StatsRequest():
             self._per_optimizer_states[id(optimizer)]["measured"] = gradients.measure_everywhere(
                 self._rule.needs, self._known_of(optimizer).info, self._scale.to, are_scaled=True
             )
@@ -537,7 +537,7 @@ class GradScaler(torch.amp.GradScaler):
         if as_torch:
             self._move_as_torch(found, skipped, rule)
             return
-        measured = [e["measured"] for e in entries if e.get("measured") is not None]
+        measured = [e["measured"] for e in entries if "measured" in e]
         seen = gradients.together(measured) if measured else None
         together = [
             t.to(found.device, torch.float64) for t in (found, self._scale, self._growth_tracker)
