@@ -164,7 +164,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         self.name, self._rule, self._inner, self._engine = name, engine.rule, engine.inner, engine
         self._skipped_hooks: dict[int, Any] = OrderedDict()
         leave_out = weakref.WeakMethod(self._leave_out)
-        engine.left_out = lambda: leave_out()()  # type: ignore[misc]
+        # A loss that is kept lets the engine outlive the optimizer.
+        engine.left_out = lambda: (method := leave_out()) and method()
         state_dicts.reserve_names(engine.scale, engine.inner)
         for each in with_parts(engine.inner):
             remember_wrapper(each, self)

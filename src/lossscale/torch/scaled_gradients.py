@@ -481,12 +481,13 @@ def reached(
     mine = own.info()
     taken = mine.ids
     rest = {id(t): t for t in tensors if id(t) not in taken}
-    if not (rest or hidden):
+    sharing = owners(mine)
+    if not (rest or hidden or len(sharing) > 1):
         return [], []
-    ids = frozenset(rest)
+    ids = frozenset(map(id, tensors))
     # `fully_shard` computes with its own parameters, and moves their gradients.
     is_sharded = any(isinstance(t, torch.nn.Parameter) for t in rest.values())
-    others = dict.fromkeys(ref() for ref in _references(ids))
+    others = dict.fromkeys([*sharing, *(ref() for ref in _references(rest))])
     if hidden or is_sharded:
         others |= dict.fromkeys(all_engines(sharded=not hidden))
     found = []
@@ -494,7 +495,7 @@ def reached(
         if each.record is own.record:
             continue
         info = each.info()
-        certain = not info.ids.isdisjoint(ids)
+        certain = not info.ids.isdisjoint(ids) or (hidden and each in sharing)
         if certain or hidden or (is_sharded and info.is_sharded):
             found.append((each, info.without(taken), certain))
             taken = taken | info.ids
