@@ -182,7 +182,7 @@ class Engine:
         target = next((each for each in record.sets if each.by is by), None)
         if target is None:
             # What was infinite before, and what the loss may not reach, is no overflow of it.
-            left = own is not self and self._overflowed_before(by, task)
+            left = own is not self and bool(info.ids) and self._overflowed_before(by, task)
             target = set_of(by) if certain and left is False else ScaledGradients(by)
             if torch.is_tensor(left):
                 target.left = left, own
