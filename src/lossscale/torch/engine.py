@@ -181,8 +181,8 @@ class Engine:
         record = self.record
         target = next((each for each in record.sets if each.by is by), None)
         if target is None:
-            # What a skipped step has left, and what the loss may not reach, is no overflow of it.
-            left = own is not self and record.found is None and record.left_behind(self.info())
+            # What was infinite before, and what the loss may not reach, is no overflow of it.
+            left = own is not self and bool(info.ids) and self._overflowed_before(by, task)
             target = set_of(by) if certain and left is False else ScaledGradients(by)
             if torch.is_tensor(left):
                 target.left = left, own
@@ -204,6 +204,18 @@ class Engine:
             record.known = info if own is self else self.info()
         record.decision, record.is_cleared = None, False
         return target
+
+    def _overflowed_before(self, by: Any, task: int) -> Any:
+        """Whether gradients overflowed that a loss of another optimizer is about to reach."""
+        record, info = self.record, self.info()
+        if not info.has_half:
+            # Within a change from one scale to the other nothing is checked.
+            for each in holding(info):
+                if each.by is not by and not each.task == task != -1:
+                    each.settle(whole=True)
+        if record.found is None:
+            return record.left_behind(info)
+        return bool(record.found) if record.found.device.type == "cpu" else record.found
 
     def _see(self) -> list[ScaledGradients]:
         """Makes a set of what is scaled by a loss whose backward pass could not be seen."""

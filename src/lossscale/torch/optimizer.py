@@ -202,7 +202,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         gradients in between.
 
         After an exception in the backward pass, the gradients accumulated so far stay in `.grad`,
-        unscaled.
+        unscaled. Hooks that run within the pass see gradients multiplied by the loss scale.
 
         Args:
             loss: The unscaled loss, a tensor.

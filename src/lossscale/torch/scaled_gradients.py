@@ -481,12 +481,13 @@ def reached(
     mine = own.info()
     owned = mine.ids
     strange = {id(t): t for t in tensors if id(t) not in owned}
-    if not (strange or hidden):
+    sharing = owners(mine)
+    if not (strange or hidden or len(sharing) > 1):
         return [], []
-    ids = frozenset(strange)
+    ids = frozenset(map(id, tensors))
     # `fully_shard` computes with its own parameters, and moves their gradients.
     is_sharded = any(isinstance(t, torch.nn.Parameter) for t in strange.values())
-    others = dict.fromkeys(ref() for ref in _references(ids))
+    others = dict.fromkeys([*sharing, *(ref() for ref in _references(strange))])
     if hidden or is_sharded:
         others |= dict.fromkeys(all_engines(sharded=not hidden))
     found = []
@@ -494,9 +495,11 @@ def reached(
         if each is own:
             continue
         info = each.info()
-        certain = not info.ids.isdisjoint(ids)
+        certain = not info.ids.isdisjoint(ids) or (hidden and each in sharing)
         if certain or hidden or (is_sharded and info.is_sharded):
-            found.append((each, info.without(owned), certain))
+            # It is told of an overflow in what it shares, also if the loss reaches nothing else.
+            is_told = not (hidden or is_sharded) and info.ids.isdisjoint(strange)
+            found.append((each, _NOTHING if is_told else info.without(owned), certain))
             owned = owned | info.ids
     unowned = [t for key, t in strange.items() if key not in owned]
     if mine.is_sharded or any(info.is_sharded for _, info, _ in found):

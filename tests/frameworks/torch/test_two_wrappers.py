@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 import lossscale
 from frameworks.torch.support import (
@@ -97,6 +98,67 @@ def test_an_overflow_that_a_skipped_step_left_behind_is_none_of_a_later_loss(way
         generator.step()
     assert [int(each.steps_skipped) for each in (generator, critic)] == [0, 1]
     assert given[0].tolist() == [1.0 - 3 / 2**10] * 2
+
+
+@pytest.mark.parametrize("decide", DECIDES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("steps_first", [0, 1])
+def test_an_overflow_whose_step_is_still_to_come_is_none_of_a_later_loss(steps_first, way, decide):
+    """The critic has not yet skipped its step when the generator's loss reaches it."""
+    given, (generator, critic) = pair(decide)
+    derive(critic, given[1].sum() * torch.inf, way)
+    derive(generator, loss_of(given, None), way)
+    for each in (generator, critic) if steps_first == 0 else (critic, generator):
+        each.step()
+    assert [int(each.steps_skipped) for each in (generator, critic)] == [0, 1]
+    assert [p.tolist() for p in given] == [[1.0 - 1 / 2**10] * 2, [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("decide", DECIDES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("other_way", WAYS)
+@pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize("kind", ["eager", "reentrant"])
+def test_an_overflow_by_the_loss_of_another_wrapper_of_the_same_parameter(
+    kind, extra, other_way, way, decide
+):
+    """The first has checked the gradients that the second then makes infinite."""
+    shared, *own = (parameter() for _ in range(3))
+    first, second = (
+        wrapped(sgd(shared, *[each] * extra, lr=0.5, fused=True), decide=decide) for each in own
+    )
+    derive(first, shared.sum() + own[0].sum(), way)
+    if way == "scale_loss":
+        first.unscale_()
+    x = torch.ones(2, requires_grad=True)
+    product = (
+        checkpoint(lambda x: x * shared, x, use_reentrant=True) if kind == "reentrant" else shared
+    )
+    derive(second, (product * torch.inf).sum(), other_way)
+    for each in (first, second):
+        each.step()
+    assert [p.tolist() for p in (shared, own[0])] == [[1.0, 1.0]] * 2
+    assert [int(each.steps_skipped) for each in (first, second)] == [1, 1]
+
+
+def test_a_loss_that_outlives_its_optimizer_is_in_nobodys_way():
+    """Reentrant checkpointing asks all wrappers that are left."""
+    gone, weight = parameter(), parameter()
+
+    def kept():
+        optimizer = wrapped(sgd(gone))
+        loss = optimizer.scale_loss(gone.sum())
+        loss.backward(retain_graph=True)
+        optimizer.unscale_()
+        gone.grad = None
+        return loss
+
+    loss, optimizer = kept(), wrapped(sgd(weight, lr=0.5))
+    x = torch.ones(2, requires_grad=True)
+    optimizer.backward(checkpoint(lambda x: x * weight, x, use_reentrant=True).sum())
+    optimizer.step()
+    assert loss.requires_grad
+    assert weight.tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("way", WAYS)
