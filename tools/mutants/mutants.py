@@ -76,7 +76,7 @@ tests/conformance/test_promises.py -k tensorflow-xla
     keras LossScaleOptimizer._update_scale: self._steps_skipped.assign_add(ops.cast(...))
         -> pass
 tests/backends/test_fit.py -k subclass
-    keras_common take_step: scaled and (...) -> False
+    keras_common KerasCommonOptimizer._step: scaled and (...) -> False
     keras LossScaleOptimizer.scale_loss: ... and self._is_overridden(...) -> False
     keras LossScaleOptimizer.scale_loss: not self._ledger.is_own_step(location) -> True
 tests/frameworks/keras/test_subclasses.py tests/conformance/test_subclasses.py
@@ -138,7 +138,7 @@ tests/conformance/test_random_programs.py
     tensorflow _in_turn: tf.constant(False) -> tf.constant(True)  -k keras-tensorflow-xla
 tests/conformance/test_what_rules_see.py -k for_a_rule_that_asks
     optax _move: rule.needs != StatsRequest() -> True
-    keras_common take_step: rule.needs != StatsRequest() -> True
+    keras_common KerasCommonOptimizer._step: rule.needs != StatsRequest() -> True
 tests/backends/test_diagnose.py
     diagnosis.keras on torch _as_it_was: attributes.update(values) -> pass  -k subclassed
     diagnosis on torch _cast_to_float16: not asks(layer) -> True  -k ask_for_a_dtype
@@ -202,8 +202,7 @@ tests/conformance/test_page_matrix.py
         -k gradients_of_a_tensor
 tests/frameworks/keras/test_distribution.py
     tensorflow all_replicas_finite: ... < 0.5 -> ... < 1.5  -k overflow_on_one_replica
-    keras_common KerasCommonOptimizer.apply_gradients:
-        experimental_aggregate_gradients and not skip_gradients_aggregation -> True  -k summed
+    keras_common KerasCommonOptimizer.apply_gradients: all(asked) -> True  -k summed
 tests/frameworks/keras/test_training.py
     tensorflow can_keep_old_values: not getattr(part, 'use_ema', False) -> True  -k xla_function
     tensorflow as_one_operation: len(tf.config.list_logical_devices()) > 1 -> False

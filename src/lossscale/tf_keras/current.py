@@ -71,14 +71,23 @@ class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=Cal
             return pairs
         return translated(inner.aggregate_gradients)(pairs)
 
-    def _apply(self, step: Step) -> Any:
-        inner, pairs = self._optimizer, zip(step.gradients, step.variables, strict=True)
+    @contextlib.contextmanager
+    def _while_applying(self) -> Iterator[None]:
+        inner = self._optimizer
         if "_u_product_counter" in vars(inner) and tf.executing_eagerly():
             # By this number Nadam tells whether this step has multiplied its product already, and
             # no file has it. A traced function keeps what it was when it was traced.
             inner._u_product_counter = int(inner.iterations) + 1
-        with _without_own_function(inner) if in_xla() else contextlib.nullcontext():
-            return translated(inner.apply_gradients)(list(pairs), **self._given_with(step))
+        if not in_xla():
+            yield
+            return
+        # The optimizers compile each update as a function of its own. Where all is compiled anyway,
+        # that only hides from XLA what the update is part of.
+        before, inner.jit_compile = inner.jit_compile, False
+        try:
+            yield
+        finally:
+            inner.jit_compile = before
 
     def _kept_on_a_skip(self, step: Step) -> Any:
         def written() -> list[Any]:
@@ -251,17 +260,3 @@ def _slot_names(inner: Any, attribute: str, slots: dict[Any, Any]) -> list[str]:
     documented = documented_name(kind_of(inner), [attribute])
     names = [*([] if documented is None else [documented]), *names]
     return list(dict.fromkeys(names))
-
-
-@contextlib.contextmanager
-def _without_own_function(inner_optimizer: Any) -> Iterator[None]:
-    """A context in which an update is part of the function that is being traced.
-
-    The optimizers compile each update as a function of its own. Where all is compiled anyway,
-    that only hides from XLA what the update is part of.
-    """
-    before, inner_optimizer.jit_compile = inner_optimizer.jit_compile, False
-    try:
-        yield
-    finally:
-        inner_optimizer.jit_compile = before

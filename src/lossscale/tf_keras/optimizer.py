@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -65,6 +66,26 @@ class TensorFlowArrays(StepOperations):
 
     is_variable = staticmethod(is_variable)
     flat_variables = staticmethod(flat_variables)
+
+    def check_context(self) -> None:
+        """Raises under a strategy that does not work, and between the replicas of one."""
+        # An optimizer is often made outside the strategy that it is used under.
+        replicas.check_strategy()
+        replicas.check_replica_context()
+
+    def apply_or_skip(
+        self, optimizer: Any, stats: GradientStats, step: Step, apply: Any, update_scale: Any
+    ) -> Any:
+        """Branches, or keeps old values where the family of the optimizer says so."""
+        kept = optimizer._kept_on_a_skip(step)
+        return apply_or_skip(stats, step.gradients, step.divisor, apply, update_scale, kept)
+
+    def apply(self, optimizer: Any, step: Step) -> Any:
+        """Calls the inner optimizer."""
+        inner, pairs = optimizer._optimizer, zip(step.gradients, step.variables, strict=True)
+        with optimizer._while_applying():
+            apply_gradients = tracing.translated(inner.apply_gradients)
+            return apply_gradients(list(pairs), **optimizer._given_with(step))
 
     def runs_now(self, gradients: Sequence[Any]) -> bool:
         """Whether the step is taken eagerly, by one replica."""
@@ -178,16 +199,11 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     def build(self, var_list: Sequence[Any]) -> None:
         self._build(list(var_list))
 
-    # --- The parts of a step, of which `keras_common/step.py` is made ---------------------------
-
-    def _check_context(self) -> None:
-        replicas.check_replica_context()
+    # --- The parts of a step; see `keras_common/optimizer.py` ---------------------------------
 
     def _prepared(
         self, gradients: Sequence[Any], variables: Sequence[Any], aggregate: bool
     ) -> tuple[list[Any], list[Any]]:
-        # An optimizer is often made outside the strategy that it is used under.
-        replicas.check_strategy()
         with tf.init_scope():
             self._build(list(variables), [g is not None for g in gradients])
         if self._pending_values is not None:
@@ -200,10 +216,6 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             self._build_overflow_tracker(trained)
         # Before the check, because the cast can overflow.
         return [_narrowed(gradient, variable) for gradient, variable, *_ in pairs], trained
-
-    def _apply_or_skip(self, stats: GradientStats, step: Step, apply: Any, update: Any) -> Any:
-        kept = self._kept_on_a_skip(step)
-        return apply_or_skip(stats, step.gradients, None, apply, update, kept)
 
     def _sums_replicas(self, asked: bool) -> bool:
         argument, _ = self._are_summed
@@ -230,6 +242,10 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         """Returns what `apply_or_skip` takes as `kept`: by default a branch skips."""
         return None
 
+    def _while_applying(self) -> contextlib.AbstractContextManager[None]:
+        """A context for a call of the inner optimizer."""
+        return contextlib.nullcontext()
+
     def _with_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         pairs = list(zip(gradients, variables, strict=True))
         without = [variable.name for gradient, variable in pairs if gradient is None]
@@ -241,7 +257,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             )
         return [(gradient, variable) for gradient, variable in pairs if gradient is not None]
 
-    def _update_scale(self, stats: GradientStats, state_on_host: None) -> Any:
+    def _update_scale(self, stats: GradientStats, state_on_host: Any) -> Any:
         results = [self._state.update(stats)]
         if self._rule.checks_gradients:
             skipped = tf.logical_not(stats.finite)

@@ -43,18 +43,23 @@ class JaxBackend(Backend):
 
     def apply_or_skip(
         self,
+        optimizer: Any,
         stats: GradientStats,
         step: Step,
-        inner: Any,
         apply: Callable[[Sequence[Any], Any], None],
         update_scale: Callable[[GradientStats], None],
     ) -> None:
         """Selects each variable's new value in a compiled function; otherwise the host decides."""
         if jax_gradients.is_traced([stats.finite]):
-            _apply_gated(stats.finite, step, inner, apply)
+            _apply_gated(stats.finite, step, optimizer.inner_optimizer, apply)
         elif bool(stats.finite):
             apply(step.gradients, step.divisor)
         update_scale(stats)
+
+    def apply(self, optimizer: Any, step: Step) -> None:
+        """Calls the inner optimizer."""
+        inner = optimizer.inner_optimizer
+        inner.apply(self.accumulable(inner, step), step.variables)
 
     def run_guarded(
         self,

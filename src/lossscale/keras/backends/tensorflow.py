@@ -58,13 +58,14 @@ class TensorFlowBackend(Backend):
 
     def apply_or_skip(
         self,
+        optimizer: Any,
         stats: GradientStats,
         step: Step,
-        inner: Any,
         apply: Callable[[Sequence[Any], Any], None],
         update_scale: Callable[[GradientStats], None],
     ) -> None:
         """Branches on all replicas alike, or keeps old values under XLA."""
+        inner = optimizer.inner_optimizer
 
         def written() -> list[Any]:
             everything = (*inner.variables, *inner._trainable_variables, *step.variables)
@@ -73,11 +74,11 @@ class TensorFlowBackend(Backend):
         kept = written if can_keep_old_values(inner, step.gradients) else None
         apply_or_skip(stats, step.gradients, step.divisor, apply, update_scale, kept)
 
-    def apply_inner(
-        self, inner: Any, gradients: list[Any], variables: list[Any], *, aggregate: bool
-    ) -> None:
+    def apply(self, optimizer: Any, step: Step) -> None:
         """Calls the inner optimizer, which sums the gradients of replicas or does not."""
-        with contextlib.nullcontext() if aggregate else _not_summing(inner):
+        inner = optimizer.inner_optimizer
+        gradients, variables = self.accumulable(inner, step), step.variables
+        with contextlib.nullcontext() if step.aggregate else _not_summing(inner):
             # Keras' trainer calls `apply_gradients`, so that is what people override.
             if type(inner).apply_gradients is keras.optimizers.Optimizer.apply_gradients:
                 translated(inner.apply)(gradients, variables)

@@ -93,9 +93,9 @@ class TorchBackend(Backend):
 
     def apply_or_skip(
         self,
+        optimizer: Any,
         stats: GradientStats,
         step: Step,
-        inner: Any,
         apply: Callable[[Sequence[Any], Any], None],
         update_scale: Callable[[GradientStats], None],
     ) -> None:
@@ -103,6 +103,11 @@ class TorchBackend(Backend):
         if bool(stats.finite):
             apply(step.gradients, step.divisor)
         update_scale(stats)
+
+    def apply(self, optimizer: Any, step: Step) -> None:
+        """Calls the inner optimizer."""
+        inner = optimizer.inner_optimizer
+        inner.apply(self.accumulable(inner, step), step.variables)
 
     def runs_now(self, gradients: Sequence[Any]) -> bool:
         """Whether the step is not compiled."""
