@@ -315,18 +315,14 @@ class DynamicScale(ScaleRule):
             "growth_factor": checked_number("growth_factor", self.growth_factor),
             "backoff_factor": checked_number("backoff_factor", self.backoff_factor),
             "min_scale": checked_scale("min_scale", self.min_scale),
+            "overflows_before_backoff": checked_interval(
+                "overflows_before_backoff", self.overflows_before_backoff
+            ),
         }
         if self.max_scale is not None:
             checked["max_scale"] = checked_scale("max_scale", self.max_scale)
-        checked["overflows_before_backoff"] = checked_interval(
-            "overflows_before_backoff", self.overflows_before_backoff
-        )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        if self.overflows_before_backoff == 1:
-            # The default is a class attribute, so that a pickle without the setting stays
-            # unchanged.
-            object.__delattr__(self, "overflows_before_backoff")
         # Rounded, because a factor that is 1 in float32 never moves the scale.
         if not 1.0 < _float32(self.growth_factor) < math.inf:
             raise ArgumentError(
@@ -345,10 +341,6 @@ class DynamicScale(ScaleRule):
                 f"min_scale={self.min_scale!r}, initial_scale={self.initial_scale!r}, "
                 f"max_scale={self.max_scale!r}."
             )
-
-    def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={value!r}" for name, value in self.get_config().items())
-        return f"{type(self).__name__}({settings})"
 
     @property
     def ceiling(self) -> float:
@@ -424,11 +416,7 @@ class DynamicScale(ScaleRule):
         return cast(ScaleState, OverflowCountState(scale, good_steps, overflows))
 
     def get_config(self) -> dict[str, Any]:
-        config = dataclasses.asdict(self)
-        if self.overflows_before_backoff == 1:
-            # Releases without this setting read such a configuration, too.
-            del config["overflows_before_backoff"]
-        return config
+        return dataclasses.asdict(self)
 
 
 RULES: dict[str, type[Any]] = {rule.__name__: rule for rule in (FixedScale, DynamicScale)}

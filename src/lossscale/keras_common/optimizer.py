@@ -32,7 +32,7 @@ from lossscale.common.checks import (
 from lossscale.common.private_names import do_not_convert
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError, UnknownSlotError
 from lossscale.keras_common.scaled_gradients import ScaleLedger
-from lossscale.keras_common.state import ScaleVariables, VariablesOfUser
+from lossscale.keras_common.state import ScaleVariables, VariablesOfUser, parts_of
 from lossscale.keras_common.step import (
     OverflowCheck,
     Step,
@@ -579,10 +579,8 @@ _rebuild.__module__ = "lossscale.keras_common"
 
 def _is_saved(part: Any, library: Any) -> bool:
     """Whether Keras 3 or tf_keras saves an attribute beside the variables of its owner."""
-    items = part.values() if isinstance(part, dict) else part
-    items = items if isinstance(part, (dict, list, tuple, set)) else (part,)
     bases = library.optimizers.Optimizer, library.layers.Layer, library.metrics.Metric
-    return any(isinstance(each, bases) for each in items)
+    return any(isinstance(each, bases) for each in parts_of(part))
 
 
 def check_shapes(variables: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> None:

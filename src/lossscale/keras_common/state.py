@@ -176,11 +176,16 @@ class AttributesOfInner:
         raise NotImplementedError
 
 
+def parts_of(attribute: Any) -> list[Any]:
+    """The objects in a dictionary, list, tuple or set; of anything else the object itself."""
+    if isinstance(attribute, dict):
+        return list(attribute.values())
+    return list(attribute) if isinstance(attribute, (list, tuple, set)) else [attribute]
+
+
 def _holds_variables_of(found: Any, inner: Any) -> bool:
     """Whether an attribute holds optimizers whose variables the inner one lists, and no others."""
-    parts = found.values() if isinstance(found, dict) else found
-    parts = parts if isinstance(found, (dict, list, tuple)) else [found]
-    ids = [_ids_of_variables(each) for each in parts]
+    ids = [_ids_of_variables(each) for each in parts_of(found)]
     return any(ids) and set().union(*ids) <= _ids_of_variables(inner)
 
 
