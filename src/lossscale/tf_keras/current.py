@@ -6,12 +6,11 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 import tf_keras
 
 from lossscale.errors import ArgumentError
-from lossscale.keras_common.optimizer import Slots, check_shapes
+from lossscale.keras_common.optimizer import Slots
 from lossscale.keras_common.state import arrays_in
 from lossscale.keras_common.step import Step
 from lossscale.old_formats import documented_name, kind_of
@@ -24,7 +23,6 @@ from lossscale.tf_keras.saving import (
     LossScaleStore,
     build_pending,
     drop_pending,
-    values_of,
 )
 
 
@@ -135,29 +133,7 @@ class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=Cal
             if self._load_refused:
                 drop_pending(self)
 
-    # --- Weights and slots, which tf_keras itself has lost ------------------------------------
-
-    def get_weights(self) -> list[Any]:
-        return values_of(self.weights)
-
-    def set_weights(self, weights: Sequence[Any]) -> None:
-        # Datasets of an HDF5 file are not arrays yet.
-        values = [np.asarray(weight) for weight in weights]
-        weights, all_variables = self.weights, self.variables
-        named = {**self._own_variables(), **self._unlisted_variables()}
-        if len(values) not in (len(weights), len(all_variables)):
-            raise ArgumentError(
-                f"The optimizer has {len(weights)} weights, or {len(all_variables)} variables with "
-                f"the loss scale. Received: {len(values)} arrays. Before build(variables) it has "
-                "no state."
-            )
-        targets = all_variables[: len(values)]
-        check_shapes(targets, [value.shape for value in values])
-        tf_keras.backend.batch_set_value(list(zip(weights, values, strict=False)))
-        if len(values) > len(weights):
-            names = {id(variable): name for name, variable in named.items()}
-            rest = zip(targets[len(weights) :], values[len(weights) :], strict=True)
-            self._set_own_values({names[id(variable)]: value for variable, value in rest})
+    # --- Slots, which tf_keras itself has lost ------------------------------------------------
 
     def get_slot_names(self) -> list[str]:
         return list(dict.fromkeys(names[0] for names, _ in self._slots()))

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from lossscale.errors import ArgumentError, UnknownSlotError
+from lossscale.errors import UnknownSlotError
 from lossscale.tf_keras.optimizer import CalledAsWritten, TFKerasCommonOptimizer
 from lossscale.tf_keras.private_names import LegacyLossScaleOptimizer
 from lossscale.tf_keras.saving import build_pending
@@ -67,23 +66,10 @@ class LegacyWrapper(TFKerasCommonOptimizer, LegacyLossScaleOptimizer, metaclass=
     def _get_hyper(self, name: str, dtype: Any = None) -> Any:
         return self._optimizer._get_hyper(name, dtype)
 
-    # --- Weights and slots, which the legacy optimizers have themselves -----------------------
-
-    def get_weights(self) -> list[Any]:
-        return list(self._optimizer.get_weights())
+    # --- Slots, which the legacy optimizers have themselves -----------------------------------
 
     def get_slot_names(self) -> list[str]:
         return list(self._optimizer.get_slot_names())
-
-    def set_weights(self, weights: Sequence[Any]) -> None:
-        shapes, expected = [np.shape(w) for w in weights], [tuple(w.shape) for w in self.weights]
-        if shapes != expected:
-            raise ArgumentError(
-                f"The optimizer has {len(expected)} weights of the shapes {expected}. Received: "
-                f"{len(shapes)} arrays of the shapes {shapes}. Nothing was changed. The weights "
-                "exist after the first step."
-            )
-        self._optimizer.set_weights(weights)
 
     def get_slot(self, var: Any, slot_name: str) -> Any:
         try:

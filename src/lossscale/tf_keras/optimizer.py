@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import tensorflow as tf
 import tf_keras
 
@@ -20,22 +21,17 @@ from lossscale.common.checks import (
     with_gradient,
 )
 from lossscale.errors import ArgumentError
-from lossscale.keras_common.optimizer import KerasCommonOptimizer
+from lossscale.keras_common.optimizer import KerasCommonOptimizer, check_shapes
 from lossscale.keras_common.scaled_gradients import ScaleLedger
 from lossscale.keras_common.step import Step, StepOperations
 from lossscale.members import VariableList
 from lossscale.packages import warn
 from lossscale.rules import GradientStats, ScaleRule
-from lossscale.tensorflow import overflow_check, replicas, scaling, tracing
-from lossscale.tensorflow.apply_or_skip import apply_or_skip, run_guarded
+from lossscale.tensorflow import overflow_check, replicas, tracing
+from lossscale.tensorflow.apply_or_skip import apply_or_skip
+from lossscale.tensorflow.operations import TensorFlowOperations, check_symbolic, recorded
 from lossscale.tensorflow.private_names import DelegatingTrackableMixin
-from lossscale.tensorflow.tape import check_symbolic, recorded
-from lossscale.tf_keras.arguments import (
-    check_inner,
-    flat_variables,
-    inner_from_config,
-    is_variable,
-)
+from lossscale.tf_keras.arguments import check_inner, inner_from_config
 from lossscale.tf_keras.private_names import BaseLossScaleOptimizer
 from lossscale.tf_keras.state import (
     BaseOptimizerNode,
@@ -47,31 +43,16 @@ from lossscale.tf_keras.state import (
 )
 
 
-class TensorFlowArrays(StepOperations):
+class TensorFlowArrays(TensorFlowOperations, StepOperations):
     """The operations that loss scaling needs on TensorFlow's arrays and variables."""
 
     sums_before_check = True
-    scaled = staticmethod(scaling.scaled)
-    unscaled = staticmethod(scaling.unscaled)
-    all_finite = staticmethod(overflow_check.all_finite)
-    flat_gradients = staticmethod(scaling.flat_gradients)
-    current_location = staticmethod(replicas.current_location)
-    replica_count = staticmethod(replicas.replica_count)
     is_on_host = staticmethod(replicas.is_on_host)
-    # Summed gradients are the same on all replicas; others are not, and neither must be what an
-    # aggregation of the user's returned.
-    all_replicas_finite = staticmethod(replicas.all_replicas_finite)
-    run_guarded = staticmethod(run_guarded)
     read = staticmethod(tf.convert_to_tensor)
 
-    is_variable = staticmethod(is_variable)
-    flat_variables = staticmethod(flat_variables)
-
-    def check_context(self) -> None:
-        """Raises under a strategy that does not work, and between the replicas of one."""
-        # An optimizer is often made outside the strategy that it is used under.
-        replicas.check_strategy()
-        replicas.check_replica_context()
+    def is_variable(self, value: Any) -> bool:
+        """Whether a gradient can be applied to a value."""
+        return isinstance(value, tf.Variable)
 
     def apply_or_skip(
         self, optimizer: Any, stats: GradientStats, step: Step, apply: Any, update_scale: Any
@@ -86,10 +67,6 @@ class TensorFlowArrays(StepOperations):
         with optimizer._while_applying():
             apply_gradients = tracing.translated(inner.apply_gradients)
             return apply_gradients(list(pairs), **optimizer._given_with(step))
-
-    def runs_now(self, gradients: Sequence[Any]) -> bool:
-        """Whether the step is taken eagerly, by one replica."""
-        return tf.executing_eagerly() and not tf.distribute.has_strategy()
 
     def stats(self, step: Step, rule: ScaleRule, finite: Any, scale: Any) -> GradientStats:
         """The statistics of the unscaled gradients that the rule needs."""
@@ -345,9 +322,9 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             return tf.reduce_sum(scaled * tf.stop_gradient(tf.cast(grad_loss, scaled.dtype)))
 
         given = var_list is not None and not callable(var_list)
-        watch = flat_variables(var_list) if given else []
+        watch = self._backend.flat_variables(var_list) if given else []
         tape, scaled, variables = recorded(loss, var_list, scale, tape=tape, watch=watch)
-        variables = flat_variables(variables)
+        variables = self._backend.flat_variables(variables)
         pairs = self._inner_gradients(scaled, variables, tape)
         return [gradient for gradient, _ in pairs], variables
 
@@ -404,6 +381,28 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     @property
     def weights(self) -> VariableList:
         return VariableList(self._inner_weights())
+
+    def get_weights(self) -> list[Any]:
+        return saving.values_of(self.weights)
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        # Datasets of an HDF5 file are not arrays yet.
+        values = [np.asarray(weight) for weight in weights]
+        weights, all_variables = self.weights, self.variables
+        named = {**self._own_variables(), **self._unlisted_variables()}
+        if len(values) not in (len(weights), len(all_variables)):
+            raise ArgumentError(
+                f"The optimizer has {len(weights)} weights, or {len(all_variables)} variables with "
+                f"the loss scale. Received: {len(values)} arrays. Before build(variables) it has "
+                "no state."
+            )
+        targets = all_variables[: len(values)]
+        check_shapes(targets, [value.shape for value in values])
+        tf_keras.backend.batch_set_value(list(zip(weights, values, strict=False)))
+        if len(values) > len(weights):
+            names = {id(variable): name for name, variable in named.items()}
+            rest = zip(targets[len(weights) :], values[len(weights) :], strict=True)
+            self._set_own_values({names[id(variable)]: value for variable, value in rest})
 
     def _own_variables(self) -> dict[str, Any]:
         """The variables of the loss scale and of the skips, by their names in saving."""
