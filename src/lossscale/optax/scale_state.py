@@ -159,7 +159,7 @@ def _counted(count: Any) -> Any:
     return jnp.where(count < most, count + jnp.asarray(1, count.dtype), most)
 
 
-def of_its_own(inner_state: Any, params: Any) -> Any:
+def without_shared_buffers(inner_state: Any, params: Any) -> Any:
     """Returns the first state of a transformation, which can be donated and compiles once.
 
     An array that occurs twice, or also in the parameters, cannot be donated; the states of Optax's
