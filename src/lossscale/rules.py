@@ -127,7 +127,7 @@ class ScaleRule(Protocol):
         return True
 
     @property
-    def moves_on_host(self) -> bool:
+    def exact_on_host(self) -> bool:
         """Whether `update` gives the same numbers for Python numbers as for float32 tensors.
 
         If so, the host may update the state when it knows whether the step is applied.
@@ -224,7 +224,7 @@ class FixedScale(ScaleRule):
         return _is_power_of_two(self.scale)
 
     @property
-    def moves_on_host(self) -> bool:
+    def exact_on_host(self) -> bool:
         return True
 
     @property
@@ -361,7 +361,7 @@ class DynamicScale(ScaleRule):
         )
 
     @property
-    def moves_on_host(self) -> bool:
+    def exact_on_host(self) -> bool:
         # Other factors would be rounded in float64 on the host and in float32 on tensors.
         return self.powers_of_two
 
@@ -424,9 +424,9 @@ RULES: dict[str, type[Any]] = {rule.__name__: rule for rule in (FixedScale, Dyna
 
 
 def host_can_update(rule: ScaleRule) -> bool:
-    """Whether `updates_on_host` gives the same numbers as on tensors, and waits for nothing."""
+    """Whether `changed_fields` gives the same numbers as on tensors, and waits for nothing."""
     # The host would have to wait for other statistics.
-    return rule.moves_on_host and rule.needs == StatsRequest()
+    return rule.exact_on_host and rule.needs == StatsRequest()
 
 
 class PythonNumbers:
@@ -437,13 +437,13 @@ class PythonNumbers:
         return one if condition else other
 
 
-def updated_on_host(rule: ScaleRule, before: ScaleState, applied: bool) -> ScaleState:
-    """Returns the state after a step; otherwise like `updates_on_host`."""
+def next_state(rule: ScaleRule, before: ScaleState, applied: bool) -> ScaleState:
+    """Returns the state after a step; otherwise like `changed_fields`."""
     after: ScaleState = rule.update(before, GradientStats(applied), xp=PythonNumbers)
     return after
 
 
-def updates_on_host(rule: ScaleRule, before: ScaleState, applied: bool) -> dict[str, Any]:
+def changed_fields(rule: ScaleRule, before: ScaleState, applied: bool) -> dict[str, Any]:
     """Returns the fields of a state that a step changes, with their new values.
 
     A few Python numbers replace some twenty small operations. This is faster if the host starts
@@ -455,10 +455,10 @@ def updates_on_host(rule: ScaleRule, before: ScaleState, applied: bool) -> dict[
         applied: Whether the step was applied.
 
     Examples:
-        >>> updates_on_host(DynamicScale(), ScaleState(32768.0, 7), applied=False)
+        >>> changed_fields(DynamicScale(), ScaleState(32768.0, 7), applied=False)
         {'scale': 16384.0, 'good_steps': 0}
     """
-    after = updated_on_host(rule, before, applied)
+    after = next_state(rule, before, applied)
     # A NaN is unequal to itself, so it is written again.
     return {
         field: new

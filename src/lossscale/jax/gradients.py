@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 
-from lossscale.common.sizes import SMALL, small_and_large
+from lossscale.common.sizes import SMALL, grouped_by_size
 from lossscale.jax.apply_or_skip import has_sharding, may_be_sharded, static_size, type_of
 from lossscale.rules import GradientStats, StatsRequest
 
@@ -178,7 +178,7 @@ _all_finite_jit = functools.partial(jax.jit, static_argnums=2)(_all_finite)
 
 def _extremes_on_cpu(parts: Sequence[Any]) -> list[Any]:
     apart = [part for part in parts if has_sharding(part)]
-    small, large = small_and_large([p for p in parts if not has_sharding(p)], static_size)
+    small, large = grouped_by_size([p for p in parts if not has_sharding(p)], static_size)
     joined = [jnp.concatenate([part.ravel() for part in group]) for group in small]
     return [number for part in [*joined, *large, *apart] for number in _extremes(part)]
 

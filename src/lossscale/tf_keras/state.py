@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from lossscale.keras_common.state import ScaleVariables, kind_of_number
-from lossscale.rules import GradientStats, ScaleRule, ScaleState, host_can_update, updates_on_host
+from lossscale.rules import GradientStats, ScaleRule, ScaleState, changed_fields, host_can_update
 from lossscale.tensorflow.private_names import Trackable
 from lossscale.tensorflow.tracing import grouped, where
 from lossscale.tf_keras.private_names import track_variable
@@ -75,7 +75,7 @@ class TFKerasScaleVariables(ScaleVariables):
         if not in_graph and host_can_update(self.rule):
             numbers = {field: v.numpy().item() for field, v in self.variables.items()}
             before = self.first._replace(**numbers)
-            for field, value in updates_on_host(self.rule, before, bool(stats.finite)).items():
+            for field, value in changed_fields(self.rule, before, bool(stats.finite)).items():
                 self.variables[field].assign(value, read_value=False)
             return None
         before = self.read()

@@ -13,7 +13,7 @@ import tensorflow as tf
 from lossscale.common.private_names import check_attribute, do_not_convert
 from lossscale.keras.backends.backend import Backend
 from lossscale.keras_common.step import Step
-from lossscale.rules import GradientStats, ScaleState, host_can_update, updates_on_host
+from lossscale.rules import GradientStats, ScaleState, changed_fields, host_can_update
 from lossscale.tensorflow import overflow_check, replicas
 from lossscale.tensorflow.apply_or_skip import apply_or_skip, can_keep_old_values
 from lossscale.tensorflow.operations import TensorFlowOperations, check_symbolic, recorded
@@ -74,7 +74,7 @@ class TensorFlowBackend(TensorFlowOperations, Backend):
         if not self.runs_now(()) or not host_can_update(state.rule):
             return False
         before = state.first._replace(**{f: _number(v) for f, v in state.variables.items()})
-        updates = updates_on_host(state.rule, before, bool(finite))
+        updates = changed_fields(state.rule, before, bool(finite))
         written = [(state.variables[field], value) for field, value in updates.items()]
         steps_skipped = _number(optimizer._steps_skipped)
         if state.rule.checks_gradients:

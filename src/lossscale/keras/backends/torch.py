@@ -21,7 +21,7 @@ from lossscale.keras.backends.backend import Backend, check_without_tape
 from lossscale.keras.private_names import in_stateless_scope
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.keras_common.step import OverflowCheck, Step
-from lossscale.rules import GradientStats, ScaleRule, ScaleState, host_can_update, updates_on_host
+from lossscale.rules import GradientStats, ScaleRule, ScaleState, changed_fields, host_can_update
 from lossscale.torch import gradients as torch_gradients
 from lossscale.torch import scaling
 
@@ -124,7 +124,7 @@ class TorchBackend(Backend):
             if state.rule.checks_gradients:
                 return False
         else:
-            updates = updates_on_host(state.rule, state_on_host, stats.finite)
+            updates = changed_fields(state.rule, state_on_host, stats.finite)
             for field, value in updates.items():
                 state.variables[field]._value.fill_(value)
             optimizer._last_step_skipped._value.fill_(not stats.finite)
