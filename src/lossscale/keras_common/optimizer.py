@@ -265,8 +265,9 @@ class KerasCommonOptimizer(DocumentedMembers):
             warns_at_min_scale = self._may_warn_at_floor() and backend.runs_now(gradients)
             needs_scale = scaled or needs_stats or warns_at_min_scale or tracker is not None
             scale: Any = self._current_scale() if needs_scale else None
-            divisor = scale if scaled else None
-            step = Step(list(gradients), list(variables), divisor, aggregate, name)
+            step = Step(
+                list(gradients), list(variables), scale if scaled else None, aggregate, name
+            )
 
             if state.decide is not None:
                 check = OverflowCheck(state.decide(step.gradients), step)
@@ -287,11 +288,11 @@ class KerasCommonOptimizer(DocumentedMembers):
                     is_shared=backend.sums_before_check or not aggregate,
                 )
 
-            def apply(gradients: Sequence[Any], divisor: Any) -> Any:
-                # Each replica has its own gradients and divisor.
-                own = step._replace(gradients=list(gradients), divisor=divisor)
+            def apply(gradients: Sequence[Any], scale: Any) -> Any:
+                # Each replica has its own gradients, and its own copy of the scale.
+                own = step._replace(gradients=list(gradients), scale=scale)
                 unscaled = backend.unscale(own, rule)
-                return backend.apply(self, own._replace(gradients=unscaled, divisor=None))
+                return backend.apply(self, own._replace(gradients=unscaled, scale=None))
 
             def update_scale(stats: GradientStats) -> Any:
                 return self._update_scale(stats, check.state_on_host)

@@ -20,15 +20,15 @@ class Step(NamedTuple):
     Attributes:
         gradients: Those of this replica; None where there is none.
         variables: Their variables.
-        divisor: The number to divide them by, a float32 scalar tensor or a Python number; None
-            if they are unscaled.
+        scale: Multiplies them: a float32 scalar tensor or a Python number; None if they are
+            unscaled.
         aggregate: Whether the gradients of the replicas are summed.
         name: Name of the operations, or None.
     """
 
     gradients: list[Any]
     variables: list[Any]
-    divisor: Any
+    scale: Any
     aggregate: bool
     name: str | None
 
@@ -60,7 +60,7 @@ class StepOperations:
     #   optimizer: the loss scale optimizer;
     #   stats: what the rule sees;
     #   step: the step;
-    #   apply: divides a list of gradients by a divisor and applies it;
+    #   apply: divides a list of gradients by the scale and applies it;
     #   update_scale: updates the loss scale and the counters, given what the rule sees.
     # Returns the operation that does it in a graph of TensorFlow.
     apply_or_skip: Callable[..., Any]
@@ -101,17 +101,17 @@ class StepOperations:
 
         Args:
             step: The step of this replica.
-            rule: What says whether anybody looks, and whether the divisor is a power of two.
+            rule: What says whether anybody looks, and whether the scale is a power of two.
             inner: The inner optimizer.
             scale_variables: The rule's state.
         """
         if not rule.checks_gradients:
             finite: Any = True
-        elif step.divisor is None:
+        elif step.scale is None:
             finite = self.all_finite(step.gradients)
         else:
             scaled = step.without_overwritten()
-            finite = self.all_finite(scaled, step.divisor, rule.powers_of_two)
+            finite = self.all_finite(scaled, step.scale, rule.powers_of_two)
             others = [
                 gradient
                 for gradient, multiplied in zip(step.gradients, scaled, strict=True)
@@ -127,16 +127,16 @@ class StepOperations:
 
     def stats(self, step: Step, rule: ScaleRule, finite: Any, scale: Any) -> GradientStats:
         """The statistics of the gradients that the rule needs."""
-        are_scaled = step.divisor is not None
+        are_scaled = step.scale is not None
         gradients = step.without_overwritten()
         return self.gradient_stats(rule.needs, finite, gradients, scale, are_scaled=are_scaled)
 
     def unscale(self, step: Step, rule: ScaleRule) -> list[Any]:
         """Returns the gradients of a step, divided by the loss scale if they are scaled."""
-        if step.divisor is None:
+        if step.scale is None:
             return step.gradients
         scaled = step.without_overwritten()
-        unscaled = self.unscaled(scaled, step.divisor, rule.powers_of_two)
+        unscaled = self.unscaled(scaled, step.scale, rule.powers_of_two)
         return with_overwritten(scaled, unscaled, step.gradients)
 
     def step_number(self, iterations: Any) -> Any:

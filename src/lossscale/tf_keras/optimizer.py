@@ -59,7 +59,7 @@ class TensorFlowArrays(TensorFlowOperations, StepOperations):
     ) -> Any:
         """Branches, or keeps old values where the family of the optimizer says so."""
         kept = optimizer._kept_on_a_skip(step)
-        return apply_or_skip(stats, step.gradients, step.divisor, apply, update_scale, kept)
+        return apply_or_skip(stats, step.gradients, step.scale, apply, update_scale, kept)
 
     def apply(self, optimizer: Any, step: Step) -> Any:
         """Calls the inner optimizer."""

@@ -52,7 +52,7 @@ class TensorFlowBackend(TensorFlowOperations, Backend):
             return [_native(variable) for variable in everything]
 
         kept = written if can_keep_old_values(inner, step.gradients) else None
-        apply_or_skip(stats, step.gradients, step.divisor, apply, update_scale, kept)
+        apply_or_skip(stats, step.gradients, step.scale, apply, update_scale, kept)
 
     def apply(self, optimizer: Any, step: Step) -> None:
         """Calls the inner optimizer, which sums the gradients of replicas or does not."""

@@ -47,11 +47,11 @@ class TorchBackend(Backend):
     ) -> OverflowCheck:
         """Unscales dense gradients in the pass that checks them, and waits for the decision."""
         # In two passes a step takes 1.3 (100 large variables) to 1.5 times (one) as long.
-        if step.divisor is None or not rule.powers_of_two or torch.compiler.is_compiling():
+        if step.scale is None or not rule.powers_of_two or torch.compiler.is_compiling():
             check = super().check(step, rule, inner, scale_variables)
             return check._replace(all_finite=bool(check.all_finite))
         gradients, dense, others = list(step.gradients), [], []
-        unscaled = step._replace(gradients=gradients, divisor=None)
+        unscaled = step._replace(gradients=gradients, scale=None)
         for index, gradient in enumerate(step.without_overwritten()):
             if gradient is None:
                 if gradients[index] is not None:
@@ -59,7 +59,7 @@ class TorchBackend(Backend):
             elif gradient.dtype in scaling.WIDE and not gradient.is_sparse:
                 dense.append(index)
             else:
-                [gradients[index]] = self.unscaled([gradient], step.divisor, True)
+                [gradients[index]] = self.unscaled([gradient], step.scale, True)
                 others.append(gradients[index])
         if not dense:
             finite = not rule.checks_gradients or bool(self.all_finite(gradients))
@@ -69,7 +69,7 @@ class TorchBackend(Backend):
         copies = _copies(inner, [gradients[index] for index in dense], keys)
         for index, copy in zip(dense, copies, strict=True):
             gradients[index] = copy
-        scale = torch.as_tensor(step.divisor, dtype=torch.float32, device=copies[0].device)
+        scale = torch.as_tensor(step.scale, dtype=torch.float32, device=copies[0].device)
         given, reciprocal = torch_gradients.of_tensors(copies), scale.reciprocal()
         if not rule.checks_gradients:
             torch_gradients.unscale_(given, reciprocal.to)
@@ -101,7 +101,7 @@ class TorchBackend(Backend):
     ) -> None:
         """A Python `if`."""
         if bool(stats.finite):
-            apply(step.gradients, step.divisor)
+            apply(step.gradients, step.scale)
         update_scale(stats)
 
     def apply(self, optimizer: Any, step: Step) -> None:
