@@ -584,6 +584,28 @@ def _is_saved(part: Any, library: Any) -> bool:
     return any(isinstance(each, bases) for each in parts_of(part))
 
 
+def slots_in(
+    optimizer: Any, keys: Sequence[Any], kind: type[Any]
+) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Yields the attributes that hold a kind of slot, and its variables by the given keys.
+
+    Keras' optimizers keep each kind in a list, with one variable (or None) for every variable they
+    were built with. Two lists of the base class can be as long, by chance.
+
+    Args:
+        optimizer: The optimizer.
+        keys: A key for each variable that it was built with.
+        kind: The class of its variables.
+    """
+    for attribute, values in vars(optimizer).items():
+        if attribute in ("_trainable_variables", "_variables"):
+            continue
+        if isinstance(values, (list, tuple)) and len(values) == len(keys):
+            pairs = zip(keys, values, strict=True)
+            if slots := {key: value for key, value in pairs if isinstance(value, kind)}:
+                yield attribute, slots
+
+
 def check_shapes(variables: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> None:
     """Checks that arrays fit variables, before any is set.
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 import tf_keras
 
 from lossscale.errors import ArgumentError
-from lossscale.keras_common.optimizer import Slots
+from lossscale.keras_common.optimizer import Slots, slots_in
 from lossscale.keras_common.state import arrays_in
 from lossscale.keras_common.step import Step
 from lossscale.old_formats import documented_name, kind_of
@@ -181,19 +181,9 @@ class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=Cal
 
     def _slots_of_inner(self) -> Slots:
         inner = self._optimizer
-        # The new optimizers keep each kind of state in an attribute, a list with one variable (or
-        # None) for every variable they were built with.
         keys = list(getattr(inner, "_index_dict", ()))
-        for attribute, values in vars(inner).items():
-            if attribute == "_variables" or not isinstance(values, (list, tuple)):
-                continue
-            slots = {
-                key: value
-                for key, value in zip(keys, values, strict=False)
-                if isinstance(value, tf.Variable)
-            }
-            if slots and len(values) == len(keys):
-                yield _slot_names(inner, attribute, slots), slots
+        for attribute, slots in slots_in(inner, keys, tf.Variable):
+            yield _slot_names(inner, attribute, slots), slots
 
     # Methods of the base class whose variables and settings the wrapper does not have.
 
