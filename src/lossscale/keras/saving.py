@@ -195,8 +195,7 @@ def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
 def restore_scale(optimizer: Any, values: Mapping[str, Any]) -> None:
     """Sets the state of the rule from numbers of a file by the names of its variables."""
     state = optimizer._state
-    saved = {f: values[v.name].item() for f, v in state.variables.items() if v.name in values}
-    state.write(state.restored(saved))
+    state.write(state.restored(values))
 
 
 # --- Files that lack what an optimizer sets as attributes -----------------------------------------

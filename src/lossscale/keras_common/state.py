@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -15,20 +15,36 @@ from lossscale.rules import GradientStats, ScaleRule, ScaleState
 class ScaleVariables:
     """A rule and the variables that hold its state.
 
-    Attributes:
+    Args:
         rule: The rule that moves the state.
-        first: The first state, as Python numbers.
-        variables: A scalar variable for each field that is kept.
-    """
+        names: The fields that are kept, and their names in files.
+        new_variable: Makes a scalar variable of a name, a kind of number and a first value.
 
-    rule: ScaleRule
-    first: ScaleState
-    variables: dict[str, Any]
+    Attributes:
+        first: The first state, as Python numbers.
+        variables: A variable for each field that is kept.
+    """
 
     # Whether to apply the gradients of a step; None where they need only be finite.
     decide: Callable[[list[Any]], Any] | None = None
     # Returns the value of a variable as a tensor that does not change with it.
     _read: Callable[[Any], Any]
+    # Sets the state; returns the operation that does it in a graph of TensorFlow.
+    write: Callable[[ScaleState], Any]
+    # The array functions for `ScaleRule.update`.
+    _namespace: Any
+
+    def __init__(
+        self,
+        rule: ScaleRule,
+        names: dict[str, str],
+        new_variable: Callable[[str, str, Any], Any],
+    ) -> None:
+        self.rule, self.names, self.variables = rule, names, dict[str, Any]()
+        self.first: ScaleState = rule.init()
+        for field, name in names.items():
+            value = getattr(self.first, field)
+            self.variables[field] = new_variable(name, kind_of_number(value), value)
 
     def read(self) -> ScaleState:
         """Returns the state as tensors; of a fixed scale, as Python numbers of the program."""
@@ -39,12 +55,24 @@ class ScaleVariables:
             **{field: self._read(variable) for field, variable in self.variables.items()}
         )
 
-    def restored(self, saved: dict[str, Any]) -> ScaleState:
+    def update(self, stats: GradientStats) -> Any:
+        """Updates the state after a step; returns what `write` does, None if nothing changes."""
+        before = self.read()
+        after = self.rule.update(before, stats, xp=self._namespace)
+        return None if after is before else self.write(after)
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The variables by their names in files."""
+        return {name: self.variables[field] for field, name in self.names.items()}
+
+    def restored(self, values: Mapping[str, Any]) -> ScaleState:
         """Returns a state of Python numbers from a file, brought into the rule's range.
 
         Args:
-            saved: Numbers by the fields of the state; missing ones are those of the first state.
+            values: Arrays by name; a missing field is that of the first state.
         """
+        saved = {f: values[name].item() for f, name in self.names.items() if name in values}
         state: ScaleState = self.rule.restored(self.first._replace(**saved))
         scale = saved.get("scale", state.scale)
         if self.rule.moves and np.float32(scale) != np.float32(state.scale):
@@ -65,9 +93,6 @@ class VariablesOfUser(ScaleVariables):
         after: Returns a value that depends on an update.
     """
 
-    names: ClassVar[dict[str, str]] = {}
-    named: ClassVar[dict[str, Any]] = {}
-
     def __init__(
         self,
         rule: ScaleRule,
@@ -75,7 +100,7 @@ class VariablesOfUser(ScaleVariables):
         replica_count: Callable[[], int],
         after: Callable[[Any, Any], Any],
     ) -> None:
-        self.rule, self.variables = rule, {}
+        self.rule, self.variables, self.names = rule, {}, {}
         self._loss_scale, self._replica_count, self._after = loss_scale, replica_count, after
 
     @property
