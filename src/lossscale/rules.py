@@ -122,7 +122,7 @@ class ScaleRule(Protocol):
         return False
 
     @property
-    def moves(self) -> bool:
+    def is_dynamic(self) -> bool:
         """Whether `update` can ever change the state, and the loss scale with it."""
         return True
 
@@ -216,7 +216,7 @@ class FixedScale(ScaleRule):
         return self.skip_nonfinite
 
     @property
-    def moves(self) -> bool:
+    def is_dynamic(self) -> bool:
         return False
 
     @property

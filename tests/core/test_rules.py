@@ -202,7 +202,7 @@ def test_a_rule_of_ones_own_inherits_the_defaults():
     rule, state = Own(), ScaleState(4.0, 3)
     assert isinstance(rule, ScaleRule)
     assert not isinstance(state, ScaleRule)
-    assert rule.moves is True
+    assert rule.is_dynamic is True
     assert rule.checks_gradients is True
     assert rule.powers_of_two is False
     assert rule.restored(state) == state

@@ -120,7 +120,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self._backend = backend
         self.inner_optimizer = inner_optimizer
         self._rule = rule
-        self._ledger = ScaleLedger(not rule.moves, _how_with_several_optimizers())
+        self._ledger = ScaleLedger(not rule.is_dynamic, _how_with_several_optimizers())
         # Values that were loaded before their variables exist, and those of loss scaling before.
         self._pending_values: dict[str, Any] | None = None
         self._values_before_load: dict[str, Any] | None = None

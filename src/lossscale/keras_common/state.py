@@ -48,7 +48,7 @@ class ScaleVariables:
 
     def read(self) -> ScaleState:
         """Returns the state as tensors; of a fixed scale, as Python numbers of the program."""
-        if not self.rule.moves:
+        if not self.rule.is_dynamic:
             # A restored file must not override the number in the program.
             return self.first
         return self.first._replace(
@@ -75,7 +75,7 @@ class ScaleVariables:
         saved = {f: values[name].item() for f, name in self.names.items() if name in values}
         state: ScaleState = self.rule.restored(self.first._replace(**saved))
         scale = saved.get("scale", state.scale)
-        if self.rule.moves and np.float32(scale) != np.float32(state.scale):
+        if self.rule.is_dynamic and np.float32(scale) != np.float32(state.scale):
             warn(
                 f"The saved loss scale, {scale}, is outside the range of {self.rule}. Training "
                 f"continues with {state.scale}."

@@ -108,7 +108,7 @@ def moved(rule: ScaleRule, state: LossScaleState, stats: GradientStats) -> LossS
         stats: The statistics of the step; `finite` is a boolean scalar array.
     """
     before = rule.init()
-    if rule.moves:
+    if rule.is_dynamic:
         # The scale of a fixed rule comes from the program, never from a file.
         before = before._replace(scale=state.loss_scale, **state.rule_state)
     after = rule.update(before, stats, xp=jnp)

@@ -125,7 +125,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         self._optimizer = inner_optimizer
         self._given_name = name
         self._rule = rule
-        self._ledger = ScaleLedger(not rule.moves)
+        self._ledger = ScaleLedger(not rule.is_dynamic)
         # What was loaded before the variables exist that it belongs to: the inner optimizer's
         # weights, and by name what it does not list. A checkpoint holds no arrays.
         self._pending_values: list[Any] | None = None

@@ -32,7 +32,7 @@ class TFKerasScaleVariables(ScaleVariables):
     _namespace = types.SimpleNamespace(**{**vars(tf), "where": where})
 
     def __init__(self, rule: ScaleRule) -> None:
-        fields = rule.init()._fields if rule.moves else ()
+        fields = rule.init()._fields if rule.is_dynamic else ()
         names = {field: _VARIABLE_NAMES.get(field, field) for field in fields}
         super().__init__(
             rule, names, lambda name, kind, value: new_variable(name, _DTYPES[kind], value)
