@@ -22,7 +22,7 @@ from benchmarks.frameworks import Framework
 from benchmarks.frameworks.torch import Step, devices
 from benchmarks.methods import SCALE
 from benchmarks.rows import Row
-from lossscale.torch.scaled_gradients import all_engines, register
+from lossscale.torch.scaled_gradients import all_engines, owners, register
 
 CLIP = 1.0
 FLAGS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}
@@ -129,6 +129,7 @@ class _Step(Step):
         engine = getattr(self._owner, "_engine", None)
         if engine is not None:
             engine._forget = register(engine, engine.info())
+            owners(engine.info())
 
 
 class _Filled(torch.autograd.Function):

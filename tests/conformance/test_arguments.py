@@ -90,6 +90,6 @@ def test_a_repr_shows_the_scale_and_the_skips(wrapper):
     state = "loss scale 4, 1 of 1 steps skipped"
     if getattr(harness.optimizer, "decide", "host") == "device":
         # To read the numbers would wait for it.
-        state = "the device decides"
+        state = "loss scale on the device"
     shown = f"{inner.__name__}, {rule.__name__}: {state}"
     assert repr(harness.optimizer) == f"<LossScaleOptimizer around {shown}>"

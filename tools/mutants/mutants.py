@@ -314,7 +314,7 @@ tests/frameworks/torch/test_scaled_gradients.py
 tests/frameworks/torch/test_state.py
     torch Engine.check_restart: float(each.by.on(CPU).scale) != number -> False
         -k of_another_scale
-    torch Engine.scaled_by: len(numbers) > 1 -> False  -k two_scales
+    torch Engine.gradient_factor: len(numbers) > 1 -> False  -k two_scales
 tests/frameworks/torch/test_beside_torch.py
     torch GradScaler._move_as_torch: super().update() -> pass  -k four_calls
     torch GradScaler._step_that_skips_by_itself: entry['stage'] = OptState.STEPPED; return result

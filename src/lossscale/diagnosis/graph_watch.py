@@ -124,9 +124,11 @@ class GraphWatch:
         if old is not None:
             return old
         given = self._given(operation)
-        floats = [a.astype(np.float64) for a in given if np.issubdtype(a.dtype, np.floating)]
-        decisive = (floats[1:] or floats) if "Div" in operation.type else floats[:1]
         is_cast, module = operation.type == "Cast", _module(operation.name)
+        floats = [
+            a.astype(np.float64) for a in given if is_cast or np.issubdtype(a.dtype, np.floating)
+        ]
+        decisive = (floats[1:] or floats) if "Div" in operation.type else floats[:1]
         cast_of = self._names.get(operation.inputs[0].ref(), Origin())
         return Origin(
             FailedOperation(

@@ -22,7 +22,7 @@ from lossscale.jax.apply_or_skip import bind
 from lossscale.monitoring.explanation import LARGEST, FailedOperation, Origin
 from lossscale.monitoring.origins import Flags, Watched, is_harmed, overflow_in, passed_on
 
-_TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "remat", "rematted"}
+_TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "rematted_computation"}
 _ADDING = ("add", "max", "clamp")
 _SINGULAR = ("div", "rsqrt", "sqrt", "log", "log1p", "pow", "integer_pow", "acos", "asin", "atanh")
 _SMALL = 2.0**-14
@@ -68,6 +68,7 @@ class JaxprWatch:
         }
         self._hidden: Origin | None = None
         self._absorbed: set[Origin] = set()
+        self._callers: list[Any] = []
         _, found = self._evaluate(self._closed, arguments, origins)
         gradients = [each for each in found[1:] if each is not None and not each.is_mask]
         first = next(iter(gradients), None)
@@ -114,7 +115,9 @@ class JaxprWatch:
                     for each in flags
                 ]
             else:
+                self._callers.append(equation)
                 made, found = inner(self._evaluate, given, taken)
+                self._callers.pop()
             values.update(zip(equation.outvars, made, strict=True))
             known.update(zip(equation.outvars, found, strict=True))
         return read(jaxpr.outvars)
@@ -128,7 +131,7 @@ class JaxprWatch:
         overflow: Origin | None,
     ) -> None:
         """Notes an overflow that ends here, and whether another number is made of 65,504."""
-        if overflow is None or _is_backward(equation):
+        if overflow is None or _is_backward([*self._callers, equation]):
             return
         self._absorbed.add(overflow)
         limits: dict[str, Any] = {"nan": math.nan, "posinf": LARGEST, "neginf": -LARGEST}
@@ -145,16 +148,17 @@ class JaxprWatch:
         infinite: Sequence[tuple[Origin, Flags]],
         made: Flags,
     ) -> Origin:
-        in_backward = _is_backward(equation)
+        nested = [*self._callers, equation]
+        in_backward = _is_backward(nested)
         literals = [atom.val for atom in equation.invars if isinstance(atom, Literal)]
         sets = any(any(_flags(value)) for value in literals)
         old = passed_on(infinite, made, sets=sets, in_backward=in_backward)
         if old is not None:
             return old
-        name, module = equation.primitive.name, _module(equation)
-        floats = [np.asarray(each, np.float64) for each in given if _is_float(each)]
-        decisive = (floats[1:] or floats) if name == "div" else floats[:1]
+        name, module = equation.primitive.name, _module(nested)
         is_cast = name == "convert_element_type"
+        floats = [np.asarray(each, np.float64) for each in given if is_cast or _is_float(each)]
+        decisive = (floats[1:] or floats) if name == "div" else floats[:1]
         failed = FailedOperation(
             name,
             self._plain(module),
@@ -248,29 +252,35 @@ def _while(equation: Any, given: Sequence[Any]) -> Any:
 _INNER: dict[str, Callable[..., Any]] = {"cond": _branch, "scan": _scan, "while": _while}
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a jaxpr, and of those that it calls."""
+def _equations(jaxpr: Any, *callers: Any) -> Iterator[Sequence[Any]]:
+    """The equations of a jaxpr, and of those that it calls, each after its callers."""
     for equation in jaxpr.eqns:
-        yield equation
+        yield *callers, equation
         for value in equation.params.values():
             for each in value if isinstance(value, (tuple, list)) else [value]:
                 inner = getattr(each, "jaxpr", each)
                 if hasattr(inner, "eqns"):
-                    yield from _equations(inner)
+                    yield from _equations(inner, *callers, equation)
 
 
 # --- Names --------------------------------------------------------------------------------------
 
 
-def _is_backward(equation: Any) -> bool:
-    return "transpose(" in str(equation.source_info.name_stack)
+def _scopes(nested: Sequence[Any]) -> str:
+    """The scopes of an equation, which comes last, and of the equations that call it."""
+    return "/".join(str(each.source_info.name_stack) for each in nested)
 
 
-def _module(equation: Any) -> str:
+def _is_backward(nested: Sequence[Any]) -> bool:
+    return "transpose(" in _scopes(nested)
+
+
+def _module(nested: Sequence[Any]) -> str:
     """The path of the module of an equation, or the line of its function."""
-    scopes = re.findall(r"[^/()]+", str(equation.source_info.name_stack))
-    path = "/".join(each for each in scopes if each not in _TRANSFORMS)
-    return path or _line(equation)
+    # What is computed again for the backward pass has its scopes twice.
+    scopes = re.sub(r"transpose\(jvp\((.*?)\)\)/jvp\(\1\)", r"\1", _scopes(nested))
+    path = "/".join(each for each in re.findall(r"[^/()]+", scopes) if each not in _TRANSFORMS)
+    return path or next(filter(None, map(_line, reversed(nested))), "")
 
 
 def _line(equation: Any) -> str:
@@ -298,13 +308,13 @@ def _derived(jaxpr: Any, equation: Any) -> str:
 
 def small_numbers(jaxpr: Any) -> Iterator[tuple[str, float]]:
     """Numbers that are added, and that float16 rounds to few digits or to 0, by their module."""
-    for equation in _equations(jaxpr):
-        if equation.primitive.name in _ADDING:
-            for atom in equation.invars:
+    for nested in _equations(jaxpr):
+        if nested[-1].primitive.name in _ADDING:
+            for atom in nested[-1].invars:
                 if isinstance(atom, Literal) and np.ndim(atom.val) == 0:
                     value = abs(float(atom.val))
                     if 0 < value < _SMALL:
-                        yield _module(equation), value
+                        yield _module(nested), value
 
 
 # --- Arrays -------------------------------------------------------------------------------------

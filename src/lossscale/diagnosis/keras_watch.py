@@ -39,7 +39,8 @@ class Explainer:
             if each is not None
         ]
         self._names = [self._inside(name) for name in names]
-        self._paths = {str(each.path) for each in model._flatten_layers()}
+        # A layer without weights has no path.
+        self._paths = {str(each.path or each.name) for each in model._flatten_layers()}
         self._epsilons: dict[str, float] = {}
 
     def _inside(self, path: str) -> str:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from lossscale.common.checks import living_wrapper
 from lossscale.errors import CallOrderError
-from lossscale.rules import GradientStats, ScaleRule, StatsRequest
+from lossscale.rules import GradientStats
 from lossscale.torch import fused, gradients, ranks
 from lossscale.torch.optimizer_list import parts_of, with_parts
 from lossscale.torch.ranks import ParameterInfo
@@ -54,6 +55,16 @@ class StepDecision(NamedTuple):
     divisor: Any = None
     empty: bool = False
 
+    @property
+    def skipped(self) -> Any:
+        """Whether the step is skipped: a bool; `overflow` if only the device knows."""
+        return self.overflow if self.apply is None else not self.apply
+
+    @property
+    def nobody_scaled(self) -> bool:
+        """Whether there are gradients, and no process has scaled a loss."""
+        return self.stats is None and not self.empty
+
 
 class Engine:
     """Loss scaling of the gradients of one optimizer.
@@ -65,29 +76,22 @@ class Engine:
         process_group: As `ranks.groups_of` takes it.
 
     Attributes:
+        rule: The rule that moves the loss scale.
         record: The state of its gradients.
-        left_out: Called when gradients were checked and then cleared without a step.
         join_group: The processes of a `torch.distributed.algorithms.Join`, within it.
     """
 
-    left_out: Callable[[], None] | None = None
     join_group: Any = None
 
     def __init__(
         self, inner: Any, scale: Any, clip_norm: float | None = None, process_group: Any = None
     ) -> None:
-        self.inner, self.scale = inner, scale
+        self.inner, self.scale, self.rule = inner, scale, scale.rule
         self.clip_norm, self.process_group = clip_norm, process_group
         self._info = ParameterInfo(ranks.parameters_of(self.inner), process_group)
         self._first_steps = FirstSteps()
         self._forget = register(self, self._info)
         self.record = GradientRecord()
-
-    @property
-    def rule(self) -> ScaleRule:
-        """The rule that moves the loss scale."""
-        rule: ScaleRule = self.scale.rule
-        return rule
 
     def info(self) -> ParameterInfo:
         """Facts about the parameters that the optimizer has now."""
@@ -132,12 +136,12 @@ class Engine:
                 "LossScaleOptimizer."
             )
 
-    def check_known(self) -> None:
+    def check_known(self, info: ParameterInfo) -> None:
         """Checks that no gradient came with a group that was added after the last loss."""
         known = self.record.known
-        if known is None or self.info() is known:
+        if known is None or info is known:
             return
-        if unheld(self.info().without(known.ids)).first_gradient() is None:
+        if unheld(info.without(known.ids)).first_gradient() is None:
             return
         raise CallOrderError(
             "A parameter group with gradients was added after a loss was scaled. It is unknown "
@@ -151,8 +155,9 @@ class Engine:
         if record.found is None or any(each.by is by for each in record.sets):
             return
         if record.are_gone(self.info()):
-            if self.left_out is not None:
-                self.left_out()
+            wrapper = living_wrapper(self.inner)
+            if wrapper is not None:
+                wrapper._leave_out()
             record.reset()
 
     def put_into_set(
@@ -186,7 +191,7 @@ class Engine:
             # Decided on gradients that it shares, and that are about to change.
             each.record.decision = None
         self._see()
-        target.begin(task)
+        target.begin_pass(task)
         target.checks = target.checks or self.rule.checks_gradients
         target.add(info)
         if target not in record.sets:
@@ -196,7 +201,7 @@ class Engine:
             record.remember(self.info())
         record.has_own_loss = record.has_own_loss or own is self
         if task != -1 or record.known is not None:
-            record.known = self.info()
+            record.known = info if own is self else self.info()
         record.decision, record.is_cleared = None, False
         return target
 
@@ -229,7 +234,7 @@ class Engine:
                 record.sets.append(each)
             each.settle(factor=factor)
 
-    def scaled_by(self) -> float:
+    def gradient_factor(self) -> float:
         """The factor of the gradients, which a state saves: 1 if unscaled, 0 if there are none.
 
         Raises:
@@ -305,7 +310,7 @@ class Engine:
                 not clipped.
         """
         info, record = self.info(), self.record
-        self.check_known()
+        self.check_known(info)
         self._first_steps.check(info.parameters)
         sets = [*holding(info), *(e for e in record.sets if e.left is not None)]
         if record.found is not None or any(each.info is not info for each in sets):
@@ -322,51 +327,58 @@ class Engine:
         measured = self._measured(info, by, are_scaled)
         clips = bool(self.clip_norm) and not in_place
         unchecked = not (self.rule.checks_gradients or clips or self.scale.on_device)
-        in_kernel = (
-            # A check divides them in the same pass, except for float16, which would flush to 0.
-            bool(here and are_scaled and (clips or unchecked or info.has_half))
-            # Nor may a kernel change one that is part of a graph, or that other code reads.
-            and not (in_place or any(map(_REQUIRES_GRAD, info.gradients())))
-            and fused.can_unscale(self.inner)
-        )
+        # A check divides them in the same pass, except for float16, which would flush to 0.
+        wants_kernel = not in_place and are_scaled and (clips or unchecked or info.has_half)
+        of_kernel = self._of_kernel(info) if wants_kernel else None
         if clips and measured is None and self._norm_checks(info, by):
-            decision = self._decide_by_norm(info, by, sets, are_scaled, in_kernel)
+            decision = self._decide_by_norm(info, by, sets, are_scaled, of_kernel)
             if decision is not None:
                 return decision
-        leaves = in_kernel and (info.has_half or unchecked)
+        leaves = of_kernel is not None and (info.has_half or unchecked)
         divisor = by.on(first.device).scale if leaves else None
         if leaves and not self.rule.checks_gradients:
             # The kernel would divide twice what two share.
-            gradients.separate(info)
+            gradients.separate(info, of_kernel)
         if leaves and unchecked and measured is None and not groups:
             self._give_up(sets, info)
             return StepDecision(True, GradientStats(True), divisor=divisor)
         overflow = self._unscale_and_check(info, by, sets, are_scaled, leaves)
-        somebody_scaled: Any = are_scaled is not None
-        # Processes of a given group may run different code, but send the same messages.
-        if groups and (self.rule.checks_gradients or info.is_given or self.join_group is not None):
-            overflow, somebody_scaled = ranks.agreed(overflow, here, somebody_scaled, groups)
-        if are_scaled is None and somebody_scaled:
-            # The loss was scaled in another process.
-            self._hold(info, by).settle()
+        overflow, somebody_scaled = self._agreed(info, by, overflow, here, are_scaled is not None)
         if self.scale.on_device:
             decision = self._on_device(overflow, measured, here, info, divisor)
         else:
             decision = self._on_host(overflow, measured, divisor)
         if not somebody_scaled:
             decision = decision._replace(stats=None)
-        return decision if in_place else self.clipped(decision)
+        return self.clipped(decision) if clips else decision
+
+    def _of_kernel(self, info: ParameterInfo) -> list[Any] | None:
+        """The gradients, if the optimizer's kernel may divide them; else None."""
+        if not fused.can_unscale(self.inner):
+            return None
+        grads = info.gradients()
+        # A kernel must not change one that is part of a graph.
+        return grads if grads and not any(map(_REQUIRES_GRAD, grads)) else None
+
+    def _agreed(
+        self, info: ParameterInfo, by: Any, overflow: Any, here: bool, is_scaled: bool
+    ) -> tuple[Any, Any]:
+        """Whether a gradient overflowed, and whether a loss was scaled, on any process."""
+        groups, somebody_scaled = self._groups(info), is_scaled
+        # Processes of a given group may run different code, but send the same messages.
+        if groups and (self.rule.checks_gradients or info.is_given or self.join_group is not None):
+            overflow, somebody_scaled = ranks.agreed(overflow, here, is_scaled, groups)
+        if not is_scaled and somebody_scaled:
+            # The loss was scaled in another process.
+            self._hold(info, by).settle()
+        return overflow, somebody_scaled
 
     def _measured(self, info: ParameterInfo, by: Any, are_scaled: Any) -> Any:
         """The statistics that the rule needs besides overflow; None if it needs none."""
-        if self.rule.needs == StatsRequest():
-            return None
-        grads = info.gradients()
         return gradients.measure_everywhere(
             self.rule.needs,
-            grads,
             info,
-            by.on(grads[0].device if grads else CPU).scale,
+            lambda device: by.on(device).scale,
             are_scaled=are_scaled is not False,
         )
 
@@ -410,10 +422,10 @@ class Engine:
         by: Any,
         sets: Sequence[ScaledGradients],
         are_scaled: bool | None,
-        in_kernel: bool,
+        of_kernel: list[Any] | None,
     ) -> StepDecision | None:
         """Clips by a norm that checks for overflow as well; None if it cannot tell."""
-        given = gradients.collect(info)
+        given = gradients.collect(info, of_kernel)
         scale = by.number if are_scaled else 1.0
         norm, found = gradients.grad_norm(given, info), self.record.found
         if found is not None:
@@ -429,7 +441,7 @@ class Engine:
         dtypes = {group[0].dtype for group in given.dense_groups}
         divisor = None
         # A float32 number has too few digits for float64.
-        if in_kernel and len(given.dense_groups) == 1 and torch.float64 not in dtypes:
+        if of_kernel and len(given.dense_groups) == 1 and torch.float64 not in dtypes:
             divisor = scalar((scale / clip).tolist(), given.device)
         if divisor is not None and scale * max(total / largest, 1.0) < _LARGEST / 2:
             self._give_up(sets, info)
@@ -541,13 +553,11 @@ class Engine:
 
     def skipped(self, found: Any) -> StepDecision:
         """The decision on gradients that were cleared, with the statistics of a skipped step."""
-        measured, needs = None, self.rule.needs
-        if needs != StatsRequest():
-            measured = scalar(0.0, CPU).repeat(2 + len(needs.counts_from))
         finite: Any = False
         if self.scale.on_device:
             finite = scalar(False, self.info().devices[0], torch.bool)
-        return StepDecision(None, gradients.as_stats(needs, measured, finite), overflow=found)
+        stats = gradients.compute(self.rule.needs, finite, [], None, are_scaled=False)
+        return StepDecision(None, stats, overflow=found)
 
     def update(self, decision: StepDecision) -> None:
         """Updates the scale and counts the step."""

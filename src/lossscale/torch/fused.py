@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from lossscale.errors import UnsupportedError
+from lossscale.common.checks import signature_of
 from lossscale.torch.optimizer_list import OptimizerList
+from lossscale.torch.ranks import parameters_of
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """PyTorch's optimizers with fused kernels, which read `grad_scale` and `found_inf`."""
@@ -114,21 +116,7 @@ def is_dummy_step(optimizer: Any) -> bool:
 
 def takes_a_scaler(step: Any) -> bool:
     """Whether a `step` takes a `grad_scaler`, as PyTorch's did before 2.0."""
-    return "grad_scaler" in inspect.signature(step).parameters
-
-
-def check_signature(inner: Any) -> None:
-    """Refuses an optimizer whose `step` takes a `grad_scaler`.
-
-    Raises:
-        UnsupportedError: If it does.
-    """
-    if takes_a_scaler(inner.step):
-        raise UnsupportedError(
-            f"{type(inner).__name__}.step takes a `grad_scaler`, which PyTorch has deprecated: a "
-            "step is skipped here. Remove the argument; a fused kernel reads the attributes "
-            "`grad_scale` and `found_inf` instead."
-        )
+    return "grad_scaler" in signature_of(step)
 
 
 def makes_state(optimizers: Iterable[Any]) -> bool:
@@ -137,13 +125,24 @@ def makes_state(optimizers: Iterable[Any]) -> bool:
     SGD's momentum would be uninitialized memory. Without momentum it has no state.
     """
     for each in optimizers:
-        if not isinstance(each, FUSED):
+        if not isinstance(each, FUSED) or _has_all_state(each):
             continue
         is_sgd = isinstance(each, torch.optim.SGD)
         states = each.state.items()
         made = {id(p) for p, s in states if (s.get("momentum_buffer") is not None if is_sgd else s)}
         for group in each.param_groups:
-            lacking = [p for p in group["params"] if id(p) not in made]
+            lacking = (p for p in group["params"] if id(p) not in made)
             if (not is_sgd or group["momentum"]) and any(p.grad is not None for p in lacking):
                 return True
     return False
+
+
+def _has_all_state(optimizer: Any) -> bool:
+    """Whether each parameter has its state, in their order: usual, and quick to see."""
+    parameters, states = parameters_of(optimizer), optimizer.state
+    if len(states) != len(parameters) or not all(map(operator.is_, parameters, states)):
+        return False
+    if isinstance(optimizer, torch.optim.SGD):
+        momenta = map(operator.methodcaller("get", "momentum_buffer"), states.values())
+        return type(None) not in set(map(type, momenta))
+    return all(states.values())

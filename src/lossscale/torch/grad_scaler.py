@@ -25,7 +25,7 @@ from lossscale.checks import checked_truth, checks_keywords
 from lossscale.common.checks import warned_at_floor
 from lossscale.errors import CallOrderError, ScalerArgumentError
 from lossscale.packages import warn
-from lossscale.rules import DynamicScale, ScaleRule, StatsRequest
+from lossscale.rules import DynamicScale, ScaleRule
 from lossscale.torch import buffers, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
@@ -37,7 +37,6 @@ from lossscale.torch.settings import (
     as_of_a_scaler,
     check_steppable,
     new_scale_of,
-    refuse_closure,
     rule_of_a_scaler,
 )
 
@@ -294,22 +293,17 @@ class GradScaler(torch.amp.GradScaler):
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _measure(self, optimizer: Any) -> None:
         """Stores the statistics that the rule needs besides overflow, of scaled gradients."""
-        if self._scale is not None and self._rule.needs != StatsRequest():
-            info = self._known_of(optimizer).info
-            given = gradients.collect(info, allow_float16=True)
+        if self._scale is not None:
             self._per_optimizer_states[id(optimizer)]["measured"] = gradients.measure_everywhere(
-                self._rule.needs, given.grads, info, self._scale, are_scaled=True
+                self._rule.needs, self._known_of(optimizer).info, self._scale.to, are_scaled=True
             )
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
     ) -> dict[Any, Any]:
-        info, entry = (
-            self._known_of(optimizer).info,
-            self._per_optimizer_states.get(id(optimizer), {}),
-        )
-        rule, device = self._rule, found_inf.device
+        info, device = self._known_of(optimizer).info, found_inf.device
+        entry = self._per_optimizer_states.get(id(optimizer), {})
         # An optimizer that skips by itself is given no second look, for which the host would wait.
         recheck = not _skips_by_itself(optimizer) and self._may_overflow()
         by_device = unscale(
@@ -317,7 +311,7 @@ class GradScaler(torch.amp.GradScaler):
         )
         here = bool(by_device)
         found = gradients.any_overflow(by_device, device).to(device)
-        if not rule.checks_gradients:
+        if not self._rule.checks_gradients:
             found.zero_()
         elif info.groups:
             found, _ = ranks.agreed(found, here, True, info.groups)
@@ -362,12 +356,10 @@ class GradScaler(torch.amp.GradScaler):
             return [self.step(each, *args, **kwargs) for each in optimizer]
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
-        check_steppable(optimizer)
-        refuse_closure(args, kwargs)
+        self._check_step([optimizer], args, kwargs)
         if self._only_makes_state(optimizer):
             self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
             return optimizer.step(*args, **kwargs)
-        self._check_not_stepped([optimizer])
         if self._stage_of(optimizer) is OptState.UNSCALED:
             # Those that `unscale_` has unscaled may have been clipped together.
             states = self._per_optimizer_states.items()
@@ -411,7 +403,17 @@ class GradScaler(torch.amp.GradScaler):
         entry["stage"] = OptState.STEPPED
         return result
 
-    def _check_not_stepped(self, optimizers: Sequence[Any]) -> None:
+    def _check_step(
+        self, optimizers: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Checks a call of `step` with some optimizers, before anything changes."""
+        for each in optimizers:
+            check_steppable(each, is_one_of_several=len(optimizers) > 1)
+        if any(map(callable, args)) or "closure" in kwargs:
+            raise CallOrderError(
+                "step() of a GradScaler takes no closure: the optimizer would see scaled losses. "
+                "lossscale.torch.LossScaleOptimizer takes closures, also those of LBFGS."
+            )
         is_twice = len(set(map(id, optimizers))) < len(optimizers)
         if is_twice or any(self._stage_of(each) is OptState.STEPPED for each in optimizers):
             raise CallOrderError(
@@ -425,11 +427,8 @@ class GradScaler(torch.amp.GradScaler):
         """Unscales or checks the gradients of optimizers that are all applied or all skipped."""
         if not self._enabled:
             return
-        for each in optimizers:
-            check_steppable(each, is_one_of_several=True)
-        refuse_closure(args, kwargs)
+        self._check_step(optimizers, args, kwargs)
         self._check_scale_growth_tracker("step")
-        self._check_not_stepped(optimizers)
         ready = [each for each in optimizers if self._stage_of(each) is OptState.READY]
         for each in ready:
             # If one of them raises, the gradients of the others stay as they are.
@@ -443,11 +442,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _join(self, entries: Mapping[int, dict[str, Any]]) -> None:
         """Each of some optimizers, which have yet to step, sees the overflows of all."""
-        some = {
-            key: entry
-            for key, entry in entries.items()
-            if entry["stage"] is not OptState.STEPPED and "is_joined" not in entry
-        }
+        some = {key: entry for key, entry in entries.items() if "is_joined" not in entry}
         found = [t for entry in some.values() for t in entry["found_inf_per_device"].values()]
         if len(found) < 2:
             return
@@ -542,7 +537,7 @@ class GradScaler(torch.amp.GradScaler):
         if as_torch:
             self._move_as_torch(found, skipped, rule)
             return
-        measured = [e["measured"] for e in entries if "measured" in e]
+        measured = [e["measured"] for e in entries if e.get("measured") is not None]
         seen = gradients.together(measured) if measured else None
         together = [
             t.to(found.device, torch.float64) for t in (found, self._scale, self._growth_tracker)
@@ -654,11 +649,7 @@ class GradScaler(torch.amp.GradScaler):
         def put(self: Any, value: Any) -> None:
             with as_of_a_scaler():
                 self._rule = state_dicts.with_settings(self._rule, **{name: value})
-            # PyTorch tests equality, so a shorter interval would never be reached.
-            most = self._growth_interval - 1
-            self._init_growth_tracker = min(self._init_growth_tracker, most)
-            if self._growth_tracker is not None:
-                self._growth_tracker.clamp_(max=most)
+            self._set_state(self._current_state())
 
         return property(lambda self: state_dicts.setting(self._rule, name), put)
 
@@ -684,6 +675,12 @@ class GradScaler(torch.amp.GradScaler):
             )
         return self._scale, self._growth_tracker
 
+    def _current_state(self) -> Any:
+        """The state of the rule now; waits for the device."""
+        # Not by `get_scale`, which PyTorch's methods do not call here.
+        number = self._init_scale if self._scale is None else float(self._scale)
+        return self._adopt(number, self._get_growth_tracker())
+
     def _adopt(self, number: float, good_steps: int) -> Any:
         """The state of the rule with what the tensors hold."""
         self._state = self._state._replace(scale=number)
@@ -692,7 +689,10 @@ class GradScaler(torch.amp.GradScaler):
         return self._state
 
     def _set_state(self, state: Any) -> None:
-        self._state, self._init_growth_tracker = state, getattr(state, "good_steps", 0)
+        self._state = state
+        # PyTorch tests equality, so a count beyond the interval would never reach it.
+        most = self._growth_interval - 1
+        self._init_growth_tracker = min(getattr(state, "good_steps", 0), most)
         if self._growth_tracker is not None:
             self._growth_tracker.fill_(self._init_growth_tracker)
         self._set_scale(float(state.scale))
@@ -724,12 +724,9 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        # Not by `get_scale`, which PyTorch's method does not call.
-        number = self._init_scale if self._scale is None else float(self._scale)
-        state = self._adopt(number, self._get_growth_tracker())
         with as_of_a_scaler():
             self._rule, state, skipped = state_dicts.read_scaler_state(
-                state_dict, self._rule, state
+                state_dict, self._rule, self._current_state()
             )
         self._set_state(state)
         if skipped is not None:

@@ -19,9 +19,7 @@ from lossscale.torch import ranks
 from lossscale.torch.ranks import ParameterInfo, largest_and_added, local
 from lossscale.torch.scaling import CPU, real_parts, scalar, unscaled, widened
 
-_DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
-_IS_NEGATED, _PLACE = torch.Tensor.is_neg, torch.Tensor.data_ptr
-_DENSE = {torch.strided}
+_DTYPE = attrgetter("dtype")
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _IN_PLACE = frozenset({torch.float32, torch.float64, torch.bfloat16})
 
@@ -47,7 +45,11 @@ class Gradients(NamedTuple):
 
 
 def collect(
-    info: ranks.ParameterInfo, *, allow_float16: bool = False, sums: bool = True
+    info: ranks.ParameterInfo,
+    grads: list[Any] | None = None,
+    *,
+    allow_float16: bool = False,
+    sums: bool = True,
 ) -> Gradients:
     """Returns the gradients of parameters, ready to be changed in place.
 
@@ -56,6 +58,7 @@ def collect(
 
     Args:
         info: The parameters, whose `.grad` may be None.
+        grads: Their gradients that are not None, if these are listed already.
         allow_float16: Whether some may be in float16: to be checked, and not divided.
         sums: Whether to add up sparse values with the same index, whose sum can overflow.
 
@@ -63,11 +66,11 @@ def collect(
         GradientsError: If one is in float16, where dividing it would flush it to zero. Nothing was
             changed.
     """
-    grads, are_dense = separate(info)
+    grads, are_dense = separate(info, grads)
     if grads and are_dense and len(info.devices) == 1:
         # One loop in C for each property: a loop over tuples takes twice the time.
         dtypes = set(map(_DTYPE, grads))
-        if len(dtypes) == 1 and dtypes <= _IN_PLACE and not any(map(_IS_NEGATED, grads)):
+        if len(dtypes) == 1 and dtypes <= _IN_PLACE:
             return Gradients(grads, [grads], [grads])
     owning = [p for p in info.parameters if p.grad is not None]
     if not allow_float16:
@@ -77,17 +80,21 @@ def collect(
     return _grouped(pairs)
 
 
-def separate(info: ranks.ParameterInfo) -> tuple[list[Any], bool]:
+def separate(info: ranks.ParameterInfo, grads: list[Any] | None = None) -> tuple[list[Any], bool]:
     """The gradients of parameters, and whether all are dense and of no subclass.
 
     Those that share memory are replaced by copies first, so that each is divided once. Autograd
-    gives the same gradient, or views of it, to each term of a sum.
+    gives the same gradient, or views of it, to each term of a sum. The arguments are `collect`'s.
     """
-    grads = info.gradients()
-    are_dense = _PLAIN_TYPES.issuperset(map(type, grads)) and _DENSE.issuperset(map(_LAYOUT, grads))
+    grads = info.gradients() if grads is None else grads
+    are_dense = _PLAIN_TYPES.issuperset(map(type, grads))
     # That two begin in one place is quick to see.
-    one_place = len(set(map(_PLACE if are_dense else id, grads))) < len(grads)
-    if (info.is_due(len(grads)) or one_place) and _shares_memory(grads):
+    try:
+        places = set(map(torch.Tensor.data_ptr if are_dense else id, grads))
+    except RuntimeError:
+        # A sparse one has none.
+        are_dense, places = False, set(map(id, grads))
+    if (info.is_due(len(grads)) or len(places) < len(grads)) and _shares_memory(grads):
         info.always_due = True
         for parameter in info.parameters:
             if parameter.grad is not None and type(parameter.grad) is torch.Tensor:
@@ -257,7 +264,7 @@ def unscale_and_check_(
             by_device[device] = zero
         multiplier = factor(device)
         if divide:
-            torch._foreach_div_(group, multiplier)
+            _change(torch._foreach_div_, group, multiplier)
             multiplier = scalar(1.0, device)
         _check_and_multiply_(group, by_device[device], multiplier)
         if recheck:
@@ -274,15 +281,28 @@ def unscale_(gradients: Gradients, factor: Callable[[Any], Any], *, divide: bool
     """Unscales gradients in place without a check, which takes less time."""
     for group in gradients.dense_groups:
         multiply = torch._foreach_div_ if divide else torch._foreach_mul_
-        multiply(group, factor(group[0].device))
+        _change(multiply, group, factor(group[0].device))
 
 
 def _check_and_multiply_(group: list[Any], found: Any, factor: Any) -> None:
     if found.device.type == "cpu" or group[0].dtype in _OF_THE_KERNEL:
-        _kernel(group, found, factor)
+        _change(_kernel, group, found, factor)
         return
     _check_largest(group, found, 1.0)
-    torch._foreach_mul_(group, factor)
+    _change(torch._foreach_mul_, group, factor)
+
+
+def _change(kernel: Callable[..., Any], group: list[Any], *arguments: Any) -> None:
+    try:
+        kernel(group, *arguments)
+    except RuntimeError:
+        # Kernels refuse a lazy negative, before they change anything. To look for one takes time.
+        if not any(map(torch.Tensor.is_neg, group)):
+            raise
+        values = [tensor.resolve_neg() for tensor in group]
+        kernel(values, *arguments)
+        for tensor, value in zip(group, values, strict=True):
+            tensor.copy_(value)
 
 
 def check_quotients(gradients: Gradients, divisor: Callable[[Any], Any]) -> dict[Any, Any]:
@@ -375,14 +395,23 @@ def measure(needs: StatsRequest, gradients: Sequence[Any], scale: Any, *, are_sc
 
 
 def measure_everywhere(
-    needs: StatsRequest,
-    gradients: Sequence[Any],
-    info: ParameterInfo,
-    scale: Any,
-    *,
-    are_scaled: bool,
+    needs: StatsRequest, info: ParameterInfo, scale_on: Callable[[Any], Any], *, are_scaled: bool
 ) -> Any:
-    """Measures the gradients of parameters on all processes that must agree."""
+    """Measures the gradients of parameters on all processes that must agree.
+
+    Args:
+        needs: The statistics that the rule needs besides overflow.
+        info: The parameters.
+        scale_on: Returns the loss scale of the step on a device: float32 scalar tensor.
+        are_scaled: Whether the gradients still have to be divided by it.
+
+    Returns:
+        As `measure`; None if the rule needs nothing.
+    """
+    if needs == StatsRequest():
+        return None
+    gradients = collect(info, allow_float16=True).grads
+    scale = scale_on(gradients[0].device if gradients else CPU)
     if not info.groups:
         return measure(needs, gradients, scale, are_scaled=are_scaled)
     by_copies: dict[int, list[Any]] = {}

@@ -107,16 +107,10 @@ def install() -> ScalerInstallation:
     with contextlib.ExitStack() as stack:
         if not ScalerInstallation._standing:
             # First, because its import would subclass the names that are replaced below.
-            _replace_sharded(stack)
+            # PyTorch may be built without torch.distributed.
+            with contextlib.suppress(ImportError):
+                sharded = importlib.import_module(_SHARDED)
+                replace(stack, sharded, "ShardedGradScaler", ShardedGradScaler)
             for place, scaler in _PLACES.items():
                 replace(stack, importlib.import_module(place), "GradScaler", scaler)
         return ScalerInstallation._made(stack)
-
-
-def _replace_sharded(stack: contextlib.ExitStack) -> None:
-    try:
-        sharded = importlib.import_module(_SHARDED)
-    except ImportError:
-        # PyTorch may be built without torch.distributed.
-        return
-    replace(stack, sharded, "ShardedGradScaler", ShardedGradScaler)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import copyreg
 import types
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, TypeVar, overload
@@ -34,7 +33,6 @@ from lossscale.torch.optimizer_list import OptimizerList, with_parts, zero_grad
 from lossscale.torch.scale import DeviceLossScale, LossScale
 from lossscale.torch.scaled_gradients import (
     ONE_FOR_SEVERAL,
-    GradientRecord,
     is_seen,
     prepare_backward,
     remember_scaled,
@@ -162,9 +160,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
 
     def _start(self, engine: Engine, name: str) -> None:
         self.name, self._rule, self._inner, self._engine = name, engine.rule, engine.inner, engine
+        self._record = engine.record
         self._skipped_hooks: dict[int, Any] = OrderedDict()
-        leave_out = weakref.WeakMethod(self._leave_out)
-        engine.left_out = lambda: leave_out()()  # type: ignore[misc]
         state_dicts.reserve_names(engine.scale, engine.inner)
         for each in with_parts(engine.inner):
             remember_wrapper(each, self)
@@ -175,11 +172,6 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         """The inner optimizer, which cannot be replaced by another one."""
         inner: torch.optim.Optimizer = self._inner
         return inner
-
-    @property
-    def _record(self) -> GradientRecord:
-        record: GradientRecord = self._engine.record
-        return record
 
     def __len__(self) -> int:
         return len(self.inner_optimizer)
@@ -286,29 +278,26 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
                     f"Received: {loss!r} of type {type(loss).__name__}. For several losses, scale "
                     "their sum, or each of them."
                 ) from None
-        if torch.compiler.is_compiling():
-            # In compiled code too this is a tensor, never a number that it would be compiled for.
-            record.unseen, record.is_cleared, record.has_own_loss = scale, False, True
-            return widened(loss) * scale.scale_on(loss.device)
-        if was_scaled(loss):
-            raise GradientsError(
-                "This loss is already scaled. Its gradients would be too large by the loss scale. "
-                "Call scale_loss() once. If two optimizers train on this loss: "
-                f"{ONE_FOR_SEVERAL}"
-            )
-        self._adopt_written()
-        if seen and is_seen(loss):
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling:
+            if was_scaled(loss):
+                raise GradientsError(
+                    "This loss is already scaled. Its gradients would be too large by the loss "
+                    "scale. Call scale_loss() once. If two optimizers train on this loss: "
+                    f"{ONE_FOR_SEVERAL}"
+                )
+            self._adopt_written()
+        if seen and not is_compiling and is_seen(loss):
             by = scale.multiplier
             scaled = widened(loss) * by.on(loss.device).scale
             watch(scaled, loss, by, self._engine)
-        elif not torch.is_grad_enabled():
-            # No gradient will come, so that there is nothing to remember.
-            return widened(loss) * scale.scale_on(loss.device)
         else:
+            # A tensor, so that no code is compiled for one number.
             scaled = widened(loss) * scale.scale_on(loss.device)
-            record.unseen = scale
-            record.is_cleared, record.has_own_loss = False, True
-        remember_scaled(scaled)
+            if torch.is_grad_enabled():
+                record.unseen, record.is_cleared, record.has_own_loss = scale, False, True
+        if not is_compiling:
+            remember_scaled(scaled)
         return scaled
 
     def _adopt_written(self) -> None:
@@ -392,21 +381,18 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         record, engine = self._record, self._engine
         self._adopt_written()
         self._account_for_unseen_backward()
+        if record.is_cleared and record.is_nothing() and engine.info().first_gradient() is None:
+            # `zero_grad` has replaced this step.
+            return record.reset()
         if record.decision is None:
-            nothing = record.is_nothing()
-            if record.is_cleared and nothing and engine.info().first_gradient() is None:
-                # `zero_grad` has replaced this step.
-                return record.reset()
             decision = engine.decide()
-            if nothing and decision.stats is None:
-                return self._step_as_given(decision, **more)
-            # If the optimizer raises, the gradients are unscaled already.
-            self._decided(decision)
         else:
-            engine.check_known()
+            engine.check_known(engine.info())
             decision = engine.clipped(record.decision)
-        if decision.stats is None and not decision.empty:
+        if decision.nobody_scaled:
             return self._step_as_given(decision, **more)
+        # If the optimizer raises, the gradients are unscaled already.
+        self._decided(decision)
         self._notify_watcher(decision)
         returned = engine.apply(decision, **more)
         self._finish(decision)
@@ -429,10 +415,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             self._record.reset()
             if decision.apply is not True:
                 # Infinite ones that stay are no overflow of a later loss.
-                found = decision.overflow if decision.apply is None else True
-                self._record.leave_behind(engine.info(), found)
-        skipped = decision.overflow if decision.apply is None else not decision.apply
-        buffers.note_step(self, skipped)
+                self._record.leave_behind(engine.info(), decision.skipped)
+        buffers.note_step(self, decision.skipped)
         if decision.apply is False:
             for hook in list(self._skipped_hooks.values()):
                 hook(self)
@@ -446,7 +430,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             given = gradients.collect(self._engine.info())
             if any(t.any() for group in given.dense_groups for t in group):
                 self._warn(_NOTHING_SCALED)
-        is_step = not decision.empty and not fused.is_dummy_step(self.inner_optimizer)
+        is_step = not fused.is_dummy_step(self.inner_optimizer)
         if is_step:
             self._notify_watcher(decision)
         returned = self._engine.apply(decision, **more)
@@ -468,7 +452,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             if info.groups:
                 found, _ = ranks.agreed(found, True, True, info.groups)
             decision = self._engine.skipped(found)
-        if bool(decision.overflow) if decision.apply is None else not decision.apply:
+        if bool(decision.skipped):
             self._notify_watcher(decision)
             self._finish(decision._replace(apply=False), keep=True)
 
@@ -479,14 +463,13 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         """
         record = self._record
         # The `backward` of a loss that nobody sees is still to come.
-        unseen = record.unseen
-        by_hand, checked = record.by_hand, record.found is not None
-        settled = checked and record.has_own_loss
-        if checked:
+        unseen, by_hand = record.unseen, record.by_hand
+        was_checked = record.found is not None and record.has_own_loss
+        if record.found is not None:
             self._leave_out()
         record.clear(self._engine.info())
         record.unseen, record.has_own_loss = unseen, unseen is not None
-        record.by_hand, record.is_cleared = by_hand, settled
+        record.by_hand, record.is_cleared = by_hand, was_checked
         zero_grad(self.inner_optimizer, set_to_none)
 
     def register_step_skipped_hook(
@@ -553,34 +536,34 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         """
         record, engine = self._record, self._engine
         self._account_for_unseen_backward()
-        if record.decision is None:
-            nothing = record.is_nothing()
-            decision: StepDecision = engine.decide(in_place=True)
-            if nothing and decision.stats is None:
-                if not decision.empty:
-                    self._warn(warning)
-                if not engine.info().is_given:
-                    return decision
-            if decision.empty:
-                # Gradients of a later `backward` still have to be divided.
+        if record.decision is not None:
+            decided: StepDecision = record.decision
+            return decided
+        decision: StepDecision = engine.decide(in_place=True)
+        if decision.empty:
+            # Gradients of a later `backward` still have to be divided.
+            return decision
+        info = engine.info()
+        if decision.nobody_scaled:
+            self._warn(warning)
+            if not info.is_given:
                 return decision
-            self._decided(decision)
-            found, info = decision.overflow, engine.info()
-            if decision.apply is not None:
-                found = scalar(float(not decision.apply), info.devices[0])
-            record.found = found
-            record.remember(info)
-        decided: StepDecision = record.decision
-        return decided
+        self._decided(decision)
+        found = decision.overflow
+        if decision.apply is not None:
+            found = scalar(float(not decision.apply), info.devices[0])
+        record.found = found
+        record.remember(info)
+        return decision
 
     def _notify_watcher(self, decision: StepDecision) -> None:
         if self._watcher is None or decision.empty:
             return
-        applied, scale = decision.apply, self._engine.scale
+        scale = self._engine.scale
         self._watcher.decided(
             self.inner_optimizer.param_groups,
             scale=scale.tensor if scale.on_device else scale.number,
-            applied=not decision.overflow.item() if applied is None else applied,
+            applied=not bool(decision.skipped),
             divisor=decision.divisor,
         )
 
@@ -648,9 +631,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         """Whether the "host" or the "device" decides to skip a step."""
         return "device" if self._engine.scale.on_device else "host"
 
-    def _state_in_words(self) -> str:
-        # To read the scale would wait for the device.
-        return ": the device decides" if self.decide == "device" else super()._state_in_words()
+    def _is_on_host(self) -> bool:
+        return self.decide == "host"
 
     # --- Processes that run out of data -------------------------------------------------------
 
@@ -718,7 +700,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             32768.0
         """
         saved = self.inner_optimizer.state_dict()
-        return state_dicts.with_numbers(saved, self._engine.scale, self._engine.scaled_by())
+        return state_dicts.with_numbers(saved, self._engine.scale, self._engine.gradient_factor())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` of a LossScaleOptimizer or of a plain optimizer returned.
@@ -738,10 +720,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         """
         scale, inner = self._engine.scale, self.inner_optimizer
         rest, numbers = state_dicts.without_numbers(state_dict, scale, inner)
-        scaled_by = numbers.pop("of_gradients", 0.0)
-        self._engine.check_restart(scaled_by)
+        factor = numbers.pop("of_gradients", 0.0)
+        self._engine.check_restart(factor)
         inner.load_state_dict(rest)
-        self._engine.restart(scaled_by)
+        self._engine.restart(factor)
         state_dicts.restore(scale, numbers)
         state_dicts.reserve_names(scale, inner)
 
@@ -780,7 +762,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         scale = _new_scale(rule, inner, decide)
         state_dicts.restore(scale, numbers)
         engine = Engine(inner, scale, clip_norm, process_group)
-        engine.restart(state.pop("scaled_by", 0.0))
+        engine.restart(state.pop("gradient_factor", 0.0))
         self._start(engine, name)
         self.__dict__.update(state)
 
@@ -795,7 +777,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
 
     def __reduce__(self) -> Any:
         # A copy has the gradients of the original, a file has none.
-        state = {**self.__getstate__(), "scaled_by": self._engine.scaled_by()}
+        state = {**self.__getstate__(), "gradient_factor": self._engine.gradient_factor()}
         return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
 
@@ -814,7 +796,7 @@ if torch.distributed.is_available():
 
 _PICKLED = "inner_optimizer", "rule", "clip_norm", "process_group", "decide", "name", "numbers"
 
-_RECREATED = frozenset({"_engine", "_inner", "_rule", "_skipped_hooks"})
+_RECREATED = frozenset({"_engine", "_inner", "_record", "_rule", "_skipped_hooks"})
 
 _SET_BY_LIGHTNING = frozenset({"_joined", "_strategy", "_on_before_step", "_on_after_step"})
 """Attributes that Lightning sets on an optimizer."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import reprlib
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
 
+from lossscale.common.checks import takes
 from lossscale.errors import ArgumentError, StateDictError, UnsupportedError
 
 
@@ -217,16 +217,9 @@ def with_parts(inner: Any) -> list[Any]:
 
 def zero_grad(optimizer: Any, set_to_none: bool) -> None:
     """Calls `zero_grad` of an optimizer, which may take no arguments."""
-    plain = torch.optim.Optimizer.zero_grad
-    if type(optimizer).zero_grad is plain and "zero_grad" not in vars(optimizer):
-        optimizer.zero_grad(set_to_none)
-        return
-    try:
-        takes = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
-    except (TypeError, ValueError):
-        # A built-in function may have no signature.
-        takes = True
-    if set_to_none and not takes:
-        optimizer.zero_grad()
+    own, plain = optimizer.zero_grad, torch.optim.Optimizer.zero_grad
+    is_plain = type(optimizer).zero_grad is plain and "zero_grad" not in vars(optimizer)
+    if is_plain or not set_to_none or takes(own, "set_to_none"):
+        own(set_to_none=set_to_none)
     else:
-        optimizer.zero_grad(set_to_none=set_to_none)
+        own()

@@ -84,7 +84,6 @@ class ParameterInfo:
     Attributes:
         devices: Their devices when this was made.
         has_half: Whether one has a dtype in which gradients cannot be divided.
-        is_plain: Whether all are on one device, and none has such a dtype.
         groups: The process groups that must agree.
         is_given: Whether the user passed process groups: their processes may run different code.
         is_sharded: Whether the model computes with other tensors, as FSDP does.
@@ -100,7 +99,6 @@ class ParameterInfo:
         self.parameters = list(parameters)
         self.devices = list(dict.fromkeys(p.device for p in parameters))
         self.has_half = any(p.dtype in HALF for p in parameters)
-        self.is_plain = len(self.devices) == 1 and not self.has_half
         self.groups = groups_of(parameters, process_group)
         self.is_given = process_group is not None
         self.ids = frozenset(map(id, parameters))
@@ -149,12 +147,30 @@ class ParameterInfo:
         return next((g for p in reversed(self.parameters) if (g := p.grad) is not None), None)
 
     def copies(self, gradient: Any) -> int:
-        """The number of times that a sum over `groups` counts each number of a gradient."""
+        """The number of times that a sum over `groups` counts each number of a gradient.
+
+        Within a derived group, all processes hold the same of a tensor that is not sharded. Within
+        a given group they hold different tensors (stages), unless the tensor's own mesh replicates
+        it there.
+
+        Args:
+            gradient: A gradient that is not `Partial`, or a parameter.
+        """
         # Reading a mesh is slow, and most gradients of a model share one layout.
-        spread = getattr(gradient, "device_mesh", None), getattr(gradient, "placements", None)
-        if spread not in self._copies:
-            self._copies[spread] = copies(gradient, self.groups, self._derived)
-        return self._copies[spread]
+        layout = getattr(gradient, "device_mesh", None), getattr(gradient, "placements", None)
+        if layout in self._copies:
+            return self._copies[layout]
+        own = _derived([gradient])
+        following = [group for group in self.groups if _is_one_of(group, self._derived)]
+        different = math.prod(group.size() for group in own)
+        for group in self.groups:
+            if not _is_one_of(group, following) and not _is_in_any(group, following):
+                along = [*own, *_groups_along(gradient, replicated=True)]
+                within = [part.size() for part in along if _is_in_any(part, [group])]
+                different *= group.size() // math.prod(within)
+        counted = math.prod(group.size() for group in self.groups)
+        self._copies[layout] = counted // different
+        return self._copies[layout]
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
@@ -246,30 +262,6 @@ def _groups_along(tensor: Any, *, replicated: bool = False) -> list[Any]:
         for dimension, placement in enumerate(placements)
         if placement.is_replicate() == replicated and mesh.size(dimension) > 1
     ]
-
-
-def copies(tensor: Any, groups: Sequence[Any], derived: Sequence[Any]) -> int:
-    """The number of times that a sum over groups counts each number of a tensor.
-
-    Within a derived group, all processes hold the same of a tensor that is not sharded. Within a
-    given group they hold different tensors (stages), unless the tensor's own mesh replicates it
-    there.
-
-    Args:
-        tensor: A parameter or a gradient that is not `Partial`.
-        groups: What `groups_of` returned.
-        derived: The groups that were derived from the parameters.
-    """
-    own = _derived([tensor])
-    following = [group for group in groups if _is_one_of(group, derived)]
-    different: int = math.prod(group.size() for group in own)
-    for group in groups:
-        if not _is_one_of(group, following) and not _is_in_any(group, following):
-            along = [*own, *_groups_along(tensor, replicated=True)]
-            within = [part.size() for part in along if _is_in_any(part, [group])]
-            different *= group.size() // math.prod(within)
-    counted: int = math.prod(group.size() for group in groups)
-    return counted // different
 
 
 def _is_one_of(group: Any, others: Sequence[Any]) -> bool:

@@ -33,10 +33,17 @@ _NO_GRADIENTS = 10
 
 
 class Factors(NamedTuple):
-    """The scale of a loss and its reciprocal on one device; float32 scalar tensors."""
+    """The scale of a loss on one device, and the factor that unscales; float32 scalar tensors.
+
+    The factor is the reciprocal; of a scale that is no power of two the scale, to divide by.
+    """
 
     scale: Any
-    reciprocal: Any
+    factor: Any
+
+
+def _factors(scale: Any, rule: ScaleRule) -> Factors:
+    return Factors(scale, scale.reciprocal() if rule.powers_of_two else scale)
 
 
 class Multiplier:
@@ -64,7 +71,7 @@ class Multiplier:
             number = self.number
             # Filled, because a copy from the host waits.
             scale = self._scale.to(device) if number is None else scalar(number, device)
-            factors = self._factors[device] = Factors(scale, scale.reciprocal())
+            factors = self._factors[device] = _factors(scale, self.rule)
         return factors
 
 
@@ -74,10 +81,6 @@ class Counts(NamedTuple):
     iterations: Any
     steps_skipped: Any
     last_step_skipped: Any
-
-    def plus(self, skipped: bool) -> Counts:
-        """Returns the counts after another step, as Python numbers."""
-        return Counts(self.iterations + 1, self.steps_skipped + skipped, skipped)
 
 
 def update_on_host(rule: ScaleRule, state: ScaleState, stats: GradientStats) -> ScaleState:
@@ -136,16 +139,26 @@ class LossScale:
     _multiplier: Multiplier | None = None
 
     def __init__(self, rule: ScaleRule, devices: Iterable[Any]) -> None:
+        devices = list(devices)
         self.rule = rule
         self.first: ScaleState = rule.init()
         fields = *self.first._fields, "iterations", "steps_skipped"
         self.names = {saved_as(field): field for field in fields}
-        self.state: Any = self.first
-        self.counts = self.start = Counts(0, 0, False)
-        self._make_live()
+        self.start = Counts(0, 0, False)
         self._scales: dict[Any, Any] = {}
+        self._make(devices)
         for device in (CPU, *devices):
             self.scale_on(device)
+
+    def _make(self, devices: Sequence[Any]) -> None:
+        """Makes the state, the counts and the values that others see."""
+        self.state: Any = self.first
+        self.counts = self.start
+        self._numbers = numpy.zeros(len(self.names))
+        # Tensors, because compiled code is recompiled for each Python number in a group.
+        tensors = torch.from_numpy(self._numbers).unbind()
+        self.live: dict[str, Any] = dict(zip(self.names, tensors, strict=True))
+        self._fill_live()
 
     @property
     def number(self) -> Any:
@@ -176,7 +189,7 @@ class LossScale:
     def on(self, device: Any) -> Factors:
         """Returns the factors on a device, as those of a `Multiplier`."""
         scale = self.scale_on(device)
-        return Factors(scale, scale.reciprocal())
+        return _factors(scale, self.rule)
 
     def _new_scale(self, device: Any) -> Any:
         return scalar(self.number, device)
@@ -186,13 +199,6 @@ class LossScale:
         number = self.number
         for scale in self._scales.values():
             scale.fill_(number)
-
-    def _make_live(self) -> None:
-        self._numbers = numpy.zeros(len(self.names))
-        # Tensors, because compiled code is recompiled for each Python number in a group.
-        tensors = torch.from_numpy(self._numbers).unbind()
-        self.live: dict[str, Any] = dict(zip(self.names, tensors, strict=True))
-        self._fill_live()
 
     def _fill_live(self) -> None:
         self._last = [*map(float, self.state), *map(float, self.counts[:2])]
@@ -220,7 +226,8 @@ class LossScale:
 
     def count(self, skipped: Any) -> None:
         """Counts a step; `skipped` is a bool."""
-        self.counts = self.counts.plus(skipped)
+        made, before, _ = self.counts
+        self.counts = Counts(made + 1, before + skipped, skipped)
         self._fill_live()
 
     def numbers(self) -> dict[str, Any]:
@@ -243,33 +250,22 @@ class DeviceLossScale(LossScale):
     _versions: Sequence[int] = ()
     """Of the state, as PyTorch's kernel has left it; empty if that cannot move it."""
 
-    def __init__(self, rule: ScaleRule, devices: Iterable[Any]) -> None:
-        devices = list(devices)
+    def _make(self, devices: Sequence[Any]) -> None:
         self.home = devices[0]
-        super().__init__(rule, ())
         self.state = _tensors(self.first, self.home)
         # A step adds the second to the first: 1, and whether it was skipped.
         self._counted = scalar(0, self.home, torch.int64).repeat(2)
         self._last = scalar(True, self.home, torch.bool).repeat(2)
         self.counts = Counts(self._counted[0], self._counted[1], self._last[1])
         self.live = dict(zip(self.names, (*self.state, *self.counts[:2]), strict=True))
-        scale = self.state.scale
-        if torch.is_tensor(scale):
-            self._scales[self.home] = scale
-        for device in devices:
-            self.scale_on(device)
+        self._scales[self.home] = self.state.scale
         self.restore(self.first, self.start)
-
-    def _make_live(self) -> None:
-        """Not needed: `live` holds the tensors that the device updates."""
 
     def foreign_writes(self) -> dict[str, float]:
         # The device updates the tensors in `live`, so that what is written there counts.
         return {}
 
     def _new_scale(self, device: Any) -> Any:
-        if self.home not in self._scales:
-            return scalar(self.first.scale, device)
         return self._scales[self.home].to(device, copy=True)
 
     @property
@@ -278,7 +274,7 @@ class DeviceLossScale(LossScale):
 
     def scale_on(self, device: Any) -> Any:
         scale = super().scale_on(device)
-        if device == CPU != self.home and self.home in self._scales:
+        if device == CPU != self.home:
             # A loss on the CPU needs a copy of the scale.
             scale.copy_(self._scales[self.home])
         return scale
@@ -290,7 +286,7 @@ class DeviceLossScale(LossScale):
             # Reading an unused copy would wait for the device.
             if copy is scale or device == CPU != self.home:
                 continue
-            copy.copy_(scale) if torch.is_tensor(scale) else copy.fill_(scale)
+            copy.copy_(scale)
 
     def update(self, stats: GradientStats, overflow: Any = None) -> None:
         rule: Any = self.rule

@@ -8,9 +8,10 @@ settled. So gradients of different scales are never added, and each is divided o
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ lock = threading.RLock()
 ONE_FOR_SEVERAL = "Make one for both: LossScaleOptimizer([optimizer, other])."
 
 _MARK = "_is_scaled_by_lossscale"
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 def remember_scaled(loss: Any) -> None:
@@ -126,7 +128,7 @@ class ScaledGradients:
         self.task = -1
         self._before: dict[int, int] = {}
 
-    def begin(self, task: int) -> None:
+    def begin_pass(self, task: int) -> None:
         """A backward pass is about to add to them: notes those that are there, once for a pass."""
         if task == -1 or task != self.task:
             self.task = task
@@ -164,12 +166,9 @@ class ScaledGradients:
         """Takes out parameters whose gradients were cleared, or are divided elsewhere."""
         if self.by is None:
             return
-        if self.info is info or self.info.ids <= info.ids:
-            self._end()
-        else:
+        if not (self.info is info or self.info.ids <= info.ids):
             self.info = self.info.without(info.ids)
-
-    def _end(self) -> None:
+            return
         if getattr(self.by, "gradients", None) is self:
             self.by.gradients = None
         self.by = None
@@ -199,11 +198,19 @@ class ScaledGradients:
                 return
             told = [each for each in owners(self.info) if self in each.record.sets]
             info = self.info if whole else self.arrived(self.info)
-            if factor is None:
-                # A tensor of no optimizer may be in float16.
-                by_device = _unscale_by(info, self.by, checks=self.checks, float16=not told)
-            else:
+            if factor is not None:
                 by_device = unscale(info, factor, checks=False)
+            else:
+                by = self.by
+                by_device = unscale(
+                    info,
+                    lambda device: by.on(device).factor,
+                    divides=not by.rule.powers_of_two,
+                    checks=self.checks,
+                    recheck=is_below_one(by),
+                    # A tensor of no optimizer may be in float16.
+                    float16=not told,
+                )
             self.leave(info)
             if not (told or self.left):
                 return
@@ -441,27 +448,27 @@ def prepare_backward(
     Returns:
         The sets that they are in, with one of the tensors of no optimizer if these are settled.
     """
-    mine = own.info()
-    found, rest = ([], []) if loss is None else reached(loss, own, inputs)
-    concerned = [own, *(each for each, _, _ in found)]
-    for each in concerned:
-        each.check_known()
-    for each in concerned:
+    others, unowned = ([], []) if loss is None else reached(loss, own, inputs)
+    concerned = [(own, own.info(), True), *others]
+    for each, info, _ in concerned:
+        each.check_known(info if each is own else each.info())
+    for each, _, _ in concerned:
         each.account_for_cleared(by)
     with lock:
-        sets = [own.put_into_set(by, mine, task, own=own)]
-        for each, info, certain in found:
-            sets.append(each.put_into_set(by, info, task, own=own, certain=certain))
-    if rest and task == -1:
+        sets: list[ScaledGradients] = [
+            each.put_into_set(by, info, task, own=own, certain=certain)
+            for each, info, certain in concerned
+        ]
+    if unowned and task == -1:
         sets.append(ScaledGradients(by))
-        sets[-1].add(ranks.ParameterInfo(rest, []))
+        sets[-1].add(ranks.ParameterInfo(unowned, []))
     return sets
 
 
 def reached(
     loss: Any, own: Any, inputs: Any = None
 ) -> tuple[list[tuple[Any, ranks.ParameterInfo, bool]], list[Any]]:
-    """The other engines whose parameters a loss reaches, and other tensors.
+    """The other engines whose parameters a loss reaches, and the tensors of no optimizer.
 
     Each engine comes with the parameters, and whether the loss reaches them for certain: what
     `fully_shard` computes with cannot be assigned to one of several optimizers.
@@ -477,29 +484,29 @@ def reached(
     else:
         tensors = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     mine = own.info()
-    taken = mine.ids
-    rest = {id(t): t for t in tensors if id(t) not in taken}
-    if not (rest or hidden):
+    owned = mine.ids
+    strange = {id(t): t for t in tensors if id(t) not in owned}
+    if not (strange or hidden):
         return [], []
-    ids = frozenset(rest)
+    ids = frozenset(strange)
     # `fully_shard` computes with its own parameters, and moves their gradients.
-    is_sharded = any(isinstance(t, torch.nn.Parameter) for t in rest.values())
+    is_sharded = any(isinstance(t, torch.nn.Parameter) for t in strange.values())
     others = dict.fromkeys(ref() for ref in _references(ids))
     if hidden or is_sharded:
         others |= dict.fromkeys(all_engines(sharded=not hidden))
     found = []
     for each in filter(None, others):
-        if each.record is own.record:
+        if each is own:
             continue
         info = each.info()
         certain = not info.ids.isdisjoint(ids)
         if certain or hidden or (is_sharded and info.is_sharded):
-            found.append((each, info.without(taken), certain))
-            taken = taken | info.ids
-            rest = {key: t for key, t in rest.items() if key not in info.ids}
+            found.append((each, info.without(owned), certain))
+            owned = owned | info.ids
+    unowned = [t for key, t in strange.items() if key not in owned]
     if mine.is_sharded or any(info.is_sharded for _, info, _ in found):
-        rest = {key: t for key, t in rest.items() if not isinstance(t, torch.nn.Parameter)}
-    return found, list(rest.values())
+        unowned = [t for t in unowned if not isinstance(t, torch.nn.Parameter)]
+    return found, unowned
 
 
 def _leaves(loss: Any) -> tuple[list[Any], bool]:
@@ -534,28 +541,7 @@ def multiply(info: ranks.ParameterInfo, by: Any, before: Any = None) -> None:
         wanted = by.on(device).scale
         return wanted if before is None else wanted / before.on(device).scale
 
-    changed = _changed_in_the_graph(info, lambda grad: grad * factor(grad.device))
-    gradients.unscale_(_others(info, changed, allow_float16=True), factor)
-
-
-def _unscale_by(
-    info: ranks.ParameterInfo, by: Any, *, checks: bool, float16: bool
-) -> dict[Any, Any]:
-    """Divides gradients by their scale; the other arguments and the result are `unscale`'s."""
-    powers = by.rule.powers_of_two
-
-    def factor(device: Any) -> Any:
-        factors = by.on(device)
-        return factors.reciprocal if powers else factors.scale
-
-    return unscale(
-        info,
-        factor,
-        divides=not powers,
-        checks=checks,
-        recheck=checks and is_below_one(by),
-        float16=float16,
-    )
+    unscale(info, factor, checks=False, float16=True)
 
 
 def unscale(
@@ -583,18 +569,25 @@ def unscale(
         By device, whether any number was infinite or NaN: float32 scalar tensor, 1 or 0. Empty if
         they are not checked.
     """
-    changed = _changed_in_the_graph(
-        info, lambda g: g / factor(g.device) if divides else g * factor(g.device)
-    )
-    given = _others(info, changed, allow_float16=float16, sums=sums)
+    grads, in_graph = info.gradients(), []
+    if any(map(_REQUIRES_GRAD, grads)):
+        in_graph = [p for p in info.parameters if (g := p.grad) is not None and g.requires_grad]
+        info = info.without(set(map(id, in_graph)))
+        grads = info.gradients()
+    # It may raise.
+    given = gradients.collect(info, grads, allow_float16=float16, sums=sums)
+    for parameter in in_graph:
+        by = factor(parameter.grad.device)
+        with torch.enable_grad():
+            parameter.grad = parameter.grad / by if divides else parameter.grad * by
     if not checks:
         gradients.unscale_(given, factor, divide=divides)
         return {}
     by_device = gradients.unscale_and_check_(
         given, factor, divide=divides, recheck=recheck, found=found
     )
-    if changed:
-        finite = gradients.all_finite([p.grad for p in changed])
+    if in_graph:
+        finite = gradients.all_finite([p.grad for p in in_graph])
         so_far = by_device.get(finite.device)
         bad = (~finite).to(torch.float32)
         by_device[finite.device] = bad if so_far is None else torch.maximum(so_far, bad)
@@ -605,18 +598,3 @@ def is_below_one(by: Any) -> bool:
     """Whether a scale may be below 1, so that dividing by it can overflow."""
     lowest = by.rule.lowest_scale if by.number is None else by.number
     return lowest is None or lowest < 1.0
-
-
-def _changed_in_the_graph(info: ranks.ParameterInfo, changed: Callable[[Any], Any]) -> list[Any]:
-    """Replaces gradients that are parts of a graph; returns their parameters."""
-    having = [p for p in info.parameters if (g := p.grad) is not None and g.requires_grad]
-    for parameter in having:
-        with torch.enable_grad():
-            parameter.grad = changed(parameter.grad)
-    return having
-
-
-def _others(info: ranks.ParameterInfo, changed: Sequence[Any], **how: bool) -> gradients.Gradients:
-    if changed:
-        info = info.without(set(map(id, changed)))
-    return gradients.collect(info, **how)

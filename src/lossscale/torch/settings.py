@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from lossscale.errors import (
     AlreadyWrappedError,
     ArgumentError,
     ArgumentTypeError,
-    CallOrderError,
     GradientsError,
     ScalerArgumentError,
     UnknownSettingError,
@@ -177,7 +176,12 @@ def check_inner(inner: Any, is_one_of_several: bool = False) -> None:
             f"{inner!r} of type {type(inner).__name__}.{hint} An example is "
             "torch.optim.AdamW(model.parameters())."
         )
-    fused.check_signature(inner)
+    if fused.takes_a_scaler(inner.step):
+        raise UnsupportedError(
+            f"{type(inner).__name__}.step takes a `grad_scaler`, which PyTorch has deprecated: a "
+            "step is skipped here. Remove the argument; a fused kernel reads the attributes "
+            "`grad_scale` and `found_inf` instead."
+        )
     if is_one_of_several and closures.demands_closure(inner):
         raise UnsupportedError(
             f"{type(inner).__name__} evaluates a closure in its step, so it cannot be one of "
@@ -362,17 +366,4 @@ def check_steppable(optimizer: Any, is_one_of_several: bool = False) -> None:
         raise UnsupportedError(
             f"{type(optimizer).__name__} cannot skip together with other optimizers: its step "
             "takes a `grad_scaler` and decides by itself. Step it alone."
-        )
-
-
-def refuse_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuses a closure, by position or by keyword.
-
-    Raises:
-        CallOrderError: If there is one.
-    """
-    if any(map(callable, args)) or "closure" in kwargs:
-        raise CallOrderError(
-            "step() of a GradScaler takes no closure: the optimizer would see scaled losses. "
-            "lossscale.torch.LossScaleOptimizer takes closures, also those of LBFGS."
         )

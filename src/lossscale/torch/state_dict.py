@@ -53,15 +53,15 @@ def _names(scale: LossScale) -> set[str]:
     return {*scale.names, _OVERFLOWS, _OF_GRADIENTS}
 
 
-def with_numbers(saved: Mapping[str, Any], scale: LossScale, scaled_by: float) -> dict[str, Any]:
+def with_numbers(saved: Mapping[str, Any], scale: LossScale, factor: float) -> dict[str, Any]:
     """Adds the values of a loss scale to the state dictionary of its optimizer.
 
     Args:
         saved: The state dictionary.
         scale: The loss scale.
-        scaled_by: The factor of the gradients; 0 if there are none.
+        factor: What multiplies the gradients; 0 if there are none.
     """
-    numbers = {**numbers_of(scale), _OF_GRADIENTS: scaled_by}
+    numbers = {**numbers_of(scale), _OF_GRADIENTS: factor}
     if not saved.get("param_groups"):
         # The optimizer writes a format of its own.
         return {**saved, _PREFIX: numbers}
@@ -274,11 +274,10 @@ def with_settings(rule: ScaleRule, **settings: Any) -> ScaleRule:
     Raises:
         ArgumentError: If the rule has no such setting, or the value cannot be used.
     """
-    missing = [name for name in settings if not hasattr(rule, name)]
-    if missing or not isinstance(rule, DynamicScale):
+    if not isinstance(rule, DynamicScale):
         raise ArgumentError(
-            f"The rule {rule!r} has no {', '.join(missing or settings)} to set. Make the scaler "
-            "with another `rule`."
+            f"The rule {rule!r} has no {', '.join(settings)} to set. Make the scaler with another "
+            "`rule`."
         )
     return dataclasses.replace(rule, **settings)
 
@@ -338,10 +337,6 @@ def read_scaler_state(
         if name in values:
             saved[field] = whole_number_of(name, values[name])
     restored = _restored(rule, state, saved)
-    if isinstance(rule, DynamicScale):
-        # PyTorch's class tests equality.
-        most = rule.growth_interval - 1
-        restored = restored._replace(good_steps=min(restored.good_steps, most))
     skipped = values.get("steps_skipped")
     skipped = None if skipped is None else whole_number_of("steps_skipped", skipped)
     return rule, restored, skipped

@@ -131,5 +131,5 @@ def test_the_counts_pass_what_32_bits_hold():
 def test_a_repr_does_not_read_what_the_device_decides():
     inner = torch.optim.Adam([torch.ones(1, requires_grad=True)], fused=True)
     optimizer = lossscale.LossScaleOptimizer(inner, decide="device")
-    shown = "<LossScaleOptimizer around Adam, DynamicScale: the device decides>"
+    shown = "<LossScaleOptimizer around Adam, DynamicScale: loss scale on the device>"
     assert repr(optimizer) == shown

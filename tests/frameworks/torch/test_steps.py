@@ -273,6 +273,19 @@ def test_float16_parameters_are_refused_before_anything_changes():
     assert optimizer.iterations == 0
 
 
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+def test_a_gradient_with_a_graph_stays_if_another_is_refused():
+    weight, half = torch.nn.Parameter(torch.ones(2)), *parameters((3,), dtype=torch.float16)
+    optimizer = wrapped(torch.optim.SGD([weight, half], lr=0.5))
+    loss = (weight**2).sum() + half.float().sum()
+    optimizer.scale_loss(loss).backward(create_graph=True)
+    gradient, before = weight.grad, bits([weight.grad])
+    with pytest.raises(ValueError, match=r"parameters in float32"):
+        optimizer.step()
+    assert weight.grad is gradient
+    assert bits([weight.grad]) == before
+
+
 class Raises(torch.optim.SGD):
     handed_over = None
 
