@@ -288,6 +288,10 @@ def lookup(optimizer: Any, name: str, found: Any) -> Any:
     # First in the file of a wrapper. Later it may be an attribute of a plain optimizer.
     if name == "inner_optimizer" and (state["_restores_plain"] is None or theirs is None):
         state["_restores_plain"] = False
+    elif name == "dynamic_scale" and state["_restores_plain"] and theirs is None:
+        # The file of Keras' own class: what waits as an attribute is the inner optimizer.
+        state["_restores_plain"] = False
+        optimizer._handle_deferred_dependencies("inner_optimizer", optimizer.inner_optimizer)
     elif state["_restores_plain"] is not False:
         # Maybe the file of a plain optimizer, where the name can be the inner optimizer's.
         state["_restores_plain"] = True

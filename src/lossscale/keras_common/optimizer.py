@@ -65,6 +65,8 @@ _OTHER_OWN_NAMES = {
     "_loss_scale",
     "_overflow_tracker",
     "_inner_parts",
+    "_saved_inner",
+    "loss_scale_state",
     "_warned_at_floor",
 }
 
@@ -106,7 +108,9 @@ class KerasCommonOptimizer(DocumentedMembers):
     # variables are written by the optimizer around it; named here, they would stand in the file
     # twice, and a file of a plain optimizer would be missing the second copy. TensorFlow asks
     # dir() for get_slot_names, and writes no checkpoint if slots are attributes as well.
-    _hidden: ClassVar[frozenset[str]] = frozenset({"inner_optimizer", "get_slot_names"})
+    _hidden: ClassVar[frozenset[str]] = frozenset(
+        {"inner_optimizer", "_saved_inner", "get_slot_names"}
+    )
 
     _backend: Any
     _ledger: ScaleLedger
@@ -165,7 +169,9 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     def __getattr__(self, name: str) -> Any:
         if name == _SAME_PLACE:
-            return self._attributes_of(self.__dict__[self._inner_attribute])
+            # Kept: Keras skips an object with the id of one that it has visited.
+            saved = self._attributes_of(self.__dict__[self._inner_attribute])
+            return self.__dict__.setdefault("_saved_inner", saved)
         if name.startswith(_BESIDE):
             return getattr(self, name.removeprefix(_BESIDE))
         return super().__getattr__(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -96,10 +97,10 @@ class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=Cal
 
     # --- Model files --------------------------------------------------------------------------
 
-    @property
+    @functools.cached_property
     def loss_scale_state(self) -> LossScaleStore:
         """The place of the loss scale and the counters in files."""
-        # Recreated: as an attribute it would be a child in checkpoints.
+        # Kept: tf_keras skips an object with the id of one that it has visited.
         return LossScaleStore(self._own_values, self._set_loaded_values)
 
     def _set_loaded_values(self, values: Mapping[str, Any]) -> None:
