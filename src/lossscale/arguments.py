@@ -204,7 +204,7 @@ def config_from_rule(rule: ScaleRule) -> dict[str, Any]:
         {'dynamic': True, 'initial_scale': 8.0, 'dynamic_growth_steps': 3}
     """
     config: dict[str, Any] = {
-        "dynamic": rule.moves,
+        "dynamic": rule.is_dynamic,
         "initial_scale": float(rule.init().scale),
         "dynamic_growth_steps": growth_steps(rule),
     }

@@ -137,7 +137,7 @@ def checked_truth(name: str, value: Any, error: type[LossScaleError] = ArgumentE
     )
 
 
-SETTINGS = {
+SETTING_OF = {
     word: setting
     for setting, words in {
         # TensorFlow; Apex and fairseq; DeepSpeed and Megatron; jmp.
@@ -161,7 +161,7 @@ _OF_INNER = (
     *("global_clipnorm", "use_ema", "ema_momentum", "ema_overwrite_frequency"),
     "gradient_accumulation_steps",
 )
-ANSWERS = {
+KEYWORD_HINTS = {
     **dict.fromkeys(("loss_scale", "static_loss_scale"), _FIXED),
     "enabled": "rule=lossscale.FixedScale(1.0) for no loss scaling; it is enabled otherwise",
     "skip_nonfinite": "rule=lossscale.FixedScale(scale, skip_nonfinite={value!r})",
@@ -188,18 +188,20 @@ rule=lossscale.DynamicScale(growth_interval=9, growth_factor=2). It takes rule.'
     """
     unknown = {name: value for name, value in given.items() if name not in taken}
     takes_rule = "rule" in taken
-    answers = ANSWERS | dict(instead) if takes_rule else instead
+    answers = KEYWORD_HINTS | dict(instead) if takes_rule else instead
     written = []
     settings = {}
     for name, value in unknown.items():
-        setting = SETTINGS.get(name, name)
+        setting = SETTING_OF.get(name, name)
         if answer := answers.get(setting):
             written.append(answer.format(name=name, value=value))
-        elif setting in taken or (takes_rule and setting in SETTINGS and setting != "clip_norm"):
+        elif setting in taken or (takes_rule and setting in SETTING_OF and setting != "clip_norm"):
             settings[setting] = value
     if settings.keys() - set(taken):
         # The rule needs all settings, including those passed under their right names.
-        right = {SETTINGS[name]: given[name] for name in given if name in SETTINGS.keys() & taken}
+        right = {
+            SETTING_OF[name]: given[name] for name in given if name in SETTING_OF.keys() & taken
+        }
         settings = right | settings
         instead_of = f" without {', '.join(right)}" if right else ""
         written.append(f"rule=lossscale.DynamicScale({_joined(settings)}){instead_of}")

@@ -127,7 +127,7 @@ def install() -> Installation:
         'lossscale.keras'
     """
     try:
-        put_into = importlib.import_module("lossscale.documented_names").PUT_INTO
+        put_into = importlib.import_module("lossscale.install_names").PUT_INTO
     except ModuleNotFoundError as error:
         if error.name != "tensorflow":
             raise

@@ -83,7 +83,7 @@ class Wrapper:
     @property
     def dynamic(self) -> bool:
         """Whether the loss scale is adjusted during training."""
-        return bool(self._rule.moves)
+        return bool(self._rule.is_dynamic)
 
     @property
     def initial_scale(self) -> float:

@@ -124,13 +124,13 @@ def lacking_for_keras() -> list[str]:
     return ["keras"] if any(map(is_installed, BACKENDS)) else ["keras", "tensorflow"]
 
 
-_BETWEEN = {*EXTRAS, "lossscale", "contextlib", "accelerate", "lightning", "transformers"}
+_SKIPPED_FRAMES = {*EXTRAS, "lossscale", "contextlib", "accelerate", "lightning", "transformers"}
 """Modules that may be on the call stack between the user's line and the warning."""
 
 
 def warn(message: str, category: type[Warning] = LossScaleWarning) -> None:
     """Warns, with the line of the user's code as the location."""
     frame, level = inspect.currentframe(), 0
-    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _SKIPPED_FRAMES:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level + 1)

@@ -12,7 +12,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -140,6 +140,17 @@ def submodule(parent: str, name: str) -> Any:
         return package(f"{parent}.{name}")
     except MissingPackageError as error:
         raise AttributeError(f"module {parent!r} has no {name!r} here: {error}") from error
+
+
+def imported_late(package: str, module: str, *names: str) -> Callable[[str], Any]:
+    """Returns the `__getattr__` of a package for names of a module that training does not need."""
+
+    def attribute(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(module), name)
+
+    return attribute
 
 
 @contextlib.contextmanager

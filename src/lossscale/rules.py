@@ -122,12 +122,12 @@ class ScaleRule(Protocol):
         return False
 
     @property
-    def moves(self) -> bool:
+    def is_dynamic(self) -> bool:
         """Whether `update` can ever change the state, and the loss scale with it."""
         return True
 
     @property
-    def moves_on_host(self) -> bool:
+    def exact_on_host(self) -> bool:
         """Whether `update` gives the same numbers for Python numbers as for float32 tensors.
 
         If so, the host may update the state when it knows whether the step is applied.
@@ -216,7 +216,7 @@ class FixedScale(ScaleRule):
         return self.skip_nonfinite
 
     @property
-    def moves(self) -> bool:
+    def is_dynamic(self) -> bool:
         return False
 
     @property
@@ -224,7 +224,7 @@ class FixedScale(ScaleRule):
         return _is_power_of_two(self.scale)
 
     @property
-    def moves_on_host(self) -> bool:
+    def exact_on_host(self) -> bool:
         return True
 
     @property
@@ -315,18 +315,14 @@ class DynamicScale(ScaleRule):
             "growth_factor": checked_number("growth_factor", self.growth_factor),
             "backoff_factor": checked_number("backoff_factor", self.backoff_factor),
             "min_scale": checked_scale("min_scale", self.min_scale),
+            "overflows_before_backoff": checked_interval(
+                "overflows_before_backoff", self.overflows_before_backoff
+            ),
         }
         if self.max_scale is not None:
             checked["max_scale"] = checked_scale("max_scale", self.max_scale)
-        checked["overflows_before_backoff"] = checked_interval(
-            "overflows_before_backoff", self.overflows_before_backoff
-        )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        if self.overflows_before_backoff == 1:
-            # The default is a class attribute, so that a pickle without the setting stays
-            # unchanged.
-            object.__delattr__(self, "overflows_before_backoff")
         # Rounded, because a factor that is 1 in float32 never moves the scale.
         if not 1.0 < _float32(self.growth_factor) < math.inf:
             raise ArgumentError(
@@ -345,10 +341,6 @@ class DynamicScale(ScaleRule):
                 f"min_scale={self.min_scale!r}, initial_scale={self.initial_scale!r}, "
                 f"max_scale={self.max_scale!r}."
             )
-
-    def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={value!r}" for name, value in self.get_config().items())
-        return f"{type(self).__name__}({settings})"
 
     @property
     def ceiling(self) -> float:
@@ -369,7 +361,7 @@ class DynamicScale(ScaleRule):
         )
 
     @property
-    def moves_on_host(self) -> bool:
+    def exact_on_host(self) -> bool:
         # Other factors would be rounded in float64 on the host and in float32 on tensors.
         return self.powers_of_two
 
@@ -424,11 +416,7 @@ class DynamicScale(ScaleRule):
         return cast(ScaleState, OverflowCountState(scale, good_steps, overflows))
 
     def get_config(self) -> dict[str, Any]:
-        config = dataclasses.asdict(self)
-        if self.overflows_before_backoff == 1:
-            # Releases without this setting read such a configuration, too.
-            del config["overflows_before_backoff"]
-        return config
+        return dataclasses.asdict(self)
 
 
 RULES: dict[str, type[Any]] = {rule.__name__: rule for rule in (FixedScale, DynamicScale)}
@@ -436,9 +424,9 @@ RULES: dict[str, type[Any]] = {rule.__name__: rule for rule in (FixedScale, Dyna
 
 
 def host_can_update(rule: ScaleRule) -> bool:
-    """Whether `updates_on_host` gives the same numbers as on tensors, and waits for nothing."""
+    """Whether `changed_fields` gives the same numbers as on tensors, and waits for nothing."""
     # The host would have to wait for other statistics.
-    return rule.moves_on_host and rule.needs == StatsRequest()
+    return rule.exact_on_host and rule.needs == StatsRequest()
 
 
 class PythonNumbers:
@@ -449,13 +437,13 @@ class PythonNumbers:
         return one if condition else other
 
 
-def updated_on_host(rule: ScaleRule, before: ScaleState, applied: bool) -> ScaleState:
-    """Returns the state after a step; otherwise like `updates_on_host`."""
+def next_state(rule: ScaleRule, before: ScaleState, applied: bool) -> ScaleState:
+    """Returns the state after a step; otherwise like `changed_fields`."""
     after: ScaleState = rule.update(before, GradientStats(applied), xp=PythonNumbers)
     return after
 
 
-def updates_on_host(rule: ScaleRule, before: ScaleState, applied: bool) -> dict[str, Any]:
+def changed_fields(rule: ScaleRule, before: ScaleState, applied: bool) -> dict[str, Any]:
     """Returns the fields of a state that a step changes, with their new values.
 
     A few Python numbers replace some twenty small operations. This is faster if the host starts
@@ -467,10 +455,10 @@ def updates_on_host(rule: ScaleRule, before: ScaleState, applied: bool) -> dict[
         applied: Whether the step was applied.
 
     Examples:
-        >>> updates_on_host(DynamicScale(), ScaleState(32768.0, 7), applied=False)
+        >>> changed_fields(DynamicScale(), ScaleState(32768.0, 7), applied=False)
         {'scale': 16384.0, 'good_steps': 0}
     """
-    after = updated_on_host(rule, before, applied)
+    after = next_state(rule, before, applied)
     # A NaN is unequal to itself, so it is written again.
     return {
         field: new

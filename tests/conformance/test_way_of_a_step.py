@@ -15,23 +15,36 @@ from forks import Program
 SOURCES = pathlib.Path(lossscale.__file__).parent
 PAGE = pathlib.Path(__file__).parents[2] / "docs/internals/design.md"
 PROCESS = os.environ.get("LOSSSCALE_TEST_KERAS") or os.environ["KERAS_BACKEND"]
+# What `import lossscale` loads in any case.
+OUTSIDE = ("__init__.py", "installation.py")
 
 
-def documented(column):
-    """The files of a column of the table, from top to bottom."""
-    section = PAGE.read_text(encoding="utf-8").split("## The path of a step")[1].split("\n## ")[0]
+def documented(heading):
+    """The cells of a table of the page, by the names of its columns, as lists of files."""
+    section = PAGE.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
     rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| ")]
-    number = [cell.strip() for cell in rows[0]].index(column)
-    return [name for row in rows[1:] for name in re.findall(r"`([\w/]+\.py)`", row[number])]
+    names, *rows = [[cell.strip() for cell in row] for row in rows]
+    columns = zip(names, *rows, strict=True)
+    return {
+        each: re.findall(r"`([\w/]+\.py)`", " ".join(cells))
+        for name, *cells in columns
+        for each in name.split(", ")
+    }
+
+
+def ours(file):
+    """The name of a source file of ours, or None."""
+    name = file.removeprefix(f"{SOURCES.as_posix()}/")
+    return None if name in (file, *OUTSIDE) else name
 
 
 def passed_through(run):
     """The files whose functions `run` calls, by when each is entered first."""
-    entered, ours = {}, f"{SOURCES.as_posix()}/"
+    entered = {}
 
     def profile(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(ours):
-            entered.setdefault(frame.f_code.co_filename.removeprefix(ours))
+        if event == "call":
+            entered.setdefault(ours(frame.f_code.co_filename))
 
     # Optimizers that other tests have left are forgotten now, and not on the way.
     gc.collect()
@@ -40,42 +53,74 @@ def passed_through(run):
         run()
     finally:
         sys.setprofile(None)
-    return [name for name in entered if name not in ("__init__.py", "installation.py")]
+    return [name for name in entered if name]
 
 
-def fit_on_jax():
+class Way:
+    """The files of ours in which the calls are that led to the inner optimizer."""
+
+    def __init__(self):
+        self.files = None
+
+    def __call__(self):
+        frame, found = sys._getframe(1), []
+        while frame:
+            found.append(ours(frame.f_code.co_filename))
+            frame = frame.f_back
+        self.files = [name for name in dict.fromkeys(reversed(found)) if name]
+
+
+def noting(optimizer, verb, way):
+    """An optimizer that notes the way to one of its methods."""
+    method = getattr(optimizer, verb)
+
+    def noted(*args, **kwargs):
+        way()
+        return method(*args, **kwargs)
+
+    optimizer.__dict__[verb] = noted
+    return optimizer
+
+
+def fit_on_jax(way):
     import keras
 
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-    model.compile(lossscale.LossScaleOptimizer(keras.optimizers.Adam()), "mse")
+    inner = noting(keras.optimizers.Adam(), "apply", way)
+    model.compile(lossscale.LossScaleOptimizer(inner), "mse")
     model.optimizer.build(model.trainable_variables)
     return lambda: model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
 
 
-def loop_on_tensorflow():
+def fit_on_torch(way):
+    return fit_on_jax(way)
+
+
+def loop_on_tensorflow(way):
     import keras
     import tensorflow as tf
 
     weight = keras.Variable([1.0, 2.0])
-    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.Adam())
+    optimizer = lossscale.LossScaleOptimizer(noting(keras.optimizers.Adam(), "apply", way))
     optimizer.build([weight])
 
     @tf.function
     def step():
         with tf.GradientTape() as tape:
             loss = optimizer.scale_loss(tf.reduce_sum(weight.value**2))
-        optimizer.apply(tape.gradient(loss, [weight.value]), [weight])
+        optimizer.apply_gradients([(tape.gradient(loss, weight.value), weight)])
 
     return step
 
 
-def documented_loop_on_tf_keras():
+def documented_loop_on_tf_keras(way, family="legacy"):
     import tensorflow as tf
     import tf_keras
 
     weight = tf.Variable([1.0, 2.0])
-    optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.legacy.Adam())
-    optimizer.inner_optimizer._create_all_weights([weight])
+    adam = tf_keras.optimizers.legacy.Adam if family == "legacy" else tf_keras.optimizers.Adam
+    optimizer = lossscale.LossScaleOptimizer(noting(adam(), "apply_gradients", way))
+    optimizer.build([weight])
 
     @tf.function
     def step():
@@ -87,18 +132,57 @@ def documented_loop_on_tf_keras():
     return step
 
 
-# By the process that runs it: the column of the table, and what makes the step.
+def current_optimizer_of_tf_keras(way):
+    return documented_loop_on_tf_keras(way, "current")
+
+
+def update_of_optax(way):
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import lossscale.optax
+
+    inner = optax.sgd(0.5)
+
+    def update(*args):
+        way()
+        return inner.update(*args)
+
+    tx = lossscale.optax.loss_scaled(optax.GradientTransformation(inner.init, update))
+    state = tx.init(jnp.ones(2))
+    return lambda: jax.jit(tx.update)(jnp.ones(2), state)
+
+
+# By the process that runs it: the columns of the two tables, and what makes the step.
 STEPS = {
-    "jax": ("`fit` on JAX", fit_on_jax),
-    "tensorflow": ("a loop on TensorFlow", loop_on_tensorflow),
-    "tf_keras": ("tf_keras legacy", documented_loop_on_tf_keras),
-}
+    "jax": {"`fit` on JAX": fit_on_jax, "Optax": update_of_optax},
+    "torch": {"`fit` on PyTorch": fit_on_torch},
+    "tensorflow": {"a loop on TensorFlow": loop_on_tensorflow},
+    "tf_keras": {
+        "tf_keras legacy": documented_loop_on_tf_keras,
+        "tf_keras": current_optimizer_of_tf_keras,
+    },
+}.get(PROCESS, {})
 
 
-@pytest.mark.skipif(PROCESS not in STEPS, reason="a compiled step of Keras; PyTorch compiles none")
+@pytest.mark.skipif(not STEPS, reason="a step of Keras")
+@pytest.mark.parametrize("column", STEPS)
+def test_three_files_lead_from_a_call_to_the_inner_optimizer(column):
+    way = Way()
+    STEPS[column](way)()
+    assert way.files == documented("The way of a step")[column]
+    assert 1 < len(way.files) <= 3
+
+
+@pytest.mark.skipif(not STEPS, reason="a step of Keras")
 def test_a_step_passes_through_the_files_that_the_design_names():
-    column, make = STEPS[PROCESS]
-    assert passed_through(make()) == documented(column)
+    heading = "What a step calls on the way"
+    columns = documented(heading)
+    for column in STEPS.keys() & columns.keys():
+        way = Way()
+        entered = passed_through(STEPS[column](way))
+        assert [name for name in entered if name not in way.files] == columns[column]
 
 
 # How many of ours are loaded by a program that makes an optimizer. Of TensorFlow's arrays a wrapper

@@ -39,9 +39,9 @@ ARROWS = {
     "keras_common tensorflow callbacks *tf_keras *tensorflow",
     "experimental": "errors checks rules registry members arguments optimizer keras tf_keras "
     "*keras *tf_keras",
-    "documented_names": "errors registry optimizer common experimental keras tf_keras tensorflow "
+    "install_names": "errors registry optimizer common experimental keras tf_keras tensorflow "
     "*tensorflow **any",
-    "installation": "errors registry packages common documented_names",
+    "installation": "errors registry packages common install_names",
     "cli": "errors packages lossscale **any",
     "__main__": "cli",
     "lossscale": "errors packages registry rules optimizer installation",

@@ -7,7 +7,7 @@ import pytest
 import lossscale
 from lossscale import DynamicScale, FixedScale
 from lossscale.arguments import rule_from_arguments
-from lossscale.checks import ANSWERS, SETTINGS, checks_keywords, unknown_keywords
+from lossscale.checks import KEYWORD_HINTS, SETTING_OF, checks_keywords, unknown_keywords
 from lossscale.errors import ArgumentError
 
 VALUES = {
@@ -42,7 +42,7 @@ def answered(takes, given):
 @pytest.mark.parametrize("other", [None, "growth_factor"])
 def test_what_is_answered_can_be_written(takes, other):
     taken, tried = set(inspect.signature(takes).parameters), 0
-    for word, setting in SETTINGS.items():
+    for word, setting in SETTING_OF.items():
         names = {word: setting} | ({other: other} if other else {})
         if setting in ("clip_norm", other) or names.keys() <= taken:
             continue
@@ -56,7 +56,7 @@ def test_what_is_answered_can_be_written(takes, other):
 @pytest.mark.parametrize("word", ["loss_scale", "static_loss_scale", "enabled", "skip_nonfinite"])
 def test_words_for_a_fixed_scale_are_answered_with_one(word):
     said = unknown_keywords("f", {word: 4.0}, ["rule"], {})
-    assert word in ANSWERS
+    assert word in KEYWORD_HINTS
     assert "write rule=lossscale.FixedScale(" in said
     if "scale" in word:
         assert answered(wrapper, {word: 4.0}) == FixedScale(4.0)

@@ -170,7 +170,7 @@ def test_good_arguments_are_kept_as_numbers_of_python():
         rule = DynamicScale(np.float32(8), interval, max_scale=16)
         assert rule.growth_interval == interval
         types = {field: type(value) for field, value in rule.get_config().items()}
-        assert types.pop("growth_interval") is int
+        assert types.pop("growth_interval") is types.pop("overflows_before_backoff") is int
         assert set(types.values()) == {float}
 
 
@@ -202,7 +202,7 @@ def test_a_rule_of_ones_own_inherits_the_defaults():
     rule, state = Own(), ScaleState(4.0, 3)
     assert isinstance(rule, ScaleRule)
     assert not isinstance(state, ScaleRule)
-    assert rule.moves is True
+    assert rule.is_dynamic is True
     assert rule.checks_gradients is True
     assert rule.powers_of_two is False
     assert rule.restored(state) == state

@@ -76,7 +76,7 @@ tests/conformance/test_promises.py -k tensorflow-xla
     keras LossScaleOptimizer._update_scale: self._steps_skipped.assign_add(ops.cast(...))
         -> pass
 tests/backends/test_fit.py -k subclass
-    keras_common take_step: scaled and (...) -> False
+    keras_common KerasCommonOptimizer._step: scaled and (...) -> False
     keras LossScaleOptimizer.scale_loss: ... and self._is_overridden(...) -> False
     keras LossScaleOptimizer.scale_loss: not self._ledger.is_own_step(location) -> True
 tests/frameworks/keras/test_subclasses.py tests/conformance/test_subclasses.py
@@ -137,8 +137,8 @@ tests/conformance/test_random_programs.py
     tensorflow _all_true: tf.reduce_all -> tf.reduce_any  -k keras-tensorflow-function
     tensorflow _in_turn: tf.constant(False) -> tf.constant(True)  -k keras-tensorflow-xla
 tests/conformance/test_what_rules_see.py -k for_a_rule_that_asks
-    optax _move: rule.needs != StatsRequest() -> True
-    keras_common take_step: rule.needs != StatsRequest() -> True
+    optax _update_scale: rule.needs != StatsRequest() -> True
+    keras_common KerasCommonOptimizer._step: rule.needs != StatsRequest() -> True
 tests/backends/test_diagnose.py
     diagnosis.keras on torch _as_it_was: attributes.update(values) -> pass  -k subclassed
     diagnosis on torch _cast_to_float16: not asks(layer) -> True  -k ask_for_a_dtype
@@ -166,8 +166,8 @@ tests/backends/test_handover.py
     keras_common ScaleLedger._left_by_another: (None, self._last_at_apply) -> (None,)
 tests/backends/test_files.py
     keras load_inner: restore_scale(optimizer, own) -> pass  -k keras_own_class
-    keras_common KerasCommonOptimizer: {'inner_optimizer', 'get_slot_names'} -> {'get_slot_names'}
-        -k plain_optimizer
+    keras_common KerasCommonOptimizer: {'inner_optimizer', '_saved_inner', 'get_slot_names'}
+        -> {'get_slot_names'}  -k plain_optimizer
     keras load_inner: optimizer._iterations.follow() -> pass  -k plain_optimizer or own_class
     keras set_weights: targets = all_variables -> targets = weights  -k set_weights
 tests/diagnosis/test_measurement.py tests/diagnosis/test_report.py
@@ -202,8 +202,7 @@ tests/conformance/test_page_matrix.py
         -k gradients_of_a_tensor
 tests/frameworks/keras/test_distribution.py
     tensorflow all_replicas_finite: ... < 0.5 -> ... < 1.5  -k overflow_on_one_replica
-    keras_common KerasCommonOptimizer.apply_gradients:
-        experimental_aggregate_gradients and not skip_gradients_aggregation -> True  -k summed
+    keras_common KerasCommonOptimizer.apply_gradients: all(asked) -> True  -k summed
 tests/frameworks/keras/test_training.py
     tensorflow can_keep_old_values: not getattr(part, 'use_ema', False) -> True  -k xla_function
     tensorflow as_one_operation: len(tf.config.list_logical_devices()) > 1 -> False
@@ -230,36 +229,38 @@ tests/conformance/test_what_rules_see.py
         -> not isinstance(stats.finite, bool)
 tests/frameworks/jax/test_state_form.py
     jax _gated_equation: jax.lax.cond(finite, run, silent) -> run()  -k callbacks
-    jax lasting_dtype: new.dtype if _kind(new) > _kind(old) else old.dtype -> old.dtype
+    jax state_dtype: new.dtype if _kind(new) > _kind(old) else old.dtype -> old.dtype
     optax _old_values: path not in after -> False  -k cannot_be_kept
     optax _untraced: np.zeros(...) -> leaf  -k float0
 tests/frameworks/jax/test_skipping.py
     optax skipped_like: complex(-0.0, -0.0) if ... else -0.0 -> 0.0  -k momentum
-    optax of_its_own: id(leaf) in known and isinstance(leaf, jax.Array) -> False  -k lbfgs
-    optax _judge: [jnp.where(...) for part in gradients] -> gradients  -k nothing_inside
+    optax without_shared_buffers: id(leaf) in known and isinstance(leaf, jax.Array) -> False
+        -k lbfgs
+    optax _check_and_unscale: [jnp.where(...) for part in gradients] -> gradients  -k nothing_inside
 tests/frameworks/jax/test_loops.py
-    optax run: finite = finite & ... -> pass  -k of_its_own
+    optax update_or_skip: finite = finite & ... -> pass  -k of_its_own
 tests/frameworks/jax/test_orders.py
     optax _is_transparent: not has_schedule -> True  -k refused
 tests/frameworks/jax/test_finite.py
     jax _extremes: ('int', 'uint') -> ('int', 'int')  -k where_xla
     jax _all_finite: jnp.where(finite, numbers, jnp.zeros_like(numbers)) -> numbers  -k checkify
     jax gated: variable.aval.shape -> True  -k checkify
-    optax _judge: [jnp.where(...) for part in gradients] -> gradients  -k checkify
+    optax _check_and_unscale: [jnp.where(...) for part in gradients] -> gradients  -k checkify
 tests/frameworks/jax/test_platforms.py
-    jax may_be_divided: is_laid_out(array) -> False  -k several_devices
+    jax may_be_divided: has_sharding(array) -> False  -k several_devices
     jax _magnitude: np.iinfo(bits).max >> 1 -> np.iinfo(bits).max  -k that_of_a_cpu
     jax nonfinite_by_row: nans << 16 -> nans  -k in_each_gradient
     jax update: jax.lax.platform_dependent(...) -> branched()  -k branch
 tests/frameworks/jax/test_jaxprs.py
-    jax gated: set(wanted.values()) -> set(olds)  -k kept_old
+    jax gated: set(wanted.values()) -> set(old_values)  -k kept_old
     jax _gated_branches: gated(branch, given, own, finite) -> gated(branch, given, {}, finite)
     jax _branches: equation.params.get('branches_platforms') -> False  -k another_platform
 tests/frameworks/jax/test_memory.py
     jax _gated_equation: called is not None -> False
 tests/frameworks/jax/test_devices.py
-    optax _agreed: jax.lax.pmin(...) > 0 -> finite  -k anywhere
-    optax _agreed: varying(finite) - varying(scale) -> varying(scale) - varying(finite)
+    optax _all_devices_finite: jax.lax.pmin(...) > 0 -> finite  -k anywhere
+    optax _all_devices_finite: varying_axes(finite) - varying_axes(scale)
+        -> varying_axes(scale) - varying_axes(finite)
         -k would_part
 tests/frameworks/jax/test_leaves.py
     optax LossScaled.update: gating.has_elements(gradients) -> True  -k without_a_gradient
@@ -284,7 +285,7 @@ tests/frameworks/jax/test_wrong_calls.py
     optax _check_single: jnp.ndim(value) -> False  -k state_of_several
     optax value_and_grad: isinstance(found[0][1], _Result) -> True  -k returns_no_value
 tests/frameworks/jax/test_leaves.py tests/frameworks/jax/test_loops.py
-    optax _judge: finite & usable -> finite
+    optax _check_and_unscale: finite & usable -> finite
 tests/frameworks/torch/test_steps.py
     torch makes_state: any(p.grad is not None for p in lacking) -> False
         -k joins_late

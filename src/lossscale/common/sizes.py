@@ -11,12 +11,12 @@ from typing import Any
 SMALL = 2**14
 """A tensor with fewer elements is small."""
 
-TOGETHER = 2**20
+MOST_JOINED = 2**20
 """The largest number of elements to join, because joining copies them."""
 
 
-def small_and_large(
-    parts: list[Any], size: Callable[[Any], int | None], most: int = TOGETHER
+def grouped_by_size(
+    parts: list[Any], size: Callable[[Any], int | None], most: int = MOST_JOINED
 ) -> tuple[list[list[Any]], list[Any]]:
     """Divides tensors into small ones, in a list for each dtype, and the others.
 

@@ -109,6 +109,7 @@ class LossScaleAsObject(_Wrapper):
     """
 
     _name_of_inner = "optimizer"
+    _takes_third = True
 
     @checks_keywords("experimental.LossScaleOptimizer", _INSTEAD)
     def __init__(self, optimizer: Any, loss_scale: Any, name: str | None = None) -> None:
@@ -126,21 +127,6 @@ class LossScaleAsObject(_Wrapper):
         loss_scale: LossScale = self._loss_scale
         self._ledger.is_scale_read = True
         return loss_scale
-
-    def apply_gradients(
-        self,
-        grads_and_vars: Any,
-        name: str | None = None,
-        experimental_aggregate_gradients: bool = True,
-        skip_gradients_aggregation: bool = False,
-    ) -> Any:
-        # The order of arguments of TensorFlow 2.2 and 2.3.
-        return super().apply_gradients(
-            grads_and_vars,
-            name,
-            experimental_aggregate_gradients=experimental_aggregate_gradients,
-            skip_gradients_aggregation=skip_gradients_aggregation,
-        )
 
     def _first_state(self) -> Any:
         loss_scale = self._loss_scale

@@ -10,7 +10,5 @@ from lossscale.experimental import optimizer
 @wrapper.LossScaleOptimizer._library.saving.register_keras_serializable(
     package="lossscale.experimental"
 )
-class LossScaleOptimizer(  # type: ignore[misc]
-    optimizer.LossScaleAsObject, wrapper.LossScaleOptimizer
-):
+class LossScaleOptimizer(optimizer.LossScaleAsObject, wrapper.LossScaleOptimizer):
     """The class that `lossscale.experimental.LossScaleOptimizer` creates; inherit from it."""

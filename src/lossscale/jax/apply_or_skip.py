@@ -22,15 +22,15 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
-def chosen(finite: Any, new: Any, old: Any) -> Any:
-    """The new value if the step is applied, else the old one, in `lasting_dtype`."""
+def select(finite: Any, new: Any, old: Any) -> Any:
+    """The new value if the step is applied, else the old one, in `state_dtype`."""
     if new is old:
         return old
-    dtype = lasting_dtype(new, old)
-    return strong(jnp.where(finite, jnp.asarray(new, dtype), jnp.asarray(old, dtype)))
+    dtype = state_dtype(new, old)
+    return without_weak_type(jnp.where(finite, jnp.asarray(new, dtype), jnp.asarray(old, dtype)))
 
 
-def lasting_dtype(new: Any, old: Any) -> Any:
+def state_dtype(new: Any, old: Any) -> Any:
     """The dtype of an array after a step: the old dtype, so that the second step is not recompiled.
 
     The exception is a number that starts as an integer and becomes a fraction: it would lose the
@@ -46,18 +46,20 @@ def _kind(array: Any) -> int:
     return next(kinds, len(_KINDS))
 
 
-def strong(array: Any) -> Any:
+def without_weak_type(array: Any) -> Any:
     """Converts to an array with a strong dtype, which operations with other arrays keep."""
     return jax.lax.convert_element_type(array, array.dtype)
 
 
-def gated(closed: Any, inputs: Sequence[Any], olds: Mapping[int, Any], finite: Any) -> list[Any]:
+def gated(
+    closed: Any, inputs: Sequence[Any], old_values: Mapping[int, Any], finite: Any
+) -> list[Any]:
     """Evaluates a jaxpr, with the old value of some outputs unless `finite`.
 
     Args:
         closed: A closed jaxpr.
         inputs: An array for each of its inputs.
-        olds: Old values by the index of the output.
+        old_values: Old values by the index of the output.
         finite: A boolean scalar array.
 
     Returns:
@@ -73,13 +75,13 @@ def gated(closed: Any, inputs: Sequence[Any], olds: Mapping[int, Any], finite: A
     # would divide 0 by 0. The same holds for inputs, literals, and a variable that is an output
     # twice.
     wanted: dict[Any, int] = {}
-    for number in olds:
+    for number in old_values:
         variable = jaxpr.outvars[number]
         if not isinstance(variable, Literal) and variable.aval.shape and variable not in values:
             wanted.setdefault(variable, number)
     for equation in jaxpr.eqns:
         here = {
-            index: olds[wanted[variable]]
+            index: old_values[wanted[variable]]
             for index, variable in enumerate(equation.outvars)
             if variable in wanted
         }
@@ -92,18 +94,18 @@ def gated(closed: Any, inputs: Sequence[Any], olds: Mapping[int, Any], finite: A
         jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else values[atom]
         for atom in jaxpr.outvars
     ]
-    for number in olds.keys() - early:
-        outputs[number] = chosen(finite, outputs[number], olds[number])
+    for number in old_values.keys() - early:
+        outputs[number] = select(finite, outputs[number], old_values[number])
     return outputs
 
 
 def _gated_equation(
-    jaxpr: Any, equation: Any, arguments: list[Any], olds: Mapping[int, Any], finite: Any
+    jaxpr: Any, equation: Any, arguments: list[Any], old_values: Mapping[int, Any], finite: Any
 ) -> list[Any]:
     """Evaluates one equation of a jaxpr as `gated` evaluates a jaxpr."""
-    called = _called(equation) if olds or equation.effects else None
+    called = _called(equation) if old_values or equation.effects else None
     if called is not None:
-        return gated(called, arguments, olds, finite)
+        return gated(called, arguments, old_values, finite)
 
     def run() -> list[Any]:
         return bind(jaxpr, equation, arguments)
@@ -114,17 +116,17 @@ def _gated_equation(
     if equation.effects:
         # Printing and logging are silent on a skipped step, and their results are not used.
         made: list[Any] = jax.lax.cond(finite, run, silent)
-    elif olds and (branches := _branches(equation)):
-        return _gated_branches(branches, arguments, olds, finite)
+    elif old_values and (branches := _branches(equation)):
+        return _gated_branches(branches, arguments, old_values, finite)
     else:
         made = run()
-    for index, old in olds.items():
-        made[index] = chosen(finite, made[index], old)
+    for index, old in old_values.items():
+        made[index] = select(finite, made[index], old)
     return made
 
 
 def _gated_branches(
-    branches: Sequence[Any], arguments: list[Any], olds: Mapping[int, Any], finite: Any
+    branches: Sequence[Any], arguments: list[Any], old_values: Mapping[int, Any], finite: Any
 ) -> list[Any]:
     """Evaluates a `lax.switch` with the select in its branches: after it, both would be alive."""
     number, *operands = arguments
@@ -134,7 +136,8 @@ def _gated_branches(
         def run(*given: Any) -> list[Any]:
             # Pass an old value into the branch only once.
             own = {
-                n: given[places[id(old)]] if id(old) in places else old for n, old in olds.items()
+                n: given[places[id(old)]] if id(old) in places else old
+                for n, old in old_values.items()
             }
             return gated(branch, given, own, finite)
 
@@ -193,7 +196,7 @@ _CALLS = {"jit", "pjit", "closed_call", "core_call"}
 """Primitives that only call a jaxpr."""
 
 
-def varying(array: Any) -> frozenset[str]:
+def varying_axes(array: Any) -> frozenset[str]:
     """The axes of the enclosing `shard_map` along which an array varies, as far as JAX knows."""
     kind = type_of(array)
     # JAX 0.10 stores it in one of these, earlier releases in the other.
@@ -201,7 +204,7 @@ def varying(array: Any) -> frozenset[str]:
     return frozenset(axes or ())
 
 
-def is_laid_out(array: Any) -> bool:
+def has_sharding(array: Any) -> bool:
     """Whether the type of an array contains its sharding.
 
     Such an array can be concatenated with others only if all are moved to one sharding.

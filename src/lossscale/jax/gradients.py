@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 
-from lossscale.common.sizes import SMALL, small_and_large
-from lossscale.jax.apply_or_skip import is_laid_out, may_be_sharded, static_size, type_of
+from lossscale.common.sizes import SMALL, grouped_by_size
+from lossscale.jax.apply_or_skip import has_sharding, may_be_sharded, static_size, type_of
 from lossscale.rules import GradientStats, StatsRequest
 
 JOINED_ARRAYS = 32
@@ -177,8 +177,8 @@ _all_finite_jit = functools.partial(jax.jit, static_argnums=2)(_all_finite)
 
 
 def _extremes_on_cpu(parts: Sequence[Any]) -> list[Any]:
-    apart = [part for part in parts if is_laid_out(part)]
-    small, large = small_and_large([p for p in parts if not is_laid_out(p)], static_size)
+    apart = [part for part in parts if has_sharding(part)]
+    small, large = grouped_by_size([p for p in parts if not has_sharding(p)], static_size)
     joined = [jnp.concatenate([part.ravel() for part in group]) for group in small]
     return [number for part in [*joined, *large, *apart] for number in _extremes(part)]
 
@@ -218,7 +218,7 @@ def in_groups(arrays: Sequence[Any]) -> Iterator[list[int]]:
 
 def may_be_divided(array: Any) -> bool:
     """Whether an array may be divided among devices, or has a size that is not known."""
-    return static_size(array) is None or is_laid_out(array) or may_be_sharded(array)
+    return static_size(array) is None or has_sharding(array) or may_be_sharded(array)
 
 
 def nonfinite_by_row(arrays: Sequence[Any]) -> tuple[Any, list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lossscale import registry
 
@@ -16,11 +16,4 @@ __all__ = ["LossScaleMonitor", "LossScaleOptimizer", "guard"]
 if TYPE_CHECKING:
     from lossscale.keras.monitor import LossScaleMonitor as LossScaleMonitor
 else:
-
-    def __getattr__(name: str) -> Any:
-        # Imported late: training does not need what a monitor imports.
-        if name != "LossScaleMonitor":
-            raise AttributeError(f"module 'lossscale.keras' has no attribute {name!r}")
-        from lossscale.keras.monitor import LossScaleMonitor
-
-        return LossScaleMonitor
+    __getattr__ = registry.imported_late(__name__, f"{__name__}.monitor", "LossScaleMonitor")

@@ -1,7 +1,7 @@
 """The loss scale optimizer for Keras 3.
 
-A step goes through `scale_loss` or `get_scaled_loss`, then `apply_gradients` or `apply`, to `_step`
-here. Its parts are in `backends`, in a file for each backend.
+`keras_common/optimizer.py` has the documented loop and its step, `backends` a file for each
+backend.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from lossscale.keras.state import KerasScaleVariables, OwnVariable, StepCounter
 from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots
 from lossscale.keras_common.scaled_gradients import UNSCALED_BY_ONE, ScaleLedger
 from lossscale.keras_common.state import arrays_in
-from lossscale.keras_common.step import Step
 from lossscale.members import VariableList
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.rules import GradientStats, ScaleRule
@@ -121,7 +120,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self._backend = backend
         self.inner_optimizer = inner_optimizer
         self._rule = rule
-        self._ledger = ScaleLedger(not rule.moves, _how_with_several_optimizers())
+        self._ledger = ScaleLedger(not rule.is_dynamic, _how_with_several_optimizers())
         # Values that were loaded before their variables exist, and those of loss scaling before.
         self._pending_values: dict[str, Any] | None = None
         self._values_before_load: dict[str, Any] | None = None
@@ -247,6 +246,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
                 )
         check_some_gradient(grads)
         variables = list(trainable_variables)
+        self._backend.check_context()
         location = self._backend.current_location()
         self._ledger.check_apply(location)
         self._step(grads, variables, scaled=True)
@@ -289,7 +289,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
             optimizer_variables, grads, trainable_variables
         )
 
-    # --- The parts of a step, of which `keras_common/step.py` is made ---------------------------
+    # --- The parts of a step; see `keras_common/optimizer.py` ---------------------------------
 
     def _name_scope(self, name: str | None) -> Any:
         return keras.name_scope(name or self.name)
@@ -298,16 +298,8 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self, gradients: Sequence[Any], variables: Sequence[Any], aggregate: bool
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         self.build(variables)
-        # Checked before anything changes.
         self.inner_optimizer._check_variables_are_known(variables)
-        self._backend.check_context()
         return gradients, variables
-
-    def _apply_or_skip(self, stats: GradientStats, step: Step, apply: Any, update: Any) -> None:
-        self._backend.apply_or_skip(stats, step, self.inner_optimizer, apply, update)
-
-    def _apply(self, step: Step) -> None:
-        self._backend.apply(self.inner_optimizer, step, self._rule)
 
     def _update_scale(self, stats: GradientStats, state_on_host: Any) -> None:
         if self._backend.update_on_host(self, stats, state_on_host):

@@ -195,8 +195,7 @@ def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
 def restore_scale(optimizer: Any, values: Mapping[str, Any]) -> None:
     """Sets the state of the rule from numbers of a file by the names of its variables."""
     state = optimizer._state
-    saved = {f: values[v.name].item() for f, v in state.variables.items() if v.name in values}
-    state.write(state.restored(saved))
+    state.write(state.restored(values))
 
 
 # --- Files that lack what an optimizer sets as attributes -----------------------------------------
@@ -289,6 +288,10 @@ def lookup(optimizer: Any, name: str, found: Any) -> Any:
     # First in the file of a wrapper. Later it may be an attribute of a plain optimizer.
     if name == "inner_optimizer" and (state["_restores_plain"] is None or theirs is None):
         state["_restores_plain"] = False
+    elif name == "dynamic_scale" and state["_restores_plain"] and theirs is None:
+        # The file of Keras' own class: what waits as an attribute is the inner optimizer.
+        state["_restores_plain"] = False
+        optimizer._handle_deferred_dependencies("inner_optimizer", optimizer.inner_optimizer)
     elif state["_restores_plain"] is not False:
         # Maybe the file of a plain optimizer, where the name can be the inner optimizer's.
         state["_restores_plain"] = True

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.keras_common.optimizer import Slots, check_shapes
+from lossscale.keras_common.optimizer import Slots, check_shapes, slots_in
 from lossscale.old_formats import kind_of, names_for
 
 
@@ -35,27 +35,13 @@ def slots_of(inner: Any, key_of: Callable[[Any], Any]) -> Slots:
         key_of: Returns the key of a reference variable.
     """
     for part in getattr(inner, "optimizers", None) or [inner]:
-        # Keras optimizers keep each kind of state in an attribute, a list with one variable (or
-        # None) for every variable they were built with; the slot's name ends the variable's. The
-        # two lists of Keras' base class can be as long, by chance.
-        references = part._trainable_variables
-        for attribute, values in vars(part).items():
-            if attribute in ("_trainable_variables", "_variables"):
-                continue
-            if not isinstance(values, (list, tuple)) or len(values) != len(references):
-                continue
-            slots = [
-                (reference, slot)
-                for reference, slot in zip(references, values, strict=True)
-                if isinstance(slot, keras.Variable)
-            ]
-            if slots:
-                names = {_slot_name(reference, slot) for reference, slot in slots}
-                yield sorted(names), {key_of(reference): slot for reference, slot in slots}
+        references = {key_of(reference): reference for reference in part._trainable_variables}
+        for _, slots in slots_in(part, list(references), keras.Variable):
+            yield sorted({_slot_name(references[key], slot) for key, slot in slots.items()}), slots
 
 
 def _slot_name(reference: Any, slot: Any) -> str:
-    # The prefix that Keras' add_variable_from_reference adds to the slot's name.
+    # After the prefix that Keras' add_variable_from_reference adds to the slot's name.
     path = getattr(reference, "path", None) or str(reference.name).replace(":", "_")
     return str(slot.name).removeprefix(path.replace("/", "_")).lstrip("_")
 

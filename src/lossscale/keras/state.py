@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from lossscale.keras_common.state import ScaleVariables, kind_of_number
+from lossscale.keras_common.state import ScaleVariables
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
 # The names that Keras' own class writes into files; other rules may have more fields.
@@ -28,14 +28,11 @@ class KerasScaleVariables(ScaleVariables):
     def __init__(
         self, rule: ScaleRule, add_variable: Callable[[str, str, Any], Any], backend: Any
     ) -> None:
-        self.rule, self.first = rule, rule.init()
         self._read, self._namespace = backend.read, backend.namespace
         # Keras' order: the counter before the scale.
-        fields = sorted(self.first._fields, key=lambda field: field != "good_steps")
-        self.variables = {}
-        for field in fields:
-            name, value = _NAMES.get(field, f"loss_scale_{field}"), getattr(self.first, field)
-            self.variables[field] = add_variable(name, kind_of_number(value), value)
+        fields = sorted(rule.init()._fields, key=lambda field: field != "good_steps")
+        names = {field: _NAMES.get(field, f"loss_scale_{field}") for field in fields}
+        super().__init__(rule, names, add_variable)
 
     def write(self, state: ScaleState) -> None:
         """Sets the state from tensors, arrays or Python numbers."""
@@ -46,10 +43,7 @@ class KerasScaleVariables(ScaleVariables):
         """Updates the state after a step."""
         if isinstance(stats.finite, bool):
             stats = stats._replace(finite=ops.convert_to_tensor(stats.finite))
-        before = self.read()
-        after = self.rule.update(before, stats, xp=self._namespace)
-        if after is not before:
-            self.write(after)
+        super().update(stats)
 
 
 class OwnVariable(keras.Variable):

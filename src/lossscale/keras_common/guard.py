@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from lossscale.common.private_names import do_not_convert
 from lossscale.errors import ArgumentTypeError
 from lossscale.keras_common.optimizer import KerasCommonOptimizer
+from lossscale.keras_common.state import parts_of
 from lossscale.members import DocumentedMembers
 from lossscale.packages import warn
 
@@ -105,10 +106,8 @@ def _named(optimizer: Any) -> str:
 
 def _wrappers_of(model: Any) -> list[Any]:
     """The loss scale optimizers of a model: the one it is compiled with, and its attributes."""
-    found = [getattr(model, "optimizer", None)]
-    for value in vars(model).values():
-        values = value.values() if isinstance(value, dict) else value
-        found += values if isinstance(value, (list, tuple, dict)) else [value]
+    attributes = [getattr(model, "optimizer", None), *vars(model).values()]
+    found = [each for attribute in attributes for each in parts_of(attribute)]
     return list({id(x): x for x in found if isinstance(x, KerasCommonOptimizer)}.values())
 
 

@@ -1,4 +1,9 @@
-"""The base class of the loss scale optimizers of Keras 3 and tf_keras."""
+"""The base class of the loss scale optimizers of Keras 3 and tf_keras, and their step.
+
+What differs between the two is in an optimizer's `_backend`: for Keras 3 in the file of its
+backend, for tf_keras in `tf_keras/optimizer.py`. On TensorFlow both branch in
+`tensorflow/apply_or_skip.py`.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +27,21 @@ from lossscale.common.checks import (
     checked_pairs,
     listed,
     remember_wrapper,
+    warned_at_floor,
     with_gradient,
 )
 from lossscale.common.private_names import do_not_convert
 from lossscale.errors import ArgumentError, GradientsError, UnknownSlotError
 from lossscale.keras_common.scaled_gradients import ScaleLedger
-from lossscale.keras_common.state import ScaleVariables, VariablesOfUser
-from lossscale.keras_common.step import take_step, with_overwritten, without_overwritten
+from lossscale.keras_common.state import ScaleVariables, VariablesOfUser, parts_of
+from lossscale.keras_common.step import (
+    OverflowCheck,
+    Step,
+    with_overwritten,
+    without_overwritten,
+)
 from lossscale.members import DocumentedMembers
-from lossscale.rules import DynamicScale, ScaleRule
+from lossscale.rules import DynamicScale, GradientStats, ScaleRule, StatsRequest
 
 Slots = Iterator[tuple[list[str], dict[Any, Any]]]
 """The names of each kind of slot, and its variables by the key of the reference variable."""
@@ -55,22 +66,23 @@ _OTHER_OWN_NAMES = {
     "_loss_scale",
     "_overflow_tracker",
     "_inner_parts",
+    "_saved_inner",
+    "loss_scale_state",
     "_warned_at_floor",
 }
 
 
 class KerasCommonOptimizer(DocumentedMembers):
-    """The members shared by Keras 3 and tf_keras: the documented methods, settings, slots, copies.
+    """The members shared by Keras 3 and tf_keras: the step, settings, slots, copies.
 
     A subclass for one of them adds its attributes, its step and its files. It defines:
 
     - `_backend`: operations on arrays and variables, a `Backend` of Keras 3 or `TensorFlowArrays`.
     - `_check_inner(inner)` checks the optimizer to wrap; `_construct(inner, rule, name)` makes all
       attributes.
-    - The parts of a step: `_prepared(gradients, variables, aggregate)` builds, and returns the
-      gradients to check and their variables; `_apply_or_skip(stats, step, apply, update)` applies
-      gradients or skips, then updates the loss scale; `_apply(step)`; `_update_scale(stats,
-      state_on_host)` updates the loss scale and the counters.
+    - `_prepared(gradients, variables, aggregate)` builds, and returns the gradients to check and
+      their variables; `_update_scale(stats, state_on_host)` updates the loss scale and the
+      counters.
     - `_differentiated(loss, variables)`: the gradients of a scaled loss, given as a callable, and
       the variables they belong to; `_symbolic(loss, variables)`: those of a tensor of the function
       that is being traced.
@@ -89,8 +101,6 @@ class KerasCommonOptimizer(DocumentedMembers):
     _library: ClassVar[Any]
     # The name of the framework for its monitor and in messages.
     _framework: ClassVar[str]
-    # A monitor sets it in the instance's dictionary, past attribute tracking: it is not saved.
-    _overflow_tracker: ClassVar[Any] = None
     # The class of `AttributesOfInner` that it saves.
     _attributes_of: ClassVar[type[Any]]
     # The constructor's argument for the inner optimizer.
@@ -99,15 +109,21 @@ class KerasCommonOptimizer(DocumentedMembers):
     # variables are written by the optimizer around it; named here, they would stand in the file
     # twice, and a file of a plain optimizer would be missing the second copy. TensorFlow asks
     # dir() for get_slot_names, and writes no checkpoint if slots are attributes as well.
-    _hidden: ClassVar[frozenset[str]] = frozenset({"inner_optimizer", "get_slot_names"})
+    _hidden: ClassVar[frozenset[str]] = frozenset(
+        {"inner_optimizer", "_saved_inner", "get_slot_names"}
+    )
 
     _backend: Any
     _ledger: ScaleLedger
     _state: ScaleVariables
+    # A monitor sets it in the instance's dictionary, past attribute tracking: it is not saved.
+    _overflow_tracker: ClassVar[Any] = None
+    _warned_at_floor = False
+    # Whether the third positional argument is that of TensorFlow 2.2 to 2.10.
+    _takes_third: ClassVar[bool] = False
     # Scalar variables: a number of steps, and a boolean.
     _steps_skipped: Any
     _last_step_skipped: Any
-    _warned_at_floor = False
     # The attributes in `__dict__` that are not a user's.
     _own_names: set[str]
     # By the name of the slot and the key of its variable.
@@ -154,7 +170,9 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     def __getattr__(self, name: str) -> Any:
         if name == _SAME_PLACE:
-            return self._attributes_of(self.__dict__[self._inner_attribute])
+            # Kept: Keras skips an object with the id of one that it has visited.
+            saved = self._attributes_of(self.__dict__[self._inner_attribute])
+            return self.__dict__.setdefault("_saved_inner", saved)
         if name.startswith(_BESIDE):
             return getattr(self, name.removeprefix(_BESIDE))
         return super().__getattr__(name)
@@ -181,6 +199,9 @@ class KerasCommonOptimizer(DocumentedMembers):
             return lambda: self._scaled(loss())
         return self._backend.scaled(loss, self._current_scale())
 
+    def _current_scale(self) -> Any:
+        return self._state.read().scale
+
     @do_not_convert
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
         gradients = listed(grads)
@@ -188,6 +209,11 @@ class KerasCommonOptimizer(DocumentedMembers):
         self._ledger.record_unscaled(self._backend.current_location(), number)
         scale = self._current_scale()
         return list(self._backend.unscaled(gradients, scale, self._rule.powers_of_two))
+
+    def _unscaled_by_verb(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Unscales gradients by `get_unscaled_gradients`, which a subclass may override."""
+        scaled = without_overwritten(gradients, variables)
+        return with_overwritten(scaled, self.get_unscaled_gradients(scaled), gradients)
 
     @do_not_convert
     def apply_gradients(
@@ -198,27 +224,95 @@ class KerasCommonOptimizer(DocumentedMembers):
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
-        check_named(third)
+        check_named(third[1:] if self._takes_third else third)
         gradients, variables = checked_pairs(grads_and_vars, self._backend.is_variable)
-        self._check_context()
+        self._backend.check_context()
         location, updated = self._backend.current_location(), with_gradient(gradients, variables)
-        asked = experimental_aggregate_gradients and not skip_gradients_aggregation
-        aggregate = self._sums_replicas(asked)
+        asked = (experimental_aggregate_gradients, not skip_gradients_aggregation, *third)
+        aggregate = self._sums_replicas(all(asked))
         with self._ledger.applying(location, updated) as scaled:
             return self._step(gradients, variables, scaled=scaled, aggregate=aggregate, name=name)
-
-    def _check_context(self) -> None:
-        """Raises an error if a step is not possible in this context."""
 
     def _sums_replicas(self, asked: bool) -> bool:
         """Whether gradients are summed over the replicas before the inner optimizer gets them."""
         return asked
 
-    _step = take_step
+    def _step(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        *,
+        scaled: bool,
+        aggregate: bool = True,
+        name: str | None = None,
+    ) -> Any:
+        """Takes a step: checks the gradients, applies them or skips, updates the loss scale.
+
+        Args:
+            gradients: Those of this replica; None where there is none.
+            variables: Their variables.
+            scaled: Whether the gradients are those of the scaled loss.
+            aggregate: Whether the gradients of the replicas are summed.
+            name: Name of the operations, or None.
+        """
+        backend, rule, state = self._backend, self._rule, self._state
+        tracker = self._overflow_tracker
+        if scaled and (state.decide is not None or self._is_overridden("get_unscaled_gradients")):
+            # Code of the user's unscales them, or decides by unscaled ones.
+            with self._ledger.own_step(backend.current_location()):
+                gradients, scaled = self._unscaled_by_verb(gradients, variables), False
+        with self._name_scope(name), backend.no_gradients():
+            gradients, variables = self._prepared(gradients, variables, aggregate)
+            needs_stats = rule.needs != StatsRequest()
+            warns_at_min_scale = self._may_warn_at_floor() and backend.runs_now(gradients)
+            needs_scale = scaled or needs_stats or warns_at_min_scale or tracker is not None
+            scale: Any = self._current_scale() if needs_scale else None
+            step = Step(
+                list(gradients), list(variables), scale if scaled else None, aggregate, name
+            )
+
+            if state.decide is not None:
+                check = OverflowCheck(state.decide(step.gradients), step)
+            else:
+                check = backend.check(step, rule, self.inner_optimizer, state)
+            step, finite = check.step, backend.all_replicas_finite(check.all_finite)
+            stats = GradientStats(finite)
+            if needs_stats:
+                stats = backend.stats(step, rule, finite, scale)
+            if tracker is not None:
+                tracker.track(
+                    gradients=step.gradients,
+                    variables=step.variables,
+                    unscale=lambda each: backend.unscale(step._replace(gradients=list(each)), rule),
+                    finite=finite,
+                    scale=scale,
+                    number=backend.step_number(self.iterations),
+                    is_shared=backend.sums_before_check or not aggregate,
+                )
+
+            def apply(gradients: Sequence[Any], scale: Any) -> Any:
+                # Each replica has its own gradients, and its own copy of the scale.
+                own = step._replace(gradients=list(gradients), scale=scale)
+                unscaled = backend.unscale(own, rule)
+                return backend.apply(self, own._replace(gradients=unscaled, scale=None))
+
+            def update_scale(stats: GradientStats) -> Any:
+                return self._update_scale(stats, check.state_on_host)
+
+            done = backend.apply_or_skip(self, stats, step, apply, update_scale)
+        if warns_at_min_scale and not finite:
+            self._warned_at_floor = warned_at_floor(rule, float(scale))
+        return self._result(done)
 
     def _name_scope(self, name: str | None) -> contextlib.AbstractContextManager[Any]:
         """A context that names the operations of a step."""
         return contextlib.nullcontext()
+
+    def _may_warn_at_floor(self) -> bool:
+        """Whether to check a skipped step for the warning at the minimum scale."""
+        # A monitor warns itself.
+        is_said = self._warned_at_floor or self._overflow_tracker is not None
+        return not is_said and isinstance(self._rule, DynamicScale)
 
     def _result(self, operation: Any) -> Any:
         """Returns the value of `apply_gradients`, given the operation of the step."""
@@ -253,11 +347,6 @@ class KerasCommonOptimizer(DocumentedMembers):
             pairs = list(zip(gradients, self._backend.flat_variables(params), strict=True))
             return [self._apply_unscaled(location, pairs, None)]
 
-    def _unscaled_by_verb(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Unscales gradients by `get_unscaled_gradients`, which a subclass may override."""
-        scaled = without_overwritten(gradients, variables)
-        return with_overwritten(scaled, self.get_unscaled_gradients(scaled), gradients)
-
     def _apply_unscaled(self, location: Any, pairs: list[Any], name: str | None) -> Any:
         # Also if a subclass unscales without calling the method of this class.
         self._ledger.record_unscaled(location, math.inf)
@@ -287,15 +376,6 @@ class KerasCommonOptimizer(DocumentedMembers):
         # Keras computes `iterations` if it accumulates, from a variable beside these.
         variables = [*self._state.variables.values(), self._steps_skipped]
         return all(self._backend.is_on_host(each) for each in variables)
-
-    def _may_warn_at_floor(self) -> bool:
-        """Whether to check a skipped step for the warning at the minimum scale."""
-        # A monitor warns itself.
-        is_said = self._warned_at_floor or self._overflow_tracker is not None
-        return not is_said and isinstance(self._rule, DynamicScale)
-
-    def _current_scale(self) -> Any:
-        return self._state.read().scale
 
     def _track_overflows(self, tracker: Any) -> None:
         """Makes steps track overflows, in functions that are traced from now on."""
@@ -502,10 +582,30 @@ _rebuild.__module__ = "lossscale.keras_common"
 
 def _is_saved(part: Any, library: Any) -> bool:
     """Whether Keras 3 or tf_keras saves an attribute beside the variables of its owner."""
-    items = part.values() if isinstance(part, dict) else part
-    items = items if isinstance(part, (dict, list, tuple, set)) else (part,)
     bases = library.optimizers.Optimizer, library.layers.Layer, library.metrics.Metric
-    return any(isinstance(each, bases) for each in items)
+    return any(isinstance(each, bases) for each in parts_of(part))
+
+
+def slots_in(
+    optimizer: Any, keys: Sequence[Any], kind: type[Any]
+) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Yields the attributes that hold a kind of slot, and its variables by the given keys.
+
+    Keras' optimizers keep each kind in a list, with one variable (or None) for every variable they
+    were built with. Two lists of the base class can be as long, by chance.
+
+    Args:
+        optimizer: The optimizer.
+        keys: A key for each variable that it was built with.
+        kind: The class of its variables.
+    """
+    for attribute, values in vars(optimizer).items():
+        if attribute in ("_trainable_variables", "_variables"):
+            continue
+        if isinstance(values, (list, tuple)) and len(values) == len(keys):
+            pairs = zip(keys, values, strict=True)
+            if slots := {key: value for key, value in pairs if isinstance(value, kind)}:
+                yield attribute, slots
 
 
 def check_shapes(variables: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -15,39 +15,67 @@ from lossscale.rules import GradientStats, ScaleRule, ScaleState
 class ScaleVariables:
     """A rule and the variables that hold its state.
 
-    Attributes:
+    Args:
         rule: The rule that moves the state.
-        first: The first state, as Python numbers.
-        variables: A scalar variable for each field that is kept.
-    """
+        names: The fields that are kept, and their names in files.
+        new_variable: Makes a scalar variable of a name, a kind of number and a first value.
 
-    rule: ScaleRule
-    first: ScaleState
-    variables: dict[str, Any]
+    Attributes:
+        first: The first state, as Python numbers.
+        variables: A variable for each field that is kept.
+    """
 
     # Whether to apply the gradients of a step; None where they need only be finite.
     decide: Callable[[list[Any]], Any] | None = None
     # Returns the value of a variable as a tensor that does not change with it.
     _read: Callable[[Any], Any]
+    # Sets the state; returns the operation that does it in a graph of TensorFlow.
+    write: Callable[[ScaleState], Any]
+    # The array functions for `ScaleRule.update`.
+    _namespace: Any
+
+    def __init__(
+        self,
+        rule: ScaleRule,
+        names: dict[str, str],
+        new_variable: Callable[[str, str, Any], Any],
+    ) -> None:
+        self.rule, self.names, self.variables = rule, names, dict[str, Any]()
+        self.first: ScaleState = rule.init()
+        for field, name in names.items():
+            value = getattr(self.first, field)
+            self.variables[field] = new_variable(name, kind_of_number(value), value)
 
     def read(self) -> ScaleState:
         """Returns the state as tensors; of a fixed scale, as Python numbers of the program."""
-        if not self.rule.moves:
+        if not self.rule.is_dynamic:
             # A restored file must not override the number in the program.
             return self.first
         return self.first._replace(
             **{field: self._read(variable) for field, variable in self.variables.items()}
         )
 
-    def restored(self, saved: dict[str, Any]) -> ScaleState:
+    def update(self, stats: GradientStats) -> Any:
+        """Updates the state after a step; returns what `write` does, None if nothing changes."""
+        before = self.read()
+        after = self.rule.update(before, stats, xp=self._namespace)
+        return None if after is before else self.write(after)
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The variables by their names in files."""
+        return {name: self.variables[field] for field, name in self.names.items()}
+
+    def restored(self, values: Mapping[str, Any]) -> ScaleState:
         """Returns a state of Python numbers from a file, brought into the rule's range.
 
         Args:
-            saved: Numbers by the fields of the state; missing ones are those of the first state.
+            values: Arrays by name; a missing field is that of the first state.
         """
+        saved = {f: values[name].item() for f, name in self.names.items() if name in values}
         state: ScaleState = self.rule.restored(self.first._replace(**saved))
         scale = saved.get("scale", state.scale)
-        if self.rule.moves and np.float32(scale) != np.float32(state.scale):
+        if self.rule.is_dynamic and np.float32(scale) != np.float32(state.scale):
             warn(
                 f"The saved loss scale, {scale}, is outside the range of {self.rule}. Training "
                 f"continues with {state.scale}."
@@ -65,9 +93,6 @@ class VariablesOfUser(ScaleVariables):
         after: Returns a value that depends on an update.
     """
 
-    names: ClassVar[dict[str, str]] = {}
-    named: ClassVar[dict[str, Any]] = {}
-
     def __init__(
         self,
         rule: ScaleRule,
@@ -75,7 +100,7 @@ class VariablesOfUser(ScaleVariables):
         replica_count: Callable[[], int],
         after: Callable[[Any, Any], Any],
     ) -> None:
-        self.rule, self.variables = rule, {}
+        self.rule, self.variables, self.names = rule, {}, {}
         self._loss_scale, self._replica_count, self._after = loss_scale, replica_count, after
 
     @property
@@ -176,11 +201,16 @@ class AttributesOfInner:
         raise NotImplementedError
 
 
+def parts_of(attribute: Any) -> list[Any]:
+    """The objects in a dictionary, list, tuple or set; of anything else the object itself."""
+    if isinstance(attribute, dict):
+        return list(attribute.values())
+    return list(attribute) if isinstance(attribute, (list, tuple, set)) else [attribute]
+
+
 def _holds_variables_of(found: Any, inner: Any) -> bool:
     """Whether an attribute holds optimizers whose variables the inner one lists, and no others."""
-    parts = found.values() if isinstance(found, dict) else found
-    parts = parts if isinstance(found, (dict, list, tuple)) else [found]
-    ids = [_ids_of_variables(each) for each in parts]
+    ids = [_ids_of_variables(each) for each in parts_of(found)]
     return any(ids) and set().union(*ids) <= _ids_of_variables(inner)
 
 

@@ -1,6 +1,6 @@
-"""One step of a loss scale optimizer of Keras 3 or tf_keras: `take_step`, from top to bottom.
+"""The gradients of a step of Keras 3 or tf_keras, and the operations that it needs.
 
-The optimizer and its `_backend` define the methods that differ between the two.
+The step itself is in `optimizer`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from lossscale.common.checks import warned_at_floor
 from lossscale.common.private_names import do_not_convert
 from lossscale.keras_common.state import ScaleVariables
-from lossscale.rules import GradientStats, ScaleRule, ScaleState, StatsRequest
+from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
 
 class Step(NamedTuple):
@@ -21,15 +20,15 @@ class Step(NamedTuple):
     Attributes:
         gradients: Those of this replica; None where there is none.
         variables: Their variables.
-        divisor: The number to divide them by, a float32 scalar tensor or a Python number; None
-            if they are unscaled.
+        scale: Multiplies them: a float32 scalar tensor or a Python number; None if they are
+            unscaled.
         aggregate: Whether the gradients of the replicas are summed.
         name: Name of the operations, or None.
     """
 
     gradients: list[Any]
     variables: list[Any]
-    divisor: Any
+    scale: Any
     aggregate: bool
     name: str | None
 
@@ -54,71 +53,19 @@ class OverflowCheck(NamedTuple):
     state_on_host: ScaleState | None = None
 
 
-def take_step(
-    self: Any,
-    gradients: Sequence[Any],
-    variables: Sequence[Any],
-    *,
-    scaled: bool,
-    aggregate: bool = True,
-    name: str | None = None,
-) -> Any:
-    """Takes a step: checks the gradients, applies them or skips, updates the loss scale.
-
-    Args:
-        self: The loss scale optimizer.
-        gradients: Those of this replica; None where there is none.
-        variables: Their variables.
-        scaled: Whether the gradients are those of the scaled loss.
-        aggregate: Whether the gradients of the replicas are summed.
-        name: Name of the operations, or None.
-    """
-    backend, rule, state, tracker = self._backend, self._rule, self._state, self._overflow_tracker
-    if scaled and (state.decide is not None or self._is_overridden("get_unscaled_gradients")):
-        # Code of the user's unscales them, or decides by unscaled ones.
-        with self._ledger.own_step(backend.current_location()):
-            gradients, scaled = self._unscaled_by_verb(gradients, variables), False
-    with self._name_scope(name), backend.no_gradients():
-        gradients, variables = self._prepared(gradients, variables, aggregate)
-        needs_stats = rule.needs != StatsRequest()
-        warns_at_min_scale = self._may_warn_at_floor() and backend.runs_now(gradients)
-        needs_scale = scaled or needs_stats or warns_at_min_scale or tracker is not None
-        scale: Any = self._current_scale() if needs_scale else None
-        divisor = scale if scaled else None
-        step = Step(list(gradients), list(variables), divisor, aggregate, name)
-
-        if state.decide is not None:
-            check = OverflowCheck(state.decide(step.gradients), step)
-        else:
-            check = backend.check(step, rule, self.inner_optimizer, state)
-        step, finite = check.step, backend.all_replicas_finite(check.all_finite)
-        stats = backend.stats(step, rule, finite, scale) if needs_stats else GradientStats(finite)
-        if tracker is not None:
-            tracker.track(
-                gradients=step.gradients,
-                variables=step.variables,
-                unscale=lambda each: backend.unscale(step._replace(gradients=list(each)), rule),
-                finite=finite,
-                scale=scale,
-                number=backend.step_number(self.iterations),
-                is_shared=backend.sums_before_check or not aggregate,
-            )
-
-        def apply(gradients: Sequence[Any], divisor: Any) -> Any:
-            # Each replica has its own gradients and divisor.
-            return self._apply(step._replace(gradients=list(gradients), divisor=divisor))
-
-        def update_scale(stats: GradientStats) -> Any:
-            return self._update_scale(stats, check.state_on_host)
-
-        done = self._apply_or_skip(stats, step, apply, update_scale)
-    if warns_at_min_scale and not finite:
-        self._warned_at_floor = warned_at_floor(rule, float(scale))
-    return self._result(done)
-
-
 class StepOperations:
     """The operations of a step on arrays; the defaults are those of a single device."""
+
+    # Applies gradients or skips, then updates the loss scale. Takes
+    #   optimizer: the loss scale optimizer;
+    #   stats: what the rule sees;
+    #   step: the step;
+    #   apply: divides a list of gradients by the scale and applies it;
+    #   update_scale: updates the loss scale and the counters, given what the rule sees.
+    # Returns the operation that does it in a graph of TensorFlow.
+    apply_or_skip: Callable[..., Any]
+    # Has the inner optimizer apply unscaled gradients. Takes the loss scale optimizer and the step.
+    apply: Callable[..., Any]
 
     # Divides gradients by the scale, in float32 or wider; sparse stays sparse. The last argument
     # says whether the scale is a power of two.
@@ -136,6 +83,9 @@ class StepOperations:
     # Whether the gradients of the replicas are summed before the check, or in the inner optimizer.
     sums_before_check = False
 
+    def check_context(self) -> None:
+        """Raises an error if no step can be taken here."""
+
     def no_gradients(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which no gradient is recorded."""
         return contextlib.nullcontext()
@@ -151,17 +101,17 @@ class StepOperations:
 
         Args:
             step: The step of this replica.
-            rule: What says whether anybody looks, and whether the divisor is a power of two.
+            rule: What says whether anybody looks, and whether the scale is a power of two.
             inner: The inner optimizer.
             scale_variables: The rule's state.
         """
         if not rule.checks_gradients:
             finite: Any = True
-        elif step.divisor is None:
+        elif step.scale is None:
             finite = self.all_finite(step.gradients)
         else:
             scaled = step.without_overwritten()
-            finite = self.all_finite(scaled, step.divisor, rule.powers_of_two)
+            finite = self.all_finite(scaled, step.scale, rule.powers_of_two)
             others = [
                 gradient
                 for gradient, multiplied in zip(step.gradients, scaled, strict=True)
@@ -177,16 +127,16 @@ class StepOperations:
 
     def stats(self, step: Step, rule: ScaleRule, finite: Any, scale: Any) -> GradientStats:
         """The statistics of the gradients that the rule needs."""
-        are_scaled = step.divisor is not None
+        are_scaled = step.scale is not None
         gradients = step.without_overwritten()
         return self.gradient_stats(rule.needs, finite, gradients, scale, are_scaled=are_scaled)
 
     def unscale(self, step: Step, rule: ScaleRule) -> list[Any]:
         """Returns the gradients of a step, divided by the loss scale if they are scaled."""
-        if step.divisor is None:
+        if step.scale is None:
             return step.gradients
         scaled = step.without_overwritten()
-        unscaled = self.unscaled(scaled, step.divisor, rule.powers_of_two)
+        unscaled = self.unscaled(scaled, step.scale, rule.powers_of_two)
         return with_overwritten(scaled, unscaled, step.gradients)
 
     def step_number(self, iterations: Any) -> Any:

@@ -14,7 +14,7 @@ def step(params, opt_state, batch):
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lossscale import registry
 
@@ -55,14 +55,7 @@ if TYPE_CHECKING:
     from lossscale.diagnosis.jax import diagnose as diagnose
     from lossscale.diagnosis.jax import explain as explain
 else:
-
-    def __getattr__(name: str) -> Any:
-        # Training does not need the imports of a diagnosis.
-        if name not in ("diagnose", "explain"):
-            raise AttributeError(f"module 'lossscale.optax' has no attribute {name!r}")
-        from lossscale.diagnosis import jax
-
-        return getattr(jax, name)
+    __getattr__ = registry.imported_late(__name__, "lossscale.diagnosis.jax", "diagnose", "explain")
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from lossscale.errors import ArgumentError
-from lossscale.jax.apply_or_skip import chosen, gated, lasting_dtype, static_size, strong
+from lossscale.jax.apply_or_skip import gated, select, state_dtype, static_size, without_weak_type
 from lossscale.jax.gradients import all_finite, is_traced
 
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -63,7 +63,7 @@ def is_array(leaf: Any) -> bool:
     return bool(dtype != jax.dtypes.float0)
 
 
-class Traced(NamedTuple):
+class TracedUpdate(NamedTuple):
     """A traced update of a transformation.
 
     Attributes:
@@ -82,7 +82,7 @@ class Traced(NamedTuple):
     rebuild: Callable[[Sequence[Any]], tuple[Any, Any]]
 
 
-def trace(update: Update, gradients: Any, state: Any, params: Any) -> Traced:
+def trace(update: Update, gradients: Any, state: Any, params: Any) -> TracedUpdate:
     """Traces an update without running it."""
     leaves, structure = jax.tree.flatten((gradients, state, params))
     inputs = [leaf for leaf in leaves if is_array(leaf)]
@@ -110,14 +110,14 @@ def trace(update: Update, gradients: Any, state: Any, params: Any) -> Traced:
 
     number = sum(x is None for x in found["kept"][0])
     _, new_state = rebuild(jaxpr.out_avals)
-    return Traced(jaxpr, inputs, number, new_state, rebuild)
+    return TracedUpdate(jaxpr, inputs, number, new_state, rebuild)
 
 
 def _untraced(leaf: Any) -> Any:
     return np.zeros(leaf.shape, leaf.dtype) if getattr(leaf, "dtype", None) is not None else leaf
 
 
-def run(
+def update_or_skip(
     update: Update, finite: Any, gradients: Any, state: Any, params: Any, *, check_updates: bool
 ) -> tuple[Any, Any, Any]:
     """Runs an update if the gradients are finite, and otherwise changes nothing.
@@ -145,14 +145,14 @@ def run(
     if not is_traced([finite]):
         return _run_at_once(update, finite, gradients, state, params, check_updates)
     traced = trace(update, gradients, state, params)
-    olds = dict(enumerate(_old_values(state, traced.state), start=traced.updates))
+    old_values = dict(enumerate(_old_values(state, traced.state), start=traced.updates))
     if check_updates:
         outputs = list(jaxpr_as_fun(traced.jaxpr)(*traced.inputs))
         finite = finite & each_finite(outputs[: traced.updates])
-        for number, value in olds.items():
-            outputs[number] = chosen(finite, outputs[number], value)
+        for number, value in old_values.items():
+            outputs[number] = select(finite, outputs[number], value)
     else:
-        outputs = gated(traced.jaxpr, traced.inputs, olds, finite)
+        outputs = gated(traced.jaxpr, traced.inputs, old_values, finite)
     updates = outputs[: traced.updates]
     updates = [jnp.where(finite, update, skipped_like(update)) for update in updates]
     return finite, *traced.rebuild([*updates, *outputs[traced.updates :]])
@@ -270,7 +270,7 @@ def _in_dtypes_of(old_state: Any, new_state: Any) -> Any:
             return new
         # A user may have put a Python number into the state.
         new, old = jnp.asarray(new), jnp.asarray(old if is_array(old) else new)
-        return strong(jnp.asarray(new, lasting_dtype(new, old)))
+        return without_weak_type(jnp.asarray(new, state_dtype(new, old)))
 
     if jax.tree.structure(old_state) == jax.tree.structure(new_state):
         return jax.tree.map(same, old_state, new_state)

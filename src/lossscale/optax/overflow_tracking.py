@@ -18,7 +18,7 @@ from lossscale.errors import (
     UnsupportedError,
 )
 from lossscale.jax import overflow_tracker
-from lossscale.jax.apply_or_skip import varying
+from lossscale.jax.apply_or_skip import varying_axes
 from lossscale.jax.gradients import unscaled
 from lossscale.jax.overflow_tracker import TrackedSteps
 from lossscale.optax.scale_state import LossScaleState, may_be_below_one
@@ -133,7 +133,7 @@ class _OverflowTracking:
                 f"The number of gradients must not change. Received: {len(by_row)}, for a state "
                 f"that tracks {rows}. Create it with the trained parameters: tx.init(params)."
             )
-        if any(varying(leaf) for leaf in by_row if leaf is not None):
+        if any(varying_axes(leaf) for leaf in by_row if leaf is not None):
             raise UnsupportedError(
                 "track_overflows() does not work in a shard_map whose devices have different "
                 "gradients. Leave out track_overflows(), or use jit over sharded arrays."

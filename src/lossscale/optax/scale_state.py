@@ -108,7 +108,7 @@ def moved(rule: ScaleRule, state: LossScaleState, stats: GradientStats) -> LossS
         stats: The statistics of the step; `finite` is a boolean scalar array.
     """
     before = rule.init()
-    if rule.moves:
+    if rule.is_dynamic:
         # The scale of a fixed rule comes from the program, never from a file.
         before = before._replace(scale=state.loss_scale, **state.rule_state)
     after = rule.update(before, stats, xp=jnp)
@@ -159,7 +159,7 @@ def _counted(count: Any) -> Any:
     return jnp.where(count < most, count + jnp.asarray(1, count.dtype), most)
 
 
-def of_its_own(inner_state: Any, params: Any) -> Any:
+def without_shared_buffers(inner_state: Any, params: Any) -> Any:
     """Returns the first state of a transformation, which can be donated and compiles once.
 
     An array that occurs twice, or also in the parameters, cannot be donated; the states of Optax's

@@ -22,7 +22,7 @@ from lossscale.errors import (
     GradientsError,
     UnsupportedError,
 )
-from lossscale.jax.apply_or_skip import varying
+from lossscale.jax.apply_or_skip import varying_axes
 from lossscale.jax.gradients import gradient_stats, is_traced, unscaled
 from lossscale.optax.scale_state import LossScaleState
 from lossscale.optax.state_lookup import states_below
@@ -129,7 +129,7 @@ class LossScaled:
         inner_state = self._inner.init(jax.tree.map(_widened, params))
         if states_below(inner_state):
             raise AlreadyWrappedError(_TWICE)
-        inner_state = scale_state.of_its_own(inner_state, params)
+        inner_state = scale_state.without_shared_buffers(inner_state, params)
         return scale_state.state_of(self.rule.init(), inner_state)
 
     def update(
@@ -152,7 +152,7 @@ class LossScaled:
         traced = is_traced([*gradients, *jax.tree.leaves(before)])
         if not traced:
             _check_together(gradients)
-        finite, divided = (_judge if traced else _judge_jit)(
+        finite, divided = (_check_and_unscale if traced else _check_and_unscale_jit)(
             self.rule, self._axis_names, gradients, before.loss_scale
         )
         given = iter(divided)
@@ -161,7 +161,7 @@ class LossScaled:
             [next(given) if gating.is_gradient(leaf) else leaf for leaf in leaves],
         )
 
-        finite, new_updates, inner_state = gating.run(
+        finite, new_updates, inner_state = gating.update_or_skip(
             functools.partial(self._inner.update, **extra_args),
             finite,
             unscaled_tree,
@@ -174,7 +174,7 @@ class LossScaled:
         # A step without gradients is not finite.
         if gating.has_elements(gradients):
             traced = traced or is_traced([finite])
-            after = (_move if traced else _move_jit)(
+            after = (_update_scale if traced else _update_scale_jit)(
                 self.rule, self._axis_names, before, finite, gradients
             )
         return new_updates, after._replace(inner_state=inner_state)
@@ -212,7 +212,7 @@ def _check_together(gradients: Sequence[Any]) -> None:
         )
 
 
-def _judge(
+def _check_and_unscale(
     rule: ScaleRule, axis_names: tuple[str, ...], gradients: list[Any], scale: Any
 ) -> tuple[Any, list[Any]]:
     """Returns whether gradients are finite (None if unchecked), and the unscaled gradients."""
@@ -223,14 +223,14 @@ def _judge(
     scale = jnp.where(usable, scale, jnp.ones_like(scale))
     divisor = scale if scale_state.may_be_below_one(rule) else None
     finite = gating.each_finite(gradients, divisor, rule.powers_of_two)
-    finite = _agreed(finite & usable, axis_names, scale)
+    finite = _all_devices_finite(finite & usable, axis_names, scale)
     # The inner transformation never receives a non-finite number, and none is divided: `checkify`
     # and `jax_debug_nans` would report the NaN.
     gated = [jnp.where(finite, part, jnp.zeros_like(part)) for part in gradients]
     return finite, unscaled(gated, scale, rule.powers_of_two)
 
 
-def _move(
+def _update_scale(
     rule: ScaleRule,
     axis_names: tuple[str, ...],
     before: LossScaleState,
@@ -244,7 +244,7 @@ def _move(
     return scale_state.moved(rule, before, _combined_stats(stats, axis_names))
 
 
-def _agreed(finite: Any, axis_names: tuple[str, ...], scale: Any) -> Any:
+def _all_devices_finite(finite: Any, axis_names: tuple[str, ...], scale: Any) -> Any:
     """Whether gradients are finite on all devices along these axes.
 
     Args:
@@ -266,7 +266,7 @@ def _agreed(finite: Any, axis_names: tuple[str, ...], scale: Any) -> Any:
                 f"Received: axis_name={axis_names!r}; JAX reports: {said}. Elsewhere, as under jit "
                 "with sharded arrays, leave it out."
             ) from error
-    apart = varying(finite) - varying(scale)
+    apart = varying_axes(finite) - varying_axes(scale)
     if apart:
         names = ", ".join(map(repr, sorted(apart)))
         raise GradientsError(
@@ -292,8 +292,8 @@ def _combined_stats(stats: GradientStats, axis_names: tuple[str, ...]) -> Gradie
     return GradientStats(stats.finite, largest, counts, elements)
 
 
-_judge_jit = functools.partial(jax.jit, static_argnums=(0, 1))(_judge)
-_move_jit = functools.partial(jax.jit, static_argnums=(0, 1))(_move)
+_check_and_unscale_jit = functools.partial(jax.jit, static_argnums=(0, 1))(_check_and_unscale)
+_update_scale_jit = functools.partial(jax.jit, static_argnums=(0, 1))(_update_scale)
 
 _TWICE = (
     "This optimizer already has loss scaling; a second layer would divide the gradients twice. Use "

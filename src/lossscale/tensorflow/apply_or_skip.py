@@ -32,7 +32,7 @@ _ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
 def apply_or_skip(
     stats: GradientStats,
     gradients: Sequence[Any],
-    divisor: Any,
+    scale: Any,
     apply: Callable[[Sequence[Any], Any], Any],
     update_scale: Callable[[GradientStats], Any],
     kept: Callable[[], Sequence[Any]] | None = None,
@@ -43,8 +43,8 @@ def apply_or_skip(
         stats: The statistics for the rule. `finite` is the common decision of the replicas, a
             boolean scalar tensor; or True, to apply always.
         gradients: The gradients of this replica.
-        divisor: The divisor of the gradients, as this replica reads it; None for no division.
-        apply: Divides a list of gradients by a divisor and applies it; called in a replica context.
+        scale: That of the gradients, as this replica reads it; None if they are unscaled.
+        apply: Divides a list of gradients by the scale and applies it; called in a replica context.
         update_scale: Updates the loss scale, given the statistics. In a branch `finite` is True or
             False, so that most of the update is decided when the step is traced.
         kept: Returns all variables that `apply` may change, if a step may be skipped by keeping
@@ -56,18 +56,18 @@ def apply_or_skip(
     finite = stats.finite
     if kept is not None and finite is not True:
         with _keeping_old_values(kept(), finite):
-            applied = apply(gradients, divisor)
+            applied = apply(gradients, scale)
         return grouped(applied, update_scale(stats))
     if not tf.distribute.has_strategy():
-        return _branch(stats, lambda: apply(gradients, divisor), update_scale)
+        return _branch(stats, lambda: apply(gradients, scale), update_scale)
     if strategy_supports_no_merge_call():
         # Replicas synchronize to write the counters, which they cannot do inside a branch.
-        applied = _branch(stats, lambda: apply(gradients, divisor), lambda _: None)
+        applied = _branch(stats, lambda: apply(gradients, scale), lambda _: None)
         return grouped(applied, update_scale(stats))
 
     @do_not_convert
     def in_cross_replica(
-        strategy: Any, stats: GradientStats, gradients: Sequence[Any], divisor: Any
+        strategy: Any, stats: GradientStats, gradients: Sequence[Any], scale: Any
     ) -> Any:
         # The statistics are the same on all replicas.
         stats = tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], stats)
@@ -75,12 +75,12 @@ def apply_or_skip(
         # sum their gradients.
         return _branch(
             stats,
-            lambda: strategy.extended.call_for_each_replica(apply, args=(gradients, divisor)),
+            lambda: strategy.extended.call_for_each_replica(apply, args=(gradients, scale)),
             update_scale,
         )
 
     replica = tf.distribute.get_replica_context()
-    return replica.merge_call(in_cross_replica, args=(stats, list(gradients), divisor))
+    return replica.merge_call(in_cross_replica, args=(stats, list(gradients), scale))
 
 
 def _branch(

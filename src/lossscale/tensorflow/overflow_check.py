@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.common.sizes import SMALL, TOGETHER, small_and_large
+from lossscale.common.sizes import MOST_JOINED, SMALL, grouped_by_size
 from lossscale.rules import GradientStats, StatsRequest
 from lossscale.tensorflow.scaling import quotient_of, real_parts, unscaled, widened
 from lossscale.tensorflow.tracing import in_xla
@@ -41,8 +41,8 @@ def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool 
     if not parts:
         return tf.constant(True)
     compiled = in_xla()
-    most = TOGETHER if compiled else SMALL
-    small, large = small_and_large(parts, lambda part: part.shape.num_elements(), most)
+    most = MOST_JOINED if compiled else SMALL
+    small, large = grouped_by_size(parts, lambda part: part.shape.num_elements(), most)
     if large and not compiled:
         # Joining tensors pays only if there are few elements in all, so that the branch below is
         # not needed: with sums and a branch, a step with many small tensors took 1.2 times as long.

@@ -77,6 +77,10 @@ def check_replica_context() -> None:
 def all_replicas_finite(finite: Any) -> Any:
     """Whether the gradients are finite on every replica.
 
+    Keras sums them inside the inner optimizer, after the check, so that one replica does not see
+    the overflow of another. Those that tf_keras has summed are the same on all replicas; others are
+    not, and neither must be what an aggregation of the user's returned.
+
     Args:
         finite: Whether they are finite on this replica, a boolean scalar tensor; True if unchecked.
     """

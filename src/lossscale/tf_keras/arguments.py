@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import tensorflow as tf
 import tf_keras
 
 from lossscale.arguments import check_described
-from lossscale.common.checks import check_not_wrapped, flat_list
-from lossscale.common.private_names import do_not_convert
+from lossscale.common.checks import check_not_wrapped
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
 from lossscale.keras_common.state import deserialized
 from lossscale.tf_keras.private_names import BaseLossScaleOptimizer
@@ -39,21 +37,6 @@ def check_inner(inner: Any, base: type[Any]) -> None:
             f"A LossScaleOptimizer of tf_keras already wraps this {type(inner).__name__}. Make a "
             "new optimizer to wrap."
         )
-
-
-def is_variable(value: Any) -> bool:
-    """Whether a gradient can be applied to `value`."""
-    return isinstance(value, tf.Variable)
-
-
-@do_not_convert
-def flat_variables(variables: Any) -> list[Any]:
-    """Returns a list of variables from one variable or a nest of them.
-
-    Raises:
-        GradientsError: If something in it is not a variable.
-    """
-    return flat_list(variables, tf.nest.flatten, is_variable)
 
 
 def inner_from_config(config: Any, custom_objects: Any) -> Any:

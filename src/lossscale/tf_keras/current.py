@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 import tf_keras
 
 from lossscale.errors import ArgumentError
-from lossscale.keras_common.optimizer import Slots, check_shapes
+from lossscale.keras_common.optimizer import Slots, slots_in
 from lossscale.keras_common.state import arrays_in
 from lossscale.keras_common.step import Step
 from lossscale.old_formats import documented_name, kind_of
@@ -24,7 +24,6 @@ from lossscale.tf_keras.saving import (
     LossScaleStore,
     build_pending,
     drop_pending,
-    values_of,
 )
 
 
@@ -71,14 +70,23 @@ class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=Cal
             return pairs
         return translated(inner.aggregate_gradients)(pairs)
 
-    def _apply(self, step: Step) -> Any:
-        inner, pairs = self._optimizer, zip(step.gradients, step.variables, strict=True)
+    @contextlib.contextmanager
+    def _while_applying(self) -> Iterator[None]:
+        inner = self._optimizer
         if "_u_product_counter" in vars(inner) and tf.executing_eagerly():
             # By this number Nadam tells whether this step has multiplied its product already, and
             # no file has it. A traced function keeps what it was when it was traced.
             inner._u_product_counter = int(inner.iterations) + 1
-        with _without_own_function(inner) if in_xla() else contextlib.nullcontext():
-            return translated(inner.apply_gradients)(list(pairs), **self._given_with(step))
+        if not in_xla():
+            yield
+            return
+        # The optimizers compile each update as a function of its own. Where all is compiled anyway,
+        # that only hides from XLA what the update is part of.
+        before, inner.jit_compile = inner.jit_compile, False
+        try:
+            yield
+        finally:
+            inner.jit_compile = before
 
     def _kept_on_a_skip(self, step: Step) -> Any:
         def written() -> list[Any]:
@@ -89,10 +97,10 @@ class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=Cal
 
     # --- Model files --------------------------------------------------------------------------
 
-    @property
+    @functools.cached_property
     def loss_scale_state(self) -> LossScaleStore:
         """The place of the loss scale and the counters in files."""
-        # Recreated: as an attribute it would be a child in checkpoints.
+        # Kept: tf_keras skips an object with the id of one that it has visited.
         return LossScaleStore(self._own_values, self._set_loaded_values)
 
     def _set_loaded_values(self, values: Mapping[str, Any]) -> None:
@@ -126,29 +134,7 @@ class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=Cal
             if self._load_refused:
                 drop_pending(self)
 
-    # --- Weights and slots, which tf_keras itself has lost ------------------------------------
-
-    def get_weights(self) -> list[Any]:
-        return values_of(self.weights)
-
-    def set_weights(self, weights: Sequence[Any]) -> None:
-        # Datasets of an HDF5 file are not arrays yet.
-        values = [np.asarray(weight) for weight in weights]
-        weights, all_variables = self.weights, self.variables
-        named = {**self._own_variables(), **self._unlisted_variables()}
-        if len(values) not in (len(weights), len(all_variables)):
-            raise ArgumentError(
-                f"The optimizer has {len(weights)} weights, or {len(all_variables)} variables with "
-                f"the loss scale. Received: {len(values)} arrays. Before build(variables) it has "
-                "no state."
-            )
-        targets = all_variables[: len(values)]
-        check_shapes(targets, [value.shape for value in values])
-        tf_keras.backend.batch_set_value(list(zip(weights, values, strict=False)))
-        if len(values) > len(weights):
-            names = {id(variable): name for name, variable in named.items()}
-            rest = zip(targets[len(weights) :], values[len(weights) :], strict=True)
-            self._set_own_values({names[id(variable)]: value for variable, value in rest})
+    # --- Slots, which tf_keras itself has lost ------------------------------------------------
 
     def get_slot_names(self) -> list[str]:
         return list(dict.fromkeys(names[0] for names, _ in self._slots()))
@@ -196,19 +182,9 @@ class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=Cal
 
     def _slots_of_inner(self) -> Slots:
         inner = self._optimizer
-        # The new optimizers keep each kind of state in an attribute, a list with one variable (or
-        # None) for every variable they were built with.
         keys = list(getattr(inner, "_index_dict", ()))
-        for attribute, values in vars(inner).items():
-            if attribute == "_variables" or not isinstance(values, (list, tuple)):
-                continue
-            slots = {
-                key: value
-                for key, value in zip(keys, values, strict=False)
-                if isinstance(value, tf.Variable)
-            }
-            if slots and len(values) == len(keys):
-                yield _slot_names(inner, attribute, slots), slots
+        for attribute, slots in slots_in(inner, keys, tf.Variable):
+            yield _slot_names(inner, attribute, slots), slots
 
     # Methods of the base class whose variables and settings the wrapper does not have.
 
@@ -251,17 +227,3 @@ def _slot_names(inner: Any, attribute: str, slots: dict[Any, Any]) -> list[str]:
     documented = documented_name(kind_of(inner), [attribute])
     names = [*([] if documented is None else [documented]), *names]
     return list(dict.fromkeys(names))
-
-
-@contextlib.contextmanager
-def _without_own_function(inner_optimizer: Any) -> Iterator[None]:
-    """A context in which an update is part of the function that is being traced.
-
-    The optimizers compile each update as a function of its own. Where all is compiled anyway,
-    that only hides from XLA what the update is part of.
-    """
-    before, inner_optimizer.jit_compile = inner_optimizer.jit_compile, False
-    try:
-        yield
-    finally:
-        inner_optimizer.jit_compile = before

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from lossscale.common.private_names import do_not_convert
-from lossscale.errors import ArgumentError, UnknownSlotError
-from lossscale.keras_common.step import Step
-from lossscale.tensorflow.tracing import translated
+from lossscale.errors import UnknownSlotError
 from lossscale.tf_keras.optimizer import CalledAsWritten, TFKerasCommonOptimizer
 from lossscale.tf_keras.private_names import LegacyLossScaleOptimizer
 from lossscale.tf_keras.saving import build_pending
@@ -24,24 +20,9 @@ class LegacyWrapper(TFKerasCommonOptimizer, LegacyLossScaleOptimizer, metaclass=
     _inner_base = tf_keras.optimizers.legacy.Optimizer
     _is_legacy = True
     _are_summed = ("experimental_aggregate_gradients", False)
+    _takes_third = True
     # Here TensorFlow's checkpoints ask dir() for the slots.
     _hidden = frozenset()
-
-    @do_not_convert
-    def apply_gradients(  # type: ignore[override]
-        self,
-        grads_and_vars: Iterable[tuple[Any, Any]],
-        name: str | None = None,
-        experimental_aggregate_gradients: bool = True,
-        skip_gradients_aggregation: bool = False,
-    ) -> Any:
-        # The arguments in the order of the legacy optimizers.
-        return super().apply_gradients(
-            grads_and_vars,
-            name,
-            skip_gradients_aggregation=skip_gradients_aggregation,
-            experimental_aggregate_gradients=experimental_aggregate_gradients,
-        )
 
     def _create_all_weights(self, var_list: Sequence[Any]) -> None:
         # tf_keras calls this before it loads an HDF5 file.
@@ -78,10 +59,6 @@ class LegacyWrapper(TFKerasCommonOptimizer, LegacyLossScaleOptimizer, metaclass=
         pairs = self._optimizer._transform_unaggregated_gradients(pairs)
         return self._optimizer._aggregate_gradients(pairs)
 
-    def _apply(self, step: Step) -> Any:
-        pairs = list(zip(step.gradients, step.variables, strict=True))
-        return translated(self._optimizer.apply_gradients)(pairs, **self._given_with(step))
-
     def _decayed_lr(self, var_dtype: Any) -> Any:
         # Programs of that time show the learning rate of a schedule so.
         return self._optimizer._decayed_lr(var_dtype)
@@ -89,23 +66,10 @@ class LegacyWrapper(TFKerasCommonOptimizer, LegacyLossScaleOptimizer, metaclass=
     def _get_hyper(self, name: str, dtype: Any = None) -> Any:
         return self._optimizer._get_hyper(name, dtype)
 
-    # --- Weights and slots, which the legacy optimizers have themselves -----------------------
-
-    def get_weights(self) -> list[Any]:
-        return list(self._optimizer.get_weights())
+    # --- Slots, which the legacy optimizers have themselves -----------------------------------
 
     def get_slot_names(self) -> list[str]:
         return list(self._optimizer.get_slot_names())
-
-    def set_weights(self, weights: Sequence[Any]) -> None:
-        shapes, expected = [np.shape(w) for w in weights], [tuple(w.shape) for w in self.weights]
-        if shapes != expected:
-            raise ArgumentError(
-                f"The optimizer has {len(expected)} weights of the shapes {expected}. Received: "
-                f"{len(shapes)} arrays of the shapes {shapes}. Nothing was changed. The weights "
-                "exist after the first step."
-            )
-        self._optimizer.set_weights(weights)
 
     def get_slot(self, var: Any, slot_name: str) -> Any:
         try:

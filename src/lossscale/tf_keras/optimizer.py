@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import tensorflow as tf
 import tf_keras
 
@@ -19,22 +21,17 @@ from lossscale.common.checks import (
     with_gradient,
 )
 from lossscale.errors import ArgumentError
-from lossscale.keras_common.optimizer import KerasCommonOptimizer
+from lossscale.keras_common.optimizer import KerasCommonOptimizer, check_shapes
 from lossscale.keras_common.scaled_gradients import ScaleLedger
 from lossscale.keras_common.step import Step, StepOperations
 from lossscale.members import VariableList
 from lossscale.packages import warn
 from lossscale.rules import GradientStats, ScaleRule
-from lossscale.tensorflow import overflow_check, replicas, scaling, tracing
-from lossscale.tensorflow.apply_or_skip import apply_or_skip, run_guarded
+from lossscale.tensorflow import overflow_check, replicas, tracing
+from lossscale.tensorflow.apply_or_skip import apply_or_skip
+from lossscale.tensorflow.operations import TensorFlowOperations, check_symbolic, recorded
 from lossscale.tensorflow.private_names import DelegatingTrackableMixin
-from lossscale.tensorflow.tape import check_symbolic, recorded
-from lossscale.tf_keras.arguments import (
-    check_inner,
-    flat_variables,
-    inner_from_config,
-    is_variable,
-)
+from lossscale.tf_keras.arguments import check_inner, inner_from_config
 from lossscale.tf_keras.private_names import BaseLossScaleOptimizer
 from lossscale.tf_keras.state import (
     BaseOptimizerNode,
@@ -46,29 +43,30 @@ from lossscale.tf_keras.state import (
 )
 
 
-class TensorFlowArrays(StepOperations):
+class TensorFlowArrays(TensorFlowOperations, StepOperations):
     """The operations that loss scaling needs on TensorFlow's arrays and variables."""
 
     sums_before_check = True
-    scaled = staticmethod(scaling.scaled)
-    unscaled = staticmethod(scaling.unscaled)
-    all_finite = staticmethod(overflow_check.all_finite)
-    flat_gradients = staticmethod(scaling.flat_gradients)
-    current_location = staticmethod(replicas.current_location)
-    replica_count = staticmethod(replicas.replica_count)
     is_on_host = staticmethod(replicas.is_on_host)
-    # Summed gradients are the same on all replicas; others are not, and neither must be what an
-    # aggregation of the user's returned.
-    all_replicas_finite = staticmethod(replicas.all_replicas_finite)
-    run_guarded = staticmethod(run_guarded)
     read = staticmethod(tf.convert_to_tensor)
 
-    is_variable = staticmethod(is_variable)
-    flat_variables = staticmethod(flat_variables)
+    def is_variable(self, value: Any) -> bool:
+        """Whether a gradient can be applied to a value."""
+        return isinstance(value, tf.Variable)
 
-    def runs_now(self, gradients: Sequence[Any]) -> bool:
-        """Whether the step is taken eagerly, by one replica."""
-        return tf.executing_eagerly() and not tf.distribute.has_strategy()
+    def apply_or_skip(
+        self, optimizer: Any, stats: GradientStats, step: Step, apply: Any, update_scale: Any
+    ) -> Any:
+        """Branches, or keeps old values where the family of the optimizer says so."""
+        kept = optimizer._kept_on_a_skip(step)
+        return apply_or_skip(stats, step.gradients, step.scale, apply, update_scale, kept)
+
+    def apply(self, optimizer: Any, step: Step) -> Any:
+        """Calls the inner optimizer."""
+        inner, pairs = optimizer._optimizer, zip(step.gradients, step.variables, strict=True)
+        with optimizer._while_applying():
+            apply_gradients = tracing.translated(inner.apply_gradients)
+            return apply_gradients(list(pairs), **optimizer._given_with(step))
 
     def stats(self, step: Step, rule: ScaleRule, finite: Any, scale: Any) -> GradientStats:
         """The statistics of the unscaled gradients that the rule needs."""
@@ -127,7 +125,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         self._optimizer = inner_optimizer
         self._given_name = name
         self._rule = rule
-        self._ledger = ScaleLedger(not rule.moves)
+        self._ledger = ScaleLedger(not rule.is_dynamic)
         # What was loaded before the variables exist that it belongs to: the inner optimizer's
         # weights, and by name what it does not list. A checkpoint holds no arrays.
         self._pending_values: list[Any] | None = None
@@ -178,16 +176,11 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     def build(self, var_list: Sequence[Any]) -> None:
         self._build(list(var_list))
 
-    # --- The parts of a step, of which `keras_common/step.py` is made ---------------------------
-
-    def _check_context(self) -> None:
-        replicas.check_replica_context()
+    # --- The parts of a step; see `keras_common/optimizer.py` ---------------------------------
 
     def _prepared(
         self, gradients: Sequence[Any], variables: Sequence[Any], aggregate: bool
     ) -> tuple[list[Any], list[Any]]:
-        # An optimizer is often made outside the strategy that it is used under.
-        replicas.check_strategy()
         with tf.init_scope():
             self._build(list(variables), [g is not None for g in gradients])
         if self._pending_values is not None:
@@ -200,10 +193,6 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             self._build_overflow_tracker(trained)
         # Before the check, because the cast can overflow.
         return [_narrowed(gradient, variable) for gradient, variable, *_ in pairs], trained
-
-    def _apply_or_skip(self, stats: GradientStats, step: Step, apply: Any, update: Any) -> Any:
-        kept = self._kept_on_a_skip(step)
-        return apply_or_skip(stats, step.gradients, None, apply, update, kept)
 
     def _sums_replicas(self, asked: bool) -> bool:
         argument, _ = self._are_summed
@@ -230,6 +219,10 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         """Returns what `apply_or_skip` takes as `kept`: by default a branch skips."""
         return None
 
+    def _while_applying(self) -> contextlib.AbstractContextManager[None]:
+        """A context for a call of the inner optimizer."""
+        return contextlib.nullcontext()
+
     def _with_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         pairs = list(zip(gradients, variables, strict=True))
         without = [variable.name for gradient, variable in pairs if gradient is None]
@@ -241,7 +234,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             )
         return [(gradient, variable) for gradient, variable in pairs if gradient is not None]
 
-    def _update_scale(self, stats: GradientStats, state_on_host: None) -> Any:
+    def _update_scale(self, stats: GradientStats, state_on_host: Any) -> Any:
         results = [self._state.update(stats)]
         if self._rule.checks_gradients:
             skipped = tf.logical_not(stats.finite)
@@ -329,9 +322,9 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             return tf.reduce_sum(scaled * tf.stop_gradient(tf.cast(grad_loss, scaled.dtype)))
 
         given = var_list is not None and not callable(var_list)
-        watch = flat_variables(var_list) if given else []
+        watch = self._backend.flat_variables(var_list) if given else []
         tape, scaled, variables = recorded(loss, var_list, scale, tape=tape, watch=watch)
-        variables = flat_variables(variables)
+        variables = self._backend.flat_variables(variables)
         pairs = self._inner_gradients(scaled, variables, tape)
         return [gradient for gradient, _ in pairs], variables
 
@@ -388,6 +381,28 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     @property
     def weights(self) -> VariableList:
         return VariableList(self._inner_weights())
+
+    def get_weights(self) -> list[Any]:
+        return saving.values_of(self.weights)
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        # Datasets of an HDF5 file are not arrays yet.
+        values = [np.asarray(weight) for weight in weights]
+        weights, all_variables = self.weights, self.variables
+        named = {**self._own_variables(), **self._unlisted_variables()}
+        if len(values) not in (len(weights), len(all_variables)):
+            raise ArgumentError(
+                f"The optimizer has {len(weights)} weights, or {len(all_variables)} variables with "
+                f"the loss scale. Received: {len(values)} arrays. Before build(variables) it has "
+                "no state."
+            )
+        targets = all_variables[: len(values)]
+        check_shapes(targets, [value.shape for value in values])
+        tf_keras.backend.batch_set_value(list(zip(weights, values, strict=False)))
+        if len(values) > len(weights):
+            names = {id(variable): name for name, variable in named.items()}
+            rest = zip(targets[len(weights) :], values[len(weights) :], strict=True)
+            self._set_own_values({names[id(variable)]: value for variable, value in rest})
 
     def _own_variables(self) -> dict[str, Any]:
         """The variables of the loss scale and of the skips, by their names in saving."""

@@ -64,12 +64,10 @@ def _named_variables(optimizer: Any) -> dict[str, Any]:
 
 def _valid(state: TFKerasScaleVariables, values: Mapping[str, Any]) -> dict[str, Any]:
     """The rule's state from the values of a file, by names; missing ones are the first ones."""
-    names = state.names
-    saved = {field: values[name].item() for field, name in names.items() if name in values}
-    if not saved:
+    if values.keys().isdisjoint(state.names.values()):
         return {}
-    valid = state.restored(saved)
-    return {name: getattr(valid, field) for field, name in names.items()}
+    valid = state.restored(values)
+    return {name: getattr(valid, field) for field, name in state.names.items()}
 
 
 def load_pending(optimizer: Any) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lossscale.keras_common.state import ScaleVariables, kind_of_number
-from lossscale.rules import GradientStats, ScaleRule, ScaleState, host_can_update, updates_on_host
+from lossscale.keras_common.state import ScaleVariables
+from lossscale.rules import GradientStats, ScaleRule, ScaleState, changed_fields, host_can_update
 from lossscale.tensorflow.private_names import Trackable
 from lossscale.tensorflow.tracing import grouped, where
 from lossscale.tf_keras.private_names import track_variable
@@ -22,7 +22,6 @@ _VARIABLE_NAMES = {"scale": "current_loss_scale"}
 # attribute's name.
 _BESIDE = "lossscale.loss_scale"
 _VALUE = "VARIABLE_VALUE"
-_NAMESPACE = types.SimpleNamespace(**{**vars(tf), "where": where})
 _DTYPES = {"bool": tf.bool, "int": tf.int64, "float32": tf.float32}
 
 
@@ -30,23 +29,14 @@ class TFKerasScaleVariables(ScaleVariables):
     """A rule and the variables that hold its state; a fixed scale has none."""
 
     _read = staticmethod(tf.convert_to_tensor)
+    _namespace = types.SimpleNamespace(**{**vars(tf), "where": where})
 
     def __init__(self, rule: ScaleRule) -> None:
-        self.rule, self.first = rule, rule.init()
-        self.variables = {}
-        for field, value in self.first._asdict().items() if rule.moves else ():
-            name = _VARIABLE_NAMES.get(field, field)
-            self.variables[field] = new_variable(name, _DTYPES[kind_of_number(value)], value)
-
-    @property
-    def names(self) -> dict[str, str]:
-        """The names in files of the fields that have a variable."""
-        return {field: _VARIABLE_NAMES.get(field, field) for field in self.variables}
-
-    @property
-    def named(self) -> dict[str, Any]:
-        """The variables by their names in files."""
-        return {name: self.variables[field] for field, name in self.names.items()}
+        fields = rule.init()._fields if rule.is_dynamic else ()
+        names = {field: _VARIABLE_NAMES.get(field, field) for field in fields}
+        super().__init__(
+            rule, names, lambda name, kind, value: new_variable(name, _DTYPES[kind], value)
+        )
 
     def write(self, state: ScaleState) -> Any:
         """Sets the state from tensors, arrays or Python numbers.
@@ -75,13 +65,10 @@ class TFKerasScaleVariables(ScaleVariables):
         if not in_graph and host_can_update(self.rule):
             numbers = {field: v.numpy().item() for field, v in self.variables.items()}
             before = self.first._replace(**numbers)
-            for field, value in updates_on_host(self.rule, before, bool(stats.finite)).items():
+            for field, value in changed_fields(self.rule, before, bool(stats.finite)).items():
                 self.variables[field].assign(value, read_value=False)
             return None
-        before = self.read()
-        stats = stats._replace(finite=tf.convert_to_tensor(stats.finite))
-        after = self.rule.update(before, stats, xp=_NAMESPACE)
-        return None if after is before else self.write(after)
+        return super().update(stats._replace(finite=tf.convert_to_tensor(stats.finite)))
 
 
 class LossScaleNode(Trackable):

@@ -515,7 +515,7 @@ class GradScaler(torch.amp.GradScaler):
         rule: Any = self._rule
         entries = [e for e in self._per_optimizer_states.values() if not e.get("is_empty")]
         by_tensor = {id(t): t for e in entries for t in e["found_inf_per_device"].values()}
-        as_torch = bool(by_tensor) and rule.moves and is_torchs(rule)
+        as_torch = bool(by_tensor) and rule.is_dynamic and is_torchs(rule)
         if not as_torch:
             # PyTorch's method calls this, too.
             self._check_scale_growth_tracker("update")
@@ -523,7 +523,7 @@ class GradScaler(torch.amp.GradScaler):
             raise CallOrderError(
                 "update() was called without a step. Call scaler.step(optimizer) before it."
             )
-        if not by_tensor or not rule.moves:
+        if not by_tensor or not rule.is_dynamic:
             return
         found = gradients.any_overflow(by_tensor)
         skipped: bool | None = None

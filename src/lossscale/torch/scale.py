@@ -21,7 +21,7 @@ from lossscale.rules import (
     ScaleRule,
     ScaleState,
     host_can_update,
-    updated_on_host,
+    next_state,
 )
 from lossscale.torch.scaling import CPU, is_captured, scalar
 
@@ -99,7 +99,7 @@ def update_on_host(rule: ScaleRule, state: ScaleState, stats: GradientStats) -> 
     """
     if host_can_update(rule):
         # With tensors the benchmark row "SGD, small" would take 1.14 times as long.
-        return updated_on_host(rule, state, stats.finite)
+        return next_state(rule, state, stats.finite)
     # Python numbers would be rounded differently.
     stats = stats._replace(finite=scalar(stats.finite, CPU, torch.bool))
     after: ScaleState = rule.update(_tensors(state, CPU), stats, xp=torch)

@@ -199,7 +199,7 @@ def _restored(rule: ScaleRule, state: Any, saved: Mapping[str, Any]) -> Any:
         *(type(now)(saved.get(field, now)) for field, now in state._asdict().items())
     )
     restored = rule.restored(asked)
-    if rule.moves and restored.scale != asked.scale:
+    if rule.is_dynamic and restored.scale != asked.scale:
         warn(
             f"The saved loss scale, {asked.scale!r}, is outside the range of {rule}. Training "
             f"continues with {restored.scale!r}."
@@ -331,7 +331,7 @@ def read_scaler_state(
         rule = with_settings(rule, **{n: values[n] for n in _SETTINGS if n in values})
     saved = {name: number_of(name, value) for name, value in values.get("rule_state", {}).items()}
     # A fixed scale stays as the code says.
-    if "scale" in values and rule.moves:
+    if "scale" in values and rule.is_dynamic:
         saved["scale"] = number_of("scale", values["scale"])
     for name, field in (("_growth_tracker", "good_steps"), ("_overflows", "overflows")):
         if name in values:

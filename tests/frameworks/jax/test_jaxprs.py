@@ -61,10 +61,10 @@ def test_every_output_is_as_written_and_may_be_kept_old_or_go_on(function):
     with jax.disable_jit():
         written = jax.tree.leaves(function(X, Y))
     assert bits(plain) == bits([jnp.asarray(x) for x in written])
-    olds = {number: jnp.full_like(value, 7.0 + number) for number, value in enumerate(plain)}
+    old_values = {number: jnp.full_like(value, 7.0 + number) for number, value in enumerate(plain)}
     for finite in (True, False):
-        found = gated(closed, [X, Y], olds, jnp.asarray(finite))
-        expected = plain if finite else list(olds.values())
+        found = gated(closed, [X, Y], old_values, jnp.asarray(finite))
+        expected = plain if finite else list(old_values.values())
         assert bits(found) == bits([jnp.asarray(value) for value in expected])
 
 

@@ -30,6 +30,7 @@ from frameworks.keras.support import (
     variables,
     wrapped,
 )
+from held_optimizers import holding
 from lossscale import DynamicScale, FixedScale, LossScaleWarning
 
 RULE = DynamicScale(initial_scale=2.0**10, growth_interval=4)
@@ -286,42 +287,30 @@ def test_a_checkpoint_of_an_optimizer_without_loss_scaling_restores(tmp_path, na
     assert (found.iterations, found.skipped) == (3, 0)
 
 
-def holding(name):
-    """An optimizer that tracks another one as an attribute of this name."""
-
-    class Holding(keras.optimizers.SGD):
-        def __init__(self):
-            super().__init__(0.1, momentum=0.9)
-            setattr(self, name, keras.optimizers.SGD(0.1, momentum=0.5))
-
-        def build(self, variables):
-            super().build(variables)
-            getattr(self, name).build(variables)
-
-    return Holding()
-
-
 @pytest.mark.parametrize("is_built", [True, False], ids=["built", "unbuilt"])
-@pytest.mark.parametrize("saves", ["wrapped", "plain", "the inner one of a wrapper"])
+@pytest.mark.parametrize(
+    "saves", ["wrapped", "plain", "the inner one of a wrapper", "Keras' own class"]
+)
 @pytest.mark.parametrize("name", ["base", "inner_optimizer", "_optimizer", "dynamic_scale"])
 def test_checkpoints_have_the_optimizer_that_an_inner_optimizer_holds(
     tmp_path, name, saves, is_built
 ):
-    first, second = holding(name), holding(name)
-    saved = first if saves == "plain" else wrapped(first)
+    first, second = holding(keras, name), holding(keras, name)
+    wrap = {"plain": lambda inner: inner, "Keras' own class": keras.optimizers.LossScaleOptimizer}
+    saved = wrap.get(saves, wrapped)(first)
     saved.build(variables([1.0, 2.0]))
-    saved.iterations.assign(3)
-    held = getattr(first, name).variables
+    held = [*first.variables, *getattr(first, name).variables]
     for number, variable in enumerate(held):
         variable.assign(np.full(variable.shape, number + 2))
-    saved = saved if saves == "wrapped" else first
+    saved = first if saves == "the inner one of a wrapper" else saved
     path = tf.train.Checkpoint(optimizer=saved).save(tmp_path / "ckpt")
     other = wrapped(second)
     if is_built:
         other.build(variables([0.0, 0.0]))
     tf.train.Checkpoint(optimizer=other).restore(path).expect_partial()
     other.build(variables([0.0, 0.0]))
-    assert_same(values(getattr(second, name).variables), values(held))
+    restored = [*second.variables, *getattr(second, name).variables]
+    assert_same(values(restored), values(held))
 
 
 def test_a_checkpoint_of_keras_own_class_restores(tmp_path):

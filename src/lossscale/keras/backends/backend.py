@@ -12,7 +12,7 @@ from lossscale.common.checks import flat_list
 from lossscale.errors import ArgumentError
 from lossscale.keras_common.scaled_gradients import Location
 from lossscale.keras_common.step import Step, StepOperations
-from lossscale.rules import GradientStats, ScaleRule, ScaleState
+from lossscale.rules import GradientStats, ScaleState
 
 
 class Backend(StepOperations):
@@ -23,13 +23,6 @@ class Backend(StepOperations):
 
     # The array functions for `ScaleRule.update`.
     namespace: Any
-
-    # Applies gradients or skips, then updates the loss scale. Takes
-    #   stats: what the rule sees;
-    #   step, inner: the step and the inner optimizer;
-    #   apply: divides a list of gradients by a divisor and applies it;
-    #   update_scale: updates the loss scale and the counters, given what the rule sees.
-    apply_or_skip: Callable[..., None]
 
     # Multiplies a loss by the scale, in float32 or wider.
     scaled: Callable[[Any, Any], Any]
@@ -49,35 +42,19 @@ class Backend(StepOperations):
 
     # --- One step -----------------------------------------------------------------------------
 
-    def check_context(self) -> None:
-        """Raises an error if no step can be taken here."""
-
-    def apply(self, inner: Any, step: Step, rule: ScaleRule) -> None:
-        """Unscales the gradients of a step, and has the inner optimizer apply them.
-
-        Args:
-            inner: The inner optimizer.
-            step: The step.
-            rule: What says whether the divisor is a power of two.
-        """
-        gradients = self.unscale(step, rule)
+    def accumulable(self, inner: Any, step: Step) -> list[Any]:
+        """Returns the gradients of a step in dtypes that an inner optimizer can accumulate."""
         parts = (inner, *getattr(inner, "optimizers", ()))
-        if any(part.gradient_accumulation_steps for part in parts):
-            # Keras adds them to sums of the variables' dtype, and does not add two dtypes.
-            dtype_of = keras.backend.standardize_dtype
-            gradients = [
-                gradient
-                if gradient is None or dtype_of(gradient.dtype) == dtype_of(variable.dtype)
-                else self.cast(gradient, dtype_of(variable.dtype))
-                for gradient, variable in zip(gradients, step.variables, strict=True)
-            ]
-        self.apply_inner(inner, gradients, step.variables, aggregate=step.aggregate)
-
-    def apply_inner(
-        self, inner: Any, gradients: list[Any], variables: list[Any], *, aggregate: bool
-    ) -> None:
-        """Calls the inner optimizer."""
-        inner.apply(gradients, variables)
+        if not any(part.gradient_accumulation_steps for part in parts):
+            return step.gradients
+        # Keras adds them to sums of the variables' dtype, and does not add two dtypes.
+        dtype_of = keras.backend.standardize_dtype
+        return [
+            gradient
+            if gradient is None or dtype_of(gradient.dtype) == dtype_of(variable.dtype)
+            else self.cast(gradient, dtype_of(variable.dtype))
+            for gradient, variable in zip(step.gradients, step.variables, strict=True)
+        ]
 
     def update_on_host(
         self, optimizer: Any, stats: GradientStats, state_on_host: ScaleState | None

@@ -34,7 +34,7 @@ class JaxBackend(Backend):
         self, step: Step, rule: ScaleRule, inner: Any, scale_variables: ScaleVariables
     ) -> OverflowCheck:
         """Checks whether the gradients are finite, with a scale that was passed in."""
-        _check_not_baked_in(step.divisor)
+        _check_not_baked_in(step.scale)
         return super().check(step, rule, inner, scale_variables)
 
     def runs_now(self, gradients: Sequence[Any]) -> bool:
@@ -43,18 +43,23 @@ class JaxBackend(Backend):
 
     def apply_or_skip(
         self,
+        optimizer: Any,
         stats: GradientStats,
         step: Step,
-        inner: Any,
         apply: Callable[[Sequence[Any], Any], None],
         update_scale: Callable[[GradientStats], None],
     ) -> None:
         """Selects each variable's new value in a compiled function; otherwise the host decides."""
         if jax_gradients.is_traced([stats.finite]):
-            _apply_gated(stats.finite, step, inner, apply)
+            _apply_gated(stats.finite, step, optimizer.inner_optimizer, apply)
         elif bool(stats.finite):
-            apply(step.gradients, step.divisor)
+            apply(step.gradients, step.scale)
         update_scale(stats)
+
+    def apply(self, optimizer: Any, step: Step) -> None:
+        """Calls the inner optimizer."""
+        inner = optimizer.inner_optimizer
+        inner.apply(self.accumulable(inner, step), step.variables)
 
     def run_guarded(
         self,
@@ -209,12 +214,12 @@ def _apply_gated(
     # Nothing inside sees a number that is not finite.
     leaves = [jnp.where(finite, leaf, jnp.zeros_like(leaf)) for leaf in leaves]
 
-    def applied(old: list[Any], leaves: list[Any], divisor: Any) -> list[Any]:
+    def applied(old: list[Any], leaves: list[Any], scale: Any) -> list[Any]:
         with keras.StatelessScope(state_mapping=list(zip(targets, old, strict=True))) as scope:
-            apply(jax.tree.unflatten(structure, leaves), divisor)
+            apply(jax.tree.unflatten(structure, leaves), scale)
         return [scope.get_current_value(target) for target in targets]
 
-    given = old, leaves, step.divisor
+    given = old, leaves, step.scale
     inputs = jax.tree.leaves(given)
     new = gated(jax.make_jaxpr(applied)(*given), inputs, dict(enumerate(old)), finite)
     for target, value in zip(targets, new, strict=True):

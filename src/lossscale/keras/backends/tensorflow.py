@@ -10,14 +10,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lossscale.common.checks import flat_list
 from lossscale.common.private_names import check_attribute, do_not_convert
 from lossscale.keras.backends.backend import Backend
 from lossscale.keras_common.step import Step
-from lossscale.rules import GradientStats, ScaleState, host_can_update, updates_on_host
-from lossscale.tensorflow import overflow_check, replicas, scaling
-from lossscale.tensorflow.apply_or_skip import apply_or_skip, can_keep_old_values, run_guarded
-from lossscale.tensorflow.tape import check_symbolic, recorded
+from lossscale.rules import GradientStats, ScaleState, changed_fields, host_can_update
+from lossscale.tensorflow import overflow_check, replicas
+from lossscale.tensorflow.apply_or_skip import apply_or_skip, can_keep_old_values
+from lossscale.tensorflow.operations import TensorFlowOperations, check_symbolic, recorded
 from lossscale.tensorflow.tracing import translated, where
 
 
@@ -26,58 +25,40 @@ def _where(condition: Any, one: Any, other: Any) -> Any:
     return where(tf.cast(condition, tf.bool), tf.cast(one, dtype), tf.cast(other, dtype))
 
 
-class TensorFlowBackend(Backend):
+class TensorFlowBackend(TensorFlowOperations, Backend):
     """The computations of Keras on TensorFlow."""
 
     # TensorFlow's own functions do not mix integer dtypes, as the rules of users may.
     namespace = types.SimpleNamespace(**{**vars(keras.ops), "where": _where})
     gradient_stats = staticmethod(overflow_check.gradient_stats)
-    scaled = staticmethod(scaling.scaled)
-    unscaled = staticmethod(scaling.unscaled)
-    all_finite = staticmethod(overflow_check.all_finite)
-    flat_gradients = staticmethod(scaling.flat_gradients)
     check_strategy = staticmethod(replicas.check_strategy)
-    current_location = staticmethod(replicas.current_location)
-    replica_count = staticmethod(replicas.replica_count)
     eager_scope = staticmethod(tf.init_scope)
-    run_guarded = staticmethod(run_guarded)
-    # Keras sums the gradients of the replicas inside the inner optimizer, after the check, so one
-    # replica does not see the overflow of another.
-    all_replicas_finite = staticmethod(replicas.all_replicas_finite)
 
     # --- One step -----------------------------------------------------------------------------
 
-    def check_context(self) -> None:
-        """Raises under a strategy that does not work, and between the replicas of one."""
-        replicas.check_strategy()
-        replicas.check_replica_context()
-
-    def runs_now(self, gradients: Sequence[Any]) -> bool:
-        """Whether the step is taken eagerly, by one replica."""
-        return tf.executing_eagerly() and not tf.distribute.has_strategy()
-
     def apply_or_skip(
         self,
+        optimizer: Any,
         stats: GradientStats,
         step: Step,
-        inner: Any,
         apply: Callable[[Sequence[Any], Any], None],
         update_scale: Callable[[GradientStats], None],
     ) -> None:
         """Branches on all replicas alike, or keeps old values under XLA."""
+        inner = optimizer.inner_optimizer
 
         def written() -> list[Any]:
             everything = (*inner.variables, *inner._trainable_variables, *step.variables)
             return [_native(variable) for variable in everything]
 
         kept = written if can_keep_old_values(inner, step.gradients) else None
-        apply_or_skip(stats, step.gradients, step.divisor, apply, update_scale, kept)
+        apply_or_skip(stats, step.gradients, step.scale, apply, update_scale, kept)
 
-    def apply_inner(
-        self, inner: Any, gradients: list[Any], variables: list[Any], *, aggregate: bool
-    ) -> None:
+    def apply(self, optimizer: Any, step: Step) -> None:
         """Calls the inner optimizer, which sums the gradients of replicas or does not."""
-        with contextlib.nullcontext() if aggregate else _not_summing(inner):
+        inner = optimizer.inner_optimizer
+        gradients, variables = self.accumulable(inner, step), step.variables
+        with contextlib.nullcontext() if step.aggregate else _not_summing(inner):
             # Keras' trainer calls `apply_gradients`, so that is what people override.
             if type(inner).apply_gradients is keras.optimizers.Optimizer.apply_gradients:
                 translated(inner.apply)(gradients, variables)
@@ -90,11 +71,10 @@ class TensorFlowBackend(Backend):
         """Updates the loss scale and the counters in eager mode."""
         # With tensors a step of one variable takes 1.3 times as long, one of ten 1.08.
         state, finite = optimizer._state, stats.finite
-        eager = tf.executing_eagerly() and not tf.distribute.has_strategy()
-        if not eager or not host_can_update(state.rule):
+        if not self.runs_now(()) or not host_can_update(state.rule):
             return False
         before = state.first._replace(**{f: _number(v) for f, v in state.variables.items()})
-        updates = updates_on_host(state.rule, before, bool(finite))
+        updates = changed_fields(state.rule, before, bool(finite))
         written = [(state.variables[field], value) for field, value in updates.items()]
         steps_skipped = _number(optimizer._steps_skipped)
         if state.rule.checks_gradients:
@@ -114,11 +94,6 @@ class TensorFlowBackend(Backend):
     def is_variable(self, value: Any) -> bool:
         """Whether a value is a variable."""
         return isinstance(value, (tf.Variable, keras.Variable))
-
-    @do_not_convert
-    def flat_variables(self, variables: Any) -> list[Any]:
-        """Returns a list of variables from one variable or a nest of them."""
-        return flat_list(variables, tf.nest.flatten, self.is_variable)
 
     def read(self, variable: Any) -> Any:
         """The value of a Keras variable now, as a tensor."""

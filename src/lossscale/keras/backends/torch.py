@@ -21,7 +21,7 @@ from lossscale.keras.backends.backend import Backend, check_without_tape
 from lossscale.keras.private_names import in_stateless_scope
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.keras_common.step import OverflowCheck, Step
-from lossscale.rules import GradientStats, ScaleRule, ScaleState, host_can_update, updates_on_host
+from lossscale.rules import GradientStats, ScaleRule, ScaleState, changed_fields, host_can_update
 from lossscale.torch import gradients as torch_gradients
 from lossscale.torch import scaling
 
@@ -47,11 +47,11 @@ class TorchBackend(Backend):
     ) -> OverflowCheck:
         """Unscales dense gradients in the pass that checks them, and waits for the decision."""
         # In two passes a step takes 1.3 (100 large variables) to 1.5 times (one) as long.
-        if step.divisor is None or not rule.powers_of_two or torch.compiler.is_compiling():
+        if step.scale is None or not rule.powers_of_two or torch.compiler.is_compiling():
             check = super().check(step, rule, inner, scale_variables)
             return check._replace(all_finite=bool(check.all_finite))
         gradients, dense, others = list(step.gradients), [], []
-        unscaled = step._replace(gradients=gradients, divisor=None)
+        unscaled = step._replace(gradients=gradients, scale=None)
         for index, gradient in enumerate(step.without_overwritten()):
             if gradient is None:
                 if gradients[index] is not None:
@@ -59,7 +59,7 @@ class TorchBackend(Backend):
             elif gradient.dtype in scaling.WIDE and not gradient.is_sparse:
                 dense.append(index)
             else:
-                [gradients[index]] = self.unscaled([gradient], step.divisor, True)
+                [gradients[index]] = self.unscaled([gradient], step.scale, True)
                 others.append(gradients[index])
         if not dense:
             finite = not rule.checks_gradients or bool(self.all_finite(gradients))
@@ -69,7 +69,7 @@ class TorchBackend(Backend):
         copies = _copies(inner, [gradients[index] for index in dense], keys)
         for index, copy in zip(dense, copies, strict=True):
             gradients[index] = copy
-        scale = torch.as_tensor(step.divisor, dtype=torch.float32, device=copies[0].device)
+        scale = torch.as_tensor(step.scale, dtype=torch.float32, device=copies[0].device)
         given, reciprocal = torch_gradients.of_tensors(copies), scale.reciprocal()
         if not rule.checks_gradients:
             torch_gradients.unscale_(given, reciprocal.to)
@@ -93,16 +93,21 @@ class TorchBackend(Backend):
 
     def apply_or_skip(
         self,
+        optimizer: Any,
         stats: GradientStats,
         step: Step,
-        inner: Any,
         apply: Callable[[Sequence[Any], Any], None],
         update_scale: Callable[[GradientStats], None],
     ) -> None:
         """A Python `if`."""
         if bool(stats.finite):
-            apply(step.gradients, step.divisor)
+            apply(step.gradients, step.scale)
         update_scale(stats)
+
+    def apply(self, optimizer: Any, step: Step) -> None:
+        """Calls the inner optimizer."""
+        inner = optimizer.inner_optimizer
+        inner.apply(self.accumulable(inner, step), step.variables)
 
     def runs_now(self, gradients: Sequence[Any]) -> bool:
         """Whether the step is not compiled."""
@@ -119,7 +124,7 @@ class TorchBackend(Backend):
             if state.rule.checks_gradients:
                 return False
         else:
-            updates = updates_on_host(state.rule, state_on_host, stats.finite)
+            updates = changed_fields(state.rule, state_on_host, stats.finite)
             for field, value in updates.items():
                 state.variables[field]._value.fill_(value)
             optimizer._last_step_skipped._value.fill_(not stats.finite)

@@ -1,16 +1,48 @@
-"""Losses recorded by a gradient tape."""
+"""Keras on TensorFlow and tf_keras alike: operations of a step, gradients of a loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from lossscale.common.checks import scaled_value
+from lossscale.common.checks import flat_list, scaled_value
 from lossscale.common.private_names import do_not_convert
 from lossscale.errors import GradientsError
+from lossscale.tensorflow import overflow_check, replicas, scaling
+from lossscale.tensorflow.apply_or_skip import run_guarded
 from lossscale.tensorflow.tracing import translated
+
+
+class TensorFlowOperations:
+    """Operations of a step on TensorFlow's tensors, for a subclass of `StepOperations`."""
+
+    scaled = staticmethod(scaling.scaled)
+    unscaled = staticmethod(scaling.unscaled)
+    all_finite = staticmethod(overflow_check.all_finite)
+    flat_gradients = staticmethod(scaling.flat_gradients)
+    current_location = staticmethod(replicas.current_location)
+    replica_count = staticmethod(replicas.replica_count)
+    all_replicas_finite = staticmethod(replicas.all_replicas_finite)
+    run_guarded = staticmethod(run_guarded)
+    # Defined by a subclass: whether a value is a variable.
+    is_variable: Callable[[Any], bool]
+
+    def check_context(self) -> None:
+        """Raises under a strategy that does not work, and between the replicas of one."""
+        # An optimizer is often made outside the strategy that it is used under.
+        replicas.check_strategy()
+        replicas.check_replica_context()
+
+    def runs_now(self, gradients: Sequence[Any]) -> bool:
+        """Whether the step is taken eagerly, by one replica."""
+        return tf.executing_eagerly() and not tf.distribute.has_strategy()
+
+    @do_not_convert
+    def flat_variables(self, variables: Any) -> list[Any]:
+        """Returns a list of variables from one variable or a nest of them."""
+        return flat_list(variables, tf.nest.flatten, self.is_variable)
 
 
 @do_not_convert
