@@ -166,6 +166,16 @@ def test_weights_of_other_shapes_are_refused_as_a_whole(built):
     assert not any(array.any() for array in arrays(second.inner_optimizer._momentums))
 
 
+def test_an_own_number_of_another_shape_is_refused_before_a_change():
+    optimizer, values = wrapped(other()), {}
+    optimizer.loss_scale_state.save_own_variables(values)
+    before = status(optimizer)
+    values = {**values, "dynamic_scale": np.float32(16.0), "steps_skipped": np.ones(4)}
+    with pytest.raises(ValueError, match="Nothing was changed"):
+        optimizer.loss_scale_state.load_own_variables(values)
+    assert status(optimizer) == before
+
+
 def test_variables_of_one_name_are_saved_beside_one_another():
     def made():
         optimizer = wrapped(keras.optimizers.SGD(0.1))

@@ -179,11 +179,13 @@ def set_loaded_values(optimizer: Any, values: Mapping[str, Any]) -> None:
 
 def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
     """Sets the loss scale and the counters, moved into the range of the rule."""
+    named = {name: each for name, each in _named(optimizer).items() if name in values}
+    check_shapes(list(named.values()), [np.shape(values[name]) for name in named])
     restore_scale(optimizer, values)
     of_the_rule = optimizer._state.variables.values()
     excluded = {id(variable) for variable in (optimizer._iterations, *of_the_rule)}
-    for name, variable in _named(optimizer).items():
-        if id(variable) not in excluded and name in values:
+    for name, variable in named.items():
+        if id(variable) not in excluded:
             variable.assign(values[name])
     if optimizer.built or "iteration" not in values:
         optimizer._iterations.follow()

@@ -18,6 +18,7 @@ import tensorflow as tf
 import tf_keras
 
 from lossscale.errors import GradientsError
+from lossscale.keras_common.optimizer import check_shapes
 from lossscale.keras_common.state import AttributesOfInner, ValueStore
 from lossscale.packages import warn
 from lossscale.tf_keras.state import TFKerasScaleVariables
@@ -49,6 +50,8 @@ def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
     """Sets these, moved into the range of the rule; values without a variable are kept for it."""
     # A dataset of an HDF5 file is not an array yet.
     arrays = {name: np.asarray(values[name][()]) for name in values}
+    named = {n: each for n, each in _named_variables(optimizer).items() if n in arrays}
+    check_shapes(list(named.values()), [arrays[name].shape for name in named])
     arrays.update(_valid(optimizer._state, arrays))
     named = _named_variables(optimizer)
     pairs = [(variable, arrays.pop(name)) for name, variable in named.items() if name in arrays]
@@ -72,13 +75,13 @@ def _valid(state: TFKerasScaleVariables, values: Mapping[str, Any]) -> dict[str,
 
 def load_pending(optimizer: Any) -> None:
     """Sets the inner optimizer's variables that were loaded before they existed."""
-    named, weights = optimizer._pending_named, optimizer._inner_weights()
-    unlisted = optimizer._unlisted_variables()
+    values, weights = optimizer._pending_values, optimizer._inner_weights()
+    if values is not None and _shapes(values) != _shapes(weights):
+        return
+    optimizer._pending_values = optimizer._values_before_load = None
+    named, unlisted = optimizer._pending_named, optimizer._unlisted_variables()
     pairs = [(variable, named.pop(name)) for name, variable in unlisted.items() if name in named]
-    values = optimizer._pending_values
-    if values is not None and _shapes(values) == _shapes(weights):
-        optimizer._pending_values = optimizer._values_before_load = None
-        pairs += zip(weights, values, strict=True)
+    pairs += zip(weights, values or (), strict=False)
     # The first step of a tf.function may build the optimizer. Traced assignments would set these
     # values again on every step.
     with tf.init_scope():

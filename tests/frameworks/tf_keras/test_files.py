@@ -319,6 +319,39 @@ def test_weights_that_do_not_fit_a_built_optimizer_leave_it_as_it_was():
     assert status(other) == status(written.optimizer) != before
 
 
+def test_what_does_not_fit_is_not_used_in_part():
+    # Nadam's product is not among the weights that do not fit.
+    def made(size):
+        variable, optimizer = (
+            tf.Variable(np.zeros(size, "float32")),
+            wrapped(tf_keras.optimizers.Nadam()),
+        )
+        return optimizer, [variable]
+
+    (written, variables), (read, others), stores = made(2), made(3), ({}, {})
+    written.minimize(lambda: variables[0] ** 2, variables)
+    written.save_own_variables(stores[0])
+    written.loss_scale_state.save_own_variables(stores[1])
+    read.load_own_variables({key: np.asarray(value) for key, value in stores[0].items()})
+    read.loss_scale_state.load_own_variables(stores[1])
+    with pytest.warns(UserWarning, match="saved state of the optimizer is not used"):
+        read.minimize(lambda: others[0] ** 2, others)
+    fresh, more = made(3)
+    fresh.minimize(lambda: more[0] ** 2, more)
+    assert float(read.inner_optimizer._u_product) == float(fresh.inner_optimizer._u_product)
+    assert status(read) == status(fresh)
+
+
+def test_an_own_number_of_another_shape_is_refused_before_a_change():
+    optimizer, values = wrapped(tf_keras.optimizers.SGD()), {}
+    optimizer.loss_scale_state.save_own_variables(values)
+    before = status(optimizer)
+    values = {**values, "current_loss_scale": np.float32(16.0), "steps_skipped": np.ones(4)}
+    with pytest.raises(ValueError, match="Nothing was changed"):
+        optimizer.loss_scale_state.load_own_variables(values)
+    assert status(optimizer) == before
+
+
 def test_the_learning_rate_of_old_programs_is_that_of_the_schedule():
     schedule = tf_keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
     optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(schedule))
