@@ -97,13 +97,14 @@ class KerasGradientFunction:
             self._set_precision(half)
             return [_value(variable, half) for variable in self._variables]
 
-        names = [variable.path for variable in self._variables]
-        explainer = Explainer(self._model, forward, (*batch, None, None)[:3], names)
+        paths = [variable.path for variable in self._variables]
+        parts = (*batch, None, None)[:3]
+        explainer = Explainer(self._model, forward, parts, paths, len(self._trained))
         with _as_it_was(self._model), _drawn_in_float32():
             explainer.note_small_numbers(values(False))
         with _as_it_was(self._model), _drawn_in_float32():
             wide = functools.partial(self.explain, batch, scale, False)
-            return explainer.explain(values(half), len(self._trained), scale, wide)
+            return explainer.explain(values(half), scale, wide)
 
     def _compute(self, half: bool, values: Sequence[Any], batch: Any, scale: Any) -> Any:
         """Returns the loss, its gradients, and the largest magnitude in each layer's output."""

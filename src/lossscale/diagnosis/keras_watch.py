@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from lossscale.common.monkeypatch import replace
-from lossscale.monitoring.explanation import Explanation, Origin
+from lossscale.monitoring.explanation import Explanation
 from lossscale.monitoring.origins import explain_pass
 
 
@@ -22,23 +22,31 @@ class Explainer:
         model: The model.
         forward: Returns the loss, float32, for the values of all variables and a batch.
         batch: The structure (x, y, sample_weight) of arrays or None.
-        names: The path of each variable.
+        paths: The path of each variable.
+        trained: The number of those that are trained, which come first.
     """
 
     def __init__(
-        self, model: Any, forward: Callable[[Any, Any], Any], batch: Any, names: Sequence[str]
+        self,
+        model: Any,
+        forward: Callable[[Any, Any], Any],
+        batch: Any,
+        paths: Sequence[str],
+        trained: int,
     ) -> None:
-        self._model, self._forward = model, forward
+        self._model, self._forward, self._trained = model, forward, trained
         self._batch = keras.tree.map_structure(
             lambda each: None if each is None else keras.ops.convert_to_tensor(each), batch
         )
-        self._inputs = [
+        inputs = [
             (f"{name}/{number}" if number else name, each)
             for name, part in zip(("x", "y", "sample_weight"), self._batch, strict=True)
             for number, each in enumerate(keras.tree.flatten(part))
             if each is not None
         ]
-        self._names = [self._inside(name) for name in names]
+        self._arrays = [each for _, each in inputs]
+        weights = [(self._inside(path), True) for path in paths]
+        self._names = [*weights, *((name, False) for name, _ in inputs)]
         # A layer without weights has no path.
         self._paths = {str(each.path or each.name) for each in model._flatten_layers()}
         self._epsilons: dict[str, float] = {}
@@ -60,7 +68,7 @@ class Explainer:
         return self._inside(found) if found else path
 
     def note_small_numbers(self, values: Sequence[Any]) -> None:
-        """Notes the numbers that a pass adds, and that float16 rounds to few digits or to 0.
+        """Notes the numbers that are added, and that float16 rounds to few digits or to 0.
 
         Args:
             values: The values of all variables. The model computes in float32.
@@ -72,7 +80,7 @@ class Explainer:
             from lossscale.diagnosis.jaxpr_watch import small_numbers as of_jaxpr
 
             traced = jax.make_jaxpr(self._forward)(list(values), self._batch)
-            self._epsilons = dict(of_jaxpr(traced.jaxpr))
+            self._epsilons = dict(of_jaxpr(traced.jaxpr, self._layer))
         elif backend == "tensorflow":
             from lossscale.diagnosis.graph_watch import small_numbers as of_graph
 
@@ -81,51 +89,41 @@ class Explainer:
 
             self._epsilons = dict(of_graph(forward, self._layer))
 
-    def explain(
-        self, values: Sequence[Any], trained: int, scale: float, in_float32: Any
-    ) -> Explanation:
+    def explain(self, values: Sequence[Any], scale: float, in_float32: Any) -> Explanation:
         """Explains a pass.
 
         Args:
             values: The values of all variables.
-            trained: The number of those that are trained, which come first.
             scale: The loss scale.
             in_float32: Explains the same pass in float32.
         """
-        on_backend = {
-            "jax": self._on_jax,
-            "tensorflow": self._on_tensorflow,
-            "torch": self._on_torch,
-        }
-        return on_backend[keras.backend.backend()](values, trained, scale, in_float32)
+        backend = keras.backend.backend()
+        if backend == "torch":
+            return self._on_torch(values, scale, in_float32)
+        watch = self._on_jax(values) if backend == "jax" else self._on_tensorflow(values)
+        return explain_pass(watch, scale, in_float32)
 
-    def _on_jax(
-        self, values: Sequence[Any], trained: int, scale: float, in_float32: Any
-    ) -> Explanation:
+    def _on_jax(self, values: Sequence[Any]) -> Callable[[float], Any]:
         import jax
         import jax.numpy as jnp
 
         from lossscale.diagnosis.jaxpr_watch import JaxprWatch
 
-        leaves, structure = jax.tree.flatten(self._batch)
+        structure = jax.tree.structure(self._batch)
 
-        def compute(values: Any, leaves: Any, scale: Any) -> Any:
+        def compute(values: Any, arrays: Any, scale: Any) -> Any:
             def loss_of(first: Any) -> Any:
-                return self._forward([*first, *rest], jax.tree.unflatten(structure, leaves))
+                return self._forward([*first, *rest], jax.tree.unflatten(structure, arrays))
 
-            rest = values[trained:]
-            loss, pull = jax.vjp(loss_of, list(values[:trained]))
+            rest = values[self._trained :]
+            loss, pull = jax.vjp(loss_of, list(values[: self._trained]))
             return loss, pull(jnp.float32(scale))[0]
 
-        closed = jax.make_jaxpr(compute)(list(values), leaves, 1.0)
-        names = [*((n, True) for n in self._names), *((n, False) for n, _ in self._inputs)]
-        watch = JaxprWatch(closed, [*names, ("scale", False)], self._epsilons, self._layer)
-        given = [*values, *leaves]
-        return explain_pass(lambda scale: watch([*given, np.float32(scale)]), scale, in_float32)
+        closed = jax.make_jaxpr(compute)(list(values), self._arrays, 1.0)
+        watch = JaxprWatch(closed, [*self._names, ("scale", False)], self._epsilons, self._layer)
+        return lambda scale: watch([*values, *self._arrays, np.float32(scale)])
 
-    def _on_tensorflow(
-        self, values: Sequence[Any], trained: int, scale: float, in_float32: Any
-    ) -> Explanation:
+    def _on_tensorflow(self, values: Sequence[Any]) -> Callable[[float], Any]:
         import tensorflow as tf
 
         from lossscale.diagnosis.graph_watch import GraphWatch
@@ -133,47 +131,37 @@ class Explainer:
         values = list(map(tf.identity, values))
 
         def compute(scale: Any) -> Any:
+            trained = values[: self._trained]
             with tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch(values[:trained])
+                tape.watch(trained)
                 loss = self._forward(values, self._batch)
-            gradients = tape.gradient(loss, values[:trained], output_gradients=scale)
+            gradients = tape.gradient(loss, trained, output_gradients=scale)
             rows = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
             return loss, *(each for each in rows if each is not None)
 
-        origins = {
-            id(value): Origin(name=name, is_weight=True)
-            for name, value in zip(self._names, values, strict=True)
-        }
-        for name, each in self._inputs:
-            array = keras.ops.convert_to_numpy(each)
-            is_mask = bool(((array == 0) | (array == -np.inf)).all())
-            origins[id(each)] = Origin(name=name, is_mask=is_mask)
-        watch = GraphWatch(compute, origins, self._epsilons, self._layer)
-        return explain_pass(watch, scale, in_float32)
+        names = dict(zip(map(id, [*values, *self._arrays]), self._names, strict=True))
+        return GraphWatch(compute, names, self._epsilons, self._layer)
 
-    def _on_torch(
-        self, values: Sequence[Any], trained: int, scale: float, in_float32: Any
-    ) -> Explanation:
+    def _on_torch(self, values: Sequence[Any], scale: float, in_float32: Any) -> Explanation:
         import torch
 
         from lossscale.torch.repeated_step import examined
         from lossscale.torch.watch import Watch
 
-        names = dict(zip(self._names, values, strict=True))
-        watch, call = Watch(self._model, names), keras.Layer.__call__
+        named = list(zip(self._names, [*values, *self._arrays], strict=True))
+        watch = Watch(self._model, {name: value for (name, kind), value in named if kind})
+        call = keras.Layer.__call__
 
-        def named(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        def inside(layer: Any, *args: Any, **kwargs: Any) -> Any:
             with watch.inside(self._inside(str(layer.path or layer.name))):
                 return call(layer, *args, **kwargs)
 
-        for name, value in names.items():
-            watch.mark(value, name, is_weight=True)
-        for name, each in self._inputs:
-            watch.mark(each, name)
+        for (name, is_weight), value in named:
+            watch.mark(value, name, is_weight=is_weight)
         with torch.enable_grad(), contextlib.ExitStack() as stack:
-            replace(stack, keras.Layer, "__call__", named)
-            first = [value.detach().requires_grad_() for value in values[:trained]]
+            replace(stack, keras.Layer, "__call__", inside)
+            first = [value.detach().requires_grad_() for value in values[: self._trained]]
             with watch.forward():
-                loss = self._forward([*first, *values[trained:]], self._batch)
+                loss = self._forward([*first, *values[self._trained :]], self._batch)
             seeds = [torch.full_like(loss, scale)]
             return examined(watch, [loss], first, seeds, scale, in_float32=in_float32)
