@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lossscale.errors import (
@@ -99,15 +99,20 @@ def with_gradient(gradients: Sequence[Any], variables: Sequence[Any]) -> list[An
 
 def takes(function: Callable[..., Any], name: str) -> bool:
     """Whether a function has an argument of this name, or takes any."""
+    arguments = signature_of(function)
+    return name in arguments or any(each.kind == each.VAR_KEYWORD for each in arguments.values())
+
+
+def signature_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The arguments of a function by name; those of a method are read once, with `self`."""
     method = getattr(function, "__func__", None)
-    return _takes.__wrapped__(function, name) if method is None else _takes(method, name)
+    return inspect.signature(function).parameters if method is None else _arguments(method)
 
 
-# Only methods, which live as long as their class.
+# Only of methods, which live as long as their class.
 @functools.lru_cache
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    parameters = inspect.signature(function).parameters.values()
-    return any(each.name == name or each.kind == each.VAR_KEYWORD for each in parameters)
+def _arguments(method: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(method).parameters
 
 
 def scaled_value(loss: Any, scale: Callable[[Any], Any]) -> Any:

@@ -56,6 +56,11 @@ class StepDecision(NamedTuple):
     empty: bool = False
 
     @property
+    def skipped(self) -> Any:
+        """Whether the step is skipped: a bool; `overflow` if only the device knows."""
+        return self.overflow if self.apply is None else not self.apply
+
+    @property
     def nobody_scaled(self) -> bool:
         """Whether there are gradients, and no process has scaled a loss."""
         return self.stats is None and not self.empty
@@ -323,32 +328,22 @@ class Engine:
         clips = bool(self.clip_norm) and not in_place
         unchecked = not (self.rule.checks_gradients or clips or self.scale.on_device)
         # A check divides them in the same pass, except for float16, which would flush to 0.
-        in_kernel = bool(here and are_scaled and (clips or unchecked or info.has_half))
-        grads = info.gradients() if in_kernel else None
-        # Nor may a kernel change one that is part of a graph, or that other code reads.
-        if grads and (in_place or any(map(_REQUIRES_GRAD, grads))):
-            in_kernel = False
-        in_kernel = in_kernel and fused.can_unscale(self.inner)
+        wants_kernel = not in_place and are_scaled and (clips or unchecked or info.has_half)
+        of_kernel = self._of_kernel(info) if wants_kernel else None
         if clips and measured is None and self._norm_checks(info, by):
-            decision = self._decide_by_norm(info, by, sets, are_scaled, in_kernel)
+            decision = self._decide_by_norm(info, by, sets, are_scaled, of_kernel)
             if decision is not None:
                 return decision
-        leaves = in_kernel and (info.has_half or unchecked)
+        leaves = of_kernel is not None and (info.has_half or unchecked)
         divisor = by.on(first.device).scale if leaves else None
         if leaves and not self.rule.checks_gradients:
             # The kernel would divide twice what two share.
-            gradients.separate(info, grads)
+            gradients.separate(info, of_kernel)
         if leaves and unchecked and measured is None and not groups:
             self._give_up(sets, info)
             return StepDecision(True, GradientStats(True), divisor=divisor)
         overflow = self._unscale_and_check(info, by, sets, are_scaled, leaves)
-        somebody_scaled: Any = are_scaled is not None
-        # Processes of a given group may run different code, but send the same messages.
-        if groups and (self.rule.checks_gradients or info.is_given or self.join_group is not None):
-            overflow, somebody_scaled = ranks.agreed(overflow, here, somebody_scaled, groups)
-        if are_scaled is None and somebody_scaled:
-            # The loss was scaled in another process.
-            self._hold(info, by).settle()
+        overflow, somebody_scaled = self._agreed(info, by, overflow, here, are_scaled is not None)
         if self.scale.on_device:
             decision = self._on_device(overflow, measured, here, info, divisor)
         else:
@@ -356,6 +351,27 @@ class Engine:
         if not somebody_scaled:
             decision = decision._replace(stats=None)
         return self.clipped(decision) if clips else decision
+
+    def _of_kernel(self, info: ParameterInfo) -> list[Any] | None:
+        """The gradients, if the optimizer's kernel may divide them; else None."""
+        if not fused.can_unscale(self.inner):
+            return None
+        grads = info.gradients()
+        # A kernel must not change one that is part of a graph.
+        return grads if grads and not any(map(_REQUIRES_GRAD, grads)) else None
+
+    def _agreed(
+        self, info: ParameterInfo, by: Any, overflow: Any, here: bool, is_scaled: bool
+    ) -> tuple[Any, Any]:
+        """Whether a gradient overflowed, and whether a loss was scaled, on any process."""
+        groups, somebody_scaled = self._groups(info), is_scaled
+        # Processes of a given group may run different code, but send the same messages.
+        if groups and (self.rule.checks_gradients or info.is_given or self.join_group is not None):
+            overflow, somebody_scaled = ranks.agreed(overflow, here, is_scaled, groups)
+        if not is_scaled and somebody_scaled:
+            # The loss was scaled in another process.
+            self._hold(info, by).settle()
+        return overflow, somebody_scaled
 
     def _measured(self, info: ParameterInfo, by: Any, are_scaled: Any) -> Any:
         """The statistics that the rule needs besides overflow; None if it needs none."""
@@ -406,10 +422,10 @@ class Engine:
         by: Any,
         sets: Sequence[ScaledGradients],
         are_scaled: bool | None,
-        in_kernel: bool,
+        of_kernel: list[Any] | None,
     ) -> StepDecision | None:
         """Clips by a norm that checks for overflow as well; None if it cannot tell."""
-        given = gradients.collect(info)
+        given = gradients.collect(info, of_kernel)
         scale = by.number if are_scaled else 1.0
         norm, found = gradients.grad_norm(given, info), self.record.found
         if found is not None:
@@ -425,7 +441,7 @@ class Engine:
         dtypes = {group[0].dtype for group in given.dense_groups}
         divisor = None
         # A float32 number has too few digits for float64.
-        if in_kernel and len(given.dense_groups) == 1 and torch.float64 not in dtypes:
+        if of_kernel and len(given.dense_groups) == 1 and torch.float64 not in dtypes:
             divisor = scalar((scale / clip).tolist(), given.device)
         if divisor is not None and scale * max(total / largest, 1.0) < _LARGEST / 2:
             self._give_up(sets, info)

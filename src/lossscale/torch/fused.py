@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import operator
-import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from lossscale.common.checks import signature_of
 from lossscale.torch.optimizer_list import OptimizerList
 from lossscale.torch.ranks import parameters_of
 
@@ -117,14 +116,7 @@ def is_dummy_step(optimizer: Any) -> bool:
 
 def takes_a_scaler(step: Any) -> bool:
     """Whether a `step` takes a `grad_scaler`, as PyTorch's did before 2.0."""
-    # A signature is slow to read. Of a method it is the function's.
-    is_method = isinstance(step, types.MethodType)
-    return _takes_a_scaler(step.__func__) if is_method else _takes_a_scaler.__wrapped__(step)
-
-
-@functools.lru_cache(maxsize=64)
-def _takes_a_scaler(step: Any) -> bool:
-    return "grad_scaler" in inspect.signature(step).parameters
+    return "grad_scaler" in signature_of(step)
 
 
 def makes_state(optimizers: Iterable[Any]) -> bool:

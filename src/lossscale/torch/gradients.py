@@ -19,7 +19,7 @@ from lossscale.torch import ranks
 from lossscale.torch.ranks import ParameterInfo, largest_and_added, local
 from lossscale.torch.scaling import CPU, real_parts, scalar, unscaled, widened
 
-_DTYPE, _IS_NEGATED = attrgetter("dtype"), torch.Tensor.is_neg
+_DTYPE = attrgetter("dtype")
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _IN_PLACE = frozenset({torch.float32, torch.float64, torch.bfloat16})
 
@@ -70,7 +70,7 @@ def collect(
     if grads and are_dense and len(info.devices) == 1:
         # One loop in C for each property: a loop over tuples takes twice the time.
         dtypes = set(map(_DTYPE, grads))
-        if len(dtypes) == 1 and dtypes <= _IN_PLACE and not any(map(_IS_NEGATED, grads)):
+        if len(dtypes) == 1 and dtypes <= _IN_PLACE:
             return Gradients(grads, [grads], [grads])
     owning = [p for p in info.parameters if p.grad is not None]
     if not allow_float16:
@@ -264,7 +264,7 @@ def unscale_and_check_(
             by_device[device] = zero
         multiplier = factor(device)
         if divide:
-            torch._foreach_div_(group, multiplier)
+            _change(torch._foreach_div_, group, multiplier)
             multiplier = scalar(1.0, device)
         _check_and_multiply_(group, by_device[device], multiplier)
         if recheck:
@@ -281,15 +281,28 @@ def unscale_(gradients: Gradients, factor: Callable[[Any], Any], *, divide: bool
     """Unscales gradients in place without a check, which takes less time."""
     for group in gradients.dense_groups:
         multiply = torch._foreach_div_ if divide else torch._foreach_mul_
-        multiply(group, factor(group[0].device))
+        _change(multiply, group, factor(group[0].device))
 
 
 def _check_and_multiply_(group: list[Any], found: Any, factor: Any) -> None:
     if found.device.type == "cpu" or group[0].dtype in _OF_THE_KERNEL:
-        _kernel(group, found, factor)
+        _change(_kernel, group, found, factor)
         return
     _check_largest(group, found, 1.0)
-    torch._foreach_mul_(group, factor)
+    _change(torch._foreach_mul_, group, factor)
+
+
+def _change(kernel: Callable[..., Any], group: list[Any], *arguments: Any) -> None:
+    try:
+        kernel(group, *arguments)
+    except RuntimeError:
+        # Kernels refuse a lazy negative, before they change anything. To look for one takes time.
+        if not any(map(torch.Tensor.is_neg, group)):
+            raise
+        values = [tensor.resolve_neg() for tensor in group]
+        kernel(values, *arguments)
+        for tensor, value in zip(group, values, strict=True):
+            tensor.copy_(value)
 
 
 def check_quotients(gradients: Gradients, divisor: Callable[[Any], Any]) -> dict[Any, Any]:

@@ -415,10 +415,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             self._record.reset()
             if decision.apply is not True:
                 # Infinite ones that stay are no overflow of a later loss.
-                found = decision.overflow if decision.apply is None else True
-                self._record.leave_behind(engine.info(), found)
-        skipped = decision.overflow if decision.apply is None else not decision.apply
-        buffers.note_step(self, skipped)
+                self._record.leave_behind(engine.info(), decision.skipped)
+        buffers.note_step(self, decision.skipped)
         if decision.apply is False:
             for hook in list(self._skipped_hooks.values()):
                 hook(self)
@@ -454,7 +452,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             if info.groups:
                 found, _ = ranks.agreed(found, True, True, info.groups)
             decision = self._engine.skipped(found)
-        if bool(decision.overflow) if decision.apply is None else not decision.apply:
+        if bool(decision.skipped):
             self._notify_watcher(decision)
             self._finish(decision._replace(apply=False), keep=True)
 
@@ -561,11 +559,11 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def _notify_watcher(self, decision: StepDecision) -> None:
         if self._watcher is None or decision.empty:
             return
-        applied, scale = decision.apply, self._engine.scale
+        scale = self._engine.scale
         self._watcher.decided(
             self.inner_optimizer.param_groups,
             scale=scale.tensor if scale.on_device else scale.number,
-            applied=not decision.overflow.item() if applied is None else applied,
+            applied=not bool(decision.skipped),
             divisor=decision.divisor,
         )
 
