@@ -46,6 +46,10 @@ def l2_norm(np, h, gain):
     return h / np.sqrt(np.sum(h * h, axis=-1, keepdims=True)) * gain
 
 
+def shares(np, h, gain):
+    return h / np.sum(np.abs(h), axis=-1, keepdims=True) * gain
+
+
 def masked_row(np, h, gain):
     rows = np.arange(4)[:, None] == 2
     return np.softmax(np.where(rows, -np.inf, h), axis=-1) * gain
@@ -185,6 +189,9 @@ FAULTS = {
     ),
     "an L2 norm of large activations": Fault(
         l2_norm, "forward overflow", "sum cast convert", scale=1, size=90, is_hidden=True
+    ),
+    "a sum that overflows in some rows": Fault(
+        shares, "forward overflow", "sum cast convert", scale=1, size=9000, is_hidden=True
     ),
     "a mean of squares of large activations": Fault(
         relu_norm, "forward overflow", "mul square", scale=1, size=250, is_hidden=True

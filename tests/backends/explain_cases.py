@@ -1,7 +1,8 @@
-"""Thirty faults in a vision transformer, a U-Net and a GRU with attention, and the right answers.
+"""Faults in a vision transformer, a U-Net, a GRU with attention and others, and the right answers.
 
 They were written before they were first run. Three of them were written again: in one nothing was
-skipped on JAX, one was not a program, and one had a second fault. The convolutions are 1 x 1, since
+skipped on JAX, one was not a program, and one had a second fault. Of the last 22, those stay that
+were answered wrongly. The convolutions are 1 x 1, since
 PyTorch computes no gradient of wider ones in float16 on a CPU if the channels come last.
 """
 
@@ -249,6 +250,44 @@ def standardized(x):
     return (x - ops.mean(x, -1, keepdims=True)) / (ops.std(x * 0, -1, keepdims=True) + 1e-12)
 
 
+# --- Others ---------------------------------------------------------------------------------------
+
+
+def stacked(*parts, x, loss_fn=None):
+    """Layers between two linear ones."""
+    i = keras.Input(batch_shape=x.shape)
+    model = keras.Sequential([i, layers.Dense(8, name="up"), *parts, layers.Dense(1, name="head")])
+    model.compile("sgd", "mae")
+    return model, x, np.zeros((len(x), 1)), None, loss_fn
+
+
+class Cell(layers.Layer):
+    """A state-space cell whose transition has an eigenvalue of 2."""
+
+    state_size = output_size = 8
+
+    def call(self, x, states):
+        state = states[0] * 2 + ops.abs(x) + 1
+        return state, [state]
+
+
+def newton(x):
+    """The inverse of 1 + x**2 by a loop with a fixed number of steps, from a bad start."""
+    step = lambda _, y: y * (2 - (1 + x * x) * y)  # noqa: E731
+    return ops.fori_loop(0, 8, step, ops.ones_like(x) * 9)
+
+
+def rotary(x):
+    angle = ops.cast(ops.arange(6) * 16384, x.dtype)[:, None] * 0.01
+    return x * ops.cos(angle)
+
+
+def ppo(model, batch):
+    """Of ratios that overflow, the objective takes the clipped ones."""
+    ratio = ops.exp(20 + model(batch[0], training=True))
+    return -ops.mean(ops.cast(ops.minimum(ratio, ops.clip(ratio, 0.8, 1.2)), "float32"))
+
+
 def to(value):
     return lambda array: np.full_like(array, value)
 
@@ -361,5 +400,31 @@ CASES = {
     "gru: targets of 1e30": Case(
         lambda: gru(y=normal(4, 4) * np.float32(1e30)), "forward overflow, loss"
     ),
+    "a recurrence that doubles": Case(
+        lambda: stacked(layers.RNN(Cell(name="cell"), name="rnn"), x=normal(2, 24, 8)),
+        "forward overflow",
+        "mul add",
+        "rnn",
+    ),
+    "a loop that diverges": Case(
+        lambda: stacked(Function(newton, "newton"), x=normal(6, 8)),
+        "forward overflow",
+        "mul",
+        "newton",
+    ),
+    "rotary positions beyond 65,504": Case(
+        lambda: stacked(Function(rotary, "rotary"), x=normal(6, 8)),
+        "forward overflow",
+        "cast convert copy",
+        "rotary",
+    ),
+    "the unit norm of nothing": Case(
+        lambda: stacked(layers.UnitNormalization(name="unit"), x=normal(6, 8) * 0),
+        "singular",
+        "rsqrt",
+        "unit",
+    ),
+    "a ratio that is clipped": Case(
+        lambda: stacked(x=normal(6, 8), loss_fn=ppo), "forward overflow", "exp", ""
+    ),
 }
-assert len(CASES) == 30

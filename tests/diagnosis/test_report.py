@@ -8,8 +8,8 @@ import pytest
 
 from diagnosis.test_measurement import Model, spread
 from lossscale import DynamicScale
-from lossscale.diagnosis.measurement import TARGETS
-from lossscale.diagnosis.report import make_report
+from lossscale.diagnosis.measurement import TARGETS, GradientAccuracy, Measurement
+from lossscale.diagnosis.report import Report, make_report
 
 ROOM = {"dense (matmul)": 8.0, "out (add)": 4.0}
 LONG = "model/encoder/block_12/attention/self_attention/query_projection/kernel_of_the_layer"
@@ -73,6 +73,15 @@ def test_what_the_lines_say():
     assert "unknown: the loss or a gradient is not finite in float32" in said(report("unknown"))
     assert "left out 1 of the gradients: dead: also 0 in float32" in said(report("zero"))
     assert "reference the model casts to float16 itself" in said(report("casts"))
+
+
+def test_a_gradient_that_no_scale_makes_accurate_is_not_called_accurate():
+    for lowest, errors in ((0, {0: 0.3, 8: 0.3}), (4, {0: 0.9, 4: 0.3, 8: 0.3})):
+        gradients = (GradientAccuracy("w", 1.0, errors),)
+        found = Measurement(gradients, lowest_exponent=lowest, highest_exponent=20)
+        text = said(Report("Net", "NumPy", found))
+        assert "every gradient is as accurate as at any loss scale" in text
+        assert "any scale the gradient of w is wrong by 30% at every loss scale" in text
 
 
 @pytest.mark.parametrize("name", MODELS)

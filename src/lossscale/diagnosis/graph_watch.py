@@ -1,39 +1,35 @@
 """Finds the first operation of a TensorFlow graph whose result is not finite.
 
-Forward and backward pass are one graph. It runs twice: for all flags, and for the numbers that the
-operation that fails gets.
+Forward and backward pass are one graph, which is evaluated operation by operation. So are the
+graphs that it calls, also in loops and branches.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from lossscale.monitoring.explanation import LARGEST, FailedOperation, Origin
-from lossscale.monitoring.origins import Flags, Watched, is_harmed, overflow_in, passed_on
+from lossscale.diagnosis.evaluation import SMALL, Call, Evaluation, line_of, origin_of
+from lossscale.monitoring.explanation import Origin
+from lossscale.monitoring.origins import Watched
 
 _BACKWARD = "gradient_tape/"
 _SETTERS = ("Const", "Fill", "BroadcastTo", "Select", "SelectV2", "PadV2")
 _ADDING = ("AddV2", "Add", "Maximum", "BiasAdd")
-_SINGULAR = ("Div", "Rsqrt", "Sqrt", "Log", "Pow", "Reciprocal", "Inv", "Xlogy", "Acos", "Asin")
-_FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
-_CONCISE_HEALTH = 3
-"""The mode of `DebugNumericSummaryV2` that counts infinities and NaN."""
-_SMALL = 2.0**-14
-"""The smallest float16 number with all digits."""
+_NARROW = (tf.float16, tf.bfloat16, tf.float32)
 
 
 class GraphWatch:
-    """Watches the operations of a function.
+    """Evaluates the graph of a function.
 
     Args:
-        compute: Returns the loss and a list of gradients, or None for some.
-        names: The origin of what is not finite in a tensor that the function reads, by its id.
+        compute: Returns the loss and its gradients.
+        names: The name of each tensor that it reads, by its id, and whether it is a parameter.
         epsilons: What `small_numbers` returns for the same pass in float32.
         plain: Returns the name of a layer for the path of an operation.
     """
@@ -41,132 +37,189 @@ class GraphWatch:
     def __init__(
         self,
         compute: Callable[[Any], Any],
-        names: Mapping[int, Origin],
+        names: Mapping[int, tuple[str, bool]],
         epsilons: Mapping[str, float],
         plain: Callable[[str], str],
     ) -> None:
-        self._epsilons, self._plain = epsilons, plain
+        self._names, self._epsilons, self._plain = names, epsilons, plain
         self._traced = tf.compat.v1.wrap_function(compute, [tf.TensorSpec([], tf.float32)])
-        graph = self._traced.graph
-        self._names = {
-            inner.ref(): names[id(outer)] for outer, inner in graph.captures if id(outer) in names
-        }
-        self._operations = [each for each in graph.get_operations() if each.outputs]
-        floats = [t for each in self._operations for t in each.outputs if t.dtype in _FLOATS]
-        self._places = {tensor.ref(): place for place, tensor in enumerate(floats)}
-        with graph.as_default():
-            self._counts = self._pruned(tf.stack(list(map(_counts, floats))))
-
-    def _pruned(self, fetches: Any) -> Any:
-        return self._traced.prune(self._traced.inputs[:1], fetches)
+        operations = self._traced.graph.get_operations()
+        loss = operations.index(self._traced.structured_outputs[0].op)
+        self._backward = set(operations[loss + 1 :])
 
     def __call__(self, scale: float) -> Watched:
-        """Computes the pass, and returns the origins of what is not finite."""
-        self._scale = tf.constant(scale, tf.float32)
-        self._found, self._in_float16 = self._counts(self._scale).numpy(), False
-        origins: dict[Any, Origin] = {}
-        hidden: Origin | None = None
-        for operation in self._operations:
-            taken = [
-                (origins[t.ref()], self._of(t)) for t in operation.inputs if t.ref() in origins
-            ]
-            for tensor in operation.outputs:
-                self._in_float16 |= tensor.dtype == tf.float16
-                flags = self._of(tensor)
-                if any(flags):
-                    origins[tensor.ref()] = self._origin(operation, tensor, flags, taken)
-                elif taken and not hidden and self._is_harmed(operation):
-                    hidden = overflow_in(taken)
-        loss, *gradients = [
-            None if each is None else origins.get(each.ref())
-            for each in self._traced.structured_outputs
-        ]
-        real = [each for each in gradients if each is not None and not each.is_mask]
-        return Watched(loss, next(iter(real), None), hidden)
-
-    def _of(self, tensor: Any) -> Flags:
-        place = self._places.get(tensor.ref())
-        if place is None:
-            return Flags()
-        _, _, negative, positive, nans = self._found[place]
-        return Flags(bool(nans), bool(negative + positive))
-
-    def _given(self, operation: Any) -> list[Any]:
-        """The numbers that an operation takes."""
-        wanted = [t for t in operation.inputs if t.dtype not in (tf.resource, tf.variant)]
-        return [each.numpy() for each in self._pruned(wanted)(self._scale)]
-
-    def _is_harmed(self, operation: Any) -> bool:
-        """Whether an operation makes another number of an infinity than of 65,504."""
-        if _BACKWARD in operation.name:
-            return False
-        given = self._given(operation)
-        limits: dict[str, Any] = {"nan": math.nan, "posinf": LARGEST, "neginf": -LARGEST}
-        lower = [
-            np.nan_to_num(a, **limits) if np.issubdtype(a.dtype, np.floating) else a for a in given
-        ]
-        made, other = _repeated(operation, given), _repeated(operation, lower)
-        pairs = zip(made or [], other or [], strict=True)
-        return any(is_harmed(_largest(one - another), _largest(another)) for one, another in pairs)
-
-    def _origin(
-        self,
-        operation: Any,
-        tensor: Any,
-        flags: Flags,
-        taken: Sequence[tuple[Origin, Flags]],
-    ) -> Origin:
-        if tensor.ref() in self._names:
-            return self._names[tensor.ref()]
-        in_backward = _BACKWARD in operation.name
-        sets = operation.type in _SETTERS and not taken
-        old = passed_on(taken, flags, sets=sets, in_backward=in_backward)
-        if old is not None:
-            return old
-        given = self._given(operation)
-        is_cast, module = operation.type == "Cast", _module(operation.name)
-        floats = [
-            a.astype(np.float64) for a in given if is_cast or np.issubdtype(a.dtype, np.floating)
-        ]
-        decisive = (floats[1:] or floats) if "Div" in operation.type else floats[:1]
-        cast_of = self._names.get(operation.inputs[0].ref(), Origin())
-        return Origin(
-            FailedOperation(
-                f"backward of {_derived(operation)}" if in_backward else operation.type,
-                self._plain(module),
-                in_backward,
-                largest_input=max(map(_largest, floats), default=0.0),
-                largest_result=_largest(floats[0]) if is_cast else _wide(operation, given),
-                meets_zero=any((each == 0).any() for each in decisive),
-                meets_negative=any((each < 0).any() for each in decisive),
-                of_infinities=bool(taken),
-                cast_of=cast_of.name if is_cast and cast_of.is_weight else "",
-                is_cast=is_cast,
-                epsilon=self._epsilons.get(self._plain(module), 0.0),
-                in_float16=self._in_float16,
-            )
+        """Evaluates it, and returns the origins of what is not finite."""
+        graph = self._traced.graph
+        read = [outer for outer, _ in graph.captures]
+        named = [(each, *self._names.get(id(each), ("", False))) for each in read]
+        weights = {id(each): name for each, name, is_weight in named if is_weight}
+        self._evaluation = Evaluation(self._epsilons, weights)
+        origins = [origin_of(each, name, is_weight=kind) for each, name, kind in named]
+        given, origins = [tf.constant(scale, tf.float32), *read], [None, *origins]
+        _, (loss, *gradients) = self._evaluate(
+            graph, given, origins, self._traced.structured_outputs
         )
+        real = [each for each in gradients if each is not None and not each.is_mask]
+        return Watched(loss, next(iter(real), None), self._evaluation.hidden)
+
+    def _evaluate(
+        self,
+        graph: Any,
+        given: Sequence[Any],
+        origins: Sequence[Origin | None],
+        outputs: Sequence[Any],
+        callers: Sequence[Any] = (),
+    ) -> tuple[list[Any], list[Origin | None]]:
+        """Returns outputs of a graph, and the origins of those that are not finite."""
+        inputs = [each.ref() for each in graph.inputs]
+        values = dict(zip(inputs, given, strict=True))
+        known = dict(zip(inputs, origins, strict=True))
+        waiting = _needed(graph, outputs)
+        # More than once: the derivative of a loop gives it inputs that come after it.
+        while waiting:
+            later = []
+            for operation in waiting:
+                read = [each.ref() for each in operation.inputs]
+                if not values.keys() >= set(read):
+                    later.append(operation)
+                    continue
+                given, taken = [values[key] for key in read], [known[key] for key in read]
+                made, found = self._called([*callers, operation], given, taken)
+                results = [each.ref() for each in operation.outputs]
+                values.update(zip(results, made, strict=True))
+                known.update(zip(results, found, strict=True))
+            waiting = later
+        keys = [each.ref() for each in outputs]
+        return [values[key] for key in keys], [known[key] for key in keys]
+
+    def _called(
+        self, nested: Sequence[Any], given: Sequence[Any], taken: Sequence[Origin | None]
+    ) -> tuple[Sequence[Any], Sequence[Origin | None]]:
+        """Returns the results of an operation, which comes after its callers, and their origins."""
+        operation = nested[-1]
+        if inner := _INNER.get(operation.type):
+
+            def evaluate(name: str, given: Any, taken: Any) -> Any:
+                graph = operation.graph._get_function(name).graph
+                return self._evaluate(graph, given, taken, graph.outputs, nested)
+
+            made, found = inner(operation, evaluate, given, taken)
+            return made, found
+        made = _computed(operation, given)
+        if any(each.dtype == tf.variant for each in made) or operation.type.startswith("MaxPool"):
+            # A list of tensors has numbers only once they are taken out of it, and the largest of
+            # several NaN is the lowest number.
+            found = [next(filter(None, taken), None)] * len(made)
+            if any(found):
+                return made, found
+        in_backward = nested[0] in self._backward
+        module = self._plain(_module(operation.name)) or line_of(
+            [(each.filename, each.lineno, each.name) for each in reversed(operation.traceback)]
+        )
+        call = Call(
+            f"backward of {_derived(operation)}" if in_backward else operation.type,
+            module,
+            in_backward,
+            operation.type in _SETTERS and not any(taken),
+            lambda given: _computed(operation, given),
+            lambda given: _computed(operation, given, wide=True),
+        )
+        return made, self._evaluation.origins(call, given, taken, made)
 
 
-def _counts(tensor: Any) -> Any:
-    """A number, the size, and the counts of -inf, inf and NaN of a tensor.
+def _needed(graph: Any, outputs: Sequence[Any]) -> list[Any]:
+    """The operations of a graph that compute its outputs, in the order of the program."""
+    needed, waiting = {each.op for each in graph.inputs}, [each.op for each in outputs]
+    while waiting:
+        operation = waiting.pop()
+        if operation not in needed:
+            needed.add(operation)
+            waiting += [each.op for each in operation.inputs]
+    needed -= {each.op for each in graph.inputs}
+    return [each for each in graph.get_operations() if each in needed]
 
-    One operation for each tensor, since a graph takes longer to build than to run.
-    """
-    return tf.raw_ops.DebugNumericSummaryV2(
-        input=tensor, output_dtype=tf.float32, tensor_debug_mode=_CONCISE_HEALTH
-    )
+
+# --- What an operation calls --------------------------------------------------------------------
 
 
-def _module(name: str) -> str:
+def _call(operation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
+    return evaluate(operation.get_attr("f").name, given, taken)
+
+
+def _if(operation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
+    branch = operation.get_attr("then_branch" if bool(given[0]) else "else_branch")
+    return evaluate(branch.name, given[1:], taken[1:])
+
+
+def _case(operation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
+    branches, number = operation.get_attr("branches"), int(given[0])
+    # As documented, what is out of range is the last one.
+    chosen = branches[number if 0 <= number < len(branches) else -1]
+    return evaluate(chosen.name, given[1:], taken[1:])
+
+
+def _while(operation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
+    test, body = operation.get_attr("cond").name, operation.get_attr("body").name
+    while bool(evaluate(test, given, taken)[0][0]):
+        given, taken = evaluate(body, given, taken)
+    return given, taken
+
+
+_INNER: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), _call),
+    **dict.fromkeys(("If", "StatelessIf"), _if),
+    **dict.fromkeys(("Case", "StatelessCase"), _case),
+    **dict.fromkeys(("While", "StatelessWhile"), _while),
+}
+
+
+# --- Operations ---------------------------------------------------------------------------------
+
+
+def _computed(operation: Any, given: Sequence[Any], *, wide: bool = False) -> list[Any]:
+    """The results of an operation, which may be computed in float64."""
+    if operation.type == "Const":
+        return [tf.constant(tf.make_ndarray(operation.get_attr("value")))]
+
+    def wider(dtype: Any) -> Any:
+        return tf.float64 if wide and dtype in _NARROW else dtype
+
+    inputs = [
+        tf.cast(each, wider(t.dtype)) if t.dtype.is_floating else each
+        for each, t in zip(given, operation.inputs, strict=True)
+    ]
+    arguments: dict[str, Any] = {}
+    inferred = set()
+    for argument in operation.op_def.input_arg:
+        inferred |= {argument.type_attr, argument.number_attr, argument.type_list_attr}
+        count = None
+        if argument.number_attr:
+            count = operation.get_attr(argument.number_attr)
+        elif argument.type_list_attr:
+            count = len(operation.get_attr(argument.type_list_attr))
+        part = inputs[: 1 if count is None else count]
+        inputs = inputs[len(part) :]
+        arguments[argument.name] = part[0] if count is None else part
+    for attribute in operation.op_def.attr:
+        if attribute.name not in inferred:
+            value = operation.get_attr(attribute.name)
+            arguments[attribute.name] = wider(value) if isinstance(value, tf.DType) else value
+    function = getattr(tf.raw_ops, operation.type)
+    documented = [n for n in inspect.signature(function).parameters if n != "name"]
+    # Some arguments are documented under another name, in the same order.
+    renamed = iter([name for name in documented if name not in arguments])
+    by_name = {n if n in documented else next(renamed): a for n, a in arguments.items()}
+    return list(tf.nest.flatten(function(**by_name)))
+
+
+def _module(path: str) -> str:
     """The path of the layer in the name of an operation."""
-    parts = name.removeprefix(_BACKWARD).split("/")[:-1]
-    return "/".join(parts)
+    return path.removeprefix(_BACKWARD).rpartition("/")[0]
 
 
 def _derived(operation: Any) -> str:
     """The name of the operation that an operation of the backward pass belongs to."""
-    forward = operation.name.removeprefix(_BACKWARD).rpartition("/")[0]
+    forward = _module(operation.name)
     with contextlib.suppress(KeyError, ValueError):
         return str(operation.graph.get_operation_by_name(forward).type)
     return str(operation.type).removesuffix("Grad")
@@ -181,49 +234,5 @@ def small_numbers(
         if operation.type in _ADDING:
             for tensor in operation.inputs:
                 value = tf.get_static_value(tensor) if tensor.dtype.is_floating else None
-                if value is not None and np.ndim(value) == 0 and 0 < abs(float(value)) < _SMALL:
+                if value is not None and np.ndim(value) == 0 and 0 < abs(float(value)) < SMALL:
                     yield plain(_module(operation.name)), abs(float(value))
-
-
-def _largest(array: Any) -> float:
-    """The largest finite magnitude in an array; 0 if there is none."""
-    return float(np.abs(np.nan_to_num(array, nan=0, posinf=0, neginf=0)).max(initial=0))
-
-
-def _wide(operation: Any, given: Sequence[Any]) -> float | None:
-    """The largest magnitude that an operation computes in float64; None if not finite."""
-    arrays = _repeated(operation, given)
-    if arrays is None:
-        return None if any(part in operation.type for part in _SINGULAR) else math.inf
-    finite = all(np.isfinite(each).all() for each in arrays)
-    return max(map(_largest, arrays), default=0.0) if finite else None
-
-
-def _repeated(operation: Any, given: Sequence[Any]) -> list[Any] | None:
-    """The result of an operation in float64; None if it does not exist in float64."""
-    definition = operation.op_def
-    narrow = (tf.float16, tf.bfloat16, tf.float32)
-
-    def wider(value: Any) -> Any:
-        return tf.float64 if isinstance(value, tf.DType) and value in narrow else value
-
-    with contextlib.suppress(Exception):
-        inputs = [
-            tf.constant(each, tf.float64) if t.dtype in narrow else tf.constant(each)
-            for each, t in zip(given, operation.inputs, strict=True)
-        ]
-        arguments: dict[str, Any] = {}
-        for argument in definition.input_arg:
-            count = operation.get_attr(argument.number_attr) if argument.number_attr else None
-            part = inputs[: 1 if count is None else count]
-            inputs = inputs[len(part) :]
-            arguments[argument.name] = part[0] if count is None else part
-        inferred = {a.type_attr for a in definition.input_arg} | {
-            a.number_attr for a in definition.input_arg
-        }
-        for attribute in definition.attr:
-            if attribute.name not in inferred:
-                arguments[attribute.name] = wider(operation.get_attr(attribute.name))
-        made = getattr(tf.raw_ops, operation.type)(**arguments)
-        return [each.numpy() for each in tf.nest.flatten(made) if each.dtype.is_floating]
-    return None

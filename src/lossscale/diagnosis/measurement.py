@@ -168,8 +168,15 @@ class Measurement:
         return sorted(found, key=lambda each: -each.excess_error(0))
 
     @property
+    def inaccurate(self) -> dict[str, float]:
+        """The errors at the best scale that are above the tolerance, by gradient."""
+        judged = [each for each in self.gradients if not each.is_wrong]
+        best = {each.name: min(each.errors.values()) for each in judged}
+        return {name: error for name, error in best.items() if error > self.tolerance}
+
+    @property
     def worst_error(self) -> float:
-        """The largest error of a finite gradient without scaling."""
+        """The largest error of a finite gradient without scaling, beyond that at its best scale."""
         return max((each.excess_error(0) for each in self.ranked), default=0.0)
 
 
@@ -294,8 +301,9 @@ class _Batch:
             return found
         # An overflow that a later operation hides does no harm unless gradients are wrong. If it is
         # in a few rows, they are not all noise.
-        why = self._explained()
-        if (why is not None and why.cause is not Cause.SCALE) or (wrong and over):
+        why = self._explained(exponent=min(found.highest_exponent, 0))
+        why = None if why is not None and why.cause is Cause.SCALE else why
+        if why is not None or (wrong and over):
             where = [*over, "the forward pass"][0]
             return dataclasses.replace(found, overflows_at=where, explanation=why)
         if not wrong:
@@ -303,7 +311,9 @@ class _Batch:
         unknown = (
             f"the gradient of {wrong[0]} is wrong at every scale: it is rounded away, or {_RANDOM}"
         )
-        return dataclasses.replace(found, unknown=unknown)
+        advice = "compute that part of the model in float32, or draw the same random numbers"
+        why = Explanation(Cause.UNKNOWN, unknown, advice)
+        return dataclasses.replace(found, unknown=unknown, explanation=why)
 
     def _backward(self) -> Measurement:
         predicted = _predicted_highest(_largest(self._reference))
@@ -330,10 +340,10 @@ class _Batch:
         lowest = 0 if self._worst(0) <= self._tolerance else self._find_lowest()
         return self._found(lowest_exponent=lowest, highest_exponent=highest)
 
-    def _explained(self, *, half: bool = True) -> Explanation | None:
+    def _explained(self, *, half: bool = True, exponent: int = 0) -> Explanation | None:
         """Explains why a pass is not finite; None if that is not found out."""
         try:
-            found = self._run.explain(self._batch, 1.0, half)
+            found = self._run.explain(self._batch, 2.0**exponent, half)
         # Frameworks and models raise many kinds of exceptions; the verdict holds without it.
         except Exception:
             return None

@@ -90,7 +90,7 @@ def recommend(found: Measurement) -> Recommendation:
         return _no_single_scale(found)
     is_right = found.worst_error <= found.tolerance
     if is_right and highest >= MARGIN:
-        reason = "without scaling, every gradient is accurate in float16 and far from overflow"
+        reason = f"without scaling, {_accurate(found)} in float16 and far from overflow"
         return Recommendation(Verdict.NOT_NEEDED, None, reason)
     first = highest - MARGIN
     if lowest > 0:
@@ -127,7 +127,7 @@ def _cannot_help(found: Measurement) -> Recommendation:
     where, why = found.overflows_at, found.explanation
     if why is not None:
         advice = why.advice.removeprefix(NO_SCALE_HELPS)
-        if why.cause in _OF_FLOAT16:
+        if why.cause in _OF_FLOAT16 and why.in_float16:
             advice += "; or train in bfloat16"
         return Recommendation(Verdict.CANNOT_HELP, None, why.reason, advice)
     reason = f"{where} overflows in float16"
@@ -196,7 +196,14 @@ class Report:
                     f"{_percent(found.worst_error)} (limit {_percent(found.tolerance)})",
                 )
             if lowest > 0:
-                yield "range", f"every gradient is accurate from a loss scale of 2**{lowest}"
+                yield "range", f"{_accurate(found)} from a loss scale of 2**{lowest}"
+            if found.inaccurate:
+                name, error = max(found.inaccurate.items(), key=lambda item: item[1])
+                yield (
+                    "any scale",
+                    f"the gradient of {name} is wrong by {_percent(error)} at every loss scale: "
+                    "float16 rounds the forward pass, which is not scaled",
+                )
             yield (
                 "large",
                 f"gradients stay finite up to a loss scale of about 2**{highest}; the first to "
@@ -277,6 +284,12 @@ def line_to_copy(rule: DynamicScale) -> str:
     """
     first, lowest = (int(math.log2(scale)) for scale in (rule.initial_scale, rule.min_scale))
     return f"DynamicScale(initial_scale=2.0**{first}, min_scale=2.0**{lowest})"
+
+
+def _accurate(found: Measurement) -> str:
+    if not found.inaccurate:
+        return "every gradient is accurate"
+    return "every gradient is as accurate as at any loss scale"
 
 
 def _first_to_overflow(found: Measurement) -> str:

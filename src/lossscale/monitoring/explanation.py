@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 LARGEST = 65504.0
 """The largest number of float16."""
+LARGEST_OF_FLOAT32 = 2.0**128
 SMALLEST = 2.0**-24
 """The smallest one above 0; half of it, and less, is rounded to 0."""
 HALVINGS = 24
@@ -239,13 +240,17 @@ def explained(
         >>> str(explained(failed).cause)
         'forward overflow'
     """
+    size = failed.largest_result
+    # Not float16 alone is to blame for what float32 cannot hold either.
+    if size is not None and LARGEST_OF_FLOAT32 < size < math.inf:
+        failed = failed._replace(in_float16=False)
     cause, reason, advice = _meaning(failed)
     if halvings is not None:
         cause = Cause.SCALE
-        size = "" if failed.largest_result is None else f" ({_size(failed.largest_result)})"
+        above = "" if size is None else f" ({_size(size)})"
         reason = (
             f"{_FINITE}at a loss scale of {scale_in_words(scale)}, "
-            f"{failed.where} overflows in the backward pass{size}, and after {halvings} "
+            f"{failed.where} overflows in the backward pass{above}, and after {halvings} "
             f"halving{'s'[: halvings > 1]}, at {scale_in_words(scale / 2**halvings)}, nothing does"
         )
         advice = "this is normal: the scale falls by itself"
@@ -451,7 +456,7 @@ def scale_in_words(scale: float) -> str:
 
 
 def _size(value: float) -> str:
-    if value <= LARGEST:
+    if value <= LARGEST or value >= LARGEST_OF_FLOAT32:
         return f"{value:.3g}"
     return f"{value:.3g}, {value / LARGEST:.3g} x 65,504"
 

@@ -303,7 +303,7 @@ def _line() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_HERE, _TORCH, "<frozen")):
+        if not file.startswith((_HERE, _TORCH, "<frozen")) and "keras/src" not in file:
             return f"line {frame.f_lineno} of {os.path.basename(file)}"
         frame = frame.f_back
     return ""
