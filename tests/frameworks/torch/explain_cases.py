@@ -1,7 +1,7 @@
-"""Thirty faults in a vision transformer, a U-Net and a GRU with attention, and the right answers.
+"""Faults in a vision transformer, a U-Net, a GRU and blocks of today, and the right answers.
 
-They were written before they were first run. In four of them nothing was skipped; these were
-written again, and all others stay as they were.
+They were written before they were first run. In six of them nothing was skipped; four of these were
+written again, and two are gone. One answer was wrong: what `relu` has cut off passes no NaN on.
 """
 
 from typing import Any, NamedTuple
@@ -556,19 +556,14 @@ def _(net, batch, loss):
     return model, batch, loss
 
 
-@case("block: a weight norm of zeros", "singular", "weight_norm div", "head.parametrizations.weight.0")
+@case(
+    "block: a weight norm of zeros", "singular", "weight_norm div", "head.parametrizations.weight.0"
+)
 def _(net, batch, loss):
     model = net(None)
     model.head = nn.utils.parametrizations.weight_norm(model.head)
     model.head.parametrizations.weight.original1.data[2] = 0.0
     return model, batch, loss
-
-
-@case("block: float16 weights", "forward overflow", "addmm mm linear", "head")
-def _(net, batch, loss):
-    model = net(lambda x: x * 3e3).half()
-    model.head.weight.data.fill_(90.0)
-    return model, lambda: ((torch.ones(4, 8).half(),), {}), loss
 
 
 @case("block: an infinite argument in a dictionary", "batch", "batch.pixels", "")
@@ -603,21 +598,13 @@ def _(net, batch, loss):
     return net(lambda x: (x.abs() * 3e4 + 9e3).cumsum(-1) / 3e4), batch, loss
 
 
-@case("block: a logarithm behind where", "singular, backward overflow", "log", "block")
+@case("block: a logarithm behind where", "scale", "log", "block")
 def _(net, batch, loss):
     def safe(x):
         x = torch.relu(x)
         return torch.where(x > 0, x.log(), 0.0)
 
     return net(safe), batch, loss
-
-
-@case("block: the deviation of a constant", "singular, backward overflow", "std", "block")
-def _(net, batch, loss):
-    model = net(lambda x: x / (x.std(-1, keepdim=True) + 1.0))
-    model.first.weight.data.zero_()
-    model.first.bias.data.fill_(0.5)
-    return model, batch, loss
 
 
 @case("block: a Gram matrix", "forward overflow", "bmm mm matmul", "block")
