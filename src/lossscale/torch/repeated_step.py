@@ -6,16 +6,19 @@ gradients of the outputs are therefore enough to repeat it.
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import operator
 import pickle
 import random
 import sys
+import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -441,7 +444,11 @@ def _as_it_was(model: Any) -> Iterator[tuple[Watch, _Kept, dict[Any, Any]]]:
     watch = Watch(model, tensors)
     kept = _Kept(watch)
     for path, module in model.named_modules():
-        kept.add(vars(module), path, is_weight=True)
+        kinds = [
+            k for k in type(module).__mro__ if not k.__module__.startswith(("torch.", "built"))
+        ]
+        for each in (vars(module), module, *kinds):
+            kept.add(each, path, is_weight=True)
     for name, tensor in tensors.items():
         watch.mark(tensor, name, is_weight=True)
     states = _states_of_torch(), _states_of_host()
@@ -500,8 +507,8 @@ def _is_torchs(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
-_OF_OBJECTS = 4
-"""The depth from which objects are looked into, so that not all of a trainer is."""
+_HOPS = 2
+"""The most objects and functions on the way to a value, so that not all of a trainer is kept."""
 
 
 class _Kept:
@@ -513,32 +520,27 @@ class _Kept:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._known: set[int] = set()
+        self._known: dict[int, Any] = {}
         self._undo: list[Callable[[], object]] = []
 
-    def add(self, value: Any, name: str, *, is_weight: bool = False, depth: int = 0) -> None:
-        """Adds a value and what it contains; objects of the program up to a small depth."""
-        if id(value) in self._known or depth > 7:
-            return
-        self._known.add(id(value))
-        inner: Any = ()
-        is_object = hasattr(value, "__dict__") and not callable(value)
-        if isinstance(value, torch.Tensor):
-            self._watch.mark(value, name, is_weight=is_weight)
-        elif undo := _undo_of_state(value):
-            self._undo.append(undo)
-        elif isinstance(value, Iterator) and depth <= _OF_OBJECTS:
-            raise UnrepeatableError(f"{name} is an iterator, which cannot be put back")
-        elif isinstance(value, (list, dict, set, collections.deque)):
-            self._undo.append(functools.partial(_refill, value, value.copy()))
-            inner = value.items() if isinstance(value, dict) else enumerate(value)
-        elif isinstance(value, tuple):
-            inner = enumerate(value)
-        elif is_object and not inspect.ismodule(value):
-            inner, depth = (("", vars(value)),), max(depth, _OF_OBJECTS)
-        for key, each in list(inner):
-            path = f"{name}.{key}".strip(".")
-            self.add(each, path, is_weight=is_weight, depth=depth + 1)
+    def add(self, value: Any, name: str, *, is_weight: bool = False) -> None:
+        """Adds a value and what it contains."""
+        left = collections.deque([(value, name, 0)])
+        while left:
+            value, name, hops = left.popleft()
+            if id(value) in self._known or hops > _HOPS:
+                continue
+            # Held, because an object that takes its place in memory has the same id.
+            self._known[id(value)] = value
+            if isinstance(value, torch.Tensor):
+                self._watch.mark(value, name, is_weight=is_weight)
+            elif isinstance(value, Iterator) and not hops:
+                raise UnrepeatableError(f"{name} is an iterator, which cannot be put back")
+            if undo := _undo_of(value):
+                self._undo.append(undo)
+            inner = list(_items(value))
+            left.extend((each, f"{name}.{key}".strip("."), hops) for key, each in inner)
+            left.extend((each, name, hops + 1) for each in _parts(value))
 
     def restore(self) -> None:
         """Restores all of it."""
@@ -548,21 +550,79 @@ class _Kept:
                 undo()
 
 
-def _undo_of_state(value: Any) -> Callable[[], object] | None:
-    """Returns what restores a generator of random numbers or an array; None for other values."""
-    numpy = sys.modules.get("numpy")
+def _undo_of(value: Any) -> Callable[[], object] | None:
+    """Returns what restores a value; None if it cannot change, or is restored by its parts."""
+    if isinstance(value, torch.Tensor):
+        return functools.partial(_reset_data, value, value.data)
+    if isinstance(value, (list, dict, set, collections.deque)):
+        return functools.partial(_refill, value, value.copy())
+    if isinstance(value, (bytearray, array.array)):
+        return functools.partial(value.__setitem__, slice(None), value[:])
+    if isinstance(value, types.CellType):
+        return functools.partial(setattr, value, "cell_contents", value.cell_contents)
+    if isinstance(value, type):
+        return functools.partial(_reset, value, dict(vars(value)))
     if isinstance(value, random.Random):
         return functools.partial(value.setstate, value.getstate())
-    if numpy is None:
-        return None
-    if isinstance(value, numpy.random.RandomState):
-        return functools.partial(value.set_state, value.get_state())
-    if isinstance(value, numpy.random.Generator):
-        bits = value.bit_generator
-        return functools.partial(setattr, bits, "state", bits.state)
-    if isinstance(value, numpy.ndarray) and value.flags.writeable:
-        return functools.partial(numpy.copyto, value, value.copy())
-    return None
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        if isinstance(value, numpy.random.RandomState):
+            return functools.partial(value.set_state, value.get_state())
+        bits = value.bit_generator if isinstance(value, numpy.random.Generator) else value
+        if isinstance(bits, numpy.random.BitGenerator):
+            return functools.partial(setattr, bits, "state", bits.state)
+        if isinstance(value, numpy.ndarray) and value.flags.writeable:
+            return functools.partial(numpy.copyto, value, value.copy())
+    slots = _slots(value)
+    return functools.partial(_reset, value, slots) if slots else None
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """The contents of a container, or the attributes of a class, by their keys."""
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, type):
+        return vars(value).items()
+    return enumerate(value) if isinstance(value, (list, tuple, set, collections.deque)) else ()
+
+
+def _parts(value: Any) -> list[Any]:
+    """The objects that hold what an object, a method or a function may write to."""
+    if isinstance(value, (type, types.ModuleType)):
+        return []
+    parts = [vars(value)] if hasattr(value, "__dict__") else []
+    if isinstance(value, functools.partial):
+        parts += [value.func, value.args, value.keywords]
+    elif isinstance(value, types.CellType):
+        parts.append(value.cell_contents)
+    elif isinstance(value, types.FunctionType):
+        parts += [value.__defaults__, value.__kwdefaults__, value.__closure__]
+    elif isinstance(value, (types.MethodType, types.BuiltinMethodType)):
+        parts.append(value.__self__)
+    return [*parts, *_slots(value).values()]
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    """The attributes of an object that are not in its `__dict__`."""
+    named = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    names = itertools.chain(*([each] if isinstance(each, str) else each for each in named))
+    return {n: getattr(value, n) for n in names if n[:2] != "__" and hasattr(value, n)}
+
+
+def _reset(owner: Any, before: dict[str, Any]) -> None:
+    """Restores the attributes of an object that have changed."""
+    now = vars(owner) if isinstance(owner, type) else _slots(owner)
+    for name in now.keys() | before.keys():
+        if name not in before:
+            delattr(owner, name)
+        elif name not in now or now[name] is not before[name]:
+            setattr(owner, name, before[name])
+
+
+def _reset_data(tensor: Any, before: Any) -> None:
+    """Restores the memory that a tensor has, if the program gave it another one."""
+    if tensor.data_ptr() != before.data_ptr() or tensor.shape != before.shape:
+        tensor.data = before
 
 
 def _refill(now: Any, before: Any) -> None:

@@ -1,7 +1,9 @@
 """Why a step was skipped: the operation, by name."""
 
+import array
 import copy
 import dataclasses
+import functools
 import math
 import pickle
 import random
@@ -45,6 +47,7 @@ def explained_in_training(name):
 
 
 @pytest.mark.filterwarnings("ignore:Step 1 was skipped", "ignore:A skipped step has left")
+@pytest.mark.filterwarnings("ignore:var.*degrees of freedom")
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_is_named(name):
     skipped, found = explained_in_training(name)
@@ -174,6 +177,115 @@ def test_training_is_the_same_with_and_without(way, micro_batches, guarded):
     for one, other in zip(plain, found, strict=True):
         assert one == other
     assert causes[0] == "scale"
+
+
+class Slotted:
+    __slots__ = ("calls", "seen")
+
+    def __init__(self):
+        self.calls, self.seen = 0, []
+
+    def __call__(self):
+        self.calls += 1
+        self.seen.append(self.calls)
+
+
+class Listed(list):
+    calls = 0
+
+
+class Counting(nn.Linear):
+    calls, seen = 0, []
+
+    def write(self):
+        type(self).calls += 1
+        self.seen.append(self.calls)
+
+
+def counter():
+    calls = 0
+
+    def write(seen=[]):  # noqa: B006
+        nonlocal calls
+        calls += 1
+        seen.append(calls)
+        write.calls = calls, list(seen)
+
+    return write
+
+
+def deep():
+    found = inner = []
+    for _ in range(30):
+        inner.append([])
+        inner = inner[0]
+    return found, lambda: inner.append(1)
+
+
+def of_list(kind):
+    made = kind()
+
+    def write():
+        made.append(1)
+        vars(made)["calls"] = made.calls + 1
+
+    return made, write
+
+
+def of_tensor(change):
+    made = torch.zeros(2)
+    return made, lambda: change(made)
+
+
+def bits_of_numpy():
+    made = np.random.PCG64(0)
+    return made, made.random_raw
+
+
+HOLDERS = {
+    "slots": lambda: (lambda one: (one, one))(Slotted()),
+    "a function": lambda: (lambda one: (one, one))(counter()),
+    "lists in lists": deep,
+    "a kind of list": lambda: of_list(Listed),
+    "bytes": lambda: (lambda one: (one, lambda: one.append(1)))(bytearray()),
+    "an array": lambda: (lambda one: (one, lambda: one.append(1)))(array.array("i")),
+    "the data of a tensor": lambda: of_tensor(lambda t: setattr(t, "data", t.data + 1)),
+    "the size of a tensor": lambda: of_tensor(lambda t: t.resize_(len(t) + 1).fill_(1)),
+    "the bits of a generator": bits_of_numpy,
+    "a method": lambda: (lambda one: (one, one))(random.Random(0).random),
+    "a partial": lambda: (lambda one: (one, one))(functools.partial(random.Random(0).random)),
+    "its class": lambda: (lambda one: (one, one.write))(Counting(1, 1)),
+}
+
+
+def left_by(kept):
+    """What a kept object holds, in words."""
+    if isinstance(kept, Slotted):
+        return kept.calls, kept.seen
+    if isinstance(kept, Listed):
+        return list(kept), kept.calls
+    if isinstance(kept, Counting):
+        return kept.calls, kept.seen
+    if callable(kept):
+        kept()
+        return kept() or kept.calls
+    return repr(getattr(kept, "state", kept))
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_a_forward_pass_writes_to_is_put_back(name):
+    left = []
+    for explain in (0, 9):
+        Counting.calls, Counting.seen = 0, []
+        model, optimizer, monitor = small(explain=explain)
+        # The only reference that training has is in the module.
+        model.kept, write = HOLDERS[name]()
+        model.forward = lambda x, model=model, write=write: (write(), model[1](model[0](x)))[1]
+        for _ in range(3):
+            step_of(model, optimizer, monitor, ONES, factor=1e9)
+        assert not explain or monitor.explanation.cause == Cause.SCALE
+        left.append(left_by(model.kept))
+    assert left[0] == left[1]
 
 
 def test_a_pair_of_normal_numbers_that_is_drawn_around_a_skip_stays_the_same():
@@ -483,6 +595,7 @@ def test_arguments_that_cannot_be_used():
 # --- The function for one batch ------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:var.*degrees of freedom")
 @pytest.mark.parametrize("name", CASES)
 def test_one_batch_is_explained_like_a_step(name):
     model, (args, kwargs), loss_fn = program(name)
