@@ -559,7 +559,8 @@ def _undo_of(value: Any) -> Callable[[], object] | None:
     if isinstance(value, (bytearray, array.array)):
         return functools.partial(value.__setitem__, slice(None), value[:])
     if isinstance(value, types.CellType):
-        return functools.partial(setattr, value, "cell_contents", value.cell_contents)
+        undo = setattr if (contents := _contents(value)) else delattr
+        return functools.partial(undo, value, "cell_contents", *contents)
     if isinstance(value, type):
         return functools.partial(_reset, value, dict(vars(value)))
     if isinstance(value, random.Random):
@@ -594,12 +595,19 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, functools.partial):
         parts += [value.func, value.args, value.keywords]
     elif isinstance(value, types.CellType):
-        parts.append(value.cell_contents)
+        parts += _contents(value)
     elif isinstance(value, types.FunctionType):
         parts += [value.__defaults__, value.__kwdefaults__, value.__closure__]
     elif isinstance(value, (types.MethodType, types.BuiltinMethodType)):
         parts.append(value.__self__)
     return [*parts, *_slots(value).values()]
+
+
+def _contents(cell: Any) -> list[Any]:
+    """The variable of a function; nothing if it was not assigned yet."""
+    with contextlib.suppress(ValueError):
+        return [cell.cell_contents]
+    return []
 
 
 def _slots(value: Any) -> dict[str, Any]:

@@ -288,6 +288,18 @@ def test_what_a_forward_pass_writes_to_is_put_back(name):
     assert left[0] == left[1]
 
 
+def test_a_function_may_have_a_variable_that_is_not_assigned_yet():
+    model, optimizer, monitor = small(explain=9)
+
+    def later():
+        return unassigned
+
+    model.later = later
+    step_of(model, optimizer, monitor, ONES, factor=1e9)
+    assert monitor.explanation.cause == Cause.SCALE
+    unassigned = None
+
+
 def test_a_pair_of_normal_numbers_that_is_drawn_around_a_skip_stays_the_same():
     """NumPy keeps the second one beside the state of its generator."""
     drawn = []
