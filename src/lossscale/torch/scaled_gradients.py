@@ -497,9 +497,9 @@ def reached(
         info = each.info()
         certain = not info.ids.isdisjoint(ids) or (hidden and each in sharing)
         if certain or hidden or (is_sharded and info.is_sharded):
-            # It is told of an overflow in what it shares, also if the loss reaches nothing else.
-            is_told = not (hidden or is_sharded) and info.ids.isdisjoint(strange)
-            found.append((each, _NOTHING if is_told else info.without(owned), certain))
+            # An overflow in what it shares is its own, also if the loss reaches nothing else of it.
+            only_shares = not (hidden or is_sharded) and info.ids.isdisjoint(strange)
+            found.append((each, _NOTHING if only_shares else info.without(owned), certain))
             owned = owned | info.ids
     unowned = [t for key, t in strange.items() if key not in owned]
     if mine.is_sharded or any(info.is_sharded for _, info, _ in found):
