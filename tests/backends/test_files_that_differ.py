@@ -167,7 +167,7 @@ def test_weights_of_other_shapes_are_refused_as_a_whole(built):
 
 
 def test_an_own_number_of_another_shape_is_refused_before_a_change():
-    optimizer, values = wrapped(other()), {}
+    optimizer, values = wrapped(other(keras)), {}
     optimizer.loss_scale_state.save_own_variables(values)
     before = status(optimizer)
     values = {**values, "dynamic_scale": np.float32(16.0), "steps_skipped": np.ones(4)}
