@@ -31,7 +31,8 @@ def filled(optimizer):
 NAMES = ("base", "_base", "momentum_of_mine")
 # Attributes of the wrapper have these names.
 OURS = ("_optimizer", "inner_optimizer", "loss_scale_state", "loss_scale", "rule", "_state")
-WAYS = tuple(itertools.product((wrapped, plain), repeat=2))
+KERAS_OWN = keras.optimizers.LossScaleOptimizer
+WAYS = (*itertools.product((wrapped, plain), repeat=2), (KERAS_OWN, wrapped))
 
 
 # Each kind with each name and each way, in a third of all that three lists can be combined to.
@@ -164,6 +165,22 @@ def test_weights_of_other_shapes_are_refused_as_a_whole(built):
             second.build(targets)
     assert status(second) == before
     assert not any(array.any() for array in arrays(second.inner_optimizer._momentums))
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["before build", "after build"])
+def test_a_damaged_file_is_refused_before_a_change(built):
+    written, read, values = wrapped(other(keras)), wrapped(other(keras)), {}
+    for optimizer in (written, read) if built else (written,):
+        optimizer.build([keras.Variable(1.0)])
+    filled(written)
+    written.save_own_variables(values)
+    before, held = status(read), arrays(read.inner_optimizer.variables)
+    del values["1"]
+    with pytest.raises(ValueError, match="damaged: it has no array '1'"):
+        read.load_own_variables(values)
+    read.build([keras.Variable(1.0)])
+    assert status(read) == before
+    assert_same(arrays(read.inner_optimizer.variables)[: len(held)], held)
 
 
 def test_an_own_number_of_another_shape_is_refused_before_a_change():

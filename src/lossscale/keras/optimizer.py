@@ -40,7 +40,6 @@ from lossscale.keras.private_names import no_automatic_dependency_tracking
 from lossscale.keras.state import KerasScaleVariables, OwnVariable, StepCounter
 from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots
 from lossscale.keras_common.scaled_gradients import UNSCALED_BY_ONE, ScaleLedger
-from lossscale.keras_common.state import arrays_in
 from lossscale.members import VariableList
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.rules import GradientStats, ScaleRule
@@ -122,7 +121,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self._rule = rule
         self._ledger = ScaleLedger(not rule.is_dynamic, _how_with_several_optimizers())
         # Values that were loaded before their variables exist, and those of loss scaling before.
-        self._pending_values: dict[str, Any] | None = None
+        self._pending_values: list[Any] | None = None
         self._values_before_load: dict[str, Any] | None = None
         self._last_load_refused = False
         # Not tracked: tracking would count these variables as the wrapper's own.
@@ -451,9 +450,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     # --- Files, copies and configurations; see `saving` and `arguments` -----------------------
 
-    def save_own_variables(self, store: Any) -> None:
-        """Writes the inner optimizer's variables as an optimizer without loss scaling does."""
-        saving.save(self, store)
+    save_own_variables = KerasCommonOptimizer._save_inner
 
     def load_own_variables(self, store: Any) -> None:
         """Reads the inner optimizer's variables from a file of any of these optimizers.
@@ -463,7 +460,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
                 without loss scaling, or by Keras' own LossScaleOptimizer. Before `build` the
                 values wait for it, unless they come from before `build` too.
         """
-        saving.load(self, arrays_in(store))
+        saving.load(self, store)
 
     _own_values = saving.own_values
     _set_own_values = saving.set_own_values

@@ -20,7 +20,7 @@ import numpy as np
 from lossscale.errors import ArgumentError
 from lossscale.keras.slots import numpy_of
 from lossscale.keras_common.optimizer import check_shapes
-from lossscale.keras_common.state import AttributesOfInner, ValueStore
+from lossscale.keras_common.state import AttributesOfInner, ValueStore, numbered_in
 from lossscale.old_formats import begins_as_keras_own, kind_of, nadam_product
 from lossscale.packages import warn
 
@@ -40,17 +40,14 @@ class LossScaleStore(ValueStore, keras.losses.Loss):
 # --- The inner optimizer's variables, by number ---------------------------------------------------
 
 
-def save(optimizer: Any, store: Any) -> None:
-    """Writes the inner optimizer's variables, or loaded values that wait for them."""
-    if optimizer._pending_values:
-        for key, value in optimizer._pending_values.items():
-            store[key] = value
-    else:
-        optimizer.inner_optimizer.save_own_variables(store)
-
-
-def load(optimizer: Any, values: dict[str, Any]) -> None:
+def load(optimizer: Any, store: Any) -> None:
     """Sets the inner optimizer's variables, or keeps the values until they exist."""
+    values = numbered_in(store)
+    if not values:
+        return
+    is_of_several = hasattr(optimizer.inner_optimizer, "optimizers")
+    is_of_keras_own = bool(_count_of_keras_own(values)) and not is_of_several
+    optimizer._set_place_of_inner(is_of_keras_own=is_of_keras_own)
     if optimizer._values_before_load is None:
         optimizer._values_before_load = own_values(optimizer)
     optimizer._last_load_refused = False
@@ -73,7 +70,7 @@ def load_pending(optimizer: Any, *, at_build: bool = False) -> None:
     """
     values, optimizer._pending_values = optimizer._pending_values, None
     before, optimizer._values_before_load = optimizer._values_before_load, None
-    if not values:
+    if values is None:
         return
     # The first step of a tf.function may build the optimizer. Traced assignments would set these
     # values again on every step.
@@ -99,8 +96,15 @@ def can_load(optimizer: Any, count: int) -> bool:
     return count in (inner, inner + ahead, inner - lacking, inner + ahead - lacking)
 
 
-def load_inner(optimizer: Any, values: dict[str, Any]) -> bool:
-    """Sets the inner optimizer's variables from the arrays of a file, by number.
+def _count_of_keras_own(values: Sequence[Any]) -> int:
+    """The number of arrays that Keras' own class wrote before those of its inner optimizer."""
+    # Not by their number: some optimizers (Adafactor) keep arrays that those files lack.
+    first = [] if any(len(each.shape) for each in values[:3]) else map(numpy_of, values[:3])
+    return len(_KERAS_OWN_VARIABLES) if begins_as_keras_own(list(first)) else 0
+
+
+def load_inner(optimizer: Any, values: Sequence[Any]) -> bool:
+    """Sets the inner optimizer's variables from the arrays of a file.
 
     Returns:
         Whether they fit; otherwise nothing is changed.
@@ -109,34 +113,27 @@ def load_inner(optimizer: Any, values: dict[str, Any]) -> bool:
         ArgumentError: If they are as many, of other shapes.
     """
     inner = optimizer.inner_optimizer
-    listed = len(inner.variables)
-    # Not by their number: some optimizers (Adafactor) keep arrays that those files lack.
-    first = [values[str(i)] for i in range(min(3, len(values)))]
-    is_own = not any(len(each.shape) for each in first) and begins_as_keras_own(
-        [numpy_of(each) for each in first]
-    )
-    ahead = len(_KERAS_OWN_VARIABLES) if is_own else 0
+    listed, ahead = len(inner.variables), _count_of_keras_own(values)
     lacking = _variables_files_may_lack(optimizer, len(values), ahead)
-    if lacking and len(values) == listed - len(lacking) + ahead:
-        values = _completed(values, ahead, lacking, inner)
-    if ahead and len(values) == listed + ahead:
-        own = {name: values[str(i)] for i, name in enumerate(_KERAS_OWN_VARIABLES)}
-        numbered = {int(key) - ahead: value for key, value in values.items()}
-        values = {str(key): value for key, value in numbered.items() if key >= 0}
-    else:
-        own = {}
+    missing = listed + ahead - len(values)
+    # Several optimizers in one begin alike.
+    ahead = ahead if missing in (0, len(lacking)) else 0
+    own, values = dict(zip(_KERAS_OWN_VARIABLES, values[:ahead], strict=False)), values[ahead:]
+    if lacking and missing == len(lacking):
+        values = _completed(values, lacking, inner)
+    numbered = {str(number): value for number, value in enumerate(values)}
     is_as_keras_loads = (
         type(inner).load_own_variables is keras.optimizers.Optimizer.load_own_variables
     )
     if is_as_keras_loads and len(values) != listed:
         # It warns, and changes nothing.
-        inner.load_own_variables(values)
+        inner.load_own_variables(numbered)
         return False
     if is_as_keras_loads:
-        check_shapes(inner.variables, [values[str(i)].shape for i in range(listed)])
+        check_shapes(inner.variables, [value.shape for value in values])
     if own:
         restore_scale(optimizer, own)
-    inner.load_own_variables(values)
+    inner.load_own_variables(numbered)
     optimizer._iterations.follow()
     return True
 
@@ -224,20 +221,15 @@ def _places_of_attributes(inner: Any, trained: Sequence[Any]) -> list[int]:
     return [place for place, variable in enumerate(twin.variables) if id(variable) not in added]
 
 
-def _completed(
-    values: Mapping[str, Any], own: int, lacking: Sequence[int], inner: Any
-) -> dict[str, Any]:
-    """Adds the missing values to those of a file.
+def _completed(values: Sequence[Any], lacking: Sequence[int], inner: Any) -> list[Any]:
+    """Returns the values of a file with those that it lacks.
 
     Args:
-        values: Arrays by number: `own` others, then the inner optimizer's, of which some lack.
-        own: How many come before those of the inner optimizer.
-        lacking: Places of the missing ones among the inner optimizer's variables.
+        values: Arrays, of the inner optimizer's variables.
+        lacking: Places of the missing ones among these variables.
         inner: The inner optimizer.
     """
-    saved = [values[str(number)] for number in range(len(values))]
-    arrays = iter(saved[own:])
-    variables = inner.variables
+    arrays, variables = iter(values), inner.variables
     filled = [
         numpy_of(variable) if place in lacking else next(arrays)
         for place, variable in enumerate(variables)
@@ -255,7 +247,7 @@ def _completed(
             f"The file has no values for the variables {names} of {type(inner).__name__}: Keras' "
             "own LossScaleOptimizer does not write them. They stay as they are."
         )
-    return {str(number): value for number, value in enumerate([*saved[:own], *filled])}
+    return filled
 
 
 # --- TensorFlow's checkpoints ---------------------------------------------------------------------

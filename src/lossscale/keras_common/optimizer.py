@@ -56,6 +56,8 @@ _INSTEAD = {
 # Keras makes a path in a file from the names in dir(). The empty name is the path of this optimizer
 # itself: the inner optimizer's attributes are saved where a plain optimizer's are.
 _SAME_PLACE = ""
+# That in files of the framework's own class. As an attribute's name it is free.
+_PLACE_OF_OWN_CLASS = "inner_optimizer/"
 # The prefix of this optimizer's attributes that have the name of one of the inner optimizer.
 _BESIDE = "lossscale."
 
@@ -67,6 +69,7 @@ _OTHER_OWN_NAMES = {
     "_overflow_tracker",
     "_inner_parts",
     "_saved_inner",
+    "_place_of_inner",
     "loss_scale_state",
     "_warned_at_floor",
 }
@@ -128,6 +131,11 @@ class KerasCommonOptimizer(DocumentedMembers):
     _own_names: set[str]
     # By the name of the slot and the key of its variable.
     _added_slots: dict[tuple[str, Any], Any]
+    # Values of the inner optimizer's variables that were loaded before these exist.
+    _pending_values: list[Any] | None
+
+    # Where its attributes are in the file that is written or read.
+    _place_of_inner = _SAME_PLACE
 
     # The inner optimizer of a configuration.
     _inner_from_config: Callable[[Any, Any], Any]
@@ -166,10 +174,10 @@ class KerasCommonOptimizer(DocumentedMembers):
             return sorted(own)
         # Their places in files may be those of attributes of the inner optimizer.
         moved = {"loss_scale_state", *self._names_of_user()} & {*dir(inner)}
-        return sorted({*own - moved, *(_BESIDE + name for name in moved), _SAME_PLACE})
+        return sorted({*own - moved, *(_BESIDE + name for name in moved), self._place_of_inner})
 
     def __getattr__(self, name: str) -> Any:
-        if name == _SAME_PLACE:
+        if name in (_SAME_PLACE, _PLACE_OF_OWN_CLASS):
             # Kept: Keras skips an object with the id of one that it has visited.
             saved = self._attributes_of(self.__dict__[self._inner_attribute])
             return self.__dict__.setdefault("_saved_inner", saved)
@@ -432,6 +440,22 @@ class KerasCommonOptimizer(DocumentedMembers):
             by_name.setdefault(name, {})[key] = slot
         for name, slots in by_name.items():
             yield [name], slots
+
+    # --- Files: Keras calls these, then walks through the attributes ---------------------------
+
+    def _save_inner(self, store: Any) -> None:
+        """Writes the inner optimizer's variables as an optimizer without loss scaling does."""
+        self._set_place_of_inner(is_of_keras_own=False)
+        if self._pending_values is None:
+            self.inner_optimizer.save_own_variables(store)
+            return
+        # Loaded values that wait for `build`.
+        for number, value in enumerate(self._pending_values):
+            store[str(number)] = value
+
+    def _set_place_of_inner(self, *, is_of_keras_own: bool) -> None:
+        place = _PLACE_OF_OWN_CLASS if is_of_keras_own else _SAME_PLACE
+        self.__dict__["_place_of_inner"] = place
 
     # --- Copies: recreated from configurations and arrays ------------------------------------
 

@@ -240,6 +240,22 @@ def deserialized(library: Any, name: str, config: Any, custom_objects: Any) -> A
         ) from error
 
 
+def numbered_in(store: Any) -> list[Any]:
+    """Returns the arrays in a place of a file whose names are their numbers.
+
+    Raises:
+        ArgumentError: If one is missing.
+    """
+    arrays = arrays_in(store)
+    numbers = [str(number) for number in range(len(arrays))]
+    if missing := sorted(set(numbers) - arrays.keys()):
+        raise ArgumentError(
+            f"The saved state of the optimizer is damaged: it has no array {missing[0]!r}. "
+            f"Received: the arrays {sorted(arrays)}. Nothing was changed."
+        )
+    return [arrays[number] for number in numbers]
+
+
 def arrays_in(store: Any) -> dict[str, Any]:
     """Returns the arrays in a place of a file, by name."""
     # A place in an HDF5 file is no Mapping and yields no items.

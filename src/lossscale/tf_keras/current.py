@@ -12,7 +12,7 @@ import tf_keras
 
 from lossscale.errors import ArgumentError
 from lossscale.keras_common.optimizer import Slots, slots_in
-from lossscale.keras_common.state import arrays_in
+from lossscale.keras_common.state import numbered_in
 from lossscale.keras_common.step import Step
 from lossscale.old_formats import documented_name, kind_of
 from lossscale.tensorflow.apply_or_skip import can_keep_old_values
@@ -107,14 +107,7 @@ class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=Cal
         if not self._load_refused:
             self._set_own_values(values)
 
-    def save_own_variables(self, store: Any) -> None:
-        """Writes the inner optimizer's variables as an optimizer without loss scaling does."""
-        if self._pending_values is None:
-            self._optimizer.save_own_variables(store)
-            return
-        # Loaded values that wait for `build`.
-        for i, value in enumerate(self._pending_values):
-            store[str(i)] = value
+    save_own_variables = TFKerasCommonOptimizer._save_inner
 
     def load_own_variables(self, store: Any) -> None:
         """Reads the inner optimizer's variables.
@@ -123,16 +116,29 @@ class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=Cal
             store: A place of a file that was written by this class, by tf_keras' own, or by an
                 optimizer without loss scaling. Before `build` the values wait for it.
         """
-        values = arrays_in(store)
+        values = numbered_in(store)
         if values:
+            self._set_place_of_inner(is_of_keras_own=self._is_of_own_class(store))
             if self._values_before_load is None:
                 self._values_before_load = self._own_values()
-            self._pending_values = [values[str(i)] for i in range(len(values))]
+            self._pending_values = values
             self._load_pending()
             # It is built once, so that they will not fit later.
             self._load_refused = bool(self._built_groups) and self._pending_values is not None
             if self._load_refused:
                 drop_pending(self)
+
+    def _is_of_own_class(self, store: Any) -> bool:
+        """Whether a place in a file is that of an optimizer of tf_keras' own class."""
+        # It has no values of loss scaling, and its inner optimizer's variables twice.
+        place: Any = getattr(store, "parent", {})
+        ours = {"loss_scale_state", "lossscale.loss_scale_state"}
+        if "inner_optimizer" not in place or not ours.isdisjoint(place):
+            return False
+        # The plain optimizer may have an attribute of this name.
+        return not hasattr(self._optimizer, "inner_optimizer") or (
+            "inner_optimizer" in place["inner_optimizer"]
+        )
 
     # --- Slots, which tf_keras itself has lost ------------------------------------------------
 

@@ -138,3 +138,28 @@ def test_a_child_of_the_inner_optimizer_is_saved_beside_the_loss_scale(
     assert own[0] == 7
     if None not in (scale, expected_scale):
         assert scale == expected_scale
+
+
+MAKERS = {"new": lambda name: attribute(name, variable), "legacy": lambda n: tracked(n, variable)}
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_own_class_reads_the_scale_beside_a_child_named_base_optimizer(tmp_path, family):
+    written = wrapped(MAKERS[family]("base_optimizer"), initial_scale=64.0)
+    path = tf.train.Checkpoint(optimizer=written).save(tmp_path / "a")
+    read = tf_keras.mixed_precision.LossScaleOptimizer(MAKERS[family]("free"))
+    tf.train.Checkpoint(optimizer=read).restore(path).expect_partial()
+    assert float(read.loss_scale) == 64.0
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_the_one_name_that_is_taken_is_refused(tmp_path, family):
+    inner = MAKERS[family]("free")
+    optimizer = wrapped(inner)
+    inner._track_trackable(variable(), "lossscale.loss_scale")
+    for use in (
+        lambda: tf.train.Checkpoint(optimizer=optimizer).save(tmp_path / "a"),
+        lambda: wrapped(MAKERS[family]("lossscale.loss_scale")),
+    ):
+        with pytest.raises(ValueError, match=r"tracks a .* as 'lossscale\.loss_scale'"):
+            use()
