@@ -57,7 +57,8 @@ tests/conformance/test_promises.py -k tensorflow-eager
     rules FixedScale.checks_gradients: self.skip_nonfinite -> True
     keras_common StepOperations.check: not rule.checks_gradients -> False
     keras_common ValueStore.save_own_variables: store[name] = value -> pass
-    keras save: optimizer.inner_optimizer.save_own_variables(store) -> pass
+    keras_common KerasCommonOptimizer._save_inner: self.inner_optimizer.save_own_variables(store)
+        -> pass
 tests/conformance/test_promises.py -k tensorflow-function
     tensorflow _branch: finished(apply(), True) -> finished(None, True)
     tensorflow _branch: finished(None, False) -> finished(None, True)
@@ -66,7 +67,7 @@ tests/conformance/test_promises.py -k tensorflow-function
     keras LossScaleOptimizer._update_scale: self._last_step_skipped.assign(skipped) -> pass
     keras LossScaleOptimizer._update_scale: self._iterations.follow() -> pass
 tests/conformance/test_promises.py -k tensorflow-xla
-    tensorflow apply_or_skip: _keeping_old_values(kept(), finite)
+    tensorflow apply_or_skip: _keeping_old_values(written, finite)
         -> _keeping_old_values(kept(), tf.constant(True))
     tensorflow _choosing_assignments: variable.read_value() - delta -> variable.read_value() + delta
     tensorflow _choosing_assignments: tf.where(finite, value, old) -> value
@@ -204,7 +205,7 @@ tests/frameworks/keras/test_distribution.py
     tensorflow all_replicas_finite: ... < 0.5 -> ... < 1.5  -k overflow_on_one_replica
     keras_common KerasCommonOptimizer.apply_gradients: all(asked) -> True  -k summed
 tests/frameworks/keras/test_training.py
-    tensorflow can_keep_old_values: not getattr(part, 'use_ema', False) -> True  -k xla_function
+    tensorflow _can_keep_old_values: not getattr(part, 'use_ema', False) -> True  -k xla_function
     tensorflow as_one_operation: len(tf.config.list_logical_devices()) > 1 -> False
         -k one_device
     keras_common without_overwritten: getattr(variable, 'overwrite_with_gradient', False) -> False
@@ -367,7 +368,7 @@ lossscale-migration/tests/test_models.py
         -k is_not_taken
     migration ModelFile.of_keras_own: len(self.arrays) > _UNBUILT_KERAS_OWN -> True
         -k before_its_first
-    keras load_inner: len(_KERAS_OWN_VARIABLES) if is_own else 0 -> 0  -k arrives and SGD
+    keras _count_of_keras_own: len(_KERAS_OWN_VARIABLES) if ... else 0 -> 0  -k arrives and SGD
 """
 
 _MUTANT = re.compile(

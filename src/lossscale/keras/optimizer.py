@@ -40,6 +40,7 @@ from lossscale.keras.private_names import no_automatic_dependency_tracking
 from lossscale.keras.state import KerasScaleVariables, OwnVariable, StepCounter
 from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots
 from lossscale.keras_common.scaled_gradients import UNSCALED_BY_ONE, ScaleLedger
+from lossscale.keras_common.step import Step
 from lossscale.members import VariableList
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.rules import GradientStats, ScaleRule
@@ -299,6 +300,17 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self.build(variables)
         self.inner_optimizer._check_variables_are_known(variables)
         return gradients, variables
+
+    def _apply_inner(self, step: Step) -> None:
+        inner, backend = self.inner_optimizer, self._backend
+        gradients, variables = backend.accumulable(inner, step), step.variables
+        own = type(inner).apply_gradients is not keras.optimizers.Optimizer.apply_gradients
+        with backend.applying(inner, step.aggregate):
+            if own and backend.calls_apply_gradients:
+                pairs = zip(gradients, variables, strict=True)
+                backend.translated(inner.apply_gradients)(list(pairs))
+            else:
+                backend.translated(inner.apply)(gradients, variables)
 
     def _update_scale(self, stats: GradientStats, state_on_host: Any) -> None:
         if self._backend.update_on_host(self, stats, state_on_host):

@@ -86,6 +86,7 @@ class KerasCommonOptimizer(DocumentedMembers):
     - `_prepared(gradients, variables, aggregate)` builds, and returns the gradients to check and
       their variables; `_update_scale(stats, state_on_host)` updates the loss scale and the
       counters.
+    - `_apply_inner(step)` has the inner optimizer apply unscaled gradients.
     - `_differentiated(loss, variables)`: the gradients of a scaled loss, given as a callable, and
       the variables they belong to; `_symbolic(loss, variables)`: those of a tensor of the function
       that is being traced.
@@ -302,7 +303,7 @@ class KerasCommonOptimizer(DocumentedMembers):
                 # Each replica has its own gradients, and its own copy of the scale.
                 own = step._replace(gradients=list(gradients), scale=scale)
                 unscaled = backend.unscale(own, rule)
-                return backend.apply(self, own._replace(gradients=unscaled, scale=None))
+                return self._apply_inner(own._replace(gradients=unscaled, scale=None))
 
             def update_scale(stats: GradientStats) -> Any:
                 return self._update_scale(stats, check.state_on_host)

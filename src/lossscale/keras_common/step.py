@@ -64,8 +64,6 @@ class StepOperations:
     #   update_scale: updates the loss scale and the counters, given what the rule sees.
     # Returns the operation that does it in a graph of TensorFlow.
     apply_or_skip: Callable[..., Any]
-    # Has the inner optimizer apply unscaled gradients. Takes the loss scale optimizer and the step.
-    apply: Callable[..., Any]
 
     # Divides gradients by the scale, in float32 or wider; sparse stays sparse. The last argument
     # says whether the scale is a power of two.

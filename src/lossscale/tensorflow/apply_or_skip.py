@@ -30,32 +30,30 @@ _ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
 
 
 def apply_or_skip(
+    optimizer: Any,
     stats: GradientStats,
-    gradients: Sequence[Any],
-    scale: Any,
+    step: Any,
     apply: Callable[[Sequence[Any], Any], Any],
     update_scale: Callable[[GradientStats], Any],
-    kept: Callable[[], Sequence[Any]] | None = None,
 ) -> Any:
     """Applies or skips a step on all replicas alike, then updates the loss scale once.
 
     Args:
+        optimizer: The loss scale optimizer.
         stats: The statistics for the rule. `finite` is the common decision of the replicas, a
             boolean scalar tensor; or True, to apply always.
-        gradients: The gradients of this replica.
-        scale: That of the gradients, as this replica reads it; None if they are unscaled.
+        step: The step, with the gradients of this replica and the scale as it reads that.
         apply: Divides a list of gradients by the scale and applies it; called in a replica context.
         update_scale: Updates the loss scale, given the statistics. In a branch `finite` is True or
             False, so that most of the update is decided when the step is traced.
-        kept: Returns all variables that `apply` may change, if a step may be skipped by keeping
-            their old values instead of by a branch.
 
     Returns:
         The operation that runs the step in a graph; None in eager mode.
     """
-    finite = stats.finite
-    if kept is not None and finite is not True:
-        with _keeping_old_values(kept(), finite):
+    finite, gradients, scale = stats.finite, step.gradients, step.scale
+    if finite is not True and _can_keep_old_values(optimizer.inner_optimizer, gradients):
+        written = optimizer._backend.variables_written(optimizer, step)
+        with _keeping_old_values(written, finite):
             applied = apply(gradients, scale)
         return grouped(applied, update_scale(stats))
     if not tf.distribute.has_strategy():
@@ -98,19 +96,20 @@ def _branch(
     return grouped(as_one_operation(branch))
 
 
-def can_keep_old_values(inner_optimizer: Any, gradients: Sequence[Any]) -> bool:
+def _can_keep_old_values(inner_optimizer: Any, gradients: Sequence[Any]) -> bool:
     """Whether the step that is being traced can be skipped by keeping old values.
 
     Args:
-        inner_optimizer: It must be a Keras optimizer: another one may write to variables that it
-            does not list, or with other operations. It must not average variables: XLA would round
-            the averages differently after a select.
+        inner_optimizer: It must be a Keras optimizer, and not a legacy one: others may write to
+            variables that they do not list, or with other operations. It must not average
+            variables: XLA would round the averages differently after a select.
         gradients: They must be dense: a scattered update has no old value to select.
     """
     return (
         in_xla()
         and not tf.distribute.has_strategy()
         and not any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
+        and not hasattr(inner_optimizer, "_hyper")
         and all(
             type(part).__module__.partition(".")[0] in _KERASES
             and not getattr(part, "use_ema", False)

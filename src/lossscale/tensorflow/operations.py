@@ -11,7 +11,7 @@ from lossscale.common.checks import flat_list, scaled_value
 from lossscale.common.private_names import do_not_convert
 from lossscale.errors import GradientsError
 from lossscale.tensorflow import overflow_check, replicas, scaling
-from lossscale.tensorflow.apply_or_skip import run_guarded
+from lossscale.tensorflow.apply_or_skip import apply_or_skip, run_guarded
 from lossscale.tensorflow.tracing import translated
 
 
@@ -25,6 +25,7 @@ class TensorFlowOperations:
     current_location = staticmethod(replicas.current_location)
     replica_count = staticmethod(replicas.replica_count)
     all_replicas_finite = staticmethod(replicas.all_replicas_finite)
+    apply_or_skip = staticmethod(apply_or_skip)
     run_guarded = staticmethod(run_guarded)
     # Defined by a subclass: whether a value is a variable.
     is_variable: Callable[[Any], bool]

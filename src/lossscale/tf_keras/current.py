@@ -13,9 +13,7 @@ import tf_keras
 from lossscale.errors import ArgumentError
 from lossscale.keras_common.optimizer import Slots, slots_in
 from lossscale.keras_common.state import numbered_in
-from lossscale.keras_common.step import Step
 from lossscale.old_formats import documented_name, kind_of
-from lossscale.tensorflow.apply_or_skip import can_keep_old_values
 from lossscale.tensorflow.tracing import in_xla, translated
 from lossscale.tf_keras.optimizer import CalledAsWritten, TFKerasCommonOptimizer, dtype_of
 from lossscale.tf_keras.private_names import LossScaleOptimizerV3
@@ -87,13 +85,6 @@ class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=Cal
             yield
         finally:
             inner.jit_compile = before
-
-    def _kept_on_a_skip(self, step: Step) -> Any:
-        def written() -> list[Any]:
-            inner, unlisted = self._optimizer, self._unlisted_variables().values()
-            return [*inner.variables, inner.iterations, *unlisted, *step.variables]
-
-        return written if can_keep_old_values(self._optimizer, step.gradients) else None
 
     # --- Model files --------------------------------------------------------------------------
 

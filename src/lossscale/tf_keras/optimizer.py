@@ -28,7 +28,6 @@ from lossscale.members import VariableList
 from lossscale.packages import warn
 from lossscale.rules import GradientStats, ScaleRule
 from lossscale.tensorflow import overflow_check, replicas, tracing
-from lossscale.tensorflow.apply_or_skip import apply_or_skip
 from lossscale.tensorflow.operations import TensorFlowOperations, check_symbolic, recorded
 from lossscale.tensorflow.private_names import DelegatingTrackableMixin
 from lossscale.tf_keras.arguments import check_inner, inner_from_config
@@ -54,19 +53,10 @@ class TensorFlowArrays(TensorFlowOperations, StepOperations):
         """Whether a gradient can be applied to a value."""
         return isinstance(value, tf.Variable)
 
-    def apply_or_skip(
-        self, optimizer: Any, stats: GradientStats, step: Step, apply: Any, update_scale: Any
-    ) -> Any:
-        """Branches, or keeps old values where the family of the optimizer says so."""
-        kept = optimizer._kept_on_a_skip(step)
-        return apply_or_skip(stats, step.gradients, step.scale, apply, update_scale, kept)
-
-    def apply(self, optimizer: Any, step: Step) -> Any:
-        """Calls the inner optimizer."""
-        inner, pairs = optimizer._optimizer, zip(step.gradients, step.variables, strict=True)
-        with optimizer._while_applying():
-            apply_gradients = tracing.translated(inner.apply_gradients)
-            return apply_gradients(list(pairs), **optimizer._given_with(step))
+    def variables_written(self, optimizer: Any, step: Step) -> list[Any]:
+        """The variables that a new inner optimizer may change in a step."""
+        inner, unlisted = optimizer._optimizer, optimizer._unlisted_variables().values()
+        return [*inner.variables, inner.iterations, *unlisted, *step.variables]
 
     def stats(self, step: Step, rule: ScaleRule, finite: Any, scale: Any) -> GradientStats:
         """The statistics of the unscaled gradients that the rule needs."""
@@ -208,17 +198,14 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         # It does that itself.
         return False
 
-    def _given_with(self, step: Step) -> dict[str, Any]:
-        """Returns the arguments for the inner optimizer's `apply_gradients`, if it takes them."""
+    def _apply_inner(self, step: Step) -> Any:
         argument, value = self._are_summed
         given: dict[str, Any] = {} if step.name is None else {"name": step.name}
         if takes(self._optimizer.apply_gradients, argument):
             given[argument] = value
-        return given
-
-    def _kept_on_a_skip(self, step: Step) -> Any:
-        """Returns what `apply_or_skip` takes as `kept`: by default a branch skips."""
-        return None
+        pairs = list(zip(step.gradients, step.variables, strict=True))
+        with self._while_applying():
+            return tracing.translated(self._optimizer.apply_gradients)(pairs, **given)
 
     def _while_applying(self) -> contextlib.AbstractContextManager[None]:
         """A context for a call of the inner optimizer."""

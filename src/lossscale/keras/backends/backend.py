@@ -42,6 +42,17 @@ class Backend(StepOperations):
 
     # --- One step -----------------------------------------------------------------------------
 
+    # Whether Keras' trainer calls `apply_gradients`, so that this is what people override.
+    calls_apply_gradients = False
+
+    def applying(self, inner: Any, aggregate: bool) -> contextlib.AbstractContextManager[None]:
+        """A context for a call of the inner optimizer."""
+        return contextlib.nullcontext()
+
+    def translated(self, function: Callable[..., Any]) -> Any:
+        """A function of a user's, as a function that is being traced can call it."""
+        return function
+
     def accumulable(self, inner: Any, step: Step) -> list[Any]:
         """Returns the gradients of a step in dtypes that an inner optimizer can accumulate."""
         parts = (inner, *getattr(inner, "optimizers", ()))

@@ -56,11 +56,6 @@ class JaxBackend(Backend):
             apply(step.gradients, step.scale)
         update_scale(stats)
 
-    def apply(self, optimizer: Any, step: Step) -> None:
-        """Calls the inner optimizer."""
-        inner = optimizer.inner_optimizer
-        inner.apply(self.accumulable(inner, step), step.variables)
-
     def run_guarded(
         self,
         model: Any,

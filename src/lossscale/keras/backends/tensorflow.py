@@ -15,7 +15,6 @@ from lossscale.keras.backends.backend import Backend
 from lossscale.keras_common.step import Step
 from lossscale.rules import GradientStats, ScaleState, changed_fields, host_can_update
 from lossscale.tensorflow import overflow_check, replicas
-from lossscale.tensorflow.apply_or_skip import apply_or_skip, can_keep_old_values
 from lossscale.tensorflow.operations import TensorFlowOperations, check_symbolic, recorded
 from lossscale.tensorflow.tracing import translated, where
 
@@ -33,37 +32,20 @@ class TensorFlowBackend(TensorFlowOperations, Backend):
     gradient_stats = staticmethod(overflow_check.gradient_stats)
     check_strategy = staticmethod(replicas.check_strategy)
     eager_scope = staticmethod(tf.init_scope)
+    translated = staticmethod(translated)
+    calls_apply_gradients = True
 
     # --- One step -----------------------------------------------------------------------------
 
-    def apply_or_skip(
-        self,
-        optimizer: Any,
-        stats: GradientStats,
-        step: Step,
-        apply: Callable[[Sequence[Any], Any], None],
-        update_scale: Callable[[GradientStats], None],
-    ) -> None:
-        """Branches on all replicas alike, or keeps old values under XLA."""
+    def variables_written(self, optimizer: Any, step: Step) -> list[Any]:
+        """The variables that the inner optimizer may change in a step."""
         inner = optimizer.inner_optimizer
+        everything = (*inner.variables, *inner._trainable_variables, *step.variables)
+        return [_native(variable) for variable in everything]
 
-        def written() -> list[Any]:
-            everything = (*inner.variables, *inner._trainable_variables, *step.variables)
-            return [_native(variable) for variable in everything]
-
-        kept = written if can_keep_old_values(inner, step.gradients) else None
-        apply_or_skip(stats, step.gradients, step.scale, apply, update_scale, kept)
-
-    def apply(self, optimizer: Any, step: Step) -> None:
-        """Calls the inner optimizer, which sums the gradients of replicas or does not."""
-        inner = optimizer.inner_optimizer
-        gradients, variables = self.accumulable(inner, step), step.variables
-        with contextlib.nullcontext() if step.aggregate else _not_summing(inner):
-            # Keras' trainer calls `apply_gradients`, so that is what people override.
-            if type(inner).apply_gradients is keras.optimizers.Optimizer.apply_gradients:
-                translated(inner.apply)(gradients, variables)
-            else:
-                translated(inner.apply_gradients)(list(zip(gradients, variables, strict=True)))
+    def applying(self, inner: Any, aggregate: bool) -> contextlib.AbstractContextManager[None]:
+        """A context in which the inner optimizer sums the gradients of replicas or does not."""
+        return contextlib.nullcontext() if aggregate else _not_summing(inner)
 
     def update_on_host(
         self, optimizer: Any, stats: GradientStats, state_on_host: ScaleState | None

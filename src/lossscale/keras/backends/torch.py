@@ -104,11 +104,6 @@ class TorchBackend(Backend):
             apply(step.gradients, step.scale)
         update_scale(stats)
 
-    def apply(self, optimizer: Any, step: Step) -> None:
-        """Calls the inner optimizer."""
-        inner = optimizer.inner_optimizer
-        inner.apply(self.accumulable(inner, step), step.variables)
-
     def runs_now(self, gradients: Sequence[Any]) -> bool:
         """Whether the step is not compiled."""
         return not torch.compiler.is_compiling()
