@@ -270,9 +270,6 @@ tests/frameworks/jax/test_leaves.py
         -k counter
     optax LossScaled.init: jax.tree.map(_widened, params) -> params
         -k float16 or narrow or half or dtype
-tests/frameworks/jax/test_conversions.py
-    optax from_flax: int(...) + 1 -> int(...)  -k every_setting
-    optax from_jmp: {'good_steps': good_steps} -> {}  -k every_setting
 tests/conformance/test_monitors.py
     optax Monitor.step: self._scale = jnp.copy(watched.scale) -> pass  -k what_happened
 tests/frameworks/jax/test_monitor.py

@@ -62,24 +62,38 @@ def wrapping(factory: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def _taken_over(scale: Any) -> tuple[Any, Any]:
+    """A transformation and its state that continue with a scale of jmp, as the page has it."""
+    factor = float(scale.factor)
+    rule = lossscale.DynamicScale(
+        initial_scale=float(scale.loss_scale),
+        growth_interval=int(scale.period),
+        growth_factor=factor,
+        backoff_factor=1.0 / factor,
+        min_scale=float(scale.min_loss_scale),
+    )
+    tx = lossscale.optax.loss_scaled(optax.sgd(1.0), rule=rule)
+    counter = {"good_steps": jnp.asarray(scale.counter)}
+    return tx, tx.init(jnp.ones(()))._replace(rule_state=counter)
+
+
 def _adjusted(self: Any, grads_finite: Any) -> Any:
-    inner = optax.sgd(1.0)
-    rule, state = lossscale.optax.from_jmp(self, inner.init(jnp.ones(())))
+    tx, state = _taken_over(self)
     gradient = jnp.where(grads_finite, jnp.float32(1.0), jnp.inf)
     # Every call has a rule of its own, which would be compiled.
     with jax.disable_jit():
-        _, state = lossscale.optax.loss_scaled(inner, rule=rule).update(gradient, state)
+        _, state = tx.update(gradient, state)
     counter = state.rule_state["good_steps"]
     return dataclasses.replace(self, loss_scale=state.loss_scale, counter=counter)
 
 
 def _scale(self: Any, tree: Any) -> Any:
-    _, state = lossscale.optax.from_jmp(self, ())
+    _, state = _taken_over(self)
     return jax.tree.map(lambda leaf: lossscale.optax.scale_loss(state, leaf), tree)
 
 
 def _unscale(self: Any, tree: Any) -> Any:
-    _, state = lossscale.optax.from_jmp(self, ())
+    _, state = _taken_over(self)
     return lossscale.optax.unscale(state, tree)
 
 

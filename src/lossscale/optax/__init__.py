@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from lossscale import registry
 
 with registry.naming_missing_packages("jax", "optax"):
-    from lossscale.optax.conversions import from_flax, from_jmp
     from lossscale.optax.loops import (
         all_finite,
         loss_scale,
@@ -40,8 +39,6 @@ __all__ = [
     "all_finite",
     "diagnose",
     "explain",
-    "from_flax",
-    "from_jmp",
     "loss_scale",
     "loss_scaled",
     "scale_loss",
