@@ -36,11 +36,6 @@ def states_below(tree: Any) -> list[tuple[tuple[Any, ...], LossScaleState]]:
     return found
 
 
-def has_loss_scale(opt_state: Any) -> bool:
-    """Whether a tree contains a state of loss scaling."""
-    return bool(states_below(_held(opt_state)))
-
-
 def _held(opt_state: Any) -> Any:
     """The state of an optimizer, or the `opt_state` of an object that holds it."""
     if not isinstance(opt_state, tuple) and hasattr(opt_state, "opt_state"):
@@ -66,7 +61,7 @@ def state_in(opt_state: Any) -> LossScaleState:
         raise ArgumentTypeError(
             "`opt_state` must be the state of an optimizer with loss scaling: "
             "tx = lossscale.optax.loss_scaled(inner) and then tx.init(params), or what tx.update "
-            f"returned. Received: {described(opt_state)}."
+            f"returned. Received: a {type(opt_state).__name__}."
         )
     if len(found) > 1:
         path = " > ".join(type(node).__name__ for node in found[0][0]) or "it"
@@ -78,7 +73,7 @@ def state_in(opt_state: Any) -> LossScaleState:
     above, state = found[0]
     for node, below in zip(above, [*above[1:], state], strict=False):
         if not _is_transparent(node, below):
-            raise ArgumentError(_wrong_order(node, below))
+            raise ArgumentError(_wrong_order(node))
     return state
 
 
@@ -92,44 +87,18 @@ def _is_transparent(node: Any, below: Any) -> bool:
     return type(node) in (tuple, OrderedDict) and len(node) == 1
 
 
-def _wrong_order(node: Any, below: Any) -> str:
-    """Returns the message about a node around the state of `loss_scaled`, which is in `below`."""
-    chain = "optax.chain"
-    if isinstance(node, OrderedDict):
-        chain, node = "optax.named_chain", tuple(node.values())
-    if not isinstance(node, tuple):
+def _wrong_order(node: Any) -> str:
+    """Returns the message about a node around the state of `loss_scaled`."""
+    name = type(node).__name__
+    if not isinstance(node, (tuple, OrderedDict)):
         return (
             "`opt_state` must be the state that `init` or `update` of one optimizer returned. "
-            f"Received: {described(node)} that contains one. Pass that one."
+            f"Received: a {name} that contains one. Pass that one."
         )
-    name = type(node).__name__
-    if type(node) is tuple:
-        position = 1 + next(index for index, child in enumerate(node) if child is below)
-        around = f"it is number {position} of {len(node)} in {chain}"
-        right = f"loss_scaled({chain}(...))"
-    elif name in _TRANSPARENT:
-        around = "it is inside optax.inject_hyperparams with a schedule"
-        right = "loss_scaled(optax.inject_hyperparams(...))"
-    else:
-        around = f"{name.removesuffix('State')} (with the state {name}) is around it"
-        right = "loss_scaled(...) around the whole optimizer"
+    names = {"tuple": "optax.chain", "OrderedDict": "optax.named_chain"}
+    around = names.get(name, name.removesuffix("State"))
     return (
-        f"loss_scaled must be the outermost transformation: {around}. What is outside gets scaled "
-        f"gradients, and does not know which steps are skipped. Write {right}."
+        f"loss_scaled must be the outermost transformation: {around} is around it. What is outside "
+        "gets scaled gradients, and does not know which steps are skipped. Write loss_scaled(...) "
+        "around the whole optimizer."
     )
-
-
-def described(value: Any) -> str:
-    """Describes, for a message, what was passed instead of a state."""
-    name = type(value).__name__
-    if value is None:
-        return "None"
-    if isinstance(value, LossScaleState):
-        return "a state of loss_scaled"
-    if type(value) in (tuple, list):
-        return f"a {name} of {len(value)}"
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"an array of shape {value.shape}"
-    if hasattr(value, "init") and hasattr(value, "update"):
-        return f"a {name}, which is the optimizer and not its state"
-    return f"a {name}"

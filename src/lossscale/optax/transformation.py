@@ -17,10 +17,8 @@ from lossscale.arguments import rule_from_arguments
 from lossscale.checks import checks_keywords
 from lossscale.errors import (
     AlreadyWrappedError,
-    ArgumentError,
     ArgumentTypeError,
     GradientsError,
-    UnsupportedError,
 )
 from lossscale.jax.apply_or_skip import varying_axes
 from lossscale.jax.gradients import gradient_stats, is_traced, unscaled
@@ -143,15 +141,12 @@ class LossScaled:
             params: The parameters, for transformations that read them.
             extra_args: Further arguments of the inner transformation.
         """
-        _check_gradients(updates, params)
         updates = gating.with_arrays(updates)
         leaves, structure = jax.tree.flatten(updates)
         gradients = [leaf for leaf in leaves if gating.is_gradient(leaf)]
         before = scale_state.scalars_of(self.rule, state)
         # Outside of jit, this is one dispatch instead of many.
         traced = is_traced([*gradients, *jax.tree.leaves(before)])
-        if not traced:
-            _check_together(gradients)
         finite, divided = (_check_and_unscale if traced else _check_and_unscale_jit)(
             self.rule, self._axis_names, gradients, before.loss_scale
         )
@@ -178,38 +173,6 @@ class LossScaled:
                 self.rule, self._axis_names, before, finite, gradients
             )
         return new_updates, after._replace(inner_state=inner_state)
-
-
-def _check_gradients(gradients: Any, params: Any) -> None:
-    """Checks for mistakes that the inner transformation would not report clearly.
-
-    Raises:
-        ArgumentTypeError: If `gradients` is a state, or the result of `value_and_grad`.
-    """
-    if isinstance(gradients, LossScaleState):
-        raise ArgumentTypeError(
-            "`update` takes the gradients first, then the state. Received: a state of "
-            "loss_scaled. Write tx.update(grads, opt_state, params)."
-        )
-    if params is None or not (type(gradients) is tuple and len(gradients) == 2):
-        return
-    whole, second, wanted = map(jax.tree.structure, (gradients, gradients[1], params))
-    if second == wanted != whole:
-        raise ArgumentTypeError(
-            "`update` takes the gradients. Received: a pair, as value_and_grad returns it. Write "
-            "loss, grads = ... and pass grads."
-        )
-
-
-def _check_together(gradients: Sequence[Any]) -> None:
-    """Raises if gradients are on different devices, where one check cannot cover them all."""
-    places = {frozenset(x.devices()) for x in gradients if getattr(x, "committed", False)}
-    if len(places) > 1:
-        raise UnsupportedError(
-            f"The gradients must be on the same devices. Received: gradients on {len(places)} sets "
-            "of devices. Put the parameters on one mesh with jax.device_put and a NamedSharding, "
-            "and compile the step with jax.jit."
-        )
 
 
 def _check_and_unscale(
@@ -253,19 +216,10 @@ def _all_devices_finite(finite: Any, axis_names: tuple[str, ...], scale: Any) ->
         scale: The loss scale. An axis along which it varies is one where each device has its own.
 
     Raises:
-        ArgumentError: If there is no such axis.
         GradientsError: If devices that share one loss scale would decide differently.
     """
     if axis_names:
-        try:
-            finite = jax.lax.pmin(finite.astype(jnp.int32), axis_names) > 0
-        except NameError as error:
-            said = str(error).rstrip(".")
-            raise ArgumentError(
-                "`axis_name` must name axes of the pmap, shard_map or vmap around `update`. "
-                f"Received: axis_name={axis_names!r}; JAX reports: {said}. Elsewhere, as under jit "
-                "with sharded arrays, leave it out."
-            ) from error
+        finite = jax.lax.pmin(finite.astype(jnp.int32), axis_names) > 0
     apart = varying_axes(finite) - varying_axes(scale)
     if apart:
         names = ", ".join(map(repr, sorted(apart)))
@@ -346,7 +300,11 @@ def _checked_inner(inner: Any) -> Any:
     # A rule has methods of these names too.
     no_pair = isinstance(inner, (type, ScaleRule)) or not (callable(init) and callable(update))
     if no_pair or update is None:
-        raise ArgumentTypeError(_not_a_transformation(inner))
+        raise ArgumentTypeError(
+            "The first argument must be an Optax transformation to wrap, such as "
+            f"optax.adamw(1e-3). Received: {inner!r} of type {type(inner).__name__}. For Keras and "
+            "PyTorch optimizers, use lossscale.LossScaleOptimizer."
+        )
     if isinstance(getattr(update, "__self__", None), LossScaled):
         raise AlreadyWrappedError(_TWICE)
     # Optax checks only the class, and would drop the extra arguments of MultiSteps.
@@ -355,19 +313,6 @@ def _checked_inner(inner: Any) -> Any:
     if takes_more or inspect.Parameter.VAR_KEYWORD in kinds:
         return optax.GradientTransformationExtraArgs(init, update)
     return optax.with_extra_args_support(optax.GradientTransformation(init, update))
-
-
-def _not_a_transformation(inner: Any) -> str:
-    message = (
-        "The first argument must be an Optax transformation to wrap, such as optax.adamw(1e-3). "
-        f"Received: {inner!r} of type {type(inner).__name__}."
-    )
-    if callable(inner):
-        name = getattr(inner, "__name__", "it")
-        return f"{message} Call it first: {name}(...)."
-    if hasattr(inner, "apply_gradients") or hasattr(inner, "zero_grad"):
-        return f"{message} For Keras and PyTorch optimizers, use lossscale.LossScaleOptimizer."
-    return message
 
 
 def _axis_names(axis_name: Any) -> tuple[Any, ...]:
