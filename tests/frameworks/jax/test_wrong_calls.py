@@ -46,7 +46,7 @@ MISTAKES = {
     "no_aux": (
         lambda: of_weights(jnp.sum, has_aux=True),
         ArgumentTypeError,
-        r"must return \(loss, aux\)",
+        r"with has_aux=True, \(loss, aux\)",
     ),
     "integer": (
         lambda: of_weights(lambda w: jnp.sum(w > 0)),
