@@ -65,7 +65,12 @@ def rule_from_arguments(
     if rule is not None:
         return _checked_rule(rule, dynamic, initial_scale, dynamic_growth_steps)
     if not isinstance(dynamic, bool):
-        raise ArgumentTypeError(_not_a_bool(dynamic))
+        raise ArgumentTypeError(
+            f"`dynamic` must be True or False. Received: dynamic={dynamic!r} of type "
+            f"{type(dynamic).__name__}. For a fixed scale pass dynamic=False, initial_scale=...; a "
+            "rule by name, rule=.... In lossscale.experimental.LossScaleOptimizer, a number or "
+            "'dynamic' in this place is the loss scale."
+        )
     if not dynamic:
         if initial_scale is None:
             raise ArgumentError(
@@ -164,29 +169,6 @@ def _check_state(rule: ScaleRule, method: str, state: Any, expected: type[Any] |
             f"A rule must return a scale between 2**-126 and 2**126. {name} returned {scale!r}: "
             f"{state!r}. Keep it in bounds with xp.where."
         )
-
-
-def _not_a_bool(dynamic: Any) -> str:
-    message = (
-        f"`dynamic` must be True or False. Received: dynamic={dynamic!r} of type "
-        f"{type(dynamic).__name__}."
-    )
-    if isinstance(dynamic, str):
-        return (
-            f"{message} For a dynamic scale pass dynamic=True, which is the default. The string "
-            "'dynamic' belongs to lossscale.experimental.LossScaleOptimizer(optimizer, 'dynamic')."
-        )
-    if isinstance(dynamic, ScaleRule):
-        return f"{message} Pass a rule by name: rule={dynamic!r}."
-    try:
-        number = float(dynamic)
-    except (TypeError, ValueError):
-        return message
-    return (
-        f"{message} For a fixed scale pass dynamic=False, initial_scale={number:g}; for a dynamic "
-        f"scale that starts there, initial_scale={number:g}. A number in this place belongs to "
-        f"lossscale.experimental.LossScaleOptimizer(optimizer, {number:g})."
-    )
 
 
 def growth_steps(rule: ScaleRule) -> int | None:

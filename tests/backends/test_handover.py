@@ -80,17 +80,6 @@ def test_one_optimizer_may_unscale_the_gradients_of_another():
         second.calls("unscaled:b")
 
 
-def test_where_keras_has_no_optimizer_of_several_an_error_names_another_way(monkeypatch):
-    # Before Keras 3.15.
-    monkeypatch.delattr(keras.optimizers, "MultiOptimizer", raising=False)
-    first = made()
-    second = made({"b": first.variables["b"]})
-    first.calls("scale")
-    second.of_scaled = first.of_scaled
-    with pytest.raises(ValueError, match="unscale all gradients with get_unscaled_gradients"):
-        second.calls("apply:b")
-
-
 def test_an_optimizer_of_another_model_is_not_taken_for_one_of_the_same_loss():
     # One that is made after a loss was scaled.
     first = made()

@@ -279,7 +279,6 @@ tests/frameworks/jax/test_diagnose.py
 tests/frameworks/jax/test_wrong_calls.py
     optax is_array: isinstance(...) -> True  -k functions_in_it
     optax _check_single: jnp.ndim(value) -> False  -k state_of_several
-    optax value_and_grad: isinstance(found[0][1], _Result) -> True  -k returns_no_value
 tests/frameworks/jax/test_leaves.py tests/frameworks/jax/test_loops.py
     optax _check_and_unscale: finite & usable -> finite
 tests/frameworks/torch/test_steps.py

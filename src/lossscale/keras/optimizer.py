@@ -25,7 +25,6 @@ from lossscale.common.checks import (
 )
 from lossscale.common.private_names import do_not_convert
 from lossscale.errors import (
-    ArgumentError,
     GradientsError,
     UnknownSettingError,
 )
@@ -39,7 +38,7 @@ from lossscale.keras.backends.backend import Backend
 from lossscale.keras.private_names import no_automatic_dependency_tracking
 from lossscale.keras.state import KerasScaleVariables, OwnVariable, StepCounter
 from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots
-from lossscale.keras_common.scaled_gradients import UNSCALED_BY_ONE, ScaleLedger
+from lossscale.keras_common.scaled_gradients import ScaleLedger
 from lossscale.keras_common.step import Step
 from lossscale.members import VariableList
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
@@ -120,7 +119,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self._backend = backend
         self.inner_optimizer = inner_optimizer
         self._rule = rule
-        self._ledger = ScaleLedger(not rule.is_dynamic, _how_with_several_optimizers())
+        self._ledger = ScaleLedger(not rule.is_dynamic)
         # Values that were loaded before their variables exist, and those of loss scaling before.
         self._pending_values: list[Any] | None = None
         self._values_before_load: dict[str, Any] | None = None
@@ -272,18 +271,6 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
             ValueError: If the optimizer is not built, the numbers of values do not match, or the
                 backend is TensorFlow.
         """
-        if not self.built or keras.backend.backend() == "tensorflow":
-            # The inner optimizer raises an error that says why.
-            self.inner_optimizer.stateless_apply(optimizer_variables, grads, trainable_variables)
-        for name, values, expected in (
-            ("optimizer_variables", optimizer_variables, self.variables),
-            ("trainable_variables", trainable_variables, self._trainable_variables),
-        ):
-            if len(values) != len(expected):
-                raise ArgumentError(
-                    f"`{name}` must hold {len(expected)} values, one for each of the variables "
-                    f"of the optimizer. Received: {len(values)}."
-                )
         # Not that of Keras' own class, which would skip the step itself. This one calls `apply`.
         return super(keras.optimizers.LossScaleOptimizer, self).stateless_apply(
             optimizer_variables, grads, trainable_variables
@@ -538,14 +525,3 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     @staticmethod
     def _constant(value: float) -> Any:
         return ops.convert_to_tensor(value, dtype="float32")
-
-
-def _how_with_several_optimizers() -> str:
-    """The way to train one loss with several optimizers."""
-    # Keras 3.15 and later.
-    if hasattr(keras.optimizers, "MultiOptimizer"):
-        return (
-            "wrap keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(...)) in one "
-            "LossScaleOptimizer"
-        )
-    return UNSCALED_BY_ONE

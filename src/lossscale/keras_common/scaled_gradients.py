@@ -64,15 +64,10 @@ _OF_ANOTHER = (
     "{verb}() was called of an optimizer that has scaled no loss, after another "
     "LossScaleOptimizer scaled one. If these are gradients of that loss, they need the other "
     "loss scale: the two differ after an overflow that only one of them sees. For one loss and "
-    "several optimizers, {how}. If they are of another loss, call get_scaled_loss() of this "
-    "optimizer."
+    "several optimizers, wrap one keras.optimizers.MultiOptimizer, or unscale all gradients with "
+    "get_unscaled_gradients() of the one that scaled it. If they are of another loss, call "
+    "get_scaled_loss() of this optimizer."
 )
-
-UNSCALED_BY_ONE = (
-    "unscale all gradients with get_unscaled_gradients() of the optimizer that scaled it, and "
-    "give each optimizer its part"
-)
-"""How several optimizers train one loss, if no single optimizer can be made of them."""
 
 _SCALE = {"scale_loss", "get_scaled_loss"}
 
@@ -124,20 +119,18 @@ class ScaleLedger:
 
     Args:
         is_fixed: Whether programs know the loss scale without reading it.
-        how_with_several_optimizers: How they train one loss, for a message.
     """
 
     # The last call of any optimizer that scaled or unscaled: whose, its verb, and where.
     _last: ClassVar[tuple[Any, str, weakref.ref[Any] | None] | None] = None
 
-    def __init__(self, is_fixed: bool, how_with_several_optimizers: str = UNSCALED_BY_ONE) -> None:
+    def __init__(self, is_fixed: bool) -> None:
         # By replica, because each scales its own loss. Not by thread:
         # TensorFlow's replicas get new threads on every run.
         self._records: defaultdict[int, _Record] = defaultdict(_Record)
         # A program that has read the loss scale may multiply by it.
         self.is_scale_read = False
         self._is_fixed, self._warned = is_fixed, set[str]()
-        self._how_with_several_optimizers = how_with_several_optimizers
         # What was the last call when this optimizer applied gradients.
         self._last_at_apply = self._last
 
@@ -282,8 +275,7 @@ class ScaleLedger:
         is_ready = call == "get_unscaled_gradients" and verb == "apply_gradients"
         # A program that has read the scale is no exception: reading must not change a step.
         if owner() not in (None, self) and is_here and not is_ready:
-            how = self._how_with_several_optimizers
-            raise GradientsError(_OF_ANOTHER.format(verb=verb, how=how))
+            raise GradientsError(_OF_ANOTHER.format(verb=verb))
 
     def _left_by_another(self, location: Location, count: int) -> list[_Record]:
         """The record of another optimizer that unscaled gradients here and left this many."""
