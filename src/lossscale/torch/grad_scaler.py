@@ -160,7 +160,7 @@ class GradScaler(torch.amp.GradScaler):
         enabled = checked_truth("enabled", enabled, ScalerArgumentError)
         groups_of((), process_group)
         # PyTorch's constructor checks by its own rules, and sets, what is set again below.
-        self._rule: Any = DEFAULTS
+        self._rule: ScaleRule = DEFAULTS
         super().__init__(device, enabled=enabled)
         self._rule, self._process_group, self._skips = made, process_group, SkipCount()
         self._forget()
@@ -473,7 +473,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _move(self) -> None:
         """Moves the scale by what the optimizers have found."""
-        rule, states = self._rule, self._per_optimizer_states
+        rule: Any = self._rule
+        states = self._per_optimizer_states
         if not states:
             # It says what is missing.
             super().update()
