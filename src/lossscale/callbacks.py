@@ -28,9 +28,9 @@ class LossScaleMonitor:
     reads nothing. It adds `loss_scale` and `steps_skipped` to `logs`, so that the progress bar,
     `History` and a `CSVLogger` after it show them.
 
-    The object is a `keras.callbacks.Callback`, or a callback of tf_keras. To write a subclass,
-    inherit from `lossscale.keras.LossScaleMonitor` or `lossscale.tf_keras.LossScaleMonitor`. The
-    model's optimizer must be a `lossscale.LossScaleOptimizer`. If a float16 model is trained
+    The object is a `lossscale.tf_keras.LossScaleMonitor` if `TF_USE_LEGACY_KERAS` is set or only
+    tf_keras is imported, otherwise a `lossscale.keras.LossScaleMonitor`. These are the classes to
+    inherit from. The model's optimizer must be a `lossscale.LossScaleOptimizer`. If a float16 model is trained
     without loss scaling, the monitor warns and does nothing else.
 
     The first `fit` with a monitor compiles the training step again, so that it tracks overflows.
@@ -48,8 +48,6 @@ class LossScaleMonitor:
             "ignore".
         max_consecutive_skips: Number of skips in a row that ends training. None for no limit.
         append: Whether to continue the file `path` if it exists, as a resumed run does.
-        framework: "keras" or "tf_keras". None takes tf_keras if `TF_USE_LEGACY_KERAS` is set or
-            only tf_keras is imported, otherwise Keras 3.
 
     Raises:
         ArgumentError: If an argument is invalid; the message names it.
@@ -85,11 +83,11 @@ class LossScaleMonitor:
     _optimizer: Any = None
     _before: Any = None
 
-    def __new__(cls, *args: Any, framework: str | None = None, **kwargs: Any) -> Self:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if cls is LossScaleMonitor:
             # Before any framework is imported.
             MonitorSettings(*args, **kwargs)
-            cls = _class_for(framework)
+            cls = registry.package(registry.default_keras().package).LossScaleMonitor
         return super().__new__(cls)
 
     def __init__(
@@ -101,7 +99,6 @@ class LossScaleMonitor:
         on_floor: Literal["warn", "raise", "ignore"] = "warn",
         max_consecutive_skips: int | None = None,
         append: bool = False,
-        framework: Literal["keras", "tf_keras"] | None = None,
     ) -> None:
         super().__init__()
         # tf_keras then leaves `logs` on the device, where nothing waits for them. Its constructor
@@ -133,7 +130,7 @@ class LossScaleMonitor:
         # PyTorch's DistributedDataParallel has the model inside.
         of_ours = [each for each in (model, getattr(model, "module", None)) if each is not None]
         if of_ours and not any(isinstance(each, self._library.Model) for each in of_ours):
-            raise ArgumentError(_other_framework(self._framework))
+            raise ArgumentError(_OTHER_FRAMEWORK)
         super().set_model(model)  # type: ignore[misc]
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -215,7 +212,7 @@ class LossScaleMonitor:
         optimizer: Any = model.optimizer
         if isinstance(optimizer, LossScaleOptimizer):
             if optimizer._framework != self._framework:
-                raise ArgumentError(_other_framework(self._framework))
+                raise ArgumentError(_OTHER_FRAMEWORK)
             if optimizer._state.decide is not None:
                 raise ArgumentError(
                     "LossScaleMonitor does not know the lowest scale of a LossScale with its own "
@@ -330,27 +327,8 @@ class LossScaleMonitor:
             logs["steps_skipped"] = self._shown.steps_skipped
 
 
-def _class_for(name: str | None) -> type[Any]:
-    """Returns the class of the monitor for Keras 3 or tf_keras; None for the default."""
-    known = {framework.root: framework for framework in registry.KERASES}
-    framework = registry.default_keras() if name is None else known.get(name)
-    if framework is None:
-        raise ArgumentError(
-            f"`framework` must be one of {', '.join(map(repr, known))} or None. "
-            f"Received: framework={name!r}."
-        )
-    monitor: type[Any] = registry.package(framework.package).LossScaleMonitor
-    return monitor
-
-
-def _other_framework(framework: str | None) -> str:
-    own = next(each for each in registry.KERASES if each.root == framework)
-    others = [
-        f"framework={other.root!r} for a model of {other.title}"
-        for other in registry.KERASES
-        if other is not own
-    ]
-    return (
-        f"This LossScaleMonitor is for {own.title}, and the model is not. Make it with "
-        f"{' or '.join(others)}."
-    )
+_OTHER_FRAMEWORK = (
+    "This LossScaleMonitor is for another Keras than the model. Take "
+    "lossscale.keras.LossScaleMonitor for a model of Keras 3, lossscale.tf_keras.LossScaleMonitor "
+    "for one of tf_keras."
+)

@@ -58,7 +58,6 @@ _SCHEDULES = {
     "PiecewiseConstantDecay",
     "PolynomialDecay",
 }
-_SCHEDULES_WITHOUT_SUCCESSOR = {"LinearCosineDecay", "NoisyLinearCosineDecay"}
 
 # Settings that affect only how TensorFlow runs the optimizer, not its result.
 _WITHOUT_EFFECT = ("is_legacy_optimizer", "jit_compile")
@@ -129,19 +128,10 @@ def schedule_config(rate: Any) -> Any:
 
     Args:
         rate: A number, or the configuration of a schedule.
-
-    Raises:
-        ArgumentError: If Keras 3 has no such schedule.
     """
     if not isinstance(rate, Mapping):
         return rate
     name = str(rate.get("class_name", ""))
-    if name in _SCHEDULES_WITHOUT_SUCCESSOR:
-        raise ArgumentError(
-            f"Keras 3 has no learning rate schedule {name!r}. Create the optimizer with your own "
-            "schedule, and restore its state with restore_checkpoint of lossscale-migration "
-            "(pip install lossscale-migration)."
-        )
     if name not in _SCHEDULES or ">" in str(rate.get("registered_name") or ""):
         return dict(rate)
     settings = dict(rate.get("config") or {})

@@ -25,7 +25,6 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
         ({"on_floor": "stop"}, ArgumentError, "on_floor='stop'"),
         ({"max_consecutive_skips": 0}, ArgumentError, "max_consecutive_skips=0"),
         ({"evry": 3}, TypeError, "unexpected keyword argument 'evry'"),
-        ({"framework": "torch"}, ArgumentError, "framework='torch'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )

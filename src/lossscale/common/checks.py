@@ -167,60 +167,6 @@ def flat_list(
     return found
 
 
-def check_own_name(inner: Any, name: str, optimizers: Any) -> None:
-    """Checks that the name of a new attribute is not a misspelled setting of the inner optimizer.
-
-    Args:
-        inner: The inner optimizer, which has no attribute of this name.
-        name: The name.
-        optimizers: The module with all optimizers of this framework.
-
-    Raises:
-        UnknownSettingError: If it is a misspelled setting, or a setting of other optimizers.
-    """
-    settings = {"learning_rate", *_settings(inner.__class__), *getattr(inner, "_hyper", ())}
-    meant = next((each for each in sorted(settings) if _is_misspelt(name, each)), None)
-    classes: list[Any] = [value for value in vars(optimizers).values() if inspect.isclass(value)]
-    if meant or any(name in _settings(each) for each in classes):
-        hint = f"Did you mean {meant!r}? " if meant else ""
-        raise UnknownSettingError(
-            f"{type(inner).__name__} has no setting {name!r}. {hint}To add an attribute, choose "
-            "another name, or give it a default in your class."
-        )
-
-
-def _is_misspelt(name: str, setting: str) -> bool:
-    """Whether two names differ by one typo: a character, two swapped ones, or underscores."""
-    # A plural, for a list of the values of a setting, is not a typo.
-    if name == f"{setting}s":
-        return False
-    name, setting = (each.replace("_", "").lower() for each in (name, setting))
-    if min(len(name), len(setting)) < 5:
-        return False
-    for _ in range(2):
-        # Strip the common suffix, then, on the reversed names, the common prefix.
-        while name and setting and name[-1] == setting[-1]:
-            name, setting = name[:-1], setting[:-1]
-        name, setting = name[::-1], setting[::-1]
-    return max(len(name), len(setting)) <= 1 or name == setting[::-1]
-
-
-@functools.cache
-def _settings(cls: Any) -> frozenset[str]:
-    """The names of an optimizer's settings: its constructor's arguments and settable properties."""
-    constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
-    signatures = [inspect.signature(constructor) for constructor in constructors]
-    arguments = {
-        name
-        for signature in signatures
-        for name, parameter in signature.parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
-    members = inspect.getmembers_static(cls, lambda member: isinstance(member, property))
-    settable = {name for name, member in members if member.fset is not None}
-    return frozenset(arguments | settable) - {"self", "name", "iterations"}
-
-
 _HOW_TO_SET = {
     "rule": "The rule is chosen when the optimizer is made: "
     "LossScaleOptimizer(inner_optimizer, rule={value!r}). A new one continues from the saved state "

@@ -18,7 +18,6 @@ import lossscale.keras.saving as saving
 import lossscale.keras.slots as slots
 from lossscale.common.checks import (
     can_only_be_read,
-    check_own_name,
     check_settable,
     check_some_gradient,
     with_gradient,
@@ -410,14 +409,11 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
             super().__setattr__(name, value)
         elif not known and hasattr(inner, name):
             setattr(inner, name, value)
-        else:
-            if not known:
-                check_own_name(inner, name, keras.optimizers)
+        elif isinstance(value, keras.Variable):
             # Only variables are tracked, to be saved: Keras' own lists cannot be copied.
-            if isinstance(value, keras.Variable):
-                super().__setattr__(name, value)
-            else:
-                object.__setattr__(self, name, value)
+            super().__setattr__(name, value)
+        else:
+            object.__setattr__(self, name, value)
 
     # --- Weights and slots; see `slots` -------------------------------------------------------
 

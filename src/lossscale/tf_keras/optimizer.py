@@ -14,7 +14,6 @@ import tf_keras
 import lossscale.tf_keras.saving as saving
 from lossscale import registry
 from lossscale.common.checks import (
-    check_own_name,
     check_settable,
     scaled_value,
     takes,
@@ -413,15 +412,12 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         check_settable(self, name, value)
         inner = self.__dict__.get("_optimizer")
         own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
-        if inner is None or own:
+        theirs = name in getattr(inner, "_hyper", ()) or hasattr(inner, name)
+        if inner is None or own or not theirs:
             # Past attribute tracking: what belongs into a checkpoint is named explicitly.
             object.__setattr__(self, name, value)
-        elif name in getattr(inner, "_hyper", ()) or hasattr(inner, name):
-            setattr(inner, name, value)
         else:
-            family = tf_keras.optimizers.legacy if self._is_legacy else tf_keras.optimizers
-            check_own_name(inner, name, family)
-            object.__setattr__(self, name, value)
+            setattr(inner, name, value)
 
     # --- Files, copies and configurations; see `saving` and `arguments` --------------------------
 

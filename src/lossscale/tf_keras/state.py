@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -356,18 +355,6 @@ def new_variable(name: str, dtype: Any, value: Any) -> Any:
             # Every replica computes the same value.
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
         )
-    if not hasattr(type(variable), "__int__"):
-        # The variables of a strategy are not numbers; a program may print them as it prints others.
-        cls: Any = type(variable)
-        variable.__class__ = _as_number(cls)
     # In graphs of TensorFlow 1, Keras initializes the variables it knows.
     track_variable(variable)
     return variable
-
-
-@functools.cache
-def _as_number(cls: Any) -> type[Any]:
-    """Returns the subclass of a class of variables whose objects are Python numbers too."""
-    kinds = (int, float, bool)
-    numbers = {f"__{kind.__name__}__": lambda self, kind=kind: kind(self.numpy()) for kind in kinds}
-    return type(cls.__name__, (cls,), numbers)

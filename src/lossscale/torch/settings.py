@@ -13,7 +13,7 @@ import torch
 
 from lossscale.arguments import checked_rule
 from lossscale.checks import SMALLEST_SCALE, checked_above_zero, checked_number
-from lossscale.common.checks import check_not_wrapped, check_own_name, check_settable
+from lossscale.common.checks import check_not_wrapped, check_settable
 from lossscale.errors import (
     AlreadyWrappedError,
     ArgumentError,
@@ -160,7 +160,6 @@ class InnerSettings(Wrapper):
             )
         else:
             self._check_no_setting(name)
-            check_own_name(inner, name, torch.optim)
             object.__setattr__(self, name, value)
 
 

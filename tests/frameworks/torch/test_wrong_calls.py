@@ -339,10 +339,3 @@ def test_a_cuda_graph_that_would_wait_for_the_host_is_refused_in_words(monkeypat
         scaling.read(OnGpu())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert scaling.read(OnGpu()) == 1.0
-
-
-@pytest.mark.parametrize("name", ["learningrate", "learning_rat", "momentun"])
-def test_a_misspelled_setting_is_refused(name):
-    _, optimizer = made()
-    with pytest.raises(errors.UnknownSettingError, match="Did you mean"):
-        setattr(optimizer, name, 0.5)
