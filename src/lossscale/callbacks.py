@@ -30,8 +30,8 @@ class LossScaleMonitor:
 
     The object is a `lossscale.tf_keras.LossScaleMonitor` if `TF_USE_LEGACY_KERAS` is set or only
     tf_keras is imported, otherwise a `lossscale.keras.LossScaleMonitor`. These are the classes to
-    inherit from. The model's optimizer must be a `lossscale.LossScaleOptimizer`. If a float16 model is trained
-    without loss scaling, the monitor warns and does nothing else.
+    inherit from. The model's optimizer must be a `lossscale.LossScaleOptimizer`. If a float16 model
+    is trained without loss scaling, the monitor warns and does nothing else.
 
     The first `fit` with a monitor compiles the training step again, so that it tracks overflows.
     This is not saved with the optimizer, and training gives the same numbers as without it.

@@ -47,8 +47,6 @@ class Wrapper:
     _rule: ScaleRule
     # The key of the inner optimizer in `__dict__`.
     _inner_attribute: ClassVar[str] = "inner_optimizer"
-    # How a user sets the scale that is in use; a format of `value`.
-    _sets_scale: ClassVar[str]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -69,7 +69,7 @@ def test_what_can_only_be_read_says_how_it_is_set(wrapper):
         "dynamic_counter": 0,
         "inner_optimizer": wrapper.make(VALUES, "sgd").inner_optimizer,
     }.items():
-        with pytest.raises(AttributeError, match=f"`{name}` is read-only"):
+        with pytest.raises(AttributeError, match=f"{name}.*(no setter|cannot be replaced)"):
             setattr(optimizer, name, value)
     assert (harness.scale(), optimizer.rule) == (before, RULE)
     assert optimizer.inner_optimizer is inner

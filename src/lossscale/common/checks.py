@@ -13,7 +13,6 @@ from lossscale.errors import (
     ArgumentTypeError,
     GradientsError,
     MalformedGradientsError,
-    UnknownSettingError,
 )
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule
@@ -165,37 +164,6 @@ def flat_list(
                 f"Received: {variable!r} of type {type(variable).__name__}."
             )
     return found
-
-
-_HOW_TO_SET = {
-    "rule": "The rule is chosen when the optimizer is made: "
-    "LossScaleOptimizer(inner_optimizer, rule={value!r}). A new one continues from the saved state "
-    "of the first",
-    **dict.fromkeys(
-        ("dynamic", "initial_scale", "dynamic_growth_steps", "decide", "process_group"),
-        "Make LossScaleOptimizer(inner_optimizer, {name}={value!r})",
-    ),
-    **dict.fromkeys(("steps_skipped", "last_step_skipped", "dynamic_counter"), "It is counted"),
-    "inner_optimizer": "Wrap the other optimizer: LossScaleOptimizer(other)",
-}
-
-
-def check_settable(optimizer: Any, name: str, value: Any) -> None:
-    """Checks that an attribute can be set.
-
-    Raises:
-        UnknownSettingError: If it is read-only; the message says how to set the value.
-    """
-    found = None if name[0] == "_" else getattr(type(optimizer), name, None)
-    if isinstance(found, property) and found.fset is None:
-        raise can_only_be_read(optimizer, name, value)
-
-
-def can_only_be_read(optimizer: Any, name: str, value: Any) -> UnknownSettingError:
-    """Returns the error about an assignment to a read-only attribute."""
-    how = {**_HOW_TO_SET, "loss_scale": type(optimizer)._sets_scale}.get(name)
-    said = "" if how is None else f" {how.format(name=name, value=value)}."
-    return UnknownSettingError(f"`{name}` is read-only.{said} Received: {name} = {value!r}.")
 
 
 def warned_at_floor(

@@ -50,16 +50,12 @@ def check_inner(inner: Any) -> None:
 
 def refuse_factor(value: Any) -> None:
     """Raises because Keras' own loss scale is set on an optimizer that scales the loss itself."""
-    if value is None:
-        # The constructor of Keras' own class does this to the optimizer that it is given.
-        raise AlreadyWrappedError(
-            "`loss_scale_factor` is always None and cannot be set. "
-            "keras.optimizers.LossScaleOptimizer sets it: it would scale the loss a second time. "
-            "Use this LossScaleOptimizer without Keras' class around it."
-        )
-    raise ArgumentError(
-        "`loss_scale_factor` would scale the loss a second time. For a fixed scale make "
-        f"LossScaleOptimizer(inner_optimizer, dynamic=False, initial_scale={value!r})."
+    # The constructor of Keras' own class sets None on the optimizer that it is given.
+    error = AlreadyWrappedError if value is None else ArgumentError
+    raise error(
+        "`loss_scale_factor` would scale the loss a second time, as Keras' LossScaleOptimizer "
+        "around this one would. For a fixed scale make LossScaleOptimizer(inner_optimizer, "
+        f"dynamic=False, initial_scale=...). Received: loss_scale_factor={value!r}."
     )
 
 

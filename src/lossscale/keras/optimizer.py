@@ -17,8 +17,6 @@ import lossscale.keras.backends as backends
 import lossscale.keras.saving as saving
 import lossscale.keras.slots as slots
 from lossscale.common.checks import (
-    can_only_be_read,
-    check_settable,
     check_some_gradient,
     with_gradient,
 )
@@ -46,7 +44,7 @@ from lossscale.rules import GradientStats, ScaleRule
 _OWN_ATTRIBUTES = frozenset(
     {"inner_optimizer", "step_counter", "dynamic_scale", "loss_scale_state", "built", "name"}
 )
-_OWN_VARIABLES = ("step_counter", "dynamic_scale")
+_KEPT = ("inner_optimizer", "step_counter", "dynamic_scale")
 
 
 @FrontDoor.register
@@ -90,7 +88,6 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     _attributes_of = saving.SavedAttributes
     # Keras would save these a second time.
     _hidden = KerasCommonOptimizer._hidden | {"_inner_parts", "_optimizer"}
-    _sets_scale = "A variable holds it: optimizer.dynamic_scale.assign({value!r})"
     _backend: Backend
     _state: Any
     # Attributes of Keras' base class.
@@ -397,12 +394,9 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
             if "_state" in self.__dict__:
                 refuse_factor(value)
             return
-        check_settable(self, name, value)
-        if name == "inner_optimizer" and inner is not None:
-            raise can_only_be_read(self, name, value)
-        if name in _OWN_VARIABLES and self.__dict__.get(name) is not None:
+        if name in _KEPT and self.__dict__.get(name) is not None:
             raise UnknownSettingError(
-                f"{name!r} is a variable. Set its value with {name}.assign({value!r})."
+                f"`{name}` cannot be replaced. The value of a variable is set with assign()."
             )
         known = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
         if name in {*self.__dict__.get("_own_names", (name,)), *_OWN_ATTRIBUTES}:

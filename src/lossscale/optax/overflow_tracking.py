@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -165,9 +164,7 @@ def names_of(params: Any) -> tuple[str, ...]:
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """Returns the leaves that have gradients, each with its path as its name; names may repeat."""
-    leaves = _with_paths(tree)
-    below = Counter(path[:-1] for path, _ in leaves)
-    return [(_name(path, alone=below[path[:-1]] == 1), leaf) for path, leaf in leaves]
+    return [(_name(path), leaf) for path, leaf in _with_paths(tree)]
 
 
 def rows_of(params: Any, gradients: Any) -> list[Any]:
@@ -198,12 +195,12 @@ def _with_paths(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
     return [(tuple(path), leaf) for path, leaf in leaves if gating.is_gradient(leaf)]
 
 
-def _name(path: Any, alone: bool) -> str:
+def _name(path: Any) -> str:
     parts = [
         str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
     ]
     # A flax.nnx variable is a node with one leaf. The user chose the key of a dictionary.
     is_key = bool(path) and isinstance(path[-1], jax.tree_util.DictKey)
-    if alone and not is_key and len(parts) > 1 and parts[-1] == "value":
+    if not is_key and len(parts) > 1 and parts[-1] == "value":
         parts.pop()
     return "/".join(parts) or "params"

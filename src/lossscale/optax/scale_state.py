@@ -67,7 +67,11 @@ def scalars_of(rule: ScaleRule, state: LossScaleState) -> LossScaleState:
         ArgumentError: If it belongs to another rule.
     """
     if not isinstance(state, LossScaleState):
-        raise ArgumentTypeError(_no_state(state))
+        raise ArgumentTypeError(
+            "The state must be what `init` or `update` of loss_scaled returned. Received: a "
+            f"{type(state).__name__}. For the state of an optimizer without loss scaling, write "
+            "tx.init(params)._replace(inner_state=state)."
+        )
     first = _others(rule.init())
     # A rule that lowers the scale at each overflow keeps no count, so the count starts at 0.
     kept = {"overflows": 0, **state.rule_state}
@@ -83,19 +87,6 @@ def scalars_of(rule: ScaleRule, state: LossScaleState) -> LossScaleState:
         steps_skipped=jnp.asarray(state.steps_skipped, jnp.int32),
         consecutive_skips=jnp.asarray(state.consecutive_skips, jnp.int32),
         inner_state=(),
-    )
-
-
-def _no_state(state: Any) -> str:
-    advice = (
-        "Restore a file with a target of the same structure: jax.eval_shape(tx.init, params)."
-        if isinstance(state, dict)
-        else "For the state of an optimizer without loss scaling, write "
-        "tx.init(params)._replace(inner_state=state)."
-    )
-    return (
-        "The state must be what `init` or `update` of loss_scaled returned. "
-        f"Received: a {type(state).__name__}. {advice}"
     )
 
 

@@ -14,7 +14,6 @@ import tf_keras
 import lossscale.tf_keras.saving as saving
 from lossscale import registry
 from lossscale.common.checks import (
-    check_settable,
     scaled_value,
     takes,
     with_gradient,
@@ -86,9 +85,6 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     _inner_attribute = "_optimizer"
     # TensorFlow keeps the inner optimizer under the second name.
     _hidden = KerasCommonOptimizer._hidden | {"_optimizer", "_trackable"}
-    _sets_scale = (
-        "Restore a checkpoint, or make LossScaleOptimizer(inner_optimizer, initial_scale={value!r})"
-    )
     _backend = TensorFlowArrays()
     _state: Any
 
@@ -409,7 +405,6 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         return object.__getattribute__(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        check_settable(self, name, value)
         inner = self.__dict__.get("_optimizer")
         own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
         theirs = name in getattr(inner, "_hyper", ()) or hasattr(inner, name)

@@ -122,10 +122,6 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     _watcher: Any = None
     """The monitor that is notified of each decision."""
     _warned_at_floor = False
-    _sets_scale = (
-        "Set it in the state: state = optimizer.state_dict(); "
-        'state["param_groups"][0]["loss_scale"] = {value!r}; optimizer.load_state_dict(state)'
-    )
 
     @checks_keywords("LossScaleOptimizer")
     def __init__(

@@ -13,7 +13,7 @@ import torch
 
 from lossscale.arguments import checked_rule
 from lossscale.checks import SMALLEST_SCALE, checked_above_zero, checked_number
-from lossscale.common.checks import check_not_wrapped, check_settable
+from lossscale.common.checks import check_not_wrapped
 from lossscale.errors import (
     AlreadyWrappedError,
     ArgumentError,
@@ -148,7 +148,6 @@ class InnerSettings(Wrapper):
         inner = self.__dict__.get("_inner")
         own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
         # Schedulers replace `step`, a method, by one that counts its calls.
-        check_settable(self, name, value)
         if inner is None or own:
             object.__setattr__(self, name, value)
         elif hasattr(inner, name):

@@ -265,7 +265,7 @@ def test_clipping_that_is_set_later(inner):
 def test_what_cannot_be_set_later(name, value):
     _, optimizer = made()
     assert getattr(optimizer, name) == value
-    with pytest.raises(AttributeError, match=f"`{name}` is read-only. Make .*{name}='device'"):
+    with pytest.raises(AttributeError, match=f"'{name}'.*no setter"):
         setattr(optimizer, name, "device")
 
 
