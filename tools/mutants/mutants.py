@@ -165,10 +165,10 @@ tests/backends/test_handover.py
         -> False
     keras_common ScaleLedger._left_by_another: (None, self._last_at_apply) -> (None,)
 tests/backends/test_files.py
-    keras load_inner: restore_scale(optimizer, own) -> pass  -k keras_own_class
+    keras load_arrays: restore_scale(optimizer, own) -> pass  -k keras_own_class
     keras_common KerasCommonOptimizer: {'inner_optimizer', '_saved_inner', 'get_slot_names'}
         -> {'get_slot_names'}  -k plain_optimizer
-    keras load_inner: optimizer._iterations.follow() -> pass  -k plain_optimizer or own_class
+    keras load_arrays: optimizer._iterations.follow() -> pass  -k plain_optimizer or own_class
     keras set_weights: targets = all_variables -> targets = weights  -k set_weights
 tests/diagnosis/test_measurement.py tests/diagnosis/test_report.py
     diagnosis _beyond: error ** 2 - best ** 2 -> error ** 2

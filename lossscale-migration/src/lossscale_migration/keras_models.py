@@ -103,7 +103,7 @@ def _restore_keras_3(file: ModelFile, optimizer: Any, trained: list[Any]) -> Non
     if [tuple(array.shape) for array in arrays] == shapes:
         optimizer.set_weights(arrays)
     elif optimizer._can_load(len(arrays)):
-        optimizer._load_inner(list(arrays))
+        optimizer._load_arrays(list(arrays))
     else:
         raise OldFileError(
             f"{file.path}: contains {len(arrays)} arrays of the optimizer, which has "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lossscale import registry
 from lossscale.arguments import arguments_from_config, check_config, rule_from_arguments
 from lossscale.checks import checks_keywords
-from lossscale.errors import ArgumentTypeError
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.experimental.loss_scale import (
     DynamicLossScale,
     FixedLossScale,
@@ -38,6 +38,7 @@ _INSTEAD = {
     "dynamic": "loss_scale='dynamic', or a number for a fixed scale",
     "rule": "lossscale.LossScaleOptimizer(optimizer, rule={value!r}), which takes rules",
 }
+_ARGUMENTS_OF_RULES = {"dynamic", "initial_scale", "dynamic_growth_steps", "rule"}
 
 
 class LossScaleOptimizer(abc.ABC):  # noqa: B024 - for `register`
@@ -166,6 +167,8 @@ class LossScaleAsObject(_Wrapper):
             rules = cls._with_class_named(config.get("rule"), custom_objects)
             inner, arguments = arguments_from_config(config, rules)
             name = arguments.pop("name", None)
+            if unknown := arguments.keys() - _ARGUMENTS_OF_RULES:
+                raise ArgumentError(f"Unknown keys in the configuration: {sorted(unknown)}.")
             loss_scale = from_rule(rule_from_arguments(**arguments))
         inner = cls._inner_from_config(inner, custom_objects)
         return cls._made(inner, loss_scale=loss_scale, name=name)

@@ -116,10 +116,6 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self.inner_optimizer = inner_optimizer
         self._rule = rule
         self._ledger = ScaleLedger(not rule.is_dynamic)
-        # Values that were loaded before their variables exist, and those of loss scaling before.
-        self._pending_values: list[Any] | None = None
-        self._values_before_load: dict[str, Any] | None = None
-        self._last_load_refused = False
         # Not tracked: tracking would count these variables as the wrapper's own.
         self.__dict__["_added_slots"] = {}
         # Whether the checkpoint that is being restored may be that of a plain optimizer; None until
@@ -441,23 +437,16 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     save_own_variables = KerasCommonOptimizer._save_inner
 
-    def load_own_variables(self, store: Any) -> None:
-        """Reads the inner optimizer's variables from a file of any of these optimizers.
-
-        Args:
-            store: A place of a Keras file that was written by this class, by an optimizer
-                without loss scaling, or by Keras' own LossScaleOptimizer. Before `build` the
-                values wait for it, unless they come from before `build` too.
-        """
-        saving.load(self, store)
+    load_own_variables = KerasCommonOptimizer._load_inner
 
     _own_values = saving.own_values
     _set_own_values = saving.set_own_values
-    _set_loaded_values = saving.set_loaded_values
     _restore_scale = saving.restore_scale
     _can_load = saving.can_load
-    _load_inner = saving.load_inner
-    _set_inner_values = saving.load
+    _load_arrays = saving.load_arrays
+    _load_now = saving.load_now
+    _is_of_own_class = saving.is_of_own_class
+    _set_inner_values = KerasCommonOptimizer._load_inner
 
     # TensorFlow asks for the children of a node in a checkpoint, on its backend alone.
 

@@ -20,7 +20,7 @@ import numpy as np
 from lossscale.errors import ArgumentError
 from lossscale.keras.slots import numpy_of
 from lossscale.keras_common.optimizer import check_shapes
-from lossscale.keras_common.state import AttributesOfInner, ValueStore, numbered_in
+from lossscale.keras_common.state import AttributesOfInner, ValueStore
 from lossscale.old_formats import begins_as_keras_own, kind_of, nadam_product
 from lossscale.packages import warn
 
@@ -40,19 +40,18 @@ class LossScaleStore(ValueStore, keras.losses.Loss):
 # --- The inner optimizer's variables, by number ---------------------------------------------------
 
 
-def load(optimizer: Any, store: Any) -> None:
-    """Sets the inner optimizer's variables, or keeps the values until they exist."""
-    values = numbered_in(store)
-    if not values:
-        return
-    is_of_several = hasattr(optimizer.inner_optimizer, "optimizers")
-    is_of_keras_own = bool(_count_of_keras_own(values)) and not is_of_several
-    optimizer._set_place_of_inner(is_of_keras_own=is_of_keras_own)
-    if optimizer._values_before_load is None:
-        optimizer._values_before_load = own_values(optimizer)
-    optimizer._last_load_refused = False
-    optimizer._pending_values = values
-    if optimizer.built or len(values) == len(optimizer.inner_optimizer.variables):
+def is_of_own_class(optimizer: Any, store: Any, values: Sequence[Any]) -> bool:
+    """Whether a place in a file is that of an optimizer of Keras' own class."""
+    # Several optimizers in one begin alike.
+    return bool(_count_of_keras_own(values)) and not hasattr(
+        optimizer.inner_optimizer, "optimizers"
+    )
+
+
+def load_now(optimizer: Any) -> None:
+    """Sets the inner optimizer's variables from loaded values, if they exist."""
+    count = len(optimizer._pending_values)
+    if optimizer.built or count == len(optimizer.inner_optimizer.variables):
         load_pending(optimizer)
 
 
@@ -75,15 +74,15 @@ def load_pending(optimizer: Any, *, at_build: bool = False) -> None:
     # The first step of a tf.function may build the optimizer. Traced assignments would set these
     # values again on every step.
     with optimizer._backend.eager_scope():
-        optimizer._last_load_refused = True
+        optimizer._load_refused = True
         try:
-            optimizer._last_load_refused = not load_inner(optimizer, values)
+            optimizer._load_refused = not load_arrays(optimizer, values)
         except ArgumentError as error:
             if not at_build:
                 raise
             warn(f"The saved state of the optimizer is not used. {error}")
         finally:
-            if optimizer._last_load_refused:
+            if optimizer._load_refused:
                 # The counter too, which had the value of the file until `build`.
                 set_own_values(optimizer, before)
                 optimizer._iterations.assign(before["iteration"])
@@ -103,7 +102,7 @@ def _count_of_keras_own(values: Sequence[Any]) -> int:
     return len(_KERAS_OWN_VARIABLES) if begins_as_keras_own(list(first)) else 0
 
 
-def load_inner(optimizer: Any, values: Sequence[Any]) -> bool:
+def load_arrays(optimizer: Any, values: Sequence[Any]) -> bool:
     """Sets the inner optimizer's variables from the arrays of a file.
 
     Returns:
@@ -166,12 +165,6 @@ def _named(optimizer: Any) -> dict[str, Any]:
             )
             named[next(name for name in names if name not in named)] = variable
     return named
-
-
-def set_loaded_values(optimizer: Any, values: Mapping[str, Any]) -> None:
-    """Sets these from a file, unless the file's values of the inner optimizer were refused."""
-    if not optimizer._last_load_refused:
-        set_own_values(optimizer, values)
 
 
 def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:

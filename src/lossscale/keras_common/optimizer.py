@@ -12,7 +12,7 @@ import copy
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from lossscale.arguments import (
@@ -33,7 +33,12 @@ from lossscale.common.checks import (
 from lossscale.common.private_names import do_not_convert
 from lossscale.errors import ArgumentError, GradientsError, UnknownSlotError
 from lossscale.keras_common.scaled_gradients import ScaleLedger
-from lossscale.keras_common.state import ScaleVariables, VariablesOfUser, parts_of
+from lossscale.keras_common.state import (
+    ScaleVariables,
+    VariablesOfUser,
+    numbered_in,
+    parts_of,
+)
 from lossscale.keras_common.step import (
     OverflowCheck,
     Step,
@@ -70,6 +75,9 @@ _OTHER_OWN_NAMES = {
     "_inner_parts",
     "_saved_inner",
     "_place_of_inner",
+    "_pending_values",
+    "_values_before_load",
+    "_load_refused",
     "loss_scale_state",
     "_warned_at_floor",
 }
@@ -94,7 +102,9 @@ class KerasCommonOptimizer(DocumentedMembers):
     - `_build_alike(other)` builds a copy for the same variables, which an optimizer knows by
       identity.
     - `_inner_values()`: the inner optimizer's variables as arrays; `_set_inner_values(values)`
-      keeps them until the variables exist. `_own_values()`, `_set_own_values(values)`: those of
+      keeps them until the variables exist; `_load_now()` sets `_pending_values` if they exist;
+      `_is_of_own_class(store, values)`: whether a place in a file is that of an optimizer of the
+      framework's own class. `_own_values()`, `_set_own_values(values)`: those of
       the loss scale and the counters, by name.
     - For `LossScale` objects of the older API, which may be used without an optimizer: `_arrays()`,
       what others have as `_backend`; `_new_variable(name, dtype, value)`, `_new_state(rule)`,
@@ -132,8 +142,11 @@ class KerasCommonOptimizer(DocumentedMembers):
     _own_names: set[str]
     # By the name of the slot and the key of its variable.
     _added_slots: dict[tuple[str, Any], Any]
-    # Values of the inner optimizer's variables that were loaded before these exist.
-    _pending_values: list[Any] | None
+    # Values of the inner optimizer's variables that were loaded before these exist, those of loss
+    # scaling before that, and whether the last ones did not fit.
+    _pending_values: list[Any] | None = None
+    _values_before_load: dict[str, Any] | None = None
+    _load_refused = False
 
     # Where its attributes are in the file that is written or read.
     _place_of_inner = _SAME_PLACE
@@ -446,7 +459,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     def _save_inner(self, store: Any) -> None:
         """Writes the inner optimizer's variables as an optimizer without loss scaling does."""
-        self._set_place_of_inner(is_of_keras_own=False)
+        self.__dict__["_place_of_inner"] = _SAME_PLACE
         if self._pending_values is None:
             self.inner_optimizer.save_own_variables(store)
             return
@@ -454,9 +467,28 @@ class KerasCommonOptimizer(DocumentedMembers):
         for number, value in enumerate(self._pending_values):
             store[str(number)] = value
 
-    def _set_place_of_inner(self, *, is_of_keras_own: bool) -> None:
-        place = _PLACE_OF_OWN_CLASS if is_of_keras_own else _SAME_PLACE
-        self.__dict__["_place_of_inner"] = place
+    def _load_inner(self, store: Any) -> None:
+        """Reads the inner optimizer's variables from a file of any of these optimizers.
+
+        Args:
+            store: A place of a file that was written by this class, by the framework's own, or by
+                an optimizer without loss scaling; or a copy's arrays. Values wait for variables
+                that `build` makes.
+        """
+        values = numbered_in(store)
+        if not values:
+            return
+        is_of_own_class = self._is_of_own_class(store, values)
+        # Past attribute tracking: a checkpoint holds no arrays.
+        own, before = vars(self), self._values_before_load
+        own["_place_of_inner"] = _PLACE_OF_OWN_CLASS if is_of_own_class else _SAME_PLACE
+        own["_values_before_load"] = self._own_values() if before is None else before
+        own["_pending_values"], own["_load_refused"] = values, False
+        self._load_now()
+
+    def _set_loaded_values(self, values: Mapping[str, Any]) -> None:
+        if not self._load_refused:
+            self._set_own_values(values)
 
     # --- Copies: recreated from configurations and arrays ------------------------------------
 

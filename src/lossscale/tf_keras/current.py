@@ -12,7 +12,6 @@ import tf_keras
 
 from lossscale.errors import ArgumentError
 from lossscale.keras_common.optimizer import Slots, slots_in
-from lossscale.keras_common.state import numbered_in
 from lossscale.old_formats import documented_name, kind_of
 from lossscale.tensorflow.tracing import in_xla, translated
 from lossscale.tf_keras.optimizer import CalledAsWritten, TFKerasCommonOptimizer, dtype_of
@@ -31,7 +30,6 @@ class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=Cal
     _inner_base = tf_keras.optimizers.Optimizer
     _is_legacy = False
     _are_summed = ("skip_gradients_aggregation", True)
-    _load_refused = False
 
     def _build(self, variables: list[Any], has_gradient: Sequence[bool] = ()) -> None:
         if self._pending_groups:
@@ -94,32 +92,17 @@ class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=Cal
         # Kept: tf_keras skips an object with the id of one that it has visited.
         return LossScaleStore(self._own_values, self._set_loaded_values)
 
-    def _set_loaded_values(self, values: Mapping[str, Any]) -> None:
-        if not self._load_refused:
-            self._set_own_values(values)
-
     save_own_variables = TFKerasCommonOptimizer._save_inner
+    load_own_variables = TFKerasCommonOptimizer._load_inner
 
-    def load_own_variables(self, store: Any) -> None:
-        """Reads the inner optimizer's variables.
+    def _load_now(self) -> None:
+        self._load_pending()
+        # It is built once, so that they will not fit later.
+        self._load_refused = bool(self._built_groups) and self._pending_values is not None
+        if self._load_refused:
+            drop_pending(self)
 
-        Args:
-            store: A place of a file that was written by this class, by tf_keras' own, or by an
-                optimizer without loss scaling. Before `build` the values wait for it.
-        """
-        values = numbered_in(store)
-        if values:
-            self._set_place_of_inner(is_of_keras_own=self._is_of_own_class(store))
-            if self._values_before_load is None:
-                self._values_before_load = self._own_values()
-            self._pending_values = values
-            self._load_pending()
-            # It is built once, so that they will not fit later.
-            self._load_refused = bool(self._built_groups) and self._pending_values is not None
-            if self._load_refused:
-                drop_pending(self)
-
-    def _is_of_own_class(self, store: Any) -> bool:
+    def _is_of_own_class(self, store: Any, values: Sequence[Any]) -> bool:
         """Whether a place in a file is that of an optimizer of tf_keras' own class."""
         # It has no values of loss scaling, and its inner optimizer's variables twice.
         place: Any = getattr(store, "parent", {})

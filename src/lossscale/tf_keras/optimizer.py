@@ -111,12 +111,9 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         self._given_name = name
         self._rule = rule
         self._ledger = ScaleLedger(not rule.is_dynamic)
-        # What was loaded before the variables exist that it belongs to: the inner optimizer's
-        # weights, and by name what it does not list. A checkpoint holds no arrays.
-        self._pending_values: list[Any] | None = None
+        # What was loaded before the variables exist that it belongs to, by name: what the inner
+        # optimizer does not list. A checkpoint holds no arrays.
         self.__dict__["_pending_named"] = {}
-        # The values of loss scaling before that.
-        self._values_before_load: dict[str, Any] | None = None
         # The key and the shape of each variable that the original of a copy was built with.
         self.__dict__["_pending_groups"] = []
         self._warned_of_none = False

@@ -272,20 +272,6 @@ def test_a_nan_on_one_replica_skips_the_step_on_all(two_replicas, optimizers, ag
         assert float(optimizer.loss_scale) == 8.0 / 2**skipped
 
 
-def test_counters_are_numbers_on_replicas(two_replicas, optimizers):
-    with two_replicas.scope():
-        variable = tf.Variable(1.0)
-        optimizer = wrapped(optimizers.SGD(1.0))
-    two_replicas.run(lambda: optimizer.minimize(lambda: variable**2, [variable]))
-    counter = optimizer.dynamic_counter
-    assert isinstance(counter, tf.Variable)
-    assert (int(counter), float(counter), bool(counter)) == (1, 1.0, True)
-    assert (int(optimizer.iterations), int(optimizer.steps_skipped)) == (1, 0)
-    assert repr(optimizer).endswith("loss scale 8, 0 of 1 steps skipped>")
-    counter.assign(0)
-    assert not counter
-
-
 def test_gradients_are_not_applied_outside_of_the_replicas(two_replicas, optimizers):
     optimizer, variable = wrapped(optimizers.SGD(1.0)), tf.Variable(1.0)
     with two_replicas.scope(), pytest.raises(ValueError, match="replica context"):
