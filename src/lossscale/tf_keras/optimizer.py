@@ -404,12 +404,11 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         inner = self.__dict__.get("_optimizer")
         own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
-        theirs = name in getattr(inner, "_hyper", ()) or hasattr(inner, name)
-        if inner is None or own or not theirs:
+        if inner is not None and not own and _has_setting(inner, name):
+            setattr(inner, name, value)
+        else:
             # Past attribute tracking: what belongs into a checkpoint is named explicitly.
             object.__setattr__(self, name, value)
-        else:
-            setattr(inner, name, value)
 
     # --- Files, copies and configurations; see `saving` and `arguments` --------------------------
 
@@ -476,6 +475,10 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     def _unlisted_variables(self) -> dict[str, Any]:
         """Returns variables that the inner optimizer does not list, by their names in saving."""
         return {}
+
+
+def _has_setting(inner: Any, name: str) -> bool:
+    return name in getattr(inner, "_hyper", ()) or hasattr(inner, name)
 
 
 def dtype_of(variable: Any) -> Any:
