@@ -163,6 +163,12 @@ def value_and_grad(
         raise ArgumentTypeError(
             f"`fun` must be the loss function. Received: a {type(fun).__name__}. {_CALL}"
         )
+    if "axis_name" in options:
+        raise ArgumentTypeError(
+            "`value_and_grad` has no `axis_name`. Average its gradients before `update`: "
+            f"jax.lax.pmean(grads, {options['axis_name']!r}). If each device has its own "
+            "parameters, pass axis_name= to `loss_scaled`."
+        )
     # Equinox has no `argnums`; it differentiates the first argument.
     chosen = {} if argnums == 0 else {"argnums": argnums}
 

@@ -63,6 +63,11 @@ MISTAKES = {
         ArgumentError,
         r"scales of shape \(3,\).*inside the vmap or pmap",
     ),
+    "axis_name": (
+        lambda: derived(axis_name="batch"),
+        ArgumentTypeError,
+        r"jax\.lax\.pmean\(grads, 'batch'\)",
+    ),
     # These JAX, Optax or Python refuse.
     "at_once": (lambda: value_and_grad(loss_fn, STATE)(PARAMS), TypeError, None),
     "with_the_loss": (
