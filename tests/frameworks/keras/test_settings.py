@@ -104,9 +104,9 @@ def test_setting_a_learning_rate_over_a_schedule_is_the_error_of_the_plain_optim
 def test_loss_scale_factor_is_none_and_cannot_be_set():
     optimizer = wrapped()
     assert optimizer.loss_scale_factor is None
-    with pytest.raises(TypeError, match="always None"):
+    with pytest.raises(TypeError, match="loss_scale_factor=None"):
         optimizer.loss_scale_factor = None
-    with pytest.raises(ValueError, match=r"initial_scale=64"):
+    with pytest.raises(ValueError, match="loss_scale_factor=64"):
         optimizer.loss_scale_factor = 64
     assert optimizer.inner_optimizer.loss_scale_factor is None
 
@@ -242,7 +242,9 @@ def test_the_inner_optimizer_can_be_wrapped_again_once_its_wrapper_is_gone():
 
 def test_keras_own_class_around_ours_is_refused_and_ours_works_on():
     optimizer, targets = wrapped(), variables([1.0])
-    with pytest.raises(TypeError, match="Use this LossScaleOptimizer without Keras' class"):
+    with pytest.raises(
+        TypeError, match="second time, as Keras' LossScaleOptimizer around this one"
+    ):
         keras.optimizers.LossScaleOptimizer(optimizer)
     step_by_scale_loss(optimizer, targets, [np.array([0.5])])
     assert targets[0].numpy()[0] == 0.5
@@ -294,7 +296,7 @@ def test_a_scale_that_was_set_from_outside_to_nonsense_comes_back(nonsense):
 def test_a_variable_is_not_replaced_by_a_number(name):
     optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
     variable = getattr(optimizer, name)
-    with pytest.raises(AttributeError, match=rf"{name}\.assign\(8\)"):
+    with pytest.raises(AttributeError, match=rf"`{name}` cannot be replaced.*assign\(\)"):
         setattr(optimizer, name, 8)
     assert getattr(optimizer, name) is variable
     variable.assign(8)
