@@ -171,15 +171,16 @@ tests/backends/test_files.py
     keras set_weights: targets = all_variables -> targets = weights  -k set_weights
 tests/diagnosis/test_measurement.py tests/diagnosis/test_report.py
     diagnosis _beyond: error ** 2 - best ** 2 -> error ** 2
-    diagnosis _Batch.measured: g.largest > least -> False
+    diagnosis _Batches.measured: g.largest > least -> False
     diagnosis _predicted_highest: LARGEST / largest -> largest
-    diagnosis _Batch._highest_finite: high - low > 1 -> high - low > 2
-    diagnosis _Batch._backward: max(predicted, second) -> _HIGHEST
+    diagnosis _Batches._highest_finite: high - low > 1 -> high - low > 2
+    diagnosis _Batches._backward: max(predicted, second) -> _HIGHEST
     diagnosis _differing: error > _SAME -> False
-    diagnosis _Batch._correct_reference: lower[name] <= self._tolerance -> True
-    diagnosis _Batch._worst: filter(math.isfinite, beyond) -> beyond
-    diagnosis _Batch._worst: best[name] < NOISE -> True
-    diagnosis _is_finite: math.isfinite(found.loss) -> True
+    diagnosis _Batches._correct_reference: lower[name] <= self._tolerance -> True
+    diagnosis _Batches._worst: filter(math.isfinite, beyond) -> beyond
+    diagnosis _Batches._worst: best[name] < NOISE -> True
+    diagnosis _is_finite: (found.losses, *found.gradients.values())
+        -> found.gradients.values()
     diagnosis recommend: highest - 1 -> highest + 1
     diagnosis recommend: highest >= MARGIN -> True
     diagnosis recommend: min((lowest + highest) // 2, first) -> (lowest + highest) // 2

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import math
 import textwrap
 import time
@@ -232,12 +231,6 @@ class Report:
             ". It holds for this batch size and these weights",
         )
 
-    def to_json(self) -> str:
-        """Returns the report as strict JSON, with the numbers of each gradient."""
-        described = {**dataclasses.asdict(self), **recommend(self.measurement)._asdict()}
-        described["rule"] = None if self.rule is None else dataclasses.asdict(self.rule)
-        return json.dumps(_plain(described), allow_nan=False)
-
 
 _TITLES = {
     Verdict.CANNOT_HELP: "loss scaling cannot help",
@@ -295,12 +288,3 @@ def _wrapped(text: str, indent: int) -> str:
     return textwrap.fill(
         text, _WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False, expand_tabs=False
     )
-
-
-def _plain(value: Any) -> Any:
-    """The same value as JSON can hold it: a number that is not finite becomes a text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
