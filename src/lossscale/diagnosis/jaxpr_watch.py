@@ -1,7 +1,7 @@
 """Evaluates a jaxpr, and finds the first equation whose result is not finite.
 
-Forward and backward pass are one list of equations. What they call, also in loops and branches, is
-evaluated equation by equation.
+Forward and backward pass are one list of equations. What they call, also in loops of unknown length
+and in branches, is evaluated equation by equation.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class JaxprWatch:
         names: Sequence[tuple[str, bool]],
         plain: Callable[[str], str] = str,
     ) -> None:
-        self.closed = jax.make_jaxpr(compute)(arrays, 1.0)
+        # Without compiled functions, the steps of a scan are equations of their own.
+        with jax.disable_jit():
+            self.closed = jax.make_jaxpr(compute)(arrays, 1.0)
         self._arrays, self._names, self._plain = jax.tree.leaves(arrays), names, plain
 
     def __call__(self, scale: float) -> Watched:
@@ -151,30 +153,6 @@ def _branch(equation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
     return evaluate(chosen, given[1:], taken[1:])
 
 
-def _scan(equation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
-    params = equation.params
-    constants, carries, length = params["num_consts"], params["num_carry"], params["length"]
-    first = constants + carries
-    carry, origins = given[constants:first], taken[constants:first]
-    rows: list[Any] = [None] * length
-    found: list[Any] = [None] * (len(equation.outvars) - carries)
-    for step in reversed(range(length)) if params["reverse"] else range(length):
-        row = [each[step] for each in given[first:]]
-        of_row = [o if any(flags_of(r)) else None for o, r in zip(taken[first:], row, strict=True)]
-        made, after = evaluate(
-            params["jaxpr"],
-            [*given[:constants], *carry, *row],
-            [*taken[:constants], *origins, *of_row],
-        )
-        carry, origins, rows[step] = made[:carries], after[:carries], made[carries:]
-        found = [a or b for a, b in zip(found, after[carries:], strict=True)]
-    stacked = [
-        jnp.stack([row[n] for row in rows]) if rows else jnp.zeros(v.aval.shape, v.aval.dtype)
-        for n, v in enumerate(equation.outvars[carries:])
-    ]
-    return [*carry, *stacked], [*origins, *found]
-
-
 def _while(equation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
     params = equation.params
     tests, constants = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
@@ -188,7 +166,7 @@ def _while(equation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
     return carry, origins
 
 
-_INNER: dict[str, Callable[..., Any]] = {"cond": _branch, "scan": _scan, "while": _while}
+_INNER: dict[str, Callable[..., Any]] = {"cond": _branch, "while": _while}
 
 
 # --- Names --------------------------------------------------------------------------------------

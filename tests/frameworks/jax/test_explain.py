@@ -104,7 +104,7 @@ def test_a_mask_beyond_float16_is_told_from_one_that_is_infinite():
 
     params = {"w": jnp.ones(3)}
     for mask, cause, words in (
-        (-1e9, Cause.FORWARD_OVERFLOW, "reaches 1e+09"),
+        (-1e9, Cause.FORWARD_OVERFLOW, "sets is above the largest float16 number"),
         (-jnp.inf, Cause.SINGULAR, "masked as a whole"),
     ):
         found = explain(lambda p, b, d, mask=mask: loss_fn(mask, p, b, d), params, X)
