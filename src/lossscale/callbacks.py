@@ -46,7 +46,6 @@ class LossScaleMonitor:
             after it is written. Its exceptions leave `fit`.
         on_floor: Action when a step is skipped at `min_scale`: "warn", "raise" to end training, or
             "ignore".
-        max_consecutive_skips: Number of skips in a row that ends training. None for no limit.
         append: Whether to continue the file `path` if it exists, as a resumed run does.
         framework: "keras" or "tf_keras". None takes tf_keras if `TF_USE_LEGACY_KERAS` is set or
             only tf_keras is imported, otherwise Keras 3.
@@ -99,7 +98,6 @@ class LossScaleMonitor:
         every: int = 1,
         log: Callable[[dict[str, Any]], object] | None = None,
         on_floor: Literal["warn", "raise", "ignore"] = "warn",
-        max_consecutive_skips: int | None = None,
         append: bool = False,
         framework: Literal["keras", "tf_keras"] | None = None,
     ) -> None:
@@ -107,7 +105,7 @@ class LossScaleMonitor:
         # tf_keras then leaves `logs` on the device, where nothing waits for them. Its constructor
         # sets the attribute too.
         self._supports_tf_logs = True
-        self._settings = MonitorSettings(path, every, log, on_floor, max_consecutive_skips, append)
+        self._settings = MonitorSettings(path, every, log, on_floor, append)
 
     # `help()` shows the signature of `__new__`.
     __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]

@@ -228,11 +228,11 @@ def test_what_log_raises_ends_training_with_the_record_in_the_file(front, tmp_pa
 
 def test_an_alarm_ends_training_with_the_record_in_the_file_and_logged(front, tmp_path):
     path, logged = tmp_path / "run.jsonl", []
-    with pytest.raises(TrainingHaltedError, match="2 steps in a row"):
-        front.run(OVERFLOWS, path, log=logged.append, max_consecutive_skips=2)
-    assert [record["step"] for record in logged] == [1, 2, 3]
-    assert [record.step for record in read_records(path)] == [1, 2, 3]
-    assert front.made == 3
+    with pytest.raises(TrainingHaltedError, match="at the minimum loss scale"):
+        front.run(OVERFLOWS, path, log=logged.append, on_floor="raise")
+    assert [record["step"] for record in logged] == [1, 2, 3, 4]
+    assert [record.step for record in read_records(path)] == [1, 2, 3, 4]
+    assert front.made == 4
 
 
 @pytest.mark.parametrize("kind", ["int", "folder", "no folder", "exists"])

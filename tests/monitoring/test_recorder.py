@@ -233,22 +233,3 @@ def test_a_loss_that_is_not_finite_is_said_once():
     with pytest.warns(LossScaleWarning, match="The loss of step 2 is nan"):
         recorder.observe(applied(2, loss=math.nan))
     recorder.observe(applied(3, loss=math.nan))
-
-
-@pytest.mark.parametrize("between", [(), (2,)], ids=["each step", "sampled"])
-def test_many_skips_in_a_row_end_training(between):
-    """Whether steps between two samples were skipped is known by the count of skips."""
-    recorder = opened(max_consecutive_skips=3)
-    recorder.observe(skipped(1, count=1))
-    recorder.observe(applied(2)._replace(steps_skipped=1))
-    for step in (step for step in (3, 4) if step - 1 not in between):
-        recorder.observe(skipped(step, count=step - 1))
-    # Step 3, 4 and 5 were skipped; but for a sample that has missed it, step 3 is known of.
-    with pytest.raises(TrainingHaltedError, match="The last 3 steps in a row were skipped"):
-        recorder.observe(skipped(5, count=4))
-    recorder = opened(max_consecutive_skips=3)
-    recorder.observe(skipped(1, count=1))
-    # One of the steps 2 to 4 was applied.
-    recorder.observe(skipped(4, count=3))
-    recorder.observe(skipped(5, count=4))
-    assert recorder.last_record.step == 5

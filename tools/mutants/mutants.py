@@ -358,7 +358,6 @@ tests/monitoring/test_recorder.py
     monitoring on tensorflow _cut_off_half_a_line: file.truncate(end) -> pass  -k beginning
     monitoring on tensorflow read_records: break -> pass  -k beginning
     monitoring on tensorflow Recorder._write: self._file.flush() -> pass  -k at_once
-    monitoring on tensorflow Recorder._count_skips_in_a_row: all_skipped -> True  -k in_a_row
     monitoring on tensorflow is_lowest: 1 + 2.0 ** -20 -> 1.0  -k rounds
 lossscale-migration/tests/test_models.py
     migration _described_optimizer: begins_as_keras_own(arrays) -> False  -k arrives and SGD

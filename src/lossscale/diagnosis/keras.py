@@ -452,18 +452,13 @@ def _lines_to_write(model: Any) -> str:
     """The message with the function that a model with its own `train_step` needs."""
     owner = type(model).__name__
     known = bool(getattr(model, "loss", None))
-    loss = "model.compute_loss(x, y, y_pred, sample_weight)" if known else "..."
+    loss = "model.compute_loss(x, y, model(x, training=True), sample_weight)" if known else "..."
     return (
-        f"{owner} has a train_step of its own, so its loss is not known. Write the unscaled "
-        f"loss of {owner}.train_step as a function, and pass it:\n\n"
+        f"{owner} has a train_step of its own, so its loss is not known. Pass loss_fn=, a function "
+        f"that returns the unscaled loss of {owner}.train_step:\n\n"
         "    def loss_fn(model, batch):\n"
         "        x, y, sample_weight = batch\n"
-        "        y_pred = model(x, training=True)\n"
-        f"        loss = {loss}\n"
-        "        return loss\n\n"
-        "    diagnose(model, ..., loss_fn=loss_fn)\n\n"
-        "If several optimizers train, diagnose their losses one by one, each with "
-        "parameters=[...], the variables that the loss trains."
+        f"        return {loss}\n"
     )
 
 
@@ -522,26 +517,19 @@ def batches_of(x: Any, y: Any, sample_weight: Any, batch_size: int) -> Iterable[
 
 def _picked(data: Batch, batch_size: int) -> Iterator[Batch]:
     data = _mapped(np.atleast_1d, data)
-    lengths = {
-        name: sorted({len(leaf) for leaf in keras.tree.flatten(part) if leaf is not None})
-        for name, part in data._asdict().items()
-        if part is not None
-    }
-    found = {length for each in lengths.values() for length in each}
-    if len(found) != 1 or not lengths["x"] or 0 in found:
-        described = ", ".join(f"{name}: {each or 'nothing'}" for name, each in lengths.items())
+    lengths = {len(leaf) for leaf in keras.tree.flatten(data) if leaf is not None}
+    if len(lengths) != 1 or lengths == {0}:
         raise ArgumentError(
             "`x`, `y` and `sample_weight` must have the same number of rows, at least one. "
-            f"Received: rows {described}."
+            f"Received: {sorted(lengths)} rows."
         )
-    order = np.random.default_rng(0).permutation(found.pop())
+    order = np.random.default_rng(0).permutation(lengths.pop())
     for start in range(0, max(len(order) - batch_size, 0) + 1, batch_size):
-        rows = order[start : start + batch_size]
-        yield _mapped(functools.partial(_rows_of, rows), data)
+        yield _rows_of(data, order[start : start + batch_size])
 
 
-def _rows_of(rows: Any, array: Any) -> Any:
-    return _narrowed(array[rows])
+def _rows_of(data: Batch, rows: Any) -> Batch:
+    return _mapped(lambda array: _narrowed(array[rows]), data)
 
 
 def one_batch(*batch: Any) -> Batch:

@@ -14,7 +14,6 @@ import dataclasses
 import enum
 import math
 import textwrap
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -147,13 +146,11 @@ class Report:
         model: The name of what was diagnosed.
         setting: The framework, device and format.
         measurement: The measurement.
-        seconds: The duration of the measurement.
     """
 
     model: str
     setting: str
     measurement: Measurement
-    seconds: float = dataclasses.field(default=0.0, compare=False)
 
     @property
     def verdict(self) -> Verdict:
@@ -227,8 +224,8 @@ class Report:
             )
         yield (
             "measured",
-            f"{found.batches} batches, {found.passes} passes, {self.seconds:.1f} s; {self.setting}"
-            ". It holds for this batch size and these weights",
+            f"{found.batches} batches, {found.passes} passes; {self.setting}. It holds for this "
+            "batch size and these weights",
         )
 
 
@@ -252,9 +249,7 @@ def make_report(
         setting: The framework, device and format, such as "PyTorch, cpu, autocast to float16".
         **options: `max_batches` and `tolerance`, as for `measure`.
     """
-    started = time.perf_counter()
-    measurement = measure(run, batches, **options)
-    return Report(model, setting, measurement, time.perf_counter() - started)
+    return Report(model, setting, measure(run, batches, **options))
 
 
 def line_to_copy(rule: DynamicScale) -> str:

@@ -27,7 +27,6 @@ class MonitorSettings:
     every: int = 1
     log: Callable[[dict[str, Any]], object] | None = None
     on_floor: str = "warn"
-    max_consecutive_skips: int | None = None
     append: bool = False
 
     def __post_init__(self) -> None:
@@ -43,8 +42,6 @@ class MonitorSettings:
                 f"`on_floor` must be one of {', '.join(map(repr, _ON_FLOOR))}. "
                 f"Received: on_floor={self.on_floor!r}."
             )
-        if self.max_consecutive_skips is not None:
-            checked_count("max_consecutive_skips", self.max_consecutive_skips)
         checked_truth("append", self.append, ArgumentTypeError)
 
     def samples(self, before: int, step: int) -> bool:
@@ -53,20 +50,11 @@ class MonitorSettings:
 
 
 def _check_path(path: Any) -> None:
-    if path is None:
-        return
     # open() accepts an int, and would write to that file descriptor.
-    if not isinstance(path, (str, os.PathLike)):
+    if path is not None and not isinstance(path, (str, os.PathLike)):
         raise ArgumentTypeError(
             f"`path` must be the name of a file. Received: path={path!r} of type "
             f"{type(path).__name__}."
-        )
-    if not os.fspath(path):
-        raise ArgumentError("`path` must not be empty. Pass None to write no file.")
-    if os.path.isdir(path):
-        raise ArgumentError(
-            f"`path` must be the name of a file. Received: path={os.fspath(path)!r}, which is a "
-            "folder."
         )
 
 
@@ -127,7 +115,6 @@ class Recorder:
         self._file: BinaryIO | None = None
         self._writes = False
         self._append = settings.append
-        self._consecutive = 0
         self._warned_of_floor = self._warned_of_loss = False
 
     def open(self) -> None:
@@ -195,7 +182,6 @@ class Recorder:
             steps_skipped=stats.steps_skipped,
             explanation=explanation,
         )
-        self._count_skips_in_a_row(record)
         self.last_record = record
         self._write(record)
         if self.settings.log is not None:
@@ -227,24 +213,7 @@ class Recorder:
 
     # --- The alarms ---------------------------------------------------------------------------
 
-    def _count_skips_in_a_row(self, record: StepRecord) -> None:
-        last = self.last_record
-        if not record.skipped:
-            self._consecutive = 0
-        elif last is None or last.steps_skipped is None or record.steps_skipped is None:
-            self._consecutive = 1
-        else:
-            steps = record.step - last.step
-            all_skipped = record.steps_skipped - last.steps_skipped == steps
-            self._consecutive = self._consecutive + steps if all_skipped else 1
-
     def _raise_alarms(self, record: StepRecord) -> None:
-        most = self.settings.max_consecutive_skips
-        if most is not None and self._consecutive >= most:
-            self._halt(
-                f"The last {self._consecutive} steps in a row were skipped, up to step "
-                f"{record.step} (max_consecutive_skips={most}). {_evidence(record)}"
-            )
         if record.loss is not None and not math.isfinite(record.loss):
             found = record.explanation
             # Otherwise the monitor has said more.

@@ -60,7 +60,6 @@ class Monitor(LoopMonitor):
             after it is written. Its exceptions leave `step` and `close`.
         on_floor: Action when a step is skipped at `min_scale`: "warn", "raise" to end training, or
             "ignore".
-        max_consecutive_skips: Number of skips in a row that ends training. None for no limit.
         append: Whether to continue the file `path` if it exists, as a resumed run does.
         steps_before: Number of steps before this run. A state of `track_overflows` has it.
 
@@ -93,11 +92,10 @@ class Monitor(LoopMonitor):
         every: int = 1,
         log: Callable[[dict[str, Any]], object] | None = None,
         on_floor: Literal["warn", "raise", "ignore"] = "warn",
-        max_consecutive_skips: int | None = None,
         append: bool = False,
         steps_before: int = 0,
     ) -> None:
-        settings = MonitorSettings(path, every, log, on_floor, max_consecutive_skips, append)
+        settings = MonitorSettings(path, every, log, on_floor, append)
         owner = getattr(getattr(tx, "update", None), "__self__", tx)
         rule = tx if isinstance(tx, ScaleRule) else getattr(owner, "rule", None)
         if not isinstance(rule, ScaleRule):
