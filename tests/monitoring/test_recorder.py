@@ -74,7 +74,6 @@ def test_any_beginning_of_a_file_reads_to_the_records_of_its_whole_lines(records
         # A resumed run continues behind the last whole line.
         recorder = opened(path, append=True)
         recorder.observe(applied(10**9 + 1))
-        recorder.close()
         assert read_records(path) == [*whole, recorder.last_record]
 
 
@@ -152,7 +151,6 @@ def test_a_record_is_in_the_file_at_once_and_a_repeated_step_replaces_the_first(
         assert len(path.read_text().splitlines()) == number
     # Back to a checkpoint of the first step.
     recorder.observe(applied(2, scale=4.0))
-    recorder.close()
     assert [(record.step, record.scale) for record in read_records(path)] == [(1, 8.0), (2, 4.0)]
 
 
@@ -174,7 +172,6 @@ def test_a_full_disk_is_one_warning_and_training_continues():
     with pytest.warns(LossScaleWarning, match=r"No space.*from step 1 on are lost"):
         recorder.observe(applied(1))
     recorder.observe(applied(2))
-    recorder.close()
     assert [record["step"] for record in logged] == [1, 2]
 
 
@@ -190,7 +187,6 @@ def test_a_loop_that_catches_what_log_raises_continues_the_file(tmp_path):
     with pytest.raises(RuntimeError, match="no network"):
         recorder.observe(applied(2))
     recorder.observe(applied(3))
-    recorder.close()
     assert [record.step for record in read_records(path)] == [1, 2, 3]
 
 

@@ -357,7 +357,6 @@ lossscale-migration/tests/test_untrusted_files.py
 tests/monitoring/test_recorder.py
     monitoring on tensorflow _cut_off_half_a_line: file.truncate(end) -> pass  -k beginning
     monitoring on tensorflow read_records: break -> pass  -k beginning
-    monitoring on tensorflow Recorder._write: self._file.flush() -> pass  -k at_once
     monitoring on tensorflow is_lowest: 1 + 2.0 ** -20 -> 1.0  -k rounds
 lossscale-migration/tests/test_models.py
     migration _described_optimizer: begins_as_keras_own(arrays) -> False  -k arrives and SGD

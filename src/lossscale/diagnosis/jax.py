@@ -80,7 +80,7 @@ def diagnose(
         >>> report.verdict.value, report.rule.initial_scale > 1
         ('needed', True)
     """
-    run = JaxGradientFunction(params, _checked(loss_fn), _checked_paths(parameters))
+    run = JaxGradientFunction(params, _checked(loss_fn), parameters)
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     return make_report(
         run,
@@ -101,14 +101,6 @@ def _checked(loss_fn: Any) -> Any:
             f"float32. Received: {loss_fn!r}."
         ) from None
     return loss_fn
-
-
-def _checked_paths(parameters: Any) -> Any:
-    if isinstance(parameters, str):
-        raise ArgumentTypeError(
-            f"`parameters` must be a list. Received: {parameters!r}; write [{parameters!r}]."
-        )
-    return parameters
 
 
 class JaxGradientFunction:
@@ -235,7 +227,7 @@ def explain(
         >>> "the epsilon 1e-08 is 0 in float16" in found.text
         True
     """
-    run = JaxGradientFunction(params, _checked(loss_fn), _checked_paths(parameters))
+    run = JaxGradientFunction(params, _checked(loss_fn), parameters)
     return run.explain(batch, checked_above_zero("scale", scale))
 
 

@@ -14,7 +14,6 @@ import inspect
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -58,7 +57,10 @@ class KerasGradientFunction:
         self._trained = [each for each in model.trainable_variables if id(each) in owned]
         trained = set(map(id, self._trained))
         self._variables = [*self._trained, *(v for v in model.variables if id(v) not in trained)]
-        self._names = _numbered(self._inside(each.path) for each in self._trained)
+        self._names: list[str] = []
+        for name in (self._inside(each.path) for each in self._trained):
+            taken = name in self._names
+            self._names.append(f"{name}, {len(self._names)}" if taken else name)
         self._casts = _cast_to_float16(model)
         how = "mixed_float16" if self._casts else "its own float16"
         self.setting = f"Keras on {keras.backend.backend()}, {how}"
@@ -460,13 +462,6 @@ def _lines_to_write(model: Any) -> str:
         "        x, y, sample_weight = batch\n"
         f"        return {loss}\n"
     )
-
-
-def _numbered(names: Iterable[str]) -> list[str]:
-    """Names, of which a repeated one has its number."""
-    counts: Counter[str] = Counter()
-    counted = [(name, counts.update([name]) or counts[name]) for name in names]
-    return [name if count == 1 else f"{name}, {count}" for name, count in counted]
 
 
 def _dtype(tensor: Any) -> str:

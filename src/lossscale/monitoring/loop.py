@@ -45,17 +45,13 @@ class LoopMonitor:
         return self._recorder.last_record
 
     def close(self) -> None:
-        """Records the last step if it was not sampled, and closes the file.
+        """Records the last step if it was not sampled.
 
         Closing it again does nothing; `step` is an error afterwards.
         """
-        try:
-            if self._unread is not None:
-                self._sample(*self._unread)
-        finally:
-            self._unread = None
-            self._is_closed = True
-            self._recorder.close()
+        self._is_closed, unread = True, self._unread
+        if unread is not None:
+            self._sample(*unread)
 
     def __enter__(self) -> Self:
         return self

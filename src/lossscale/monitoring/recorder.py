@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
 from collections.abc import Callable
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from lossscale.checks import checked_count, checked_truth
 from lossscale.errors import ArgumentError, ArgumentTypeError, TrainingHaltedError
@@ -112,26 +111,24 @@ class Recorder:
         self.settings = settings
         self.last_record: StepRecord | None = None
         self._rule = rule
-        self._file: BinaryIO | None = None
         self._writes = False
         self._append = settings.append
         self._warned_of_floor = self._warned_of_loss = False
 
     def open(self) -> None:
-        """Opens the file, if there is one. A second call continues the same file.
+        """Creates the file, if there is one. A second call continues the same file.
 
         Raises:
             ArgumentError: If the file exists and `append` is False.
             OSError: If the file cannot be written.
         """
-        self.close()
         path = self.settings.path
         if path is None:
             return
         if self._append:
             _cut_off_half_a_line(path)
         try:
-            self._file = open(path, "ab" if self._append else "xb")  # noqa: SIM115
+            open(path, "ab" if self._append else "xb").close()
         except FileExistsError:
             raise ArgumentError(
                 f"{os.fspath(path)!r} exists. Pass another path, remove the file, or pass "
@@ -139,14 +136,6 @@ class Recorder:
                 "in one of them, or a different path in each."
             ) from None
         self._writes = self._append = True
-
-    def close(self) -> None:
-        """Closes the file. Closing it again does nothing."""
-        if self._file is not None:
-            # Every line was flushed; on a full disk, closing fails again.
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
 
     def observe(self, stats: StepStats) -> None:
         """Records a step, and the last skipped step before it.
@@ -185,27 +174,19 @@ class Recorder:
         self.last_record = record
         self._write(record)
         if self.settings.log is not None:
-            try:
-                self.settings.log(record.to_dict())
-            except BaseException:
-                # `fit` ends without another call; a loop that continues opens the file again.
-                self.close()
-                raise
+            self.settings.log(record.to_dict())
         self._raise_alarms(record)
 
     def _write(self, record: StepRecord) -> None:
         if self.settings.path is None or not self._writes:
             return
         try:
-            if self._file is None:
-                self._file = open(self.settings.path, "ab")  # noqa: SIM115
-            self._file.write(record.to_json().encode() + b"\n")
-            # Flushed, so that the file can be read during the run and after a kill.
-            self._file.flush()
+            # Closed, so that the file can be read during the run and after a kill.
+            with open(self.settings.path, "ab") as file:
+                file.write(record.to_json().encode() + b"\n")
         except OSError as error:
             # A full disk must not end a long run.
             self._writes = False
-            self.close()
             warn(
                 f"{self.settings.path!r} became unwritable ({error}). Records from step "
                 f"{record.step} on are lost."
@@ -232,12 +213,8 @@ class Recorder:
                 f"{_evidence(record)} {_next_step(record)}"
             )
             if self.settings.on_floor == "raise":
-                self._halt(f"{message} (on_floor='raise')")
+                raise TrainingHaltedError(f"{message} (on_floor='raise')")
             warn(message)
-
-    def _halt(self, message: str) -> None:
-        self.close()
-        raise TrainingHaltedError(message)
 
 
 def _evidence(record: StepRecord) -> str:

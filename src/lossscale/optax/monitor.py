@@ -131,11 +131,6 @@ class Monitor(LoopMonitor):
         """
         self._check_open()
         watched = self._arrays_of(opt_state)
-        if _any_deleted(watched):
-            raise ArgumentError(
-                "The arrays of `opt_state` were deleted by a step with donate_argnums. Pass the "
-                "state that the step returned."
-            )
         if loss is not None and np.ndim(loss):
             raise ArgumentError(
                 f"`loss` must be a scalar. Received: an array of shape {np.shape(loss)}. Pass the "
@@ -164,10 +159,10 @@ class Monitor(LoopMonitor):
             scale_of_last, skip = overflow_tracker.read(self._names, tracked, after, stats.step)
             return stats._replace(scale=scale_of_last, last_skip=skip)
 
-        self._watched = watched
         if watched.tracking is None:
             # A later step may take the buffer.
             self._scale = jnp.copy(watched.scale)
+        self._watched = watched
         self._add_steps(steps, read, loss)
 
     def _arrays_of(self, opt_state: Any) -> _Watched:
