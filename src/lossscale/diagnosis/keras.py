@@ -69,7 +69,8 @@ class KerasGradientFunction:
     def __call__(self, batch: Any, scale: float, half: bool) -> Pass:
         """Computes a pass."""
         if half not in self._computations:
-            compute: Any = self._compute
+            # Another object in each precision, or jit would take the trace of the other one.
+            compute: Any = functools.partial(self._compute)
             if keras.backend.backend() == "jax":
                 import jax
 
