@@ -235,11 +235,6 @@ class LossScaleMonitor:
         settings, earlier = self._settings, self._recorder
         if earlier is not None and self._recorded is optimizer:
             return earlier
-        if earlier is not None and settings.path and not settings.append:
-            raise ArgumentError(
-                f"This LossScaleMonitor has recorded another optimizer in {settings.path!r}. Make "
-                "a new one with another `path`, or pass append=True for a run that continues."
-            )
         return Recorder(settings, optimizer.rule)
 
     def _check_thread(self) -> None:

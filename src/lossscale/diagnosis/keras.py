@@ -23,7 +23,7 @@ import numpy as np
 from lossscale.checks import checked_count
 from lossscale.common.monkeypatch import replace
 from lossscale.diagnosis.measurement import Pass, checked_loss
-from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.errors import ArgumentError
 from lossscale.keras import backends
 from lossscale.keras.private_names import random_functions
 from lossscale.monitoring.explanation import Cause, Explanation, Origin
@@ -45,7 +45,6 @@ class KerasGradientFunction:
 
     Raises:
         ArgumentError: If its loss is not known, or it has no variables.
-        ArgumentTypeError: If `loss_fn` is not a function.
     """
 
     def __init__(self, model: Any, loss_fn: Any = None, parameters: Any = None) -> None:
@@ -429,12 +428,6 @@ def _as_it_was(model: Any) -> Iterator[None]:
 
 def _check_arguments(model: Any, loss_fn: Any) -> None:
     """Checks that the loss is known, and that there are variables to train."""
-    if loss_fn is not None and not callable(loss_fn):
-        raise ArgumentTypeError(
-            "`loss_fn` must be a function of the model and a batch. Received: "
-            f"{loss_fn!r} of type {type(loss_fn).__name__}. A batch is (x, y, sample_weight); "
-            "return the loss."
-        )
     # That of a guarded model wraps its own.
     train_step = getattr(inspect.unwrap(model.train_step), "__func__", None)
     if loss_fn is None and train_step is not keras.Model.train_step:

@@ -19,10 +19,8 @@ import numpy as np
 
 from lossscale.checks import checked_count, checked_number
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError, first_line
-from lossscale.monitoring.explanation import Cause, Explanation
+from lossscale.monitoring.explanation import LARGEST, Cause, Explanation
 
-LARGEST = 65504.0
-"""The largest number of float16."""
 TOLERANCE = 0.1
 """The largest accepted error of a gradient. An error doubles with each bit that gradients shrink in
 training: this leaves two bits before it is half of the gradient."""

@@ -30,15 +30,6 @@ class LoopMonitor:
         self._unread: tuple[Read, Any] | None = None
         recorder.open()
 
-    def __repr__(self) -> str:
-        record = self.last_record
-        if record is None:
-            return "<Monitor: no step was sampled yet>"
-        return (
-            f"<Monitor: at step {record.step} loss scale {record.next_scale:g}, "
-            f"{record.steps_skipped} steps skipped>"
-        )
-
     @property
     def last_record(self) -> StepRecord | None:
         """The last record of this monitor, or None."""
