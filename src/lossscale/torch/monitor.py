@@ -188,7 +188,7 @@ class Monitor(LoopMonitor):
             self._steps += 1
             self._skips += self._skipped
         if self._explainer is not None:
-            self.explanation = self._explainer.ended(loss)
+            self.explanation = self._explainer.ended(loss, self._decided)
         if self._skipped:
             self._warn_of_buffers()
         now, scale = self._stats(), self._scale
@@ -317,11 +317,8 @@ class _Explainer:
 
     def decided(self, step: int, applied: bool, scale: float) -> None:
         """Called with the decision on a step, before its gradients are applied."""
-        if applied or not self._left:
-            self.calls.end()
-            return
         # Of several optimizers, the first that skips explains the step.
-        if step in self.found:
+        if applied or not self._left or step in self.found:
             return
         found = self.calls.explain(scale)
         self.found, is_single = {step: found}, self._last_skip != step - 1
@@ -332,9 +329,10 @@ class _Explainer:
         if not self._left:
             self.calls.close()
 
-    def ended(self, loss: Any) -> Explanation | None:
-        """Called after each step; returns the last explanation."""
-        self.calls.reset()
+    def ended(self, loss: Any, decided: bool) -> Explanation | None:
+        """Called after each step, or part of one; returns the last explanation."""
+        if decided:
+            self.calls.reset()
         for step, found in self.found.items():
             if found is self._last:
                 continue
