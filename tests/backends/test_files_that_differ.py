@@ -1,24 +1,15 @@
 """Weights of optimizers with attributes of their own, and weights that do not fit."""
 
-import itertools
-
 import keras
 import numpy as np
 import pytest
 
 from backends.support import arrays, assert_same, data, model_with, status, wrapped
-from held_optimizers import holding, optimizers_in, other
+from held_optimizers import holding, other
 
 
 def plain(inner):
     return inner
-
-
-ATTRIBUTES = {
-    "an optimizer": None,
-    "a list": lambda: [other(keras), other(keras)],
-    "a dictionary": lambda: {"first": other(keras)},
-}
 
 
 def filled(optimizer):
@@ -26,45 +17,6 @@ def filled(optimizer):
     for number, variable in enumerate(optimizer.variables):
         variable.assign(np.full(variable.shape, number + 2.0).astype(variable.dtype))
     return arrays(optimizer.variables)
-
-
-NAMES = ("base", "_base", "momentum_of_mine")
-# Attributes of the wrapper have these names.
-OURS = ("_optimizer", "inner_optimizer", "loss_scale_state", "loss_scale", "rule", "_state")
-KERAS_OWN = keras.optimizers.LossScaleOptimizer
-WAYS = (*itertools.product((wrapped, plain), repeat=2), (KERAS_OWN, wrapped))
-
-
-# Each kind with each name and each way, in a third of all that three lists can be combined to.
-@pytest.mark.parametrize(
-    ("kind", "name", "writes", "reads"),
-    [
-        (list(ATTRIBUTES)[(i + j) % 3], name, *way)
-        for i, name in enumerate(NAMES + OURS)
-        for j, way in enumerate(WAYS)
-    ],
-)
-def test_weights_have_the_optimizers_that_an_inner_optimizer_holds(
-    tmp_path, kind, name, writes, reads
-):
-    check_weights(tmp_path, kind, name, writes, reads)
-
-
-def check_weights(tmp_path, kind, name, writes, reads):
-    path, found = str(tmp_path / "a.weights.h5"), []
-    for wrap in (writes, reads):
-        inner = holding(keras, name, ATTRIBUTES[kind])
-        model = model_with(wrap(inner))
-        model.optimizer.build(model.trainable_variables)
-        parts = optimizers_in(getattr(inner, name))
-        if not found:
-            found.append([filled(part) for part in (inner, *parts)])
-            model.save_weights(path)
-        else:
-            model.load_weights(path)
-            found.append([arrays(part.variables) for part in (inner, *parts)])
-    for written, read in zip(*found, strict=True):
-        assert_same(written, read)
 
 
 class Holding(type(wrapped(other(keras)))):
@@ -167,32 +119,6 @@ def test_weights_of_other_shapes_are_refused_as_a_whole(built):
     assert not any(array.any() for array in arrays(second.inner_optimizer._momentums))
 
 
-@pytest.mark.parametrize("built", [False, True], ids=["before build", "after build"])
-def test_a_damaged_file_is_refused_before_a_change(built):
-    written, read, values = wrapped(other(keras)), wrapped(other(keras)), {}
-    for optimizer in (written, read) if built else (written,):
-        optimizer.build([keras.Variable(1.0)])
-    filled(written)
-    written.save_own_variables(values)
-    before, held = status(read), arrays(read.inner_optimizer.variables)
-    del values["1"]
-    with pytest.raises(ValueError, match="damaged: it has no array '1'"):
-        read.load_own_variables(values)
-    read.build([keras.Variable(1.0)])
-    assert status(read) == before
-    assert_same(arrays(read.inner_optimizer.variables)[: len(held)], held)
-
-
-def test_an_own_number_of_another_shape_is_refused_before_a_change():
-    optimizer, values = wrapped(other(keras)), {}
-    optimizer.loss_scale_state.save_own_variables(values)
-    before = status(optimizer)
-    values = {**values, "dynamic_scale": np.float32(16.0), "steps_skipped": np.ones(4)}
-    with pytest.raises(ValueError, match="Nothing was changed"):
-        optimizer.loss_scale_state.load_own_variables(values)
-    assert status(optimizer) == before
-
-
 def test_variables_of_one_name_are_saved_beside_one_another():
     def made():
         optimizer = wrapped(keras.optimizers.SGD(0.1))
@@ -209,12 +135,3 @@ def test_variables_of_one_name_are_saved_beside_one_another():
     read.loss_scale_state.load_own_variables(values)
     assert [float(getattr(read, f"own_{number}")) for number in range(4)] == [1, 2, 3, 4]
     assert status(read) == status(written)
-
-
-def test_an_object_that_is_saved_stays_the_same_one():
-    # Keras skips an object with the id of one that it has visited, also if that one is gone.
-    optimizer = wrapped(holding(keras, "base"))
-    found = {name: getattr(optimizer, name, None) for name in dir(optimizer)}
-    saved = [name for name, each in found.items() if isinstance(each, keras.losses.Loss)]
-    assert len(saved) == 2
-    assert all(getattr(optimizer, name) is found[name] for name in saved)

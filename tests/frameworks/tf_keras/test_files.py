@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 import pathlib
 
 import numpy as np
@@ -18,11 +17,9 @@ from frameworks.tf_keras.support import (
     data,
     small_model,
     status,
-    trained,
     values,
     wrapped,
 )
-from held_optimizers import holding
 
 FIXTURES = pathlib.Path(__file__).parents[3] / "lossscale-migration" / "tests" / "fixtures"
 EXTRAS = {
@@ -344,71 +341,8 @@ def test_what_does_not_fit_is_not_used_in_part():
     assert status(read) == status(fresh)
 
 
-@pytest.mark.parametrize("built", [False, True], ids=["before", "after"])
-def test_a_damaged_file_is_refused_before_a_change(built):
-    written, read = (wrapped(momentum(tf_keras.optimizers)) for _ in range(2))
-    store, variables = {}, [tf.Variable(1.0)]
-    trained(written, variables)
-    if built:
-        read.build(variables)
-    written.save_own_variables(store)
-    before = status(read)
-    del store["0"]
-    with pytest.raises(ValueError, match="damaged: it has no array '0'"):
-        read.load_own_variables(store)
-    read.build(variables)
-    assert status(read) == before
-    assert not any(slot.numpy().any() for slot in read.inner_optimizer.momentums)
-
-
-def test_an_own_number_of_another_shape_is_refused_before_a_change():
-    optimizer, values = wrapped(tf_keras.optimizers.SGD()), {}
-    optimizer.loss_scale_state.save_own_variables(values)
-    before = status(optimizer)
-    values = {**values, "current_loss_scale": np.float32(16.0), "steps_skipped": np.ones(4)}
-    with pytest.raises(ValueError, match="Nothing was changed"):
-        optimizer.loss_scale_state.load_own_variables(values)
-    assert status(optimizer) == before
-
-
 def test_the_learning_rate_of_old_programs_is_that_of_the_schedule():
     schedule = tf_keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
     optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(schedule))
     assert float(optimizer._decayed_lr(tf.float32)) == 0.5
     assert optimizer._get_hyper("learning_rate") is schedule
-
-
-HELD = ("base", "loss_scale", "_state", "loss_scale_state", "_optimizer", "inner_optimizer")
-WAYS = (*itertools.product((wrapped, plain), repeat=2), (theirs, wrapped))
-
-
-@pytest.mark.parametrize(
-    ("name", "writes", "reads"),
-    # Their own class refuses this name.
-    [each for each in ((n, *way) for n in HELD for way in WAYS) if each[:2] != (HELD[1], theirs)],
-)
-def test_weights_have_the_optimizer_that_an_inner_optimizer_holds(tmp_path, name, writes, reads):
-    path, found = str(tmp_path / "a.weights.h5"), []
-    for wrap in (writes, reads):
-        inner = holding(tf_keras, name)
-        model = small_model()
-        model.compile(wrap(inner), "mse")
-        model.optimizer.build(model.trainable_variables)
-        held = getattr(inner, name).variables
-        if not found:
-            for number, variable in enumerate(held):
-                variable.assign(np.full(variable.shape, number + 2).astype(variable.dtype.name))
-            model.save_weights(path)
-        else:
-            model.load_weights(path)
-        found.append(values(held))
-    assert_same(*found)
-
-
-def test_an_object_that_is_saved_stays_the_same_one():
-    # tf_keras skips an object with the id of one that it has visited, also if that one is gone.
-    optimizer = wrapped(holding(tf_keras, "base"))
-    found = {name: getattr(optimizer, name, None) for name in dir(optimizer)}
-    saved = [name for name, each in found.items() if isinstance(each, tf_keras.losses.Loss)]
-    assert len(saved) == 2
-    assert all(getattr(optimizer, name) is found[name] for name in saved)

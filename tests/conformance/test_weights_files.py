@@ -1,0 +1,121 @@
+"""Weights files of both Kerases: what is held within is saved, what is wrong is refused."""
+
+import importlib
+import itertools
+
+import numpy as np
+import pytest
+
+import lossscale
+from conformance.wrappers import BACKEND, KERAS
+
+if KERAS == "none":
+    pytest.skip("about the files of Keras", allow_module_level=True)
+
+from held_optimizers import holding, optimizers_in, other
+from kerases import assert_same, status, values
+
+keras = importlib.import_module(KERAS)
+if KERAS == "keras":
+    KERAS_OWN = keras.optimizers.LossScaleOptimizer
+else:
+    KERAS_OWN = keras.mixed_precision.LossScaleOptimizer
+
+
+def wrapped(inner):
+    return lossscale.LossScaleOptimizer(inner, initial_scale=2.0**10)
+
+
+def plain(inner):
+    return inner
+
+
+def model_with(optimizer):
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
+    model.compile(optimizer, "mse", run_eagerly=BACKEND == "tensorflow", jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def filled(optimizer):
+    """Gives each variable of an optimizer another number; returns their arrays."""
+    arrays = values(optimizer.variables)
+    for number, (variable, array) in enumerate(zip(optimizer.variables, arrays, strict=True)):
+        variable.assign(np.full(array.shape, number + 2.0).astype(array.dtype))
+    return values(optimizer.variables)
+
+
+ATTRIBUTES = {
+    "an optimizer": None,
+    "a list": lambda: [other(keras), other(keras)],
+    "a dictionary": lambda: {"first": other(keras)},
+}
+NAMES = ("base", "_base", "momentum_of_mine")
+# Attributes of the wrapper have these names.
+OURS = ("_optimizer", "inner_optimizer", "loss_scale_state", "loss_scale", "rule", "_state")
+WAYS = (*itertools.product((wrapped, plain), repeat=2), (KERAS_OWN, wrapped))
+
+
+# Each kind with each name and each way, in a third of all that three lists can be combined to.
+@pytest.mark.parametrize(
+    ("kind", "name", "writes", "reads"),
+    [
+        (list(ATTRIBUTES)[(i + j) % 3], name, *way)
+        for i, name in enumerate(NAMES + OURS)
+        for j, way in enumerate(WAYS)
+    ],
+)
+def test_weights_have_the_optimizers_that_an_inner_optimizer_holds(
+    tmp_path, kind, name, writes, reads
+):
+    if (KERAS, writes, name) == ("tf_keras", KERAS_OWN, "loss_scale"):
+        pytest.skip("its own class refuses this name")
+    path, found = str(tmp_path / "a.weights.h5"), []
+    for wrap in (writes, reads):
+        inner = holding(keras, name, ATTRIBUTES[kind])
+        model, parts = model_with(wrap(inner)), [inner, *optimizers_in(getattr(inner, name))]
+        if not found:
+            found.append([filled(part) for part in parts])
+            model.save_weights(path)
+        else:
+            model.load_weights(path)
+            found.append([values(part.variables) for part in parts])
+    for written, read in zip(*found, strict=True):
+        assert_same(written, read)
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["before build", "after build"])
+def test_a_damaged_file_is_refused_before_a_change(built):
+    model, store = model_with(wrapped(other(keras))), {}
+    filled(model.optimizer.inner_optimizer)
+    model.optimizer.save_own_variables(store)
+    read = wrapped(other(keras))
+    before = status(read)
+    if built:
+        read.build(model.trainable_variables)
+    held = values(read.inner_optimizer.variables)
+    del store["0"]
+    with pytest.raises(ValueError, match="damaged: it has no array '0'"):
+        read.load_own_variables(store)
+    assert status(read) == before
+    assert_same(values(read.inner_optimizer.variables), held)
+
+
+def test_an_own_number_of_another_shape_is_refused_before_a_change():
+    optimizer, store = wrapped(other(keras)), {}
+    optimizer.loss_scale_state.save_own_variables(store)
+    before = status(optimizer)
+    (scale,) = [name for name, value in store.items() if value == 2.0**10]
+    store = {**store, scale: np.float32(16.0), "steps_skipped": np.ones(4)}
+    with pytest.raises(ValueError, match="Nothing was changed"):
+        optimizer.loss_scale_state.load_own_variables(store)
+    assert status(optimizer) == before
+
+
+def test_an_object_that_is_saved_stays_the_same_one():
+    # Keras skips an object with the id of one that it has visited, also if that one is gone.
+    optimizer = wrapped(holding(keras, "base"))
+    found = {name: getattr(optimizer, name, None) for name in dir(optimizer)}
+    saved = [name for name, each in found.items() if isinstance(each, keras.losses.Loss)]
+    assert len(saved) == 2
+    assert all(getattr(optimizer, name) is found[name] for name in saved)
