@@ -219,11 +219,10 @@ tests/conformance/test_page_matrix.py -k iterations_count
 tests/conformance/test_programs.py -k translated
     common do_not_convert: function.autograph_info__ = {} -> pass
     tensorflow translated: tf.executing_eagerly() -> True
-tests/frameworks/keras/test_persistence.py
+tests/conformance/test_keras_files.py
     keras_common ScaleVariables.restored: self.rule.restored(...) -> ...  -k saved_scale
-tests/frameworks/tf_keras/test_files.py
     keras_common on tf_keras ScaleVariables.restored: self.rule.restored(...) -> ...
-        -k outside_the_limits
+        -k saved_scale
 tests/conformance/test_what_rules_see.py
     keras on torch LossScaleOptimizer._update_scale: self._rule.checks_gradients
         -> not isinstance(stats.finite, bool)

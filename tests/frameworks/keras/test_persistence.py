@@ -5,7 +5,6 @@ import functools
 import gc
 import itertools
 import pickle
-import re
 
 import h5py
 import keras
@@ -15,7 +14,6 @@ import tensorflow as tf
 
 import lossscale
 from frameworks.keras.support import (
-    INF,
     NAN,
     assert_same,
     data,
@@ -31,7 +29,7 @@ from frameworks.keras.support import (
     wrapped,
 )
 from held_optimizers import holding
-from lossscale import DynamicScale, FixedScale, LossScaleWarning
+from lossscale import DynamicScale, FixedScale
 
 RULE = DynamicScale(initial_scale=2.0**10, growth_interval=4)
 
@@ -217,29 +215,6 @@ def test_a_copy_of_a_trained_optimizer_has_its_state_and_a_life_of_its_own():
         ends.append(values(targets))
     assert_same(*ends)
     assert_equal_state(other, optimizer)
-
-
-@pytest.mark.parametrize(
-    ("saved", "expected"),
-    [
-        *((wrong, 2.0**15) for wrong in (INF, NAN, 0.0, -8.0)),
-        # Too large for the largest scale of the code.
-        (2.0**20, 2.0**16),
-        (2.0**127, 2.0**16),
-    ],
-)
-def test_a_saved_scale_that_cannot_be_used_is_replaced_with_a_warning(tmp_path, saved, expected):
-    path = tmp_path / "model.weights.h5"
-    trained_around("adam").save_weights(path)
-    with h5py.File(path, "r+") as file:
-        file["optimizer/loss_scale_state/vars/dynamic_scale"][()] = saved
-    rule = DynamicScale(max_scale=2.0**16)
-    model = compiled(wrapped(keras.optimizers.Adam(0.02), rule=rule))
-    with pytest.warns(LossScaleWarning, match=re.escape(f"saved loss scale, {saved},")):
-        model.load_weights(path)
-    assert float(model.optimizer.loss_scale) == expected
-    model.fit(*data(16), batch_size=8, verbose=0)
-    assert all(np.isfinite(w).all() for w in values(model.trainable_variables))
 
 
 @pytest.mark.parametrize("rule", [FixedScale(4.0), FixedScale(4.0, skip_nonfinite=True)])

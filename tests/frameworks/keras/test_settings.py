@@ -22,7 +22,7 @@ from frameworks.keras.support import (
     variables,
     wrapped,
 )
-from lossscale import DynamicScale, FixedScale
+from lossscale import DynamicScale
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 
@@ -207,29 +207,6 @@ def test_a_rule_is_found_among_those_that_keras_knows_or_named_in_an_error():
         from_config(wrapped(rule=Patient(8.0)).get_config())
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"initial_scale": 8.0, "dynamic_growth_steps": 3},
-        {"initial_scale": 0.25},
-        {"dynamic": False, "initial_scale": 10.0},
-        {"rule": DynamicScale(16, 3, 4.0, 0.25, 0.5, 2.0**20)},
-        {"rule": FixedScale(128, skip_nonfinite=True)},
-        {"name": "mine"},
-    ],
-    ids=str,
-)
-def test_a_configuration_makes_the_same_optimizer(arguments):
-    first = wrapped(Adam(0.125, beta_1=0.5), **arguments)
-    config = first.get_config()
-    second = lossscale.LossScaleOptimizer.from_config(config)
-    assert second.rule == first.rule
-    assert second.name == first.name
-    assert second.inner_optimizer.get_config() == first.inner_optimizer.get_config()
-    assert second.get_config() == config
-
-
 def test_the_inner_optimizer_can_be_wrapped_again_once_its_wrapper_is_gone():
     inner = SGD()
     first = wrapped(inner)
@@ -260,7 +237,7 @@ def test_loss_scale_factor_of_the_inner_optimizer_is_an_error_that_keeps_it():
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"clipnorm": 1.0}, ValueError, "`clipnorm`: write clipnorm=1.0 on the `inner_"),
+        ({"clipnorm": 1.0}, ValueError, "Received: clipnorm=1.0"),
         ({"loss_scale_factor": 8}, ValueError, "loss_scale_factor"),
         ({"rule": 128}, TypeError, "must be a scaling rule"),
         ({"rule": lossscale.DynamicScale}, TypeError, "must be a scaling rule"),

@@ -12,7 +12,6 @@ import tf_keras
 import lossscale
 from frameworks.tf_keras.support import (
     INF,
-    NAN,
     assert_same,
     data,
     small_model,
@@ -149,23 +148,6 @@ def fitted(optimizers, wrap=wrapped):
     return model
 
 
-@pytest.mark.parametrize(
-    ("saved", "expected"), [(1024.0, 64.0), (0.5, 1.0), (0.0, 8.0), (INF, 8.0), (NAN, 8.0)]
-)
-def test_a_saved_scale_outside_the_limits_of_the_code_is_brought_inside_with_a_warning(
-    saved, expected
-):
-    optimizer = wrapped(
-        momentum(tf_keras.optimizers), rule=lossscale.DynamicScale(8.0, max_scale=64.0)
-    )
-    store = {}
-    optimizer.loss_scale_state.save_own_variables(store)
-    (name,) = [name for name, value in store.items() if value == 8.0]
-    with pytest.warns(lossscale.LossScaleWarning, match="outside the range"):
-        optimizer.loss_scale_state.load_own_variables({**store, name: np.float32(saved)})
-    assert status(optimizer).scale == expected
-
-
 @pytest.mark.parametrize("reader", [wrapped, theirs, plain], ids=KINDS)
 @pytest.mark.parametrize("writer", [wrapped, theirs, plain], ids=KINDS)
 def test_weights_go_from_wrapped_to_plain_and_back(tmp_path, writer, reader):
@@ -224,28 +206,6 @@ def test_weights_have_the_count_of_overflows_both_ways(saves, loads, scales, tmp
     assert status(other.optimizer).scale == scales[0]
     other.train_on_batch(*bad)
     assert status(other.optimizer).scale == scales[1]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"dynamic": False, "initial_scale": 4, "name": "named"},
-        {"rule": lossscale.DynamicScale(max_scale=64, initial_scale=2)},
-    ],
-    ids=str,
-)
-def test_a_configuration_makes_the_same_optimizer(optimizers, arguments):
-    optimizer = wrapped(optimizers.Adam(0.5, beta_1=0.75), **arguments)
-    described = tf_keras.optimizers.serialize(optimizer)
-    before = copy.deepcopy(described)
-    for again in (
-        tf_keras.optimizers.deserialize(copy.deepcopy(described)),
-        type(optimizer).from_config(described["config"]),
-    ):
-        assert type(again) is type(optimizer)
-        assert again.get_config() == optimizer.get_config()
-        assert again.rule == optimizer.rule
-    assert described == before
 
 
 SGD = {"class_name": "SGD", "config": {"name": "SGD", "decay": 0.0}}

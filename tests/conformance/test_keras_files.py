@@ -1,7 +1,9 @@
-"""Weights files of both Kerases: what is held within is saved, what is wrong is refused."""
+"""Files of both Kerases: what is held within is saved, what is wrong is refused or mended."""
 
+import copy
 import importlib
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ if KERAS == "none":
     pytest.skip("about the files of Keras", allow_module_level=True)
 
 from held_optimizers import holding, optimizers_in, other
-from kerases import assert_same, status, values
+from kerases import INF, NAN, assert_same, status, values
 
 keras = importlib.import_module(KERAS)
 if KERAS == "keras":
@@ -22,8 +24,8 @@ else:
     KERAS_OWN = keras.mixed_precision.LossScaleOptimizer
 
 
-def wrapped(inner):
-    return lossscale.LossScaleOptimizer(inner, initial_scale=2.0**10)
+def wrapped(inner, **arguments):
+    return lossscale.LossScaleOptimizer(inner, **(arguments or {"initial_scale": 2.0**10}))
 
 
 def plain(inner):
@@ -119,3 +121,52 @@ def test_an_object_that_is_saved_stays_the_same_one():
     saved = [name for name, each in found.items() if isinstance(each, keras.losses.Loss)]
     assert len(saved) == 2
     assert all(getattr(optimizer, name) is found[name] for name in saved)
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [
+        *((wrong, 8.0) for wrong in (INF, NAN, 0.0, -8.0)),
+        (0.5, 1.0),
+        # Too large for the largest scale of the code.
+        (1024.0, 64.0),
+        (2.0**127, 64.0),
+    ],
+)
+def test_a_saved_scale_that_cannot_be_used_is_replaced_with_a_warning(saved, expected):
+    rule = lossscale.DynamicScale(8.0, max_scale=64.0)
+    optimizer, store = wrapped(other(keras), rule=rule), {}
+    optimizer.loss_scale_state.save_own_variables(store)
+    (scale,) = [name for name, value in store.items() if value == 8.0]
+    with pytest.warns(lossscale.LossScaleWarning, match=re.escape(f"saved loss scale, {saved},")):
+        optimizer.loss_scale_state.load_own_variables({**store, scale: np.float32(saved)})
+    assert status(optimizer).scale == expected
+
+
+FAMILIES = [keras.optimizers, *([keras.optimizers.legacy] if KERAS == "tf_keras" else [])]
+
+
+@pytest.mark.parametrize("optimizers", FAMILIES)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"dynamic": False, "initial_scale": 4, "name": "named"},
+        {"initial_scale": 8, "dynamic_growth_steps": 3},
+        {"rule": lossscale.DynamicScale(max_scale=64, initial_scale=2)},
+        {"rule": lossscale.FixedScale(4, skip_nonfinite=True)},
+    ],
+    ids=str,
+)
+def test_a_configuration_makes_the_same_optimizer(optimizers, arguments):
+    optimizer = wrapped(optimizers.Adam(0.5, beta_1=0.75), **arguments)
+    described = keras.optimizers.serialize(optimizer)
+    before = copy.deepcopy(described)
+    for again in (
+        keras.optimizers.deserialize(copy.deepcopy(described)),
+        type(optimizer).from_config(described["config"]),
+        lossscale.LossScaleOptimizer.from_config(described["config"]),
+    ):
+        assert type(again) is type(optimizer)
+        assert (again.rule, again.name) == (optimizer.rule, optimizer.name)
+        assert again.get_config() == optimizer.get_config()
+    assert described == before
