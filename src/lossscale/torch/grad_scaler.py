@@ -4,9 +4,6 @@ Everything that PyTorch's class calls on itself is called as it calls it. Nothin
 and gradients: `scale` multiplies, `unscale_` and `step` divide.
 """
 
-# Without PyTorch's types, a tensor and a list of them are the same here.
-# mypy: disable-error-code="overload-cannot-match"
-
 from __future__ import annotations
 
 import contextlib
@@ -14,8 +11,8 @@ import copy
 import itertools
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
@@ -38,6 +35,8 @@ from lossscale.torch.settings import (
     new_scale_of,
     rule_of_a_scaler,
 )
+
+Losses = TypeVar("Losses")
 
 _STEPPED = (
     "step() was called twice on this optimizer since the last update(). Call update() once after "
@@ -186,16 +185,7 @@ class GradScaler(torch.amp.GradScaler):
 
     # --- The calls of a training loop ---------------------------------------------------------
 
-    @overload
-    def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
-    @overload
-    def scale(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]: ...
-    @overload
-    def scale(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]: ...
-    @overload
-    def scale(self, outputs: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]: ...
-
-    def scale(self, outputs: Any) -> Any:
+    def scale(self, outputs: Losses) -> Losses:
         """Multiplies losses by the scale, in float32 or wider.
 
         Args:
@@ -218,7 +208,8 @@ class GradScaler(torch.amp.GradScaler):
             return scaled(loss, self._scale)
 
         self._scaled_since_update = True
-        return mapped(scaled_one, outputs)
+        result: Losses = mapped(scaled_one, outputs)
+        return result
 
     @uncompiled
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -279,13 +270,6 @@ class GradScaler(torch.amp.GradScaler):
         # A step in which no process has a gradient does not count.
         entry["is_empty"] = not here
         return {device: found if here else torch.zeros_like(found)}
-
-    @overload
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None: ...
-    @overload
-    def step(
-        self, optimizer: Sequence[torch.optim.Optimizer], *args: Any, **kwargs: Any
-    ) -> list[float | None]: ...
 
     @uncompiled
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

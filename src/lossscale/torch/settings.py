@@ -30,44 +30,15 @@ from lossscale.torch import closures, fused, ranks
 from lossscale.torch.optimizer_list import OptimizerList, parts_of
 from lossscale.torch.scaled_gradients import was_scaled
 
-_OF_SCALERS = {
-    "scale": "call scale_loss(loss)",
-    "update": "step() updates the scale",
-    "get_scale": "read float(optimizer.loss_scale)",
-    "is_enabled": "to train without a loss scale, leave the wrapper out",
-    **{
-        f"{verb}_{name}": "read optimizer.rule, which is frozen"
-        for verb in ("get", "set")
-        for name in ("growth_factor", "backoff_factor", "growth_interval")
-    },
-}
-"""Members of a GradScaler, and what to do with a wrapper instead."""
-
-
-def _shared(name: str, doc: str = "") -> Any:
-    """A property that reads and writes an attribute of the inner optimizer."""
-
-    def read(self: Any) -> Any:
-        return getattr(self.inner_optimizer, name)
-
-    def write(self: Any, value: Any) -> None:
-        setattr(self.inner_optimizer, name, value)
-
-    return property(read, write, doc=doc)
-
 
 class InnerSettings(Wrapper):
     """The inner optimizer's groups, learning rate, hooks and methods."""
 
     _inner_attribute = "_inner"
 
-    param_groups: list[dict[str, Any]] = _shared(
-        "param_groups", "The parameter groups of the inner optimizer."
-    )
-    state: dict[torch.Tensor, Any] = _shared(
-        "state", "The state of the inner optimizer, by parameter."
-    )
-    defaults: dict[str, Any] = _shared("defaults", "The default settings of parameter groups.")
+    param_groups: list[dict[str, Any]]
+    state: Any
+    defaults: dict[str, Any]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group to the inner optimizer.
@@ -126,10 +97,6 @@ class InnerSettings(Wrapper):
                 # A property of this class has raised it.
                 raise
             self._check_no_setting(name)
-            if name in _OF_SCALERS:
-                raise UnknownSettingError(
-                    f"LossScaleOptimizer has no {name!r}, unlike GradScaler: {_OF_SCALERS[name]}."
-                ) from None
             raise
         is_method = inspect.ismethod(found) or inspect.isfunction(found)
         return self._guarded(name, found) if is_method else found
