@@ -27,7 +27,7 @@ from lossscale.members import Wrapper
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.rules import DynamicScale, ScaleRule
 from lossscale.torch import closures, fused, ranks
-from lossscale.torch.optimizer_list import OptimizerList, parts_of
+from lossscale.torch.optimizer_list import parts_of
 from lossscale.torch.scaled_gradients import was_scaled
 
 
@@ -61,11 +61,6 @@ class InnerSettings(Wrapper):
 
     @lr.setter
     def lr(self, value: Any) -> None:
-        if isinstance(self.inner_optimizer, OptimizerList):
-            raise UnsupportedError(
-                f"Ambiguous: several optimizers could get lr={value!r}. Set it in the groups of "
-                f"one, optimizer.optimizers[i].param_groups; {self.inner_optimizer.described()}."
-            )
         for group in self.param_groups:
             group["lr"] = value
 
@@ -283,13 +278,8 @@ def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:
     Raises:
         ScalerArgumentError: If it is none of these.
     """
-    if isinstance(new_scale, torch.Tensor):
-        if new_scale.numel() != 1 or new_scale.requires_grad or new_scale.is_complex():
-            raise ScalerArgumentError(
-                "`new_scale` must be a number, or a tensor with one element and without "
-                f"requires_grad. Received: new_scale={new_scale!r}."
-            )
-        new_scale = new_scale.item()
+    if torch.is_tensor(new_scale) and new_scale.requires_grad:
+        raise ScalerArgumentError(f"`new_scale` requires a gradient. Received: {new_scale!r}.")
     with as_of_a_scaler():
         number = checked_number("new_scale", new_scale)
     if float(rule.restored(rule.init()._replace(scale=number)).scale) != number:

@@ -325,7 +325,7 @@ def read_scaler_state(
         >>> state
         ScaleState(scale=8.0, good_steps=3)
     """
-    values = as_torchs(found, getattr(rule, "overflows_before_backoff", 1))
+    values = as_torchs(found)
     # Other rules have no such settings.
     if isinstance(rule, DynamicScale):
         rule = with_settings(rule, **{n: values[n] for n in _SETTINGS if n in values})
@@ -333,9 +333,8 @@ def read_scaler_state(
     # A fixed scale stays as the code says.
     if "scale" in values and rule.is_dynamic:
         saved["scale"] = number_of("scale", values["scale"])
-    for name, field in (("_growth_tracker", "good_steps"), ("_overflows", "overflows")):
-        if name in values:
-            saved[field] = whole_number_of(name, values[name])
+    if "_growth_tracker" in values:
+        saved["good_steps"] = whole_number_of("_growth_tracker", values["_growth_tracker"])
     restored = _restored(rule, state, saved)
     skipped = values.get("steps_skipped")
     skipped = None if skipped is None else whole_number_of("steps_skipped", skipped)
