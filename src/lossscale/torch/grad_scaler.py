@@ -157,7 +157,7 @@ class GradScaler(torch.amp.GradScaler):
         )
         enabled = checked_truth("enabled", enabled, ScalerArgumentError)
         groups_of((), process_group)
-        # PyTorch's constructor checks by its own rules, and sets, what is set again below.
+        # PyTorch's constructor sets its own numbers; those of `made` replace them below.
         self._rule: ScaleRule = DEFAULTS
         super().__init__(device, enabled=enabled)
         self._rule, self._process_group, self._skips = made, process_group, SkipCount()
@@ -214,7 +214,8 @@ class GradScaler(torch.amp.GradScaler):
             optimizer: The optimizer, whose next `step` takes the gradients as they are.
 
         Raises:
-            CallOrderError: If they are unscaled already, or nothing was scaled.
+            RuntimeError: If they are unscaled already.
+            AssertionError: If nothing was scaled.
             GradientsError: If a gradient is float16.
             TypeError: If it is not an optimizer, or a LossScaleOptimizer.
         """
@@ -285,8 +286,8 @@ class GradScaler(torch.amp.GradScaler):
             The result of `optimizer.step`, or None if the step was skipped (`last_step_skipped`).
 
         Raises:
-            CallOrderError: If it is called twice without `update`, if nothing was scaled, or with
-                a closure.
+            RuntimeError: If it is called twice without `update`, or with a closure.
+            AssertionError: If nothing was scaled.
             GradientsError: If a gradient is float16.
             TypeError: If it is not an optimizer, or a LossScaleOptimizer.
         """
@@ -435,7 +436,7 @@ class GradScaler(torch.amp.GradScaler):
             new_scale: The scale to set instead, a number or a tensor with one element.
 
         Raises:
-            CallOrderError: If neither `step` nor `unscale_` was called since the last one.
+            AssertionError: If neither `step` nor `unscale_` was called since the last one.
             ScalerArgumentError: If `new_scale` cannot be used.
         """
         if not self._enabled:

@@ -194,9 +194,12 @@ def check_decide(decide: Any, inner: Any) -> None:
         raise ArgumentError(f"`decide` must be 'host' or 'device'. Received: decide={decide!r}.")
     if decide == "host":
         return
-    if not any(group["params"] for group in inner.param_groups):
+    parameters = ranks.parameters_of(inner)
+    if not parameters or any(p.is_meta for p in parameters):
         raise ArgumentError(
-            "decide='device' needs an optimizer with parameters. Received: one without."
+            "decide='device' keeps the loss scale on the device of the parameters. Received: an "
+            "optimizer without parameters, or with some on the meta device. Make it after the "
+            "model is materialized."
         )
     for part in parts_of(inner):
         if not fused.can_skip(part):

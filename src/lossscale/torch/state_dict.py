@@ -242,17 +242,8 @@ class LossScaleState:
         restore(self._scale, checked_numbers(state_dict, self._scale))
 
     def scaler_state_dict(self) -> dict[str, Any]:
-        """Returns the state in the format of `torch.amp.GradScaler`: Python numbers.
-
-        Raises:
-            ArgumentError: If the rule lowers the scale only after several overflows in a row.
-        """
+        """Returns the state in the format of `torch.amp.GradScaler`: Python numbers."""
         scale, numbers = self._scale, self._scale.numbers()
-        if getattr(scale.rule, "overflows_before_backoff", 1) > 1:
-            raise ArgumentError(
-                f"GradScaler's format cannot store the overflow count of {scale.rule!r}: a scaler "
-                "that loads it would lower the scale at each overflow. Save optimizer.state_dict()."
-            )
         state = type(scale.first)(*(numbers[field] for field in scale.first._fields))
         return scaler_state(scale.rule, state, numbers["steps_skipped"])
 
