@@ -18,7 +18,7 @@ from lossscale.common.checks import (
 )
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError
 from lossscale.members import Wrapper
-from lossscale.torch import closures, ranks
+from lossscale.torch import ranks
 from lossscale.torch.scaling import CPU, unscaled
 
 
@@ -176,19 +176,9 @@ class DocumentedVerbs(Wrapper):
             if var_list is None
             else flat_list(var_list, list, _is_variable)
         )
-        if closures.demands_closure(self.inner_optimizer):
-
-            def closure() -> Any:
-                self.zero_grad()
-                value = loss()
-                _backward(self.scale_loss(value), grad_loss, variables)
-                return value.detach()
-
-            self.step(closure)
-        else:
-            gradients = self._gradients_of(self.get_scaled_loss(loss), variables, grad_loss)
-            unscaled_gradients = self.get_unscaled_gradients(gradients)
-            self.apply_gradients(zip(unscaled_gradients, variables, strict=True))
+        gradients = self._gradients_of(self.get_scaled_loss(loss), variables, grad_loss)
+        unscaled_gradients = self.get_unscaled_gradients(gradients)
+        self.apply_gradients(zip(unscaled_gradients, variables, strict=True))
         return self.iterations
 
     def _gradients_of(
@@ -205,7 +195,9 @@ class DocumentedVerbs(Wrapper):
             if grad_loss is None and value.ndim:
                 grad_loss = torch.ones_like(value)
             # Not torch.autograd.grad, which skips the hooks that sum gradients over processes.
-            _backward(value, grad_loss, variables)
+            # `fully_shard` computes with other tensors, and moves their gradients.
+            inputs = None if any(map(ranks.is_spread, variables)) else list(variables)
+            value.backward(gradient=grad_loss, inputs=inputs)
             return [variable.grad for variable in variables]
 
 
@@ -220,13 +212,6 @@ def _own_gradients(parameters: Sequence[Any]) -> Iterator[None]:
     finally:
         for parameter, gradient in before:
             parameter.grad = gradient
-
-
-def _backward(value: Any, grad_loss: Any, variables: Sequence[Any]) -> None:
-    """Backpropagates to some variables."""
-    # `fully_shard` computes with other tensors, and moves their gradients to the parameters.
-    spread = any(ranks.is_spread(variable) for variable in variables)
-    value.backward(gradient=grad_loss, inputs=None if spread else list(variables))
 
 
 def _check_minimized(loss: Any, tape: Any) -> None:

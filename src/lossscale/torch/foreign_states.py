@@ -11,13 +11,8 @@ from lossscale.packages import warn
 from lossscale.torch.scale import saved_as
 
 
-def as_torchs(found: Any, waits: int = 1) -> dict[str, Any]:
-    """Renames the keys of any gradient scaler's dictionary to PyTorch's; warns of lost values.
-
-    Args:
-        found: The dictionary.
-        waits: Number of overflows in a row that lower the scale of the reading rule.
-    """
+def as_torchs(found: Any) -> dict[str, Any]:
+    """Renames the keys of any gradient scaler's dictionary to PyTorch's; warns of lost values."""
     if not isinstance(found, Mapping) or not found:
         raise StateDictError(
             "A scaler's state must be a dictionary, as state_dict() returns it. Received: "
@@ -34,25 +29,18 @@ def as_torchs(found: Any, waits: int = 1) -> dict[str, Any]:
     # DeepSpeed pickles the scaler object.
     found = found if isinstance(found, Mapping) else getattr(found, "__dict__", {"": found})
     lost = {name: found[name] for name in _HYSTERESIS if found.get(name, 1) != 1}
-    overflows = _overflows(found, waits)
-    if lost and not (waits > 1 and found.get("consecutive_hysteresis")):
-        here = f"This rule counts {waits} in a row, and starts at {overflows.get('_overflows', 0)}."
-        if waits == 1:
-            here = (
-                "Here the scale falls at each. Pass rule=lossscale.DynamicScale("
-                "overflows_before_backoff=2) to allow one."
-            )
+    if lost:
         warn(
             "The scaler that wrote this state has hysteresis "
-            f"({', '.join(f'{name}={value}' for name, value in lost.items())}). It counts "
-            f"overflows until the scale grows. {here}"
+            f"({', '.join(f'{name}={value}' for name, value in lost.items())}), which is not "
+            "loaded: its scale falls only after some overflows. A rule that allows one is "
+            "rule=lossscale.DynamicScale(overflows_before_backoff=2)."
         )
     if "cur_scale" in found:
-        return {**_of_deepspeed(found), **overflows}
+        return _of_deepspeed(found)
     renamed = next((names for names in _OF_OTHERS if set(names) <= set(found)), None)
     if renamed is not None:
-        values = {new: found[old] for old, new in zip(renamed, _NAMES, strict=True)}
-        return {**values, **overflows}
+        return {new: found[old] for old, new in zip(renamed, _NAMES, strict=True)}
     if "scale" not in found and "_growth_tracker" not in found:
         raise StateDictError(
             "This is not the state of a gradient scaler: it has neither 'scale' nor "
@@ -69,19 +57,6 @@ _OF_OTHERS = (
     (saved_as("scale"), saved_as("good_steps")),
 )
 _HYSTERESIS = "hysteresis_tracker", "delayed_shift"
-
-
-def _overflows(found: Mapping[str, Any], waits: int) -> dict[str, int]:
-    """The overflows that a tracker has counted; both trackers say how many more are let pass."""
-    if waits == 1:
-        return {}
-    for name, all_of_them in (
-        ("hysteresis_tracker", waits),
-        ("cur_hysteresis", found.get("delayed_shift", waits)),
-    ):
-        if name in found:
-            return {"_overflows": max(all_of_them - whole_number_of(name, found[name]), 0)}
-    return {}
 
 
 def _of_deepspeed(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,18 +4,14 @@ Everything that PyTorch's class calls on itself is called as it calls it. Nothin
 and gradients: `scale` multiplies, `unscale_` and `step` divide.
 """
 
-# Without PyTorch's types, a tensor and a list of them are the same here.
-# mypy: disable-error-code="overload-cannot-match"
-
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
@@ -38,6 +34,8 @@ from lossscale.torch.settings import (
     new_scale_of,
     rule_of_a_scaler,
 )
+
+Losses = TypeVar("Losses")
 
 _STEPPED = (
     "step() was called twice on this optimizer since the last update(). Call update() once after "
@@ -158,7 +156,7 @@ class GradScaler(torch.amp.GradScaler):
         )
         enabled = checked_truth("enabled", enabled, ScalerArgumentError)
         groups_of((), process_group)
-        # PyTorch's constructor checks by its own rules, and sets, what is set again below.
+        # PyTorch's constructor sets its own numbers; those of `made` replace them below.
         self._rule: ScaleRule = DEFAULTS
         super().__init__(device, enabled=enabled)
         self._rule, self._process_group, self._skips = made, process_group, SkipCount()
@@ -167,34 +165,21 @@ class GradScaler(torch.amp.GradScaler):
 
     def _forget(self) -> None:
         """Forgets optimizers and hooks, which a copy does not share."""
-        self._known: dict[int, _Known] = {}
+        self._known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
         self._skipped_hooks: dict[int, Any] = OrderedDict()
 
     def _known_of(self, optimizer: Any) -> _Known:
         """The record of an optimizer."""
-        key, parameters = id(optimizer), parameters_of(optimizer)
-        known = self._known.get(key)
+        known, parameters = self._known.get(optimizer), parameters_of(optimizer)
         if known is None:
-            known = self._known[key] = _Known(parameters, self._process_group)
-            # With `__slots__` it cannot be referred to weakly.
-            with contextlib.suppress(TypeError):
-                weakref.finalize(optimizer, self._known.pop, key, None).atexit = False
+            known = self._known[optimizer] = _Known(parameters, self._process_group)
         elif not known.info.is_of(parameters):
             known.info = ParameterInfo(parameters, self._process_group)
         return known
 
     # --- The calls of a training loop ---------------------------------------------------------
 
-    @overload
-    def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
-    @overload
-    def scale(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]: ...
-    @overload
-    def scale(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]: ...
-    @overload
-    def scale(self, outputs: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]: ...
-
-    def scale(self, outputs: Any) -> Any:
+    def scale(self, outputs: Losses) -> Losses:
         """Multiplies losses by the scale, in float32 or wider.
 
         Args:
@@ -217,7 +202,8 @@ class GradScaler(torch.amp.GradScaler):
             return scaled(loss, self._scale)
 
         self._scaled_since_update = True
-        return mapped(scaled_one, outputs)
+        result: Losses = mapped(scaled_one, outputs)
+        return result
 
     @uncompiled
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -227,7 +213,8 @@ class GradScaler(torch.amp.GradScaler):
             optimizer: The optimizer, whose next `step` takes the gradients as they are.
 
         Raises:
-            CallOrderError: If they are unscaled already, or nothing was scaled.
+            RuntimeError: If they are unscaled already.
+            AssertionError: If nothing was scaled.
             GradientsError: If a gradient is float16.
             TypeError: If it is not an optimizer, or a LossScaleOptimizer.
         """
@@ -279,13 +266,6 @@ class GradScaler(torch.amp.GradScaler):
         entry["is_empty"] = not here
         return {device: found if here else torch.zeros_like(found)}
 
-    @overload
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None: ...
-    @overload
-    def step(
-        self, optimizer: Sequence[torch.optim.Optimizer], *args: Any, **kwargs: Any
-    ) -> list[float | None]: ...
-
     @uncompiled
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Unscales the gradients if `unscale_` did not, and applies them if all are finite.
@@ -305,8 +285,8 @@ class GradScaler(torch.amp.GradScaler):
             The result of `optimizer.step`, or None if the step was skipped (`last_step_skipped`).
 
         Raises:
-            CallOrderError: If it is called twice without `update`, if nothing was scaled, or with
-                a closure.
+            RuntimeError: If it is called twice without `update`, or with a closure.
+            AssertionError: If nothing was scaled.
             GradientsError: If a gradient is float16.
             TypeError: If it is not an optimizer, or a LossScaleOptimizer.
         """
@@ -407,7 +387,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         device = self._scale.device
         joined = gradients.any_overflow(dict(enumerate(found)), device).to(device)
-        groups = [self._known[key].info.groups for key in some if key in self._known]
+        groups = [known.info.groups for each, known in self._known.items() if id(each) in some]
         union = tuple(dict.fromkeys(itertools.chain(*groups)))
         if any(len(own) < len(union) for own in groups):
             # One optimizer may be sharded over more processes than another.
@@ -455,7 +435,7 @@ class GradScaler(torch.amp.GradScaler):
             new_scale: The scale to set instead, a number or a tensor with one element.
 
         Raises:
-            CallOrderError: If neither `step` nor `unscale_` was called since the last one.
+            AssertionError: If neither `step` nor `unscale_` was called since the last one.
             ScalerArgumentError: If `new_scale` cannot be used.
         """
         if not self._enabled:

@@ -4,41 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import distributed
 
 from lossscale.common.monkeypatch import Installation, replace
-from lossscale.packages import warn
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.settings import DEFAULTS
 
 
-class _OfOneDevice(GradScaler):
-    """A scaler for one type of device, which PyTorch deprecates."""
-
-    _type: ClassVar[str]
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        warn(
-            # The words that programs filter PyTorch's own warning by.
-            f"`torch.{self._type}.amp.GradScaler(args...)` is deprecated. Use "
-            f'torch.amp.GradScaler("{self._type}", args...).',
-            FutureWarning,
-        )
-        super().__init__(self._type, *args, **kwargs)
-
-
-class CudaGradScaler(_OfOneDevice):
+class CudaGradScaler(GradScaler):
     """Replaces `torch.cuda.amp.GradScaler`."""
 
-    _type = "cuda"
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cuda", *args, **kwargs)
 
 
-class CpuGradScaler(_OfOneDevice):
+class CpuGradScaler(GradScaler):
     """Replaces `torch.cpu.amp.GradScaler`."""
 
-    _type = "cpu"
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cpu", *args, **kwargs)
 
 
 class ShardedGradScaler(GradScaler):

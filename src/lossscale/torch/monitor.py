@@ -348,16 +348,10 @@ class _Explainer:
 
 def _check_watched(optimizer: Any) -> None:
     if not isinstance(optimizer, (LossScaleOptimizer, GradScaler)):
-        more = ""
-        if isinstance(optimizer, torch.amp.GradScaler):
-            more = " Use lossscale.torch.GradScaler in place of PyTorch's."
-        elif isinstance(optimizer, torch.optim.Optimizer):
-            more = " Wrap it: lossscale.torch.LossScaleOptimizer(optimizer)."
-        elif isinstance(optimizer, torch.nn.Module):
-            more = " The model is the second argument: Monitor(optimizer, model)."
         raise ArgumentTypeError(
-            "Monitor watches a lossscale.torch.LossScaleOptimizer or a lossscale.torch.GradScaler. "
-            f"Received: a {type(optimizer).__module__}.{type(optimizer).__qualname__}.{more}"
+            "Monitor(optimizer, model) watches a lossscale.torch.LossScaleOptimizer or a "
+            "lossscale.torch.GradScaler. Received as the optimizer: a "
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}."
         )
     if isinstance(optimizer, GradScaler) and not optimizer.is_enabled():
         raise ArgumentError("The GradScaler is disabled, so there is no loss scale to watch.")
@@ -387,11 +381,9 @@ def _names(optimizer: Any, model: Any, is_scaler: bool) -> dict[Any, str]:
     except (TypeError, ValueError):
         are_named = False
     if not are_named:
-        is_path = isinstance(model, str | os.PathLike)
         raise ArgumentTypeError(
             "Expected a module, or (name, parameter) pairs such as "
-            f"model.named_parameters(). Received: {model!r} of type {type(model).__name__}."
-            + (f" The file of the records is path={model!r}." if is_path else "")
+            f"model.named_parameters(). Received: model={model!r} of type {type(model).__name__}."
         )
     if is_scaler:
         return names

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, MutableMapping, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,8 +56,11 @@ class OptimizerList(torch.optim.Optimizer):
         return [group for each in self.optimizers for group in each.param_groups]
 
     @property
-    def state(self) -> _States:
-        return _States(self.optimizers)
+    def state(self) -> Mapping[Any, Any]:
+        """The states of all optimizers, by parameter; each can be changed, the mapping cannot."""
+        return types.MappingProxyType(
+            {key: state for each in self.optimizers for key, state in each.state.items()}
+        )
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.optimizers)
@@ -163,46 +167,6 @@ def joined(state_dicts: Sequence[Any]) -> dict[str, Any]:
         others[number] = {k: v for k, v in each.items() if k not in ("state", "param_groups")}
     more = {"others": others} if any(others.values()) else {}
     return {**more, "state": state, "param_groups": groups}
-
-
-class _States(MutableMapping[Any, Any]):
-    """A view of the states of several optimizers, by parameter."""
-
-    def __init__(self, optimizers: list[Any]) -> None:
-        self._optimizers = optimizers
-
-    def _of(self, parameter: Any) -> Any:
-        for each in self._optimizers:
-            if parameter in each.state:
-                return each.state
-        for each in self._optimizers:
-            if any(p is parameter for group in each.param_groups for p in group["params"]):
-                return each.state
-        raise KeyError(parameter)
-
-    def __getitem__(self, parameter: Any) -> Any:
-        return self._of(parameter)[parameter]
-
-    def get(self, parameter: Any, default: Any = None) -> Any:
-        # `Mapping.get` would create an entry, because a state is a defaultdict.
-        if parameter not in self:
-            return default
-        return self[parameter]
-
-    def __setitem__(self, parameter: Any, value: Any) -> None:
-        self._of(parameter)[parameter] = value
-
-    def __delitem__(self, parameter: Any) -> None:
-        del self._of(parameter)[parameter]
-
-    def __iter__(self) -> Iterator[Any]:
-        return (parameter for each in self._optimizers for parameter in each.state)
-
-    def __len__(self) -> int:
-        return sum(len(each.state) for each in self._optimizers)
-
-    def __contains__(self, parameter: Any) -> bool:
-        return any(parameter in each.state for each in self._optimizers)
 
 
 def parts_of(inner: Any) -> list[Any]:

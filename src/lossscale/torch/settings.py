@@ -27,33 +27,8 @@ from lossscale.members import Wrapper
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.rules import DynamicScale, ScaleRule
 from lossscale.torch import closures, fused, ranks
-from lossscale.torch.optimizer_list import OptimizerList, parts_of
+from lossscale.torch.optimizer_list import parts_of
 from lossscale.torch.scaled_gradients import was_scaled
-
-_OF_SCALERS = {
-    "scale": "call scale_loss(loss)",
-    "update": "step() updates the scale",
-    "get_scale": "read float(optimizer.loss_scale)",
-    "is_enabled": "to train without a loss scale, leave the wrapper out",
-    **{
-        f"{verb}_{name}": "read optimizer.rule, which is frozen"
-        for verb in ("get", "set")
-        for name in ("growth_factor", "backoff_factor", "growth_interval")
-    },
-}
-"""Members of a GradScaler, and what to do with a wrapper instead."""
-
-
-def _shared(name: str, doc: str = "") -> Any:
-    """A property that reads and writes an attribute of the inner optimizer."""
-
-    def read(self: Any) -> Any:
-        return getattr(self.inner_optimizer, name)
-
-    def write(self: Any, value: Any) -> None:
-        setattr(self.inner_optimizer, name, value)
-
-    return property(read, write, doc=doc)
 
 
 class InnerSettings(Wrapper):
@@ -61,13 +36,9 @@ class InnerSettings(Wrapper):
 
     _inner_attribute = "_inner"
 
-    param_groups: list[dict[str, Any]] = _shared(
-        "param_groups", "The parameter groups of the inner optimizer."
-    )
-    state: dict[torch.Tensor, Any] = _shared(
-        "state", "The state of the inner optimizer, by parameter."
-    )
-    defaults: dict[str, Any] = _shared("defaults", "The default settings of parameter groups.")
+    param_groups: list[dict[str, Any]]
+    state: Any
+    defaults: dict[str, Any]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group to the inner optimizer.
@@ -90,11 +61,6 @@ class InnerSettings(Wrapper):
 
     @lr.setter
     def lr(self, value: Any) -> None:
-        if isinstance(self.inner_optimizer, OptimizerList):
-            raise UnsupportedError(
-                f"Ambiguous: several optimizers could get lr={value!r}. Set it in the groups of "
-                f"one, optimizer.optimizers[i].param_groups; {self.inner_optimizer.described()}."
-            )
         for group in self.param_groups:
             group["lr"] = value
 
@@ -126,10 +92,6 @@ class InnerSettings(Wrapper):
                 # A property of this class has raised it.
                 raise
             self._check_no_setting(name)
-            if name in _OF_SCALERS:
-                raise UnknownSettingError(
-                    f"LossScaleOptimizer has no {name!r}, unlike GradScaler: {_OF_SCALERS[name]}."
-                ) from None
             raise
         is_method = inspect.ismethod(found) or inspect.isfunction(found)
         return self._guarded(name, found) if is_method else found
@@ -230,9 +192,12 @@ def check_decide(decide: Any, inner: Any) -> None:
         raise ArgumentError(f"`decide` must be 'host' or 'device'. Received: decide={decide!r}.")
     if decide == "host":
         return
-    if not any(group["params"] for group in inner.param_groups):
+    parameters = ranks.parameters_of(inner)
+    if not parameters or any(p.is_meta for p in parameters):
         raise ArgumentError(
-            "decide='device' needs an optimizer with parameters. Received: one without."
+            "decide='device' keeps the loss scale on the device of the parameters. Received: an "
+            "optimizer without parameters, or with some on the meta device. Make it after the "
+            "model is materialized."
         )
     for part in parts_of(inner):
         if not fused.can_skip(part):
@@ -314,13 +279,8 @@ def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:
     Raises:
         ScalerArgumentError: If it is none of these.
     """
-    if isinstance(new_scale, torch.Tensor):
-        if new_scale.numel() != 1 or new_scale.requires_grad or new_scale.is_complex():
-            raise ScalerArgumentError(
-                "`new_scale` must be a number, or a tensor with one element and without "
-                f"requires_grad. Received: new_scale={new_scale!r}."
-            )
-        new_scale = new_scale.item()
+    if torch.is_tensor(new_scale) and new_scale.requires_grad:
+        raise ScalerArgumentError(f"`new_scale` requires a gradient. Received: {new_scale!r}.")
     with as_of_a_scaler():
         number = checked_number("new_scale", new_scale)
     if float(rule.restored(rule.init()._replace(scale=number)).scale) != number:

@@ -242,17 +242,8 @@ class LossScaleState:
         restore(self._scale, checked_numbers(state_dict, self._scale))
 
     def scaler_state_dict(self) -> dict[str, Any]:
-        """Returns the state in the format of `torch.amp.GradScaler`: Python numbers.
-
-        Raises:
-            ArgumentError: If the rule lowers the scale only after several overflows in a row.
-        """
+        """Returns the state in the format of `torch.amp.GradScaler`: Python numbers."""
         scale, numbers = self._scale, self._scale.numbers()
-        if getattr(scale.rule, "overflows_before_backoff", 1) > 1:
-            raise ArgumentError(
-                f"GradScaler's format cannot store the overflow count of {scale.rule!r}: a scaler "
-                "that loads it would lower the scale at each overflow. Save optimizer.state_dict()."
-            )
         state = type(scale.first)(*(numbers[field] for field in scale.first._fields))
         return scaler_state(scale.rule, state, numbers["steps_skipped"])
 
@@ -325,7 +316,7 @@ def read_scaler_state(
         >>> state
         ScaleState(scale=8.0, good_steps=3)
     """
-    values = as_torchs(found, getattr(rule, "overflows_before_backoff", 1))
+    values = as_torchs(found)
     # Other rules have no such settings.
     if isinstance(rule, DynamicScale):
         rule = with_settings(rule, **{n: values[n] for n in _SETTINGS if n in values})
@@ -333,9 +324,8 @@ def read_scaler_state(
     # A fixed scale stays as the code says.
     if "scale" in values and rule.is_dynamic:
         saved["scale"] = number_of("scale", values["scale"])
-    for name, field in (("_growth_tracker", "good_steps"), ("_overflows", "overflows")):
-        if name in values:
-            saved[field] = whole_number_of(name, values[name])
+    if "_growth_tracker" in values:
+        saved["good_steps"] = whole_number_of("_growth_tracker", values["_growth_tracker"])
     restored = _restored(rule, state, saved)
     skipped = values.get("steps_skipped")
     skipped = None if skipped is None else whole_number_of("steps_skipped", skipped)

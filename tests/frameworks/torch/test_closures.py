@@ -123,22 +123,6 @@ def test_a_closure_is_evaluated_once_and_its_loss_returned(cls):
     assert run(wrapped, (1, torch.inf, 1)) == run(alone, (1, 1))
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_minimize_with_lbfgs(clip):
-    def run(wrap):
-        point = starting_point()
-        inner = torch.optim.LBFGS([point], line_search_fn="strong_wolfe")
-        optimizer = wrap(inner, clip_norm=clip)
-        for _ in range(3):
-            if optimizer is inner:
-                inner.step(closure_of(inner, lambda: rosenbrock(point), clip))
-            else:
-                optimizer.minimize(lambda: rosenbrock(point))
-        return snapshot([point], optimizer)
-
-    assert_same_without_scaling(run)
-
-
 # Mistakes.
 
 

@@ -301,17 +301,6 @@ def test_a_warm_up_from_zero_is_a_step():
     assert scale_and_tracker(scaler) == (65536.0, 1)
 
 
-def test_an_error_before_anything_was_scaled_leaves_no_trace():
-    weights, optimizer, scaler = made()
-    weights[0].grad = torch.ones(3)
-    for call in (scaler.step, scaler.unscale_):
-        with pytest.raises(AssertionError, match="_scale is None"):
-            call(optimizer)
-    assert numbers(weights) == [[1.0] * 3]
-    one_step(scaler, optimizer, weights)
-    assert numbers(weights) == [[0.5] * 3]
-
-
 def test_overflows_at_the_lowest_scale_are_warned_of_once():
     weights, optimizer, scaler = made(init_scale=4.0, min_scale=2.0)
     one_step(scaler, optimizer, weights, torch.inf)

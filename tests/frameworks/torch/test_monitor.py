@@ -141,20 +141,16 @@ def test_what_is_watched_can_be_copied_and_is_let_go(how):
 
 def test_mistakes_have_one_sentence():
     loop = Loop()
-    with pytest.raises(ArgumentTypeError, match=r"Wrap it: lossscale\.torch\.LossScaleOptimizer"):
-        Monitor(loop.inner, loop.named)
-    with pytest.raises(ArgumentTypeError, match="in place of PyTorch's"):
-        Monitor(torch.amp.GradScaler("cpu"), loop.named)
-    with pytest.raises(ArgumentTypeError, match=r"second argument: Monitor\(optimizer, model\)"):
-        Monitor(torch.nn.Linear(2, 1), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
+    for wrong in (loop.inner, torch.amp.GradScaler("cpu"), torch.nn.Linear(2, 1)):
+        words = rf"Monitor\(optimizer, model\) watches.*{type(wrong).__name__}"
+        with pytest.raises(ArgumentTypeError, match=words):
+            Monitor(wrong, loop.named)
     with pytest.raises(ArgumentTypeError, match="needs the model"):
         Monitor(lossscale.torch.GradScaler("cpu"))
     with pytest.raises(ArgumentError, match="disabled"):
         Monitor(lossscale.torch.GradScaler("cpu", enabled=False), loop.named)
     with pytest.raises(ArgumentTypeError, match="Expected a module, or"):
         Monitor(loop.watched, "model")
-    with pytest.raises(ArgumentTypeError, match=r"file of the records is path='run\.jsonl'"):
-        Monitor(loop.watched, "run.jsonl")
     with pytest.raises(ArgumentError, match="`every`"):
         Monitor(loop.watched, loop.named, every=0)
     monitor = Monitor(loop.watched, loop.named)

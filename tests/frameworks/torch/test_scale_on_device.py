@@ -133,3 +133,12 @@ def test_a_repr_does_not_read_what_the_device_decides():
     optimizer = lossscale.LossScaleOptimizer(inner, decide="device")
     shown = "<LossScaleOptimizer around Adam, DynamicScale: loss scale on the device>"
     assert repr(optimizer) == shown
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_a_scale_needs_a_device_to_be_on(device):
+    inner = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2, device="meta"))], fused=True)
+    if device is None:
+        inner.param_groups[0]["params"] = []
+    with pytest.raises(lossscale.errors.ArgumentError, match=r"the device of the parameters.*meta"):
+        lossscale.LossScaleOptimizer(inner, decide="device")

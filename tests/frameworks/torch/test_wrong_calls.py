@@ -222,25 +222,6 @@ def test_a_loss_in_the_place_of_a_closure(inner):
 # Names, rules and files.
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("scale", r"scale_loss\(loss\)"),
-        ("update", r"step\(\) updates the scale"),
-        ("get_scale", r"float\(optimizer\.loss_scale\)"),
-        ("is_enabled", "leave the wrapper out"),
-        ("set_growth_interval", r"optimizer\.rule"),
-    ],
-)
-def test_names_of_a_scaler(name, hint):
-    _, optimizer = made()
-    assert not hasattr(optimizer, name)
-    with pytest.raises(
-        errors.UnknownSettingError, match=f"no '{name}', unlike GradScaler: .*{hint}"
-    ):
-        getattr(optimizer, name)
-
-
 @each_inner
 def test_clipping_that_is_set_later(inner):
     runs = []
