@@ -348,9 +348,9 @@ class Engine:
                 return decision
         leaves = of_kernel is not None and (info.has_half or unchecked)
         divisor = by.on(first.device).scale if leaves else None
-        if leaves and not self.rule.checks_gradients:
-            # The kernel would divide twice what two share.
-            gradients.separate(info, of_kernel)
+        if leaves and unchecked and gradients.share_memory(of_kernel, info):
+            # The kernel would divide them twice.
+            gradients.collect(info, of_kernel, allow_float16=True)
         if leaves and unchecked and measured is None and not groups:
             self._give_up(sets, info)
             return StepDecision(True, GradientStats(True), divisor=divisor)
