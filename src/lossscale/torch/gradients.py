@@ -170,28 +170,19 @@ def _check_can_be_widened(parameter: Any) -> None:
 
 # --- The 2-norm of all gradients together, and clipping to it -----------------------------------
 
-_SMALLER = 2.0**-80
-"""Brings any float32 number into the range where its square is finite."""
 
-
-def grad_norm(
-    gradients: Gradients, info: ranks.ParameterInfo, *, shrink: bool = False, wide: bool = False
-) -> Any:
+def grad_norm(gradients: Gradients, info: ranks.ParameterInfo, dtype: Any = None) -> Any:
     """The 2-norm of all gradients together: a float32 or float64 scalar tensor.
 
     Args:
         gradients: The gradients that this process has.
         info: Their parameters, with the process groups that they are sharded over.
-        shrink: Whether to shrink a copy first, because squares overflow.
-        wide: Whether to add up in float32, because the norm overflows in float16.
+        dtype: The dtype in which squares are added up; None for that of the gradients.
 
     Returns:
         The norm, the same in all processes; 0 if none has a gradient.
     """
     groups = gradients.dense_groups
-    if shrink:
-        groups = [torch._foreach_mul(group, _SMALLER) for group in groups]
-    dtype = torch.float32 if wide else None
     norms = [norm for group in groups for norm in torch._foreach_norm(group, 2.0, dtype)]
     device = gradients.device
     if not info.groups:
@@ -202,7 +193,7 @@ def grad_norm(
         for gradient, part in zip(owners, norms, strict=True):
             squares += part.to(device, torch.float64) ** 2 / info.copies(gradient)
         norm = ranks.added(squares, info.groups).sqrt()
-    return norm.double() / _SMALLER if shrink else norm
+    return norm
 
 
 def coefficient(norm: Any, clip_norm: float) -> Any:
@@ -241,7 +232,7 @@ def unscale_and_check_(
         factor: Returns what they are multiplied by, on a device: float32 scalar tensor.
         divide: Whether they are divided by it instead: by a scale that is no power of two, whose
             reciprocal is not exact.
-        recheck: Whether to check what comes out, too. A scale below 1 makes some infinite.
+        recheck: Whether to check what comes out. A scale below 1 makes some infinite.
         found: A tensor to write into, for the device that it is on.
 
     Returns:
@@ -256,12 +247,10 @@ def unscale_and_check_(
             zero = found if own else torch.zeros((), dtype=torch.float32, device=device)
             by_device[device] = zero
         multiplier = factor(device)
-        if divide:
-            _change(torch._foreach_div_, group, multiplier)
+        if divide or recheck:
+            _change(torch._foreach_div_ if divide else torch._foreach_mul_, group, multiplier)
             multiplier = scalar(1.0, device)
         _check_and_multiply_(group, by_device[device], multiplier)
-        if recheck:
-            _check_and_multiply_(group, by_device[device], scalar(1.0, device))
     return by_device
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import copyreg
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -289,13 +288,13 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             self._adopt_written()
         if seen and not is_compiling and is_seen(loss):
             by = scale.multiplier
-            scaled = widened(loss) * by.on(loss.device).scale
+            scaled = widened(loss) * by.scale_on(loss.device)
             watch(scaled, loss, by, self._engine)
         else:
             # A tensor, so that no code is compiled for one number.
             scaled = widened(loss) * scale.scale_on(loss.device)
             if torch.is_grad_enabled():
-                record.unseen, record.is_cleared, record.has_own_loss = scale, False, True
+                record.unseen, record.is_cleared, record.has_own_loss = True, False, True
         if not is_compiling:
             remember_scaled(scaled)
         return scaled
@@ -307,15 +306,13 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def _account_for_unseen_backward(self) -> None:
         """Accounts for the backward pass of a scaled loss that could not be observed."""
         record, engine = self._record, self._engine
-        if record.unseen is None or record.found is None:
+        if not record.unseen or record.found is None:
             return
-        info = engine.info()
-        if record.are_gone(info):
-            self._leave_out()
-            record.reset()
-            record.unseen, record.has_own_loss = engine.scale, True
-        elif record.is_as_it_was(info):
-            record.unseen = None
+        engine.account_for_cleared()
+        if record.found is None:
+            record.unseen = record.has_own_loss = True
+        elif record.is_as_it_was(engine.info()):
+            record.unseen = False
         else:
             raise CallOrderError(
                 "unscale_() was called before the last backward(), which added scaled gradients "
@@ -401,7 +398,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def _decided(self, decision: StepDecision) -> None:
         """Remembers what all processes have decided."""
         record = self._record
-        record.unseen, record.divided = None, None
+        record.unseen, record.divided = False, None
         record.decision, record.known = decision, self._engine.info()
 
     def _finish(self, decision: StepDecision, *, keep: bool = False) -> None:
@@ -468,7 +465,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         if record.found is not None:
             self._leave_out()
         record.clear(self._engine.info())
-        record.unseen, record.has_own_loss = unseen, unseen is not None
+        record.unseen = record.has_own_loss = unseen
         record.by_hand, record.is_cleared = by_hand, was_checked
         zero_grad(self.inner_optimizer, set_to_none)
 
@@ -753,15 +750,18 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             "process_group": engine.process_group,
             "decide": self.decide,
             "numbers": engine.scale.numbers(),
+            "gradient_factor": engine.gradient_factor(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        inner, rule, clip_norm, process_group, decide, name, numbers = map(state.pop, _PICKLED)
+        inner, rule, clip_norm, process_group, decide, name, numbers, factor = map(
+            state.pop, _PICKLED
+        )
         scale = _new_scale(rule, inner, decide)
         state_dicts.restore(scale, numbers)
         engine = Engine(inner, scale, clip_norm, process_group)
-        engine.restart(state.pop("gradient_factor", 0.0))
+        engine.restart(factor)
         self._start(engine, name)
         self.__dict__.update(state)
 
@@ -771,13 +771,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         # Process groups are not copied: the copy talks to the same processes.
         memo[id(self.process_group)] = self.process_group
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        self._record.copy_to(copied._record, self._engine, copied._engine, memo)
         return copied
-
-    def __reduce__(self) -> Any:
-        # A copy has the gradients of the original, a file has none.
-        state = {**self.__getstate__(), "gradient_factor": self._engine.gradient_factor()}
-        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
 
 def wrapper_in(optimizer: Any) -> Any:
@@ -793,7 +787,10 @@ def wrapper_in(optimizer: Any) -> Any:
 if torch.distributed.is_available():
     join.Joinable.register(LossScaleOptimizer)
 
-_PICKLED = "inner_optimizer", "rule", "clip_norm", "process_group", "decide", "name", "numbers"
+_PICKLED = (
+    *("inner_optimizer", "rule", "clip_norm", "process_group", "decide", "name", "numbers"),
+    "gradient_factor",
+)
 
 _RECREATED = frozenset({"_engine", "_inner", "_record", "_rule", "_skipped_hooks"})
 
@@ -818,10 +815,10 @@ def _backpropagate(
     plain = type(loss) is torch.Tensor and loss.dtype in WIDE and loss.requires_grad
     if plain and (gradient is not None or loss.numel() == 1):
         # The scale multiplies the first gradient in place of the loss: the graph gets no node.
-        scale = by.on(loss.device).scale.to(loss.dtype)
+        scale = by.scale_on(loss.device).to(loss.dtype)
         seed = torch.ones_like(loss) * scale if gradient is None else gradient * scale
         loss.backward(seed, retain_graph, create_graph, inputs)
         return
     with torch.enable_grad():
-        scaled = widened(loss) * by.on(loss.device).scale
+        scaled = widened(loss) * by.scale_on(loss.device)
     scaled.backward(gradient, retain_graph, create_graph, inputs)
