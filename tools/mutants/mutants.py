@@ -142,7 +142,6 @@ tests/conformance/test_what_rules_see.py -k for_a_rule_that_asks
 tests/backends/test_diagnose.py
     diagnosis.keras on torch _as_it_was: attributes.update(values) -> pass  -k subclassed
     diagnosis on torch _cast_to_float16: not asks(layer) -> True  -k ask_for_a_dtype
-    diagnosis on jax _watched: _traced() == outside -> True  -k LSTM
     diagnosis on torch KerasGradientFunction._forward: keras.ops.cast(target, output.dtype)
         -> output  -k targets_beyond
     diagnosis on torch _value: keras.ops.cast(value, 'float32') -> value
@@ -175,7 +174,6 @@ tests/diagnosis/test_measurement.py tests/diagnosis/test_report.py
     diagnosis _Batch.measured: g.largest > least -> False
     diagnosis _predicted_highest: LARGEST / largest -> largest
     diagnosis _Batch._highest_finite: high - low > 1 -> high - low > 2
-    diagnosis _Batch.measured: n not in masks -> True
     diagnosis _Batch._backward: max(predicted, second) -> _HIGHEST
     diagnosis _differing: error > _SAME -> False
     diagnosis _Batch._correct_reference: lower[name] <= self._tolerance -> True

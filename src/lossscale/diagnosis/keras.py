@@ -1,4 +1,4 @@
-"""Gradients of a Keras 3 model in float32 and in float16, and the sizes of what its layers return.
+"""Gradients of a Keras 3 model in float32 and in float16.
 
 A pass runs in a `keras.StatelessScope`, which takes every assignment to a variable: statistics of
 normalizations, states of random seeds, metrics. In the reference, all layers compute in float32,
@@ -14,7 +14,7 @@ import inspect
 import itertools
 import math
 import re
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from lossscale.checks import checked_count
 from lossscale.common.monkeypatch import replace
-from lossscale.diagnosis.measurement import TARGETS, Pass, checked_loss, numbered
+from lossscale.diagnosis.measurement import Pass, checked_loss
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.keras import backends
 from lossscale.keras.private_names import random_functions
@@ -58,8 +58,7 @@ class KerasGradientFunction:
         self._trained = [each for each in model.trainable_variables if id(each) in owned]
         trained = set(map(id, self._trained))
         self._variables = [*self._trained, *(v for v in model.variables if id(v) not in trained)]
-        counts: Counter[str] = Counter()
-        self._names = [numbered(_inside(v.path, model), counts) for v in self._trained]
+        self._names = _numbered(each.path.removeprefix(f"{model.name}/") for each in self._trained)
         self._casts = _cast_to_float16(model)
         how = "mixed_float16" if self._casts else "its own float16"
         self.setting = f"Keras on {keras.backend.backend()}, {how}"
@@ -81,9 +80,9 @@ class KerasGradientFunction:
             values = [_value(variable, half) for variable in self._variables]
             parts = (*batch, None, None)[:3]
             computed = self._computations[half](values, parts, np.float32(scale))
-        loss, gradients, sizes = computed
+        loss, gradients, fits = computed
         found = dict(zip(self._names, map(_on_host, gradients), strict=True))
-        return Pass(float(_on_host(loss)), found, {n: float(_on_host(s)) for n, s in sizes.items()})
+        return Pass(float(_on_host(loss)), found, all(map(_on_host, fits)))
 
     # JAX computes constants with NumPy, which warns of an overflow.
     @np.errstate(all="ignore")
@@ -91,8 +90,7 @@ class KerasGradientFunction:
         """Explains why a pass is not finite."""
 
         def forward(values: Sequence[Any], parts: Any) -> Any:
-            loss = checked_loss(self._forward(values, parts, {}), keras.ops.is_tensor)
-            return keras.ops.reshape(keras.ops.cast(loss, "float32"), ())
+            return self._forward(values, parts)[0]
 
         def values(half: bool) -> list[Any]:
             self._set_precision(half)
@@ -107,26 +105,16 @@ class KerasGradientFunction:
             return explainer.explain(values(half), scale, wide)
 
     def _compute(self, half: bool, values: Sequence[Any], batch: Any, scale: Any) -> Any:
-        """Returns the loss, its gradients, and the largest magnitude in each layer's output."""
+        """Returns the loss, its gradients, and whether all targets fit into the outputs' dtypes."""
         count = len(self._trained)
 
-        def forward(trained: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
-            with _watched(self._model) as returned:
-                loss = self._forward([*trained, *values[count:]], batch, returned)
-            loss = checked_loss(loss, keras.ops.is_tensor)
-            narrow = {
-                name: each
-                for name, each in returned.items()
-                if not half or _dtype(each) == "float16"
-            }
-            return keras.ops.reshape(keras.ops.cast(loss, "float32"), ()), narrow
+        def forward(trained: Sequence[Any]) -> tuple[Any, list[Any]]:
+            return self._forward([*trained, *values[count:]], batch)
 
-        loss, gradients, returned = _DERIVE[keras.backend.backend()](forward, values[:count], scale)
-        # JAX would return the keys of a dictionary sorted.
-        return loss, gradients, OrderedDict((name, _size(each)) for name, each in returned.items())
+        return _DERIVE[keras.backend.backend()](forward, values[:count], scale)
 
-    def _forward(self, values: Sequence[Any], batch: Any, returned: dict[str, Any]) -> Any:
-        """Returns what the loss function returns, and adds the targets to what is watched."""
+    def _forward(self, values: Sequence[Any], batch: Any) -> tuple[Any, list[Any]]:
+        """Returns the loss, in float32, and for each target whether its output's dtype holds it."""
         scope = keras.StatelessScope(collect_losses=True, initialize_variables=False)
         for variable, value in zip(self._variables, values, strict=True):
             # Assigned after construction, which would round the value to the variable's dtype.
@@ -135,16 +123,21 @@ class KerasGradientFunction:
             lambda array: None if array is None else keras.ops.convert_to_tensor(array), batch
         )
         with scope, _same_random_numbers():
+            fits = []
             if self._loss_fn is not None:
-                return self._loss_fn(self._model, (x, y, sample_weight))
-            self._check_targets(y)
-            training = {"training": True} if self._model._call_has_training_arg else {}
-            y_pred, counts = self._model(x, **training), Counter[str]()
-            for target, output in zip(*map(keras.tree.flatten, (y, y_pred)), strict=False):
-                # Others, such as class numbers, are not values that an output should reach.
-                if target is not None and math.prod(target.shape) == math.prod(output.shape):
-                    returned[numbered(TARGETS, counts)] = keras.ops.cast(target, output.dtype)
-            return self._model._compute_loss(x, y, y_pred, sample_weight, training=True)
+                loss = self._loss_fn(self._model, (x, y, sample_weight))
+            else:
+                self._check_targets(y)
+                training = {"training": True} if self._model._call_has_training_arg else {}
+                y_pred = self._model(x, **training)
+                for target, output in zip(*map(keras.tree.flatten, (y, y_pred)), strict=False):
+                    # Others, such as class numbers, are not values that an output should reach.
+                    if target is not None and math.prod(target.shape) == math.prod(output.shape):
+                        narrow = keras.ops.cast(target, output.dtype)
+                        fits.append(keras.ops.all(keras.ops.isfinite(narrow)))
+                loss = self._model._compute_loss(x, y, y_pred, sample_weight, training=True)
+        loss = checked_loss(loss, keras.ops.is_tensor)
+        return keras.ops.reshape(keras.ops.cast(loss, "float32"), ()), fits
 
     def _check_targets(self, y: Any) -> None:
         is_own = type(self._model).compute_loss is not keras.Model.compute_loss
@@ -182,8 +175,8 @@ def _derive_on_jax(forward: Any, values: Sequence[Any], scale: Any) -> Any:
     import jax
     import jax.numpy as jnp
 
-    loss, pull, returned = jax.vjp(forward, list(values), has_aux=True)
-    return loss, pull(jnp.float32(scale))[0], returned
+    loss, pull, fits = jax.vjp(forward, list(values), has_aux=True)
+    return loss, pull(jnp.float32(scale))[0], fits
 
 
 def _derive_on_tensorflow(forward: Any, values: Sequence[Any], scale: Any) -> Any:
@@ -198,9 +191,9 @@ def _derive_on_tensorflow(forward: Any, values: Sequence[Any], scale: Any) -> An
 
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(values)
-        loss, returned = forward(values)
+        loss, fits = forward(values)
     gradients = tape.gradient(loss, values, output_gradients=tf.constant(scale, tf.float32))
-    return loss, list(map(rows, gradients)), returned
+    return loss, list(map(rows, gradients)), fits
 
 
 def _derive_on_torch(forward: Any, values: Sequence[Any], scale: Any) -> Any:
@@ -210,18 +203,16 @@ def _derive_on_torch(forward: Any, values: Sequence[Any], scale: Any) -> Any:
         # Detached copies share memory with the parameters and are leaves, so no parameter gets a
         # `grad`.
         values = [value.detach().requires_grad_() for value in values]
-        loss, returned = forward(values)
+        loss, fits = forward(values)
         gradients: Any = [None] * len(values)
         if loss.requires_grad:
             by = torch.as_tensor(scale, dtype=loss.dtype, device=loss.device)
             gradients = torch.autograd.grad(loss, values, by, allow_unused=True)
-    # Within `torch.vmap`, a tensor holds the numbers of all rows.
-    returned = {n: torch.func.debug_unwrap(each).detach() for n, each in returned.items()}
-    return loss.detach(), gradients, returned
+    return loss.detach(), gradients, fits
 
 
 _DERIVE = {"jax": _derive_on_jax, "tensorflow": _derive_on_tensorflow, "torch": _derive_on_torch}
-"""Compute the loss, its gradients, and what the layers returned."""
+"""Compute the loss, its gradients, and what else `forward` returns."""
 
 
 @contextlib.contextmanager
@@ -261,52 +252,6 @@ def _draw_by_keras(stack: contextlib.ExitStack) -> None:
 
     for name in ("normal", "truncated_normal", "uniform"):
         replace(stack, tf.random, name, drawn_by_keras(name))
-
-
-def _traced() -> Any:
-    """Identifies the function that is being traced, out of which no tensor gets."""
-    if keras.backend.backend() == "jax":
-        import jax
-        import jax.extend
-
-        # The random state is about to advance.
-        core = jax.extend.core if hasattr(jax.extend.core, "get_opaque_trace_state") else jax.core
-        return core.get_opaque_trace_state(convention="flax")
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
-        return tf.executing_eagerly()
-    return None
-
-
-# --- What layers return ---------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _watched(model: Any) -> Iterator[dict[str, Any]]:
-    """Within it, what each call of a layer returns is kept, by name, in the order of the calls."""
-    returned: dict[str, Any] = {}
-    counts: Counter[str] = Counter()
-    call, outside = keras.Layer.__call__, _traced()
-
-    def layer_called(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        results = call(layer, *args, **kwargs)
-        # No tensor gets out of a compiled loop or branch.
-        for each in keras.tree.flatten(results) if _traced() == outside else ():
-            if keras.ops.is_tensor(each) and "float" in str(each.dtype) and 0 not in each.shape:
-                name = _inside(str(layer.path or layer.name), model)
-                returned[numbered(name, counts)] = each
-        return results
-
-    with contextlib.ExitStack() as stack:
-        replace(stack, keras.Layer, "__call__", layer_called)
-        yield returned
-
-
-def _size(tensor: Any) -> Any:
-    """The largest magnitude in a tensor, infinite if an element is not finite."""
-    largest = keras.ops.max(keras.ops.abs(keras.ops.cast(tensor, "float32")))
-    return keras.ops.where(keras.ops.isfinite(largest), largest, math.inf)
 
 
 # --- Why a pass is not finite ---------------------------------------------------------------------
@@ -601,9 +546,11 @@ def _lines_to_write(model: Any) -> str:
     )
 
 
-def _inside(path: str, model: Any) -> str:
-    """The path of a layer within the model; "loss" outside of it."""
-    return path.removeprefix(f"{model.name}/") or "loss"
+def _numbered(names: Iterable[str]) -> list[str]:
+    """Names, of which a repeated one has its number."""
+    counts: Counter[str] = Counter()
+    counted = [(name, counts.update([name]) or counts[name]) for name in names]
+    return [name if count == 1 else f"{name}, {count}" for name, count in counted]
 
 
 def _dtype(tensor: Any) -> str:

@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -34,7 +33,6 @@ of a bias before a normalization, which is 0 except for rounding."""
 MARGIN = 4
 """Bits that gradients should stay below overflow: they grew by up to 5 in training."""
 TARGETS = "the targets"
-"""The name in `outputs` of the targets, in the dtype of the output that they are compared with."""
 
 _HIGHEST = 126
 _SECOND = 8
@@ -54,13 +52,13 @@ class Pass(NamedTuple):
         gradients: Name of each variable to the gradient of the scaled loss, a NumPy array of
             float32 (of a sparse gradient, the rows that it has); None if the loss does not depend
             on the variable.
-        outputs: Name of each operation to the largest magnitude in its output, in the order of the
-            forward pass; infinite if it is not finite. In float16, only of those in float16.
+        targets_fit: Whether the targets are finite in the dtypes of the outputs that they are
+            compared with, as far as that is known.
     """
 
     loss: float
     gradients: Mapping[str, Any]
-    outputs: Mapping[str, float] = {}
+    targets_fit: bool = True
 
 
 class GradientFunction(Protocol):
@@ -75,12 +73,6 @@ class GradientFunction(Protocol):
 
     def explain(self, batch: Any, scale: float, half: bool) -> Explanation:
         """Explains why such a pass is not finite."""
-
-
-def numbered(name: str, counts: Counter[str]) -> str:
-    """Counts a name, and returns it with its number unless it is the first."""
-    counts[name] += 1
-    return name if counts[name] == 1 else f"{name}, {counts[name]}"
 
 
 def checked_loss(loss: Any, is_tensor: Callable[[Any], bool]) -> Any:
@@ -130,11 +122,10 @@ class Measurement:
 
     Attributes:
         gradients: The accuracy of each gradient, in the order of the variables.
-        outputs: The largest magnitude in the float16 output of each operation of the forward pass.
         lowest_exponent: That of the lowest scale at which every gradient is right; 0 for 0 or less.
         highest_exponent: That of the highest scale at which every gradient is finite.
-        overflows_at: Name of the operation or the gradient, or "the loss", that is not finite in
-            float16 at any scale; "" if none.
+        overflows_at: The part that is not finite in float16 at any scale: "the targets", "the
+            loss", "the forward pass" or "the gradient of ..."; "" if none.
         explanation: Why it is not, if the operation was found.
         reference: The exponent of the loss scale at which the float32 gradients were computed: 0,
             or higher for a model that casts to float16 itself.
@@ -145,7 +136,6 @@ class Measurement:
     """
 
     gradients: tuple[GradientAccuracy, ...] = ()
-    outputs: Mapping[str, float] = dataclasses.field(default_factory=dict)
     lowest_exponent: int = 0
     highest_exponent: int = _HIGHEST
     overflows_at: str = ""
@@ -236,11 +226,9 @@ def _worse(before: Measurement, found: Measurement) -> Measurement:
         rows[each.name] = GradientAccuracy(
             each.name, max(each.largest, old.largest), dict(sorted(errors.items()))
         )
-    outputs = {n: max(size, before.outputs.get(n, 0.0)) for n, size in found.outputs.items()}
     return dataclasses.replace(
         found,
         gradients=tuple(rows.values()),
-        outputs=outputs,
         lowest_exponent=max(before.lowest_exponent, found.lowest_exponent),
         highest_exponent=min(before.highest_exponent, found.highest_exponent),
         reference=max(before.reference, found.reference),
@@ -256,7 +244,6 @@ class _Batch:
         self._run, self._batch, self._tolerance = run, batch, tolerance
         self._errors: dict[int, dict[str, float]] = {}
         self._passes = self._reference_exponent = 0
-        self._outputs: dict[str, float] = {}
 
     def measured(self) -> Measurement:
         """Measures the forward pass, then the lowest and the highest scale."""
@@ -282,15 +269,10 @@ class _Batch:
         except Exception as error:
             unknown = f"the model does not run in float16 here: {first_line(error, 200)}"
             return self._found(unknown=unknown)
-        # What is infinite in float32 too is a mask.
-        masks = {name for name, size in wide.outputs.items() if math.isinf(size)}
-        self._outputs = {n: size for n, size in narrow.outputs.items() if n not in masks}
-        over = [name for name, size in self._outputs.items() if math.isinf(size)]
-        targets = [name for name in over if name.startswith(TARGETS)]
-        if targets or not math.isfinite(narrow.loss):
-            why = None if targets else self._explained()
-            where = [*targets, *over, "the loss"][0]
-            return self._found(overflows_at=where, explanation=why)
+        if not narrow.targets_fit:
+            return self._found(overflows_at=TARGETS)
+        if not math.isfinite(narrow.loss):
+            return self._found(overflows_at="the loss", explanation=self._explained())
         self._errors[0] = _errors(wide, narrow)
         found = self._backward()
         least = _ROUNDING * _largest(self._reference)
@@ -302,10 +284,8 @@ class _Batch:
         # An overflow that a later operation hides does no harm unless gradients are wrong. If it is
         # in a few rows, they are not all noise.
         why = self._explained(exponent=min(found.highest_exponent, 0))
-        why = None if why is not None and why.cause is Cause.SCALE else why
-        if why is not None or (wrong and over):
-            where = [*over, "the forward pass"][0]
-            return dataclasses.replace(found, overflows_at=where, explanation=why)
+        if why is not None and why.cause is not Cause.SCALE:
+            return dataclasses.replace(found, overflows_at="the forward pass", explanation=why)
         if not wrong:
             return found
         unknown = (
@@ -361,7 +341,6 @@ class _Batch:
         ]
         return Measurement(
             tuple(rows),
-            self._outputs,
             reference=self._reference_exponent,
             tolerance=self._tolerance,
             passes=self._passes,

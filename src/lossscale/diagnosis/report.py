@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from lossscale.diagnosis.measurement import (
-    LARGEST,
     MARGIN,
     TARGETS,
     GradientAccuracy,
@@ -130,17 +129,14 @@ def _cannot_help(found: Measurement) -> Recommendation:
         if why.cause in _OF_FLOAT16 and why.in_float16:
             advice += "; or train in bfloat16"
         return Recommendation(Verdict.CANNOT_HELP, None, why.reason, advice)
-    reason = f"{where} overflows in float16"
-    advice = f"scale down the input of {where}, or compute it in float32; or train in bfloat16"
-    if where.startswith(TARGETS):
+    reason = "the loss is not finite in float16"
+    advice = "cast the model's outputs to float32, and compute the loss from them"
+    if where == TARGETS:
         reason = "the targets are beyond the range of float16, the dtype of the model's output"
         advice = "normalize the targets, or compute the last layer in float32"
-    elif where.startswith("the gradient of "):
+    elif where != "the loss":
         reason = f"{where} is not finite in float16 at any loss scale"
         advice = "compute that part of the model in float32; or train in bfloat16"
-    elif where == "the loss":
-        reason = "the loss is not finite in float16"
-        advice = "cast the model's outputs to float32, and compute the loss from them"
     return Recommendation(Verdict.CANNOT_HELP, None, reason, advice)
 
 
@@ -211,13 +207,6 @@ class Report:
             )
         if advised.advice:
             yield "do", advised.advice
-        if found.outputs and not found.overflows_at:
-            name, size = max(found.outputs.items(), key=lambda item: item[1])
-            said = f"the largest output, of {name}, overflows, and no gradient is wrong for it"
-            if 0 < size < math.inf:
-                room = math.log2(LARGEST / size)
-                said = f"the largest output, of {name}, is {room:.0f} bits below overflow"
-            yield "forward", said
         for said, names in (
             ("also 0 in float32, and left out", [g.name for g in found.gradients if not g.errors]),
             (

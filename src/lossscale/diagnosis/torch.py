@@ -1,4 +1,4 @@
-"""Gradients of a PyTorch model in float32 and in float16, and the sizes of its outputs.
+"""Gradients of a PyTorch model in float32 and in float16.
 
 Everything that a pass may change is restored after it. Automatic casting is to
 float16, or off for the reference, also if the model enables it itself; what the model disables
@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lossscale.common.monkeypatch import replace
-from lossscale.diagnosis.measurement import Pass, checked_loss, numbered
+from lossscale.diagnosis.measurement import Pass, checked_loss
 from lossscale.diagnosis.report import Report, make_report
 from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.monitoring.explanation import Explanation
@@ -138,8 +134,8 @@ class TorchGradientFunction:
         with _as_it_was(model), _casting_to(dtype), _DrawnInFloat32():
             # Cached casts belong to an earlier graph.
             torch.clear_autocast_cache()
-            watcher, mine = _Watcher(model, half), copy.deepcopy(batch)
-            with torch.autocast(self._device, dtype, enabled=half and self._casts), watcher:
+            mine = copy.deepcopy(batch)
+            with torch.autocast(self._device, dtype, enabled=half and self._casts):
                 loss = checked_loss(self._loss_fn(model, mine), torch.is_tensor)
             by_name = {_plain(name): each for name, each in model.named_parameters()}
             chosen = [by_name[name] for name in self._names]
@@ -151,73 +147,7 @@ class TorchGradientFunction:
                         scaled(loss.reshape(()), scale), chosen, allow_unused=True
                     )
                 on_host = dict(zip(self._names, map(_on_host, gradients), strict=True))
-            return Pass(float(loss.detach()), on_host, watcher.largest)
-
-
-class _Watcher(TorchFunctionMode):
-    """Within it, the largest magnitude of what each function of PyTorch returns is kept.
-
-    A function is named by the module that calls it. The same functions run in the same order in
-    float32 and in float16.
-    """
-
-    def __init__(self, model: torch.nn.Module, half: bool) -> None:
-        super().__init__()
-        self.largest: dict[str, float] = {}
-        self._half = half
-        self._model = model
-        self._calling = [type(getattr(model, "_orig_mod", model)).__name__]
-        self._counts: Counter[str] = Counter()
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> Any:
-        for path, module in self._model.named_modules():
-            name = _plain(f"{path}.").rstrip(".")
-            # Scripted modules take no hooks.
-            if name and not isinstance(module, torch.jit.ScriptModule):
-                enter = functools.partial(self._enter, name)
-                self._hooks += [
-                    module.register_forward_pre_hook(enter),
-                    module.register_forward_hook(self._leave, always_call=True),
-                ]
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        for hook in self._hooks:
-            hook.remove()
-        return super().__exit__(*error)
-
-    def _enter(self, name: str, *_: Any) -> None:
-        self._calling.append(name)
-
-    def _leave(self, *_: Any) -> None:
-        self._calling.pop()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returned = func(*args, **(kwargs or {}))
-        called = getattr(func, "__name__", "")
-        found = [each for each in tree_leaves(returned) if _is_output(each)]
-        if called != "__get__" and found:
-            name = numbered(f"{self._calling[-1]} ({called})", self._counts)
-            # Within `torch.vmap`, a tensor holds the numbers of all rows.
-            plain = [torch.func.debug_unwrap(each).detach() for each in found]
-            narrow = [each for each in plain if not self._half or each.dtype == torch.float16]
-            if narrow:
-                self.largest[name] = max(map(_largest, narrow))
-        return returned
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    """The largest magnitude in a tensor, infinite if an element is not finite."""
-    parts = tensor.unbind() if tensor.is_nested else [tensor]
-    sizes = [float(part.abs().max()) for part in parts if part.numel()]
-    return max((size if size < math.inf else math.inf for size in sizes), default=0.0)
-
-
-def _is_output(value: Any) -> bool:
-    # Tensors on the meta device, as parts of nested tensors are, have no numbers.
-    is_tensor = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return is_tensor and bool(value.dim()) and not value.is_meta
+            return Pass(float(loss.detach()), on_host)
 
 
 def _check_arguments(model: Any, loss_fn: Any) -> None:

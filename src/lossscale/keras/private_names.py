@@ -14,10 +14,6 @@ no_automatic_dependency_tracking: Any = private_name(
 random_functions: Any = private_name(
     "keras.src.backend", "random", "let layers draw the same numbers in float16 and in float32"
 )
-backend_functions: Any = private_name("keras.src", "backend", "see what operations return")
-current_path: Any = private_name(
-    "keras.src.backend.common.name_scope", "current_path", "name an operation by its layer"
-)
 in_stateless_scope: Any = private_name(
     "keras.src.backend.common.stateless_scope",
     "in_stateless_scope",

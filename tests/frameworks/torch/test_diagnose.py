@@ -73,37 +73,6 @@ def test_a_pass_has_the_gradients_of_training_and_the_report_says_what_it_loses(
     assert not all(np.isfinite(g).all() for each in found for g in each.values())
 
 
-class Watched(torch.nn.Module):
-    """One operation of each kind: a function, a module, two tensors at once, a mask, a cast."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(4, 8), torch.nn.Linear(4, 2)
-        self.mask = torch.eye(3, 4).bool()
-
-    def forward(self, x):
-        left, right = torch.chunk(self.first(x), 2, dim=1)
-        masked = (left * 2).masked_fill(self.mask, float("-inf"))
-        return self.second(torch.tanh(right) * masked.softmax(-1)) * 3
-
-
-def test_what_each_operation_returns_is_seen_in_both_precisions_by_the_same_names():
-    torch.manual_seed(0)
-    model, batch = Watched(), torch.randn(3, 4) * 50
-    run = TorchGradientFunction(model, lambda m, b: (m(b).float() - 9000).square().mean())
-    wide, narrow = (run(batch, 1.0, half).outputs for half in (False, True))
-    names = ["first (linear)", "Watched (chunk)", "Watched (mul)", "Watched (masked_fill)"]
-    assert list(wide)[:4] == list(narrow)[:4] == names
-    assert "second (linear)" in narrow
-    # What is float32 in both has no limit.
-    assert "Watched (sub)" not in narrow
-    assert "Watched (sub)" in wide
-    assert narrow["Watched (masked_fill)"] == wide["Watched (masked_fill)"] == np.inf
-    first = float(model.first(batch).detach().abs().max())
-    assert wide["first (linear)"] == pytest.approx(first)
-    assert narrow["first (linear)"] == pytest.approx(first, rel=1e-2)
-
-
 def test_an_operation_of_the_forward_pass_that_overflows_is_named():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
 
@@ -256,7 +225,6 @@ def test_a_compiled_model_has_the_names_of_the_one_inside(compiled, has_stance, 
     found = report.measurement
     assert report.model == "Sequential"
     assert "0.weight" in {each.name for each in found.gradients}
-    assert "0 (linear)" in found.outputs
     assert [dict(vars(module)) for module in model.modules()] == before
 
 
@@ -292,28 +260,24 @@ class Nested(torch.nn.Module):
 
 
 WITHIN = {
-    "an ensemble": (Ensemble, lambda m, b: m(b), "Ensemble (linear)"),
+    "an ensemble": (Ensemble, lambda m, b: m(b)),
     "weights": (
         lambda: torch.nn.Linear(6, 1),
         lambda m, b: torch.vmap(lambda weight: m(b) * weight)(torch.ones(3)),
-        "Linear (linear)",
     ),
     "a jacobian": (
         lambda: torch.nn.Linear(6, 1),
         lambda m, b: torch.func.jacrev(m)(b[0]).sum() * m(b),
-        "Linear (linear)",
     ),
-    "nested": (lambda: Nested(torch.strided), lambda m, b: m(b), "layer (linear)"),
-    "jagged": (lambda: Nested(torch.jagged), lambda m, b: m(b), "layer (linear)"),
+    "nested": (lambda: Nested(torch.strided), lambda m, b: m(b)),
+    "jagged": (lambda: Nested(torch.jagged), lambda m, b: m(b)),
     "scripted": (
         lambda: torch.jit.script(torch.nn.Linear(6, 1)),
         lambda m, b: m(b),
-        "RecursiveScriptModule (addmm.default)",
     ),
     "scripted within": (
         lambda: torch.nn.Sequential(torch.jit.script(torch.nn.Linear(6, 6)), torch.nn.Linear(6, 1)),
         lambda m, b: m(b),
-        "1 (linear)",
     ),
 }
 
@@ -322,12 +286,10 @@ WITHIN = {
 @pytest.mark.parametrize("case", WITHIN)
 def test_functions_of_functions_nested_tensors_and_scripts_are_measured(case):
     torch.manual_seed(0)
-    make, call, name = WITHIN[case]
+    make, call = WITHIN[case]
     model, batches = make(), [torch.randn(4, 6)]
     report = diagnose(model, lambda m, b: (call(m, b).float() ** 2).mean(), batches)
     assert report.verdict == "not needed"
-    found = report.measurement
-    assert name in found.outputs
     report = diagnose(model, lambda m, b: torch.tanh(call(m, b * 1e6).float()).mean(), batches)
     assert report.verdict == "cannot help"
 
