@@ -360,7 +360,7 @@ class Engine:
                 return StepDecision(True, GradientStats(True), divisor=divisor)
         elif mine is not None:
             self.settle([mine])
-        overflow = self._checked(info, divisor, by) if record.found is None else record.found
+        overflow = self._overflow(info, divisor, by)
         overflow, somebody_scaled = self._agreed(info, by, overflow, first is not None, is_scaled)
         if self.scale.on_device:
             decision = self._on_device(overflow, measured, first is not None, info, divisor)
@@ -454,23 +454,26 @@ class Engine:
             gradients.unscale_(given, filled(clip))
         return StepDecision(True, GradientStats(True) if is_scaled else None, divisor=divisor)
 
-    def _checked(self, info: ParameterInfo, divisor: Any, by: Any) -> Any:
-        """Checks gradients, which are left as they are: float32 scalar tensor, 1 or 0.
+    def _overflow(self, info: ParameterInfo, divisor: Any, by: Any) -> Any:
+        """Whether any gradient overflowed: float32 scalar tensor, 1 or 0. None is changed.
 
         Args:
             info: Their parameters.
             divisor: What the optimizer's kernel will divide them by, or None.
             by: The `Multiplier` that has this number.
         """
-        found: dict[Any, Any] = {}
+        known, found = self.record.found, {}
+        if known is not None and info.ids <= self.record.checked:
+            return known
         if self.rule.checks_gradients:
-            given = gradients.collect(info, allow_float16=divisor is not None)
+            given = gradients.collect(info, allow_float16=divisor is not None or known is not None)
             if divisor is not None and is_below_one(by):
                 # With a scale below 1 unscaling may overflow what is finite.
                 found = gradients.check_quotients(given, by.scale_on)
             else:
                 found = gradients.check(given)
-        return gradients.any_overflow(found)
+        here = gradients.any_overflow(found)
+        return here if known is None else torch.maximum(known, here.to(known.device))
 
     def _on_host(self, overflow: Any, measured: Any, divisor: Any) -> StepDecision:
         """Reads all numbers in one transfer."""

@@ -549,7 +549,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         found = decision.overflow
         if decision.apply is not None:
             found = scalar(float(not decision.apply), info.devices[0])
-        record.found = found
+        record.found, record.checked = found, info.ids
         record.remember(info)
         return decision
 

@@ -214,10 +214,10 @@ class ScaledGradients:
                 return
             found = gradients.any_overflow(by_device)
             for each in told:
-                each.record.tell(found, each.info())
+                each.record.tell(found, each.info(), info)
             if self.left is not None:
                 flag, other = self.left
-                other.record.tell(found * (1.0 - flag.to(found.device)), other.info())
+                other.record.tell(found * (1.0 - flag.to(found.device)), other.info(), info)
 
 
 def _versions(info: ranks.ParameterInfo) -> dict[int, int]:
@@ -257,6 +257,7 @@ class GradientRecord:
         found: Whether an overflow was found in unscaled gradients, here or in another optimizer
             that the same loss reaches: float32 scalar tensor, 1 or 0. None if they were not
             checked.
+        checked: The parameters whose gradients were checked, by id.
         unseen: Whether a loss was scaled whose `backward` cannot be seen, in compiled code or by
             hand.
         has_own_loss: Whether the optimizer itself scaled a loss; other optimizers' losses may
@@ -278,6 +279,7 @@ class GradientRecord:
         """Starts again, after a step or when the gradients were cleared."""
         self.unseen = False
         self.found: Any = None
+        self.checked: frozenset[int] = frozenset()
         self.is_cleared = self.by_hand = self.has_own_loss = False
         self.divided: list[tuple[Any, int]] | None = None
         self.decision: Any = None
@@ -303,8 +305,9 @@ class GradientRecord:
         """Whether some gradients are scaled."""
         return self.unseen or self.scaled_by is not None
 
-    def tell(self, found: Any, info: ranks.ParameterInfo) -> None:
-        """A set was unscaled; an overflow stays until the next step."""
+    def tell(self, found: Any, info: ranks.ParameterInfo, checked: ranks.ParameterInfo) -> None:
+        """Gradients of a set were checked; an overflow stays until the next step."""
+        self.checked = checked.ids if checked is info else self.checked | checked.ids
         if self.found is not None:
             found = torch.maximum(self.found, found.to(self.found.device))
         self.found = found

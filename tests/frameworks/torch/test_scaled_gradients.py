@@ -57,18 +57,21 @@ class Run:
     def tensors(self):
         return self.shared, self.first, self.second
 
-    def loss(self, which):
+    def loss(self, which, overflows=None):
         self.seed += 1
         weights = torch.randn(3, 2, generator=torch.Generator().manual_seed(self.seed))
         parts = {"shared": [0], "first": [0, 1], "second": [0, 2], "all": [0, 1, 2]}[which]
-        return sum((self.tensors[i] * weights[i]).tanh().sum() for i in parts)
+        terms = {i: (self.tensors[i] * weights[i]).tanh().sum() for i in parts}
+        if overflows in terms:
+            terms[overflows] = terms[overflows] * torch.inf
+        return sum(terms.values())
 
-    def verb(self, number, which):
-        loss = self.loss(which)
+    def verb(self, number, which, overflows=None):
+        loss = self.loss(which, overflows)
         self.optimizers[number].backward(loss) if self.wraps else loss.backward()
 
-    def scale(self, number, which):
-        loss = self.loss(which)
+    def scale(self, number, which, overflows=None):
+        loss = self.loss(which, overflows)
         (self.optimizers[number].scale_loss(loss) if self.wraps else loss).backward()
 
     def step(self, number):
@@ -221,3 +224,56 @@ calls = st.one_of(
 )
 def test_random_programs(decide, program, moves, inner):
     check(program, decide=decide, moves=moves, inner=inner)
+
+
+losses_that_overflow = st.tuples(
+    st.sampled_from(["scale", "verb"]),
+    st.sampled_from([0, 1]),
+    st.sampled_from(LOSSES),
+    st.sampled_from([None, 0, 1, 2]),
+)
+
+
+@pytest.mark.parametrize("decide", ["host", "device"])
+@hypothesis.settings(max_examples=PROGRAMS, deadline=None)
+@hypothesis.given(
+    st.lists(
+        st.one_of(
+            losses_that_overflow,
+            of("step", [0, 1]),
+            of("step", [0, 1]),
+            of("unscale", [0, 1]),
+            of("clear", [0, 1]),
+            of("clear_all"),
+        ),
+        min_size=3,
+        max_size=14,
+    )
+)
+# What one wrapper's loss left in the shared tensor, the other's step must not apply.
+@hypothesis.example(
+    [("scale", 1, "all", 0), ("step", 1), ("step", 0), ("verb", 1, "all", None), ("step", 0)]
+)
+@hypothesis.example(
+    [
+        ("scale", 0, "first", 0),
+        ("step", 0),
+        ("scale", 1, "first", None),
+        ("step", 1),
+        ("step", 0),
+        ("verb", 0, "all", 1),
+        ("step", 0),
+    ]
+)
+def test_programs_with_overflows_train_as_float32_without_the_skipped_steps(decide, program):
+    ours, plain = Run(True, decide, moves=False), Run(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lossscale.LossScaleWarning)
+        for name, *arguments in program:
+            skips = [int(each.steps_skipped) for each in ours.optimizers]
+            getattr(ours, name)(*arguments)
+            changed = skips != [int(each.steps_skipped) for each in ours.optimizers]
+            if name != "step" or not changed:
+                getattr(plain, name)(*arguments)
+            assert all(t.isfinite().all() for t in plain.tensors), (name, *arguments)
+            assert bits(ours.tensors) == bits(plain.tensors), (name, *arguments)
