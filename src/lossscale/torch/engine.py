@@ -244,12 +244,11 @@ class Engine:
             sets: The sets that hold them, if these are known.
             factor: As for `ScaledGradients.settle`.
         """
-        record = self.record
         sets = [*(holding(self.info()) if sets is None else sets), *self._see()]
         self._check_arrived(sets)
         for each in sets:
-            if each not in record.sets:
-                record.sets.append(each)
+            if each not in self.record.sets:
+                self.record.sets.append(each)
             each.settle(factor=factor)
 
     def gradient_factor(self) -> float:

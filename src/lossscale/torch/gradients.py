@@ -254,9 +254,9 @@ def unscale_and_check_(
     return by_device
 
 
-def check(gradients: Gradients, found: Any = None) -> dict[Any, Any]:
+def check(gradients: Gradients) -> dict[Any, Any]:
     """Checks gradients as `unscale_and_check_` does, and changes none."""
-    return unscale_and_check_(gradients, lambda device: scalar(1.0, device), found=found)
+    return unscale_and_check_(gradients, lambda device: scalar(1.0, device))
 
 
 def unscale_(gradients: Gradients, factor: Callable[[Any], Any], *, divide: bool = False) -> None:

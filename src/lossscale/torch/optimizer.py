@@ -49,15 +49,10 @@ from lossscale.torch.settings import (
 )
 
 _NOTHING_SCALED = (
-    "step() was called, and this optimizer has scaled no loss since its last step. The gradients "
-    "are applied as they are. That is correct for float32, unless a GradScaler or another "
-    "LossScaleOptimizer scaled the loss; float16 gradients may have flushed to zero. Call "
+    "step() or unscale_() was called, and this optimizer has scaled no loss since its last step. "
+    "The gradients are taken as they are. That is correct for float32, unless a GradScaler or "
+    "another LossScaleOptimizer scaled the loss; float16 gradients may have flushed to zero. Call "
     "optimizer.backward(loss) in place of loss.backward()."
-)
-_NOTHING_TO_UNSCALE = (
-    "unscale_() was called, and this optimizer has scaled no loss since its last step. The "
-    "gradients stay as they are. Call optimizer.scale_loss(loss).backward() before it, or "
-    "optimizer.backward(loss) without unscale_()."
 )
 
 
@@ -378,9 +373,6 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         record, engine = self._record, self._engine
         self._adopt_written()
         self._account_for_unseen_backward()
-        if record.is_cleared and record.is_nothing() and engine.info().first_gradient() is None:
-            # `zero_grad` has replaced this step.
-            return record.reset()
         if record.decision is None:
             decision = engine.decide()
         else:
@@ -521,16 +513,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             >>> optimizer.unscale_(), weight.grad
             (True, tensor([1., 1.]))
         """
-        decision = self._unscale_(_NOTHING_TO_UNSCALE)
+        decision = self._unscale_()
         return decision.overflow == 0 if decision.apply is None else decision.apply
 
     @never_compiled
-    def _unscale_(self, warning: str = _NOTHING_SCALED) -> StepDecision:
-        """Unscales the gradients before the step, for code that reads or changes them.
-
-        Args:
-            warning: The warning if no loss was scaled.
-        """
+    def _unscale_(self) -> StepDecision:
+        """Unscales the gradients before the step, for code that reads or changes them."""
         record, engine = self._record, self._engine
         self._account_for_unseen_backward()
         if record.decision is not None:
@@ -542,7 +530,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             return decision
         info = engine.info()
         if decision.nobody_scaled:
-            self._warn(warning)
+            self._warn(_NOTHING_SCALED)
             if not info.is_given:
                 return decision
         self._decided(decision)

@@ -191,7 +191,7 @@ class ScaledGradients:
             factor: Returns what to multiply them by on a device instead, if they are known to be
                 finite.
         """
-        with lock, torch.no_grad():
+        with lock:
             if self.by is None:
                 return
             told = [each for each in owners(self.info) if self in each.record.sets]
@@ -400,7 +400,8 @@ def watch(scaled: Any, loss: Any, by: Multiplier, own: Any) -> None:
         task = torch._C._current_graph_task_id()
         prepare_backward(loss if len(_living) > 1 else None, by, own, task=task)
 
-    scaled.register_hook(starts)
+    # On the node, which takes less time than on the tensor.
+    scaled.grad_fn.register_prehook(starts)
 
 
 def prepare_backward(
