@@ -119,7 +119,7 @@ tests/conformance/test_promises.py -k 'reciprocal and keras-jax-jit'
 tests/conformance/test_promises.py -k 'floor and torch-native-host'
     common on torch warned_at_floor: scale > rule.min_scale -> scale >= rule.min_scale
 tests/conformance/test_promises.py -k torch-native-host
-    torch Engine._on_host:
+    torch Engine._read:
         StepDecision(not found > 0, stats, divisor=..., empty=bool(found < 0))
         -> StepDecision(True, stats, divisor=..., empty=bool(found < 0))
     torch Engine.apply: decision.apply is False -> False

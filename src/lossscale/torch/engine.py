@@ -361,10 +361,7 @@ class Engine:
             self.settle([mine])
         overflow = self._overflow(info, divisor, by)
         overflow, somebody_scaled = self._agreed(info, by, overflow, first is not None, is_scaled)
-        if self.scale.on_device:
-            decision = self._on_device(overflow, measured, first is not None, info, divisor)
-        else:
-            decision = self._on_host(overflow, measured, divisor)
+        decision = self._read(overflow, measured, first is not None, info, divisor)
         if not somebody_scaled:
             decision = decision._replace(stats=None)
         return self.clipped(decision) if clips else decision
@@ -474,8 +471,12 @@ class Engine:
         here = gradients.any_overflow(found)
         return here if known is None else torch.maximum(known, here.to(known.device))
 
-    def _on_host(self, overflow: Any, measured: Any, divisor: Any) -> StepDecision:
-        """Reads all numbers in one transfer."""
+    def _read(
+        self, overflow: Any, measured: Any, has_gradients: bool, info: ParameterInfo, divisor: Any
+    ) -> StepDecision:
+        """Decides by what all processes have found; the host reads all numbers in one transfer."""
+        if self.scale.on_device:
+            return self._on_device(overflow, measured, has_gradients, info, divisor)
         if measured is None:
             found = read(overflow) if self.rule.checks_gradients else 0.0
         else:
@@ -548,12 +549,9 @@ class Engine:
         info = self.info()
         device = info.devices[0] if info.devices else CPU
         overflow, _ = ranks.agreed(scalar(0.0, device), False, False, self._groups(info))
-        found = read(overflow)
-        if found >= 0:
-            skipped = scalar(found, device)
-            finite: Any = skipped == 0 if self.scale.on_device else not found
-            stats = gradients.as_stats(self.rule.needs, None, finite)
-            self.update(StepDecision(not found, stats, skipped))
+        decision = self._read(overflow, None, False, info, None)
+        if not decision.empty:
+            self.update(decision)
 
     def skipped(self, found: Any) -> StepDecision:
         """The decision on gradients that were cleared, with the statistics of a skipped step."""

@@ -379,7 +379,11 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             engine.check_known(engine.info())
             decision = engine.clipped(record.decision)
         if decision.nobody_scaled:
-            return self._step_as_given(decision, **more)
+            self._check_scaled()
+            if decision.apply is not False and fused.is_dummy_step(self.inner_optimizer):
+                # Of a checkpoint that is about to be loaded, with gradients of 0: no step.
+                record.reset()
+                return engine.apply(decision, **more)
         # If the optimizer raises, the gradients are unscaled already.
         self._decided(decision)
         self._notify_watcher(decision)
@@ -412,21 +416,13 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             if number is not None and self._watcher is None and not self._warned_at_floor:
                 self._warned_at_floor = warned_at_floor(self.rule, number)
 
-    def _step_as_given(self, decision: StepDecision, **more: Any) -> Any:
-        """A step without a scaled loss; checkpointing makes such steps, with zero gradients."""
+    def _check_scaled(self) -> None:
+        """Warns of a step with gradients that nobody has scaled."""
         # After `backward` and `zero_grad` they may be a combination of gradients that were kept.
         if not (self._record.warned or self._record.is_cleared):
             given = gradients.collect(self._engine.info())
             if any(t.any() for group in given.dense_groups for t in group):
                 self._warn(_NOTHING_SCALED)
-        is_step = not fused.is_dummy_step(self.inner_optimizer)
-        if is_step:
-            self._notify_watcher(decision)
-        returned = self._engine.apply(decision, **more)
-        if is_step or decision.apply is False:
-            self._finish(decision)
-        self._record.reset()
-        return returned
 
     def _leave_out(self) -> None:
         """Accounts for a step that is left out: it counts if it would have been skipped."""
