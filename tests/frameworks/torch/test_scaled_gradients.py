@@ -31,17 +31,16 @@ INNER = {
 
 
 class Run:
-    """Two optimizers that share a tensor; a loss of either may reach what only the other has."""
+    """Two optimizers that share a tensor, or all; a loss may reach what only the other has."""
 
-    def __init__(self, wraps, decide="host", moves=True, inner="SGD"):
-        self.how = {"decide": decide, "moves": moves, "inner": inner}
+    def __init__(self, wraps, decide="host", moves=True, inner="SGD", same=False):
+        self.how = {"decide": decide, "moves": moves, "inner": inner, "same": same}
         self.shared, self.first, self.second = (
             torch.tensor([value, -2.0 * value], requires_grad=True) for value in (0.5, 0.25, 0.75)
         )
         self.wraps = wraps
-        optimizers = [
-            INNER[inner](each) for each in ([self.shared, self.first], [self.second, self.shared])
-        ]
+        given = [[self.shared, self.first], [self.second, self.shared]]
+        optimizers = [INNER[inner](list(self.tensors) if same else each) for each in given]
         self.optimizers, self.seed, self.saved = optimizers, 0, None
         if wraps:
             self.optimizers = [
@@ -220,10 +219,21 @@ calls = st.one_of(
 @pytest.mark.parametrize("decide", ["host", "device"])
 @hypothesis.settings(max_examples=PROGRAMS, deadline=None)
 @hypothesis.given(
-    st.lists(calls, min_size=3, max_size=30), st.booleans(), st.sampled_from(list(INNER))
+    st.lists(calls, min_size=3, max_size=30),
+    st.booleans(),
+    st.sampled_from(list(INNER)),
+    st.booleans(),
 )
-def test_random_programs(decide, program, moves, inner):
-    check(program, decide=decide, moves=moves, inner=inner)
+@hypothesis.example([("verb", 0, "first"), ("verb", 1, "second"), ("step", 0)], True, "SGD", True)
+@hypothesis.example([("scale", 0, "first"), ("step", 1), ("step", 0)], True, "SGD", False)
+@hypothesis.example(
+    [("scale", 0, "first"), ("unscale", 0), ("scale", 1, "second"), ("step", 0)], True, "SGD", False
+)
+@hypothesis.example(
+    [("scale", 0, "first"), ("step", 0), ("scale", 1, "second"), ("step", 1)], True, "SGD", True
+)
+def test_random_programs(decide, program, moves, inner, same):
+    check(program, decide=decide, moves=moves, inner=inner, same=same)
 
 
 losses_that_overflow = st.tuples(
