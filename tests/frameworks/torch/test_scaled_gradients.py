@@ -59,7 +59,13 @@ class Run:
     def loss(self, which, overflows=None):
         self.seed += 1
         weights = torch.randn(3, 2, generator=torch.Generator().manual_seed(self.seed))
-        parts = {"shared": [0], "first": [0, 1], "second": [0, 2], "all": [0, 1, 2]}[which]
+        parts = {
+            "shared": [0],
+            "alone": [1],
+            "first": [0, 1],
+            "second": [0, 2],
+            "all": [0, 1, 2],
+        }[which]
         terms = {i: (self.tensors[i] * weights[i]).tanh().sum() for i in parts}
         if overflows in terms:
             terms[overflows] = terms[overflows] * torch.inf
@@ -198,7 +204,7 @@ def of(name, *choices):
     return st.tuples(st.just(name), *map(st.sampled_from, choices))
 
 
-LOSSES = ["shared", "first", "second", "all"]
+LOSSES = ["shared", "alone", "first", "second", "all"]
 calls = st.one_of(
     of("scale", [0, 1], LOSSES),
     of("scale", [0, 1], ["all"]),
@@ -231,6 +237,10 @@ calls = st.one_of(
 )
 @hypothesis.example(
     [("scale", 0, "first"), ("step", 0), ("scale", 1, "second"), ("step", 1)], True, "SGD", True
+)
+# What the second has decided on is multiplied again, though the first's loss does not reach it.
+@hypothesis.example(
+    [("scale", 1, "second"), ("unscale", 1), ("scale", 0, "alone"), ("step", 1)], True, "SGD", False
 )
 def test_random_programs(decide, program, moves, inner, same):
     check(program, decide=decide, moves=moves, inner=inner, same=same)
