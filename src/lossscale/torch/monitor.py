@@ -51,7 +51,6 @@ class Monitor(LoopMonitor):
             after it is written; what it raises, `step` and `close` raise.
         on_floor: Action when a step is skipped at `min_scale`: "warn", "raise" to end training, or
             "ignore".
-        max_consecutive_skips: Number of skips in a row that ends training. None for no limit.
         append: Whether to continue the file `path` if it exists, as a resumed run does.
         steps_before: Number of steps before this run, with a `GradScaler`. An optimizer has it.
         explain: Number of skipped steps to explain, such as 20; 0 for none. It repeats the forward
@@ -93,13 +92,12 @@ class Monitor(LoopMonitor):
         every: int = 1,
         log: Callable[[dict[str, Any]], object] | None = None,
         on_floor: Literal["warn", "raise", "ignore"] = "warn",
-        max_consecutive_skips: int | None = None,
         append: bool = False,
         steps_before: int = 0,
         explain: int = 0,
         explain_bytes: int = DEFAULT_BYTES,
     ) -> None:
-        settings = MonitorSettings(path, every, log, on_floor, max_consecutive_skips, append)
+        settings = MonitorSettings(path, every, log, on_floor, append)
         optimizer = wrapper_in(optimizer)
         _check_watched(optimizer)
         self._watched = optimizer
@@ -190,7 +188,7 @@ class Monitor(LoopMonitor):
             self._steps += 1
             self._skips += self._skipped
         if self._explainer is not None:
-            self.explanation = self._explainer.ended(loss)
+            self.explanation = self._explainer.ended(loss, self._decided)
         if self._skipped:
             self._warn_of_buffers()
         now, scale = self._stats(), self._scale
@@ -319,11 +317,8 @@ class _Explainer:
 
     def decided(self, step: int, applied: bool, scale: float) -> None:
         """Called with the decision on a step, before its gradients are applied."""
-        if applied or not self._left:
-            self.calls.end()
-            return
         # Of several optimizers, the first that skips explains the step.
-        if step in self.found:
+        if applied or not self._left or step in self.found:
             return
         found = self.calls.explain(scale)
         self.found, is_single = {step: found}, self._last_skip != step - 1
@@ -334,9 +329,10 @@ class _Explainer:
         if not self._left:
             self.calls.close()
 
-    def ended(self, loss: Any) -> Explanation | None:
-        """Called after each step; returns the last explanation."""
-        self.calls.reset()
+    def ended(self, loss: Any, decided: bool) -> Explanation | None:
+        """Called after each step, or part of one; returns the last explanation."""
+        if decided:
+            self.calls.reset()
         for step, found in self.found.items():
             if found is self._last:
                 continue

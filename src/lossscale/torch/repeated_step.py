@@ -6,14 +6,11 @@ gradients of the outputs are therefore enough to repeat it.
 
 from __future__ import annotations
 
-import array
-import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
-import itertools
-import math
 import operator
 import pickle
 import random
@@ -30,7 +27,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.checks import checked_above_zero
 from lossscale.common.monkeypatch import replace
-from lossscale.errors import ArgumentTypeError
+from lossscale.errors import ArgumentTypeError, first_line
 from lossscale.monitoring.explanation import (
     LARGEST,
     Cause,
@@ -44,18 +41,22 @@ from lossscale.monitoring.origins import Watched, explain_pass
 from lossscale.torch.buffers import Hook, innermost
 from lossscale.torch.ranks import is_spread
 from lossscale.torch.scaling import scaled
-from lossscale.torch.watch import UnrepeatableError, Watch, is_finite, largest, tensors_in
+from lossscale.torch.watch import (
+    UnrepeatableError,
+    Watch,
+    is_finite,
+    largest,
+    named_tensors,
+    tensors_in,
+)
 
 DEFAULT_BYTES = 2**28
 """The limit for what is held of a step."""
 _STATE_BYTES = 2**15
 """About the size of the random state that is held for each call of the model."""
-_FIRST_CALLS = 3
-"""Calls of a model that show whether it draws numbers from Python's or NumPy's generator."""
 _VERSION = operator.attrgetter("_version")
 _NEAR = 64
 """The distance to overflow of the gradients next to one that overflows."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def explain(
@@ -104,8 +105,8 @@ def explain(
     owned = set(map(id, model.parameters() if parameters is None else parameters))
     trained = [p for p in model.parameters() if p.requires_grad and id(p) in owned]
     try:
-        with _as_it_was(model) as (watch, kept, aliases):
-            kept.add(batch, "batch")
+        with _as_it_was(model, {"batch": batch}) as (watch, copies):
+            batch = copies.of(batch, "batch")
             if not model.training:
                 model.train()
             with watch.forward():
@@ -116,7 +117,7 @@ def explain(
                         f"`loss_fn` must return a tensor with one element. Received: {loss!r}."
                     )
                 outputs = [scaled(loss.reshape(()), 1.0)]
-            roots = [aliases[p] for p in trained]
+            roots = [copies.known[id(p)] for p in trained]
             return examined(watch, outputs, roots, [torch.full_like(outputs[0], scale)], scale)
     except UnrepeatableError as error:
         return unknown(str(error))
@@ -146,17 +147,14 @@ class CallRecorder:
 
     def __init__(self, model: torch.nn.Module, limit: int) -> None:
         self._model, self._limit = innermost(model), limit
-        self._calls: list[_Call] = []
-        self._made = self._held = self._weights = 0
-        self._is_stale = False
         self._parameters = list(self._model.parameters())
-        self._now: _Call | None = None
-        # The number of calls that drew nothing from them; minus infinity after one that did.
-        self._undrawn = 0.0
+        # Whether the last call drew from Python's or NumPy's generator.
+        self._draws = True
         self._handles = [
             self._model.register_forward_pre_hook(Hook(self._called), with_kwargs=True),
             self._model.register_forward_hook(Hook(self._returned)),
         ]
+        self.reset()
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -166,25 +164,19 @@ class CallRecorder:
 
     def reset(self) -> None:
         """Forgets the calls, whose step is over."""
-        self._calls, self._made, self._held, self._is_stale = [], 0, 0, False
-
-    def end(self) -> None:
-        """Forgets the calls when the next one comes: other optimizers may step on these."""
-        self._is_stale = True
+        self._calls: list[_Call] = []
+        self._now: _Call | None = None
+        self._made = self._held = self._weights = 0
 
     # Neither may raise in a program that runs without it.
     def _called(self, model: Any, args: Any, kwargs: Any) -> None:
         self._now = None
-        if not torch.is_grad_enabled():
-            return
-        if self._is_stale:
-            self.reset()
-        self._made += 1
-        with contextlib.suppress(Exception):
-            call = _Call(args, kwargs, self._undrawn < _FIRST_CALLS)
-            self._held += _STATE_BYTES + sum(t.numel() * t.element_size() for t in call.given)
-            if self._held <= self._limit:
-                self._now = call
+        if torch.is_grad_enabled():
+            self._made += 1
+            with contextlib.suppress(Exception):
+                call = _Call(args, kwargs, self._draws)
+                if self._has_room(_STATE_BYTES + sum(map(_size, call.given))):
+                    self._now = call
 
     def _returned(self, model: Any, args: Any, output: Any) -> None:
         call, self._now = self._now, None
@@ -193,19 +185,19 @@ class CallRecorder:
         # A forward pass may change weights, too, such as those that `max_norm` limits.
         self._weights = self._versions()
         self._calls.append(call)
-        if 0 <= self._undrawn < _FIRST_CALLS:
-            self._undrawn += 1 if _same(call.drawn_from, _states_of_host()) else -math.inf
+        self._draws = self._draws and not _same(call.drawn_from, _states_of_host())
         with contextlib.suppress(Exception):
             outputs = [(n, t) for n, t in enumerate(tensors_in(output)) if t.requires_grad]
-            # The gradient of an output needs the same room. The small ones first: one may be the
-            # loss.
-            for number, tensor in sorted(outputs, key=lambda each: int(each[1].numel())):
-                self._held += 2 * tensor.numel() * tensor.element_size()
-                if self._held > self._limit:
-                    call.is_cut = True
-                    return
-                call.outputs[number] = tensor.detach()
-                tensor.register_hook(functools.partial(_keep, call.gradients, number))
+            # The small ones first: one may be the loss.
+            for number, tensor in sorted(outputs, key=lambda each: _size(each[1])):
+                # The gradient needs the same room.
+                if self._has_room(2 * _size(tensor)):
+                    call.outputs[number] = tensor.detach()
+                    tensor.register_hook(functools.partial(_keep, call.gradients, number))
+
+    def _has_room(self, size: int) -> bool:
+        self._held += size
+        return self._held <= self._limit
 
     def _versions(self) -> int:
         return sum(map(_VERSION, self._parameters))
@@ -222,30 +214,27 @@ class CallRecorder:
                         reason = f"in call {number} of {self._made} of the model, {found.reason}"
                         found = dataclasses.replace(found, reason=reason)
                     return found
+        except UnrepeatableError as error:
+            return unknown(str(error))
         # A model may raise anything, and training has to continue.
         except Exception as error:
-            line = str(error).split("\n")[0][:200]
-            if isinstance(error, UnrepeatableError):
-                return unknown(line)
+            line = first_line(error, 200)
             return unknown(f"the pass cannot be repeated ({type(error).__name__}: {line})")
         finally:
             torch.clear_autocast_cache()
-        if self._is_cut():
+        if not self._has_room(0):
             return unknown(f"{self._too_large()}, and the others are finite")
         return unknown(
             "the pass of this step is finite when it is repeated. Another process may have "
             "overflowed, or gradients were changed after the backward pass"
         )
 
-    def _is_cut(self) -> bool:
-        return self._made > len(self._calls) or any(each.is_cut for each in self._calls)
-
     def _too_large(self) -> str:
         return f"the calls of the model need more than explain_bytes={self._limit} of Monitor"
 
     def _why_not(self) -> str:
         if not any(each.gradients for each in self._calls):
-            if self._is_cut():
+            if not self._has_room(0):
                 return self._too_large()
             return (
                 "the model that Monitor has was not called in this step as model(...), outside of "
@@ -261,27 +250,24 @@ class CallRecorder:
 class _Call:
     """A call of the model."""
 
-    def __init__(self, args: Any, kwargs: Any, may_draw: bool) -> None:
-        self.args = list(map(_copied, args))
-        self.kwargs = {name: _copied(value) for name, value in kwargs.items()}
-        values = *self.args, *self.kwargs.values()
-        self.given = [tensor for value in values for tensor in tensors_in(value)]
+    def __init__(self, args: Any, kwargs: Any, draws: bool) -> None:
+        # The program may change its containers.
+        self.args, self.kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
+        self.given = list(tensors_in((self.args, self.kwargs)))
         self.versions = list(map(_VERSION, self.given))
         self.random = _states_of_torch()
         # Read only if need be: it takes as long as the rest.
-        self.drawn_from = _states_of_host() if may_draw else None
+        self.drawn_from = _states_of_host() if draws else None
         devices = {"cpu", *(t.device.type for t in self.given)}
         self.casting = [
             (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices
         ]
-        self.is_cut = False
         self.outputs: dict[int, Any] = {}
         self.gradients: dict[int, Any] = {}
 
 
-def _copied(nest: Any) -> Any:
-    """A nest of the same tensors; the program may change the other one."""
-    return nest if isinstance(nest, torch.Tensor) else tree_map(lambda leaf: leaf, nest)
+def _size(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())
 
 
 def _keep(gradients: dict[int, Any], number: int, gradient: Any) -> None:
@@ -313,22 +299,14 @@ def _refusal(model: Any) -> str:
 
 def _repeated(model: Any, call: _Call, scale: float) -> Explanation:
     """Repeats a call, and explains it."""
-    with _as_it_was(model) as (watch, kept, aliases):
+    given = _named(model, call.args, call.kwargs)
+    with _as_it_was(model, given) as (watch, copies):
+        args, kwargs = copies.of((call.args, call.kwargs), "an argument")
+        roots = copies.trained()
         _set_states_of_torch(call.random)
         if call.drawn_from is not None:
             _set_states_of_host(call.drawn_from)
         before = _states_of_host()
-        roots = [alias for alias in aliases.values() if alias.requires_grad]
-
-        def renewed(value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.requires_grad:
-                value = value.detach().requires_grad_()
-                roots.append(value)
-            return value
-
-        args, kwargs = tree_map(renewed, (call.args, call.kwargs))
-        for name, value in _named(model, args, kwargs).items():
-            kept.add(value, name)
         with contextlib.ExitStack() as stack:
             for device, enabled, dtype in call.casting:
                 stack.enter_context(torch.autocast(device, dtype, enabled=enabled))
@@ -337,8 +315,7 @@ def _repeated(model: Any, call: _Call, scale: float) -> Explanation:
             returned = list(tensors_in(model(*args, **kwargs)))
         if call.drawn_from is None and not _same(before, _states_of_host()):
             raise UnrepeatableError("the model draws from `random` or NumPy in some passes only")
-        numbers = sorted(n for n in call.gradients if n < len(returned))
-        numbers = _last_ones(returned, numbers)
+        numbers = _last_ones(returned, [n for n in call.outputs if n in call.gradients])
         outputs = [returned[number] for number in numbers]
         known = [call.outputs[number] for number in numbers]
         origin = watch.origin(outputs)
@@ -371,7 +348,7 @@ def examined(
     scale: float,
     *,
     is_loss: bool = True,
-    in_float32: Callable[[], Explanation] | None = None,
+    in_float32: Callable[[float], Watched] | None = None,
 ) -> Explanation:
     """Explains what is not finite in outputs, or in their gradients.
 
@@ -415,64 +392,125 @@ def _of_seeds(outputs: list[Any], seeds: list[Any], scale: float) -> Explanation
 
 def _last_ones(returned: list[Any], numbers: list[int]) -> list[int]:
     """Leaves out outputs that another output was computed from, such as the logits of a loss."""
-    nodes = {returned[n].grad_fn: n for n in numbers if returned[n].grad_fn is not None}
-    if len(nodes) < 2:
-        return numbers
-    inner = set()
-    for start in nodes:
-        seen, left = {start}, [start]
-        while left:
-            for node, _ in left.pop().next_functions:
-                if node is not None and node not in seen:
-                    seen.add(node)
-                    left.append(node)
-        inner |= (seen & nodes.keys()) - {start}
-    return [n for n in numbers if returned[n].grad_fn not in inner] or numbers
+    inner, left = set(), [returned[n].grad_fn for n in numbers if returned[n].grad_fn]
+    while left:
+        for node, _ in left.pop().next_functions:
+            if node is not None and node not in inner:
+                inner.add(node)
+                left.append(node)
+    return [n for n in numbers if returned[n].grad_fn not in inner]
 
 
 @contextlib.contextmanager
-def _as_it_was(model: Any) -> Iterator[tuple[Watch, _Kept, dict[Any, Any]]]:
-    """Yields a watch, what is kept, and by each parameter of the model what it is within it.
+def _as_it_was(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, _Copies]]:
+    """Within it, the model has copies of all that a forward pass may write to.
 
-    Afterwards it restores all. In place of the parameters the model has aliases, without hooks and
-    `.grad`, and in place of the buffers copies.
+    In place of the parameters it has aliases, without hooks and `.grad`. Yields a watch and the
+    copies, in which the tensors of the arguments are.
     """
-    aliases = {p: p.detach().requires_grad_(p.requires_grad) for p in model.parameters()}
-    copies = {b: b.detach().clone() for b in model.buffers()}
-    others = aliases | copies
-    tensors = {n: others[t] for n, t in (*model.named_parameters(), *model.named_buffers())}
+    known: dict[int, Any] = {id(m): m for m in model.modules()}
+    for parameter in model.parameters():
+        known[id(parameter)] = parameter.data.requires_grad_(parameter.requires_grad)
+    known |= {id(b): b.detach().clone() for b in model.buffers()}
+    tensors = {n: known[id(t)] for n, t in (*model.named_parameters(), *model.named_buffers())}
     watch = Watch(model, tensors)
-    kept = _Kept(watch)
-    for path, module in model.named_modules():
-        kinds = [
-            k for k in type(module).__mro__ if not k.__module__.startswith(("torch.", "built"))
-        ]
-        for each in (vars(module), module, *kinds):
-            kept.add(each, path, is_weight=True)
+    copies = _Copies(watch, known)
     for name, tensor in tensors.items():
         watch.mark(tensor, name, is_weight=True)
+    for name, value in given.items():
+        copies.add(value, name)
+    for path, module in model.named_modules():
+        copies.add(vars(module), path, is_weight=True)
+        for name, value in vars(module).items():
+            if name.endswith("_hooks"):
+                known[id(value)] = OrderedDict(h for h in value.items() if _is_torchs(h[1]))
+            elif name == "_trainer" or isinstance(value, types.ModuleType):
+                # Lightning's trainer holds the data.
+                known[id(value)] = value
+    places = list(_places(model))
     states = _states_of_torch(), _states_of_host()
     try:
-        for module in model.modules():
-            for name in _HOOKS:
-                hooks = vars(module)[name].items()
-                vars(module)[name] = OrderedDict(each for each in hooks if _is_torchs(each[1]))
-            for table in (module._parameters, module._buffers):
-                table.update({n: others[t] for n, t in table.items() if t is not None})
-            if isinstance(module, torch.nn.RNNBase):
-                # It holds its parameters a second time.
-                names = module._flat_weights_names
-                vars(module)["_flat_weights"] = [getattr(module, name) for name in names]
+        for owner, name, value in places:
+            _set(owner, name, copies.of(value, f"an attribute of {type(owner).__name__}"))
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(eager_passes(model))
-            yield watch, kept, aliases
+            yield watch, copies
     finally:
-        kept.restore()
+        for place in places:
+            _set(*place)
         watch.restore()
         _set_states_of_torch(states[0])
         _set_states_of_host(states[1])
+
+
+def _places(model: Any) -> Iterator[tuple[Any, str, Any]]:
+    """The attributes of modules, of functions in them, and of their classes, with their values."""
+    for kind in {kind for m in model.modules() for kind in type(m).__mro__}:
+        for name, value in vars(kind).items():
+            is_own = not kind.__module__.startswith("torch.") and not name.startswith("__")
+            if is_own and isinstance(value, (int, float, list, dict, set)):
+                yield kind, name, value
+    left, seen = list(model.modules()), set()
+    while left:
+        owner = left.pop()
+        owner = owner.__func__ if isinstance(owner, types.MethodType) else owner
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        if isinstance(owner, torch.nn.Module):
+            yield owner, "__dict__", vars(owner)
+            left += vars(owner).values()
+        elif isinstance(owner, types.FunctionType) and not _is_torchs(owner):
+            for name in ("__dict__", "__defaults__", "__kwdefaults__"):
+                yield owner, name, getattr(owner, name)
+            left += [*(owner.__closure__ or ()), *(owner.__defaults__ or ())]
+        elif isinstance(owner, types.CellType):
+            # A variable may not be assigned yet.
+            with contextlib.suppress(ValueError):
+                yield owner, "cell_contents", owner.cell_contents
+                left.append(owner.cell_contents)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if not isinstance(owner, type):
+        object.__setattr__(owner, name, value)
+    elif vars(owner).get(name) is not value:
+        setattr(owner, name, value)
+
+
+class _Copies:
+    """Copies of what a forward pass may write to.
+
+    Tensors in them have the memory of the original ones, which the watch restores.
+
+    Args:
+        watch: Is told which tensors are not finite.
+        known: What is in place of objects, by their ids.
+    """
+
+    def __init__(self, watch: Watch, known: dict[int, Any]) -> None:
+        self._watch, self.known = watch, known
+
+    def add(self, value: Any, name: str, *, is_weight: bool = False) -> None:
+        """Names the tensors in a value that is going to be copied."""
+        for each, tensor in named_tensors(value, name):
+            if id(tensor) not in self.known:
+                self._watch.mark(tensor, each, is_weight=is_weight)
+                alias = tensor.data.requires_grad_(tensor.requires_grad and not is_weight)
+                self.known[id(tensor)] = alias
+
+    def of(self, value: Any, name: str) -> Any:
+        """A copy of a value."""
+        try:
+            return copy.deepcopy(value, self.known)
+        except Exception as error:
+            raise UnrepeatableError(f"{name} cannot be copied: {first_line(error)}") from error
+
+    def trained(self) -> list[Any]:
+        """The tensors in place of those that get gradients."""
+        return [t for t in self.known.values() if torch.is_tensor(t) and t.requires_grad]
 
 
 @contextlib.contextmanager
@@ -507,145 +545,6 @@ def _is_torchs(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
-_HOPS = 2
-"""The most objects and functions on the way to a value, so that not all of a trainer is kept."""
-
-
-class _Kept:
-    """The objects that a forward pass may write to, with their contents.
-
-    Args:
-        watch: Is told which tensors are not finite.
-    """
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self._known: dict[int, Any] = {}
-        self._undo: list[Callable[[], object]] = []
-
-    def add(self, value: Any, name: str, *, is_weight: bool = False) -> None:
-        """Adds a value and what it contains."""
-        left = collections.deque([(value, name, 0)])
-        while left:
-            value, name, hops = left.popleft()
-            if id(value) in self._known or hops > _HOPS:
-                continue
-            # Held, because an object that takes its place in memory has the same id.
-            self._known[id(value)] = value
-            if isinstance(value, torch.Tensor):
-                self._watch.mark(value, name, is_weight=is_weight)
-            elif isinstance(value, Iterator) and not hops:
-                raise UnrepeatableError(f"{name} is an iterator, which cannot be put back")
-            if undo := _undo_of(value):
-                self._undo.append(undo)
-            inner = list(_items(value))
-            left.extend((each, f"{name}.{key}".strip("."), hops) for key, each in inner)
-            left.extend((each, name, hops + 1) for each in _parts(value))
-
-    def restore(self) -> None:
-        """Restores all of it."""
-        for undo in self._undo:
-            # A container of the program may refuse; the others are restored.
-            with contextlib.suppress(Exception):
-                undo()
-
-
-def _undo_of(value: Any) -> Callable[[], object] | None:
-    """Returns what restores a value; None if it cannot change, or is restored by its parts."""
-    if isinstance(value, torch.Tensor):
-        return functools.partial(_reset_data, value, value.data)
-    if isinstance(value, (list, dict, set, collections.deque)):
-        return functools.partial(_refill, value, value.copy())
-    if isinstance(value, (bytearray, array.array)):
-        return functools.partial(value.__setitem__, slice(None), value[:])
-    if isinstance(value, types.CellType):
-        undo = setattr if (contents := _contents(value)) else delattr
-        return functools.partial(undo, value, "cell_contents", *contents)
-    if isinstance(value, type):
-        return functools.partial(_reset, value, dict(vars(value)))
-    if isinstance(value, random.Random):
-        return functools.partial(value.setstate, value.getstate())
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        if isinstance(value, numpy.random.RandomState):
-            return functools.partial(value.set_state, value.get_state())
-        bits = value.bit_generator if isinstance(value, numpy.random.Generator) else value
-        if isinstance(bits, numpy.random.BitGenerator):
-            return functools.partial(setattr, bits, "state", bits.state)
-        if isinstance(value, numpy.ndarray) and value.flags.writeable:
-            return functools.partial(numpy.copyto, value, value.copy())
-    slots = _slots(value)
-    return functools.partial(_reset, value, slots) if slots else None
-
-
-def _items(value: Any) -> Iterable[tuple[Any, Any]]:
-    """The contents of a container, or the attributes of a class, by their keys."""
-    if isinstance(value, dict):
-        return value.items()
-    if isinstance(value, type):
-        return vars(value).items()
-    return enumerate(value) if isinstance(value, (list, tuple, set, collections.deque)) else ()
-
-
-def _parts(value: Any) -> list[Any]:
-    """The objects that hold what an object, a method or a function may write to."""
-    if isinstance(value, (type, types.ModuleType)):
-        return []
-    parts = [vars(value)] if hasattr(value, "__dict__") else []
-    if isinstance(value, functools.partial):
-        parts += [value.func, value.args, value.keywords]
-    elif isinstance(value, types.CellType):
-        parts += _contents(value)
-    elif isinstance(value, types.FunctionType):
-        parts += [value.__defaults__, value.__kwdefaults__, value.__closure__]
-    elif isinstance(value, (types.MethodType, types.BuiltinMethodType)):
-        parts.append(value.__self__)
-    return [*parts, *_slots(value).values()]
-
-
-def _contents(cell: Any) -> list[Any]:
-    """The variable of a function; nothing if it was not assigned yet."""
-    with contextlib.suppress(ValueError):
-        return [cell.cell_contents]
-    return []
-
-
-def _slots(value: Any) -> dict[str, Any]:
-    """The attributes of an object that are not in its `__dict__`."""
-    named = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
-    names = itertools.chain(*([each] if isinstance(each, str) else each for each in named))
-    return {n: getattr(value, n) for n in names if n[:2] != "__" and hasattr(value, n)}
-
-
-def _reset(owner: Any, before: dict[str, Any]) -> None:
-    """Restores the attributes of an object that have changed."""
-    now = vars(owner) if isinstance(owner, type) else _slots(owner)
-    for name in now.keys() | before.keys():
-        if name not in before:
-            delattr(owner, name)
-        elif name not in now or now[name] is not before[name]:
-            setattr(owner, name, before[name])
-
-
-def _reset_data(tensor: Any, before: Any) -> None:
-    """Restores the memory that a tensor has, if the program gave it another one."""
-    if tensor.data_ptr() != before.data_ptr() or tensor.shape != before.shape:
-        tensor.data = before
-
-
-def _refill(now: Any, before: Any) -> None:
-    pairs = [list(each.items() if isinstance(each, dict) else each) for each in (now, before)]
-    if list(map(_ids, pairs[0])) == list(map(_ids, pairs[1])):
-        # Another thread may be writing to it.
-        return
-    now.clear()
-    (now.update if isinstance(now, (dict, set)) else now.extend)(before)
-
-
-def _ids(entry: Any) -> Any:
-    return tuple(map(id, entry)) if type(entry) is tuple else id(entry)
-
-
 def _named(model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """The arguments of a call by their names."""
     try:
@@ -666,15 +565,13 @@ def _differ(now: Any, before: Any) -> bool:
 
 def _states_of_torch() -> Any:
     # On a device it is the host that has the state, so nothing waits.
-    initialized = torch.cuda.is_available() and torch.cuda.is_initialized()
-    on_devices = [g.get_state() for g in torch.cuda.default_generators] if initialized else []
+    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return torch.get_rng_state(), on_devices
 
 
 def _set_states_of_torch(states: Any) -> None:
     torch.set_rng_state(states[0])
-    for generator, state in zip(torch.cuda.default_generators, states[1], strict=False):
-        generator.set_state(state)
+    torch.cuda.set_rng_state_all(states[1])
 
 
 def _states_of_host() -> Any:

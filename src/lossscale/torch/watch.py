@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from lossscale.common.monkeypatch import replace
 from lossscale.monitoring.explanation import LARGEST, FailedOperation, Origin
@@ -74,7 +74,6 @@ class Watch(TorchDispatchMode):
         self._written: dict[Any, tuple[Any, Any]] = {}
         self._epsilons: dict[str, float] = {}
         self._in_float16 = False
-        self._generators: dict[Any, Any] = {}
         self.hidden: Origin | None = None
 
     @contextlib.contextmanager
@@ -139,21 +138,16 @@ class Watch(TorchDispatchMode):
         return None
 
     def restore(self) -> None:
-        """Restores the tensors and generators that the passes have written to."""
+        """Restores the tensors that the passes have written to."""
         with torch.no_grad():
             # In this order, because they may be views of the same storage.
             for tensor, value in reversed(self._written.values()):
                 tensor.data.copy_(value)
-        for generator, state in self._generators.items():
-            generator.set_state(state)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace in _MESSAGES:
             raise UnrepeatableError("processes communicate in this pass, so it is not repeated")
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Generator):
-                self._generators.setdefault(value, value.get_state())
         name = func._schema.name.partition("::")[2]
         inputs = list(tensors_in((args, kwargs)))
         place, node = self._place(name, args, inputs)
@@ -312,13 +306,25 @@ def _line() -> str:
 # --- Tensors ------------------------------------------------------------------------------------
 
 
-def tensors_in(value: Any) -> Iterator[Any]:
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """The tensors in a nest, also in dataclasses, such as the outputs of Transformers."""
-    for leaf in [value] if isinstance(value, torch.Tensor) else tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif hasattr(leaf, "__dataclass_fields__") and not isinstance(leaf, type):
-            yield from tensors_in(list(vars(leaf).values()))
+    if isinstance(value, torch.Tensor):
+        yield name, value
+        return
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+        items = vars(value).items()
+    for key, each in items:
+        yield from named_tensors(each, f"{name}.{key}".lstrip("."))
+
+
+def tensors_in(value: Any) -> Iterator[Any]:
+    """The tensors in a nest."""
+    return (tensor for _, tensor in named_tensors(value))
 
 
 def _key(tensor: Any) -> int:
