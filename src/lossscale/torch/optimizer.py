@@ -49,10 +49,10 @@ from lossscale.torch.settings import (
 )
 
 _NOTHING_SCALED = (
-    "step() or unscale_() was called, and this optimizer has scaled no loss since its last step. "
-    "The gradients are taken as they are. That is correct for float32, unless a GradScaler or "
-    "another LossScaleOptimizer scaled the loss; float16 gradients may have flushed to zero. Call "
-    "optimizer.backward(loss) in place of loss.backward()."
+    "The optimizer has scaled no loss since its last step, and takes the gradients as they are. "
+    "That is correct for float32, unless a GradScaler or another LossScaleOptimizer scaled the "
+    "loss; float16 gradients may have flushed to zero. Call optimizer.backward(loss) in place of "
+    "loss.backward()."
 )
 
 
