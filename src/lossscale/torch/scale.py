@@ -329,37 +329,6 @@ def _moves_as_torch(rule: ScaleRule, state: Any) -> bool:
     )
 
 
-class KnownRange(NamedTuple):
-    """Facts about a scale on a device that need no wait.
-
-    Attributes:
-        least: The scale is not below it.
-        most: It is not above it.
-        scale: The scalar tensor.
-        version: That of the tensor; other code that writes to it changes the version.
-    """
-
-    least: float = 0.0
-    most: float = math.inf
-    scale: Any = None
-    version: int | None = None
-
-    @classmethod
-    def of(cls, scale: Any, least: float, most: float) -> KnownRange:
-        """Returns the range of a tensor, which may be None, as it is now."""
-        return cls(least, most, scale, None if scale is None else scale._version)
-
-    def bounds(self, scale: Any) -> tuple[float, float]:
-        """Between which numbers a scale is."""
-        if scale.device.type == "cpu":
-            number = scale.item()
-            return number, number
-        # A graph is replayed unseen.
-        if scale is not self.scale or scale._version != self.version or is_captured(scale):
-            return 0.0, math.inf
-        return self.least, self.most
-
-
 # --- Counts of steps ---------------------------------------------------------------------------
 
 
