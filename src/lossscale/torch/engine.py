@@ -27,7 +27,6 @@ from lossscale.torch.scaled_gradients import (
     is_below_one,
     owners,
     register,
-    set_of,
     unheld,
 )
 from lossscale.torch.scaling import CPU, filled, read, read_all, scalar
@@ -187,7 +186,9 @@ class Engine:
         if target is None:
             # What was infinite before, and what the loss may not reach, is no overflow of it.
             left = own is not self and bool(info.ids) and self._overflowed_before(by, task)
-            target = set_of(by) if certain and left is False else ScaledGradients(by)
+            target = ScaledGradients(by)
+            if certain and left is False:
+                target = by.gradients = by.gradients or target
             if torch.is_tensor(left):
                 target.left = left, own
                 own.record.sets.append(target)

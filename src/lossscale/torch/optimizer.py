@@ -38,7 +38,7 @@ from lossscale.torch.scaled_gradients import (
     was_scaled,
     watch,
 )
-from lossscale.torch.scaling import CPU, WIDE, never_compiled, scalar, uncompiled, widened
+from lossscale.torch.scaling import CPU, WIDE, scalar, uncompiled, widened
 from lossscale.torch.settings import (
     InnerSettings,
     check_backpropagated,
@@ -179,7 +179,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
 
     # --- Backward -----------------------------------------------------------------------------
 
-    @never_compiled
+    @uncompiled
     def backward(
         self,
         loss: torch.Tensor,
@@ -512,7 +512,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         decision = self._unscale_()
         return decision.overflow == 0 if decision.apply is None else decision.apply
 
-    @never_compiled
+    @uncompiled
     def _unscale_(self) -> StepDecision:
         """Unscales the gradients before the step, for code that reads or changes them."""
         record, engine = self._record, self._engine

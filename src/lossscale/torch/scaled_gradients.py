@@ -153,11 +153,7 @@ class ScaledGradients:
         if new.first_gradient() is not None:
             multiply(new, self.by, before)
             self._before |= _versions(new)
-        self.join(new)
-
-    def join(self, new: ranks.ParameterInfo) -> None:
-        """Takes in parameters whose gradients are multiplied already."""
-        some = self.info.parameters
+        some = mine.parameters
         self.info = ranks.ParameterInfo([*some, *new.parameters], []) if some else new
 
     def leave(self, info: ranks.ParameterInfo) -> None:
@@ -223,14 +219,6 @@ class ScaledGradients:
 def _versions(info: ranks.ParameterInfo) -> dict[int, int]:
     """The versions of the gradients that are there, by the id of the parameter."""
     return {id(p): gradient._version for p in info.parameters if (gradient := p.grad) is not None}
-
-
-def set_of(by: Multiplier) -> ScaledGradients:
-    """The set of the gradients that a number multiplies."""
-    if by.gradients is None:
-        by.gradients = ScaledGradients(by)
-    found: ScaledGradients = by.gradients
-    return found
 
 
 def holding(info: ranks.ParameterInfo) -> list[ScaledGradients]:
