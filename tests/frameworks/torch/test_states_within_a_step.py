@@ -331,9 +331,23 @@ SETTINGS = {
 }
 
 
+def overlap(gradient):
+    """Of two parameters, a part of which lies in one place."""
+    whole = torch.cat([gradient, gradient])
+    return whole[:2], whole[1:3]
+
+
+SHARES = {
+    "one tensor": lambda g: (g, g),
+    "a view": lambda g: (g, g.view(2)),
+    "detached": lambda g: (g, g.detach()),
+    "overlap": overlap,
+}
+
+
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("way", ["verb", "scaled", "unscaled"])
-@pytest.mark.parametrize("share", [lambda g: g, lambda g: g.view(2), lambda g: g.detach()])
+@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("first", [0, 6])
 def test_one_tensor_becomes_the_gradient_of_two_parameters_later(first, share, way, settings):
     def run(wrap):
@@ -343,7 +357,7 @@ def test_one_tensor_becomes_the_gradient_of_two_parameters_later(first, share, w
             optimizer.zero_grad()
             derive(optimizer, ((a + b) ** 2).sum(), "scaled" if way == "unscaled" else way)
             if number >= first:
-                b.grad = share(a.grad)
+                a.grad, b.grad = SHARES[share](a.grad)
             if way == "unscaled" and wrap is not alone:
                 optimizer.unscale_()
             optimizer.step()
