@@ -70,7 +70,7 @@ class DocumentedVerbs(Wrapper):
         record = self._record
         record.by_hand = False
         if record.scaled_by is None:
-            record.unseen = self._engine.scale
+            record.unseen = True
         before = [each for each in record.divided or () if each[0]() is not None]
         # Weakly, so that they are not kept.
         record.divided = before + [(weakref.ref(g), g._version) for g in given if g is not None]
@@ -111,14 +111,15 @@ class DocumentedVerbs(Wrapper):
         if record.by_hand:
             self._warn(NOT_UNSCALED)
         by, unseen = record.scaled_by, record.unseen
-        are_unscaled = by is None or record.by_hand or record.divided is not None
+        is_scaled = by is not None or unseen
+        are_unscaled = not is_scaled or record.by_hand or record.divided is not None
         # Copies, because a step changes gradients in place.
         given = [
             None if gradient is None else gradient.detach().to(variable.dtype, copy=True)
             for gradient, variable in zip(given, variables, strict=True)
         ]
         # Gradients in `.grad` stay there, unscaled.
-        record.unseen = None
+        record.unseen = False
         engine.settle()
         before = {**vars(record), "unseen": unseen, "sets": list(record.sets)}
         with _own_gradients(parameters):
@@ -126,8 +127,10 @@ class DocumentedVerbs(Wrapper):
                 if gradient is not None:
                     variable.grad = gradient
             record.reset()
-            record.unseen = engine.scale if are_unscaled else by
-            record.divided = [] if are_unscaled else None
+            if are_unscaled:
+                record.unseen, record.divided = True, []
+            else:
+                engine.hold(engine.info(), by or engine.scale.multiplier)
             try:
                 self._take_step()
             except BaseException:

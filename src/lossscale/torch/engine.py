@@ -27,7 +27,6 @@ from lossscale.torch.scaled_gradients import (
     is_below_one,
     owners,
     register,
-    set_of,
     unheld,
 )
 from lossscale.torch.scaling import CPU, filled, read, read_all, scalar
@@ -128,7 +127,7 @@ class Engine:
 
     def check_unscaled(self, name: str, optimizer: Any) -> None:
         """Checks that a method of an inner optimizer finds no scaled gradients."""
-        if self.record.scaled_by is not None and self.info().first_gradient() is not None:
+        if self.record.is_scaled and self.info().first_gradient() is not None:
             raise CallOrderError(
                 f"{name}() of {type(optimizer).__name__} would use gradients that are multiplied "
                 "by the loss scale. Call optimizer.backward(loss) in place of "
@@ -149,10 +148,14 @@ class Engine:
             "before you add it."
         )
 
-    def account_for_cleared(self, by: Any) -> None:
-        """Counts a step that was left out, before a loss with a scale adds to the gradients."""
+    def account_for_cleared(self, by: Any = None) -> None:
+        """Counts a step that was left out, before a loss with a scale adds to the gradients.
+
+        Args:
+            by: The `Multiplier` of the loss; None if its `backward` could not be seen.
+        """
         record = self.record
-        if record.found is None or any(each.by is by for each in record.sets):
+        if record.found is None or (by and any(each.by is by for each in record.sets)):
             return
         if record.are_gone(self.info()):
             wrapper = living_wrapper(self.inner)
@@ -183,7 +186,9 @@ class Engine:
         if target is None:
             # What was infinite before, and what the loss may not reach, is no overflow of it.
             left = own is not self and bool(info.ids) and self._overflowed_before(by, task)
-            target = set_of(by) if certain and left is False else ScaledGradients(by)
+            target = ScaledGradients(by)
+            if certain and left is False:
+                target = by.gradients = by.gradients or target
             if torch.is_tensor(left):
                 target.left = left, own
                 own.record.sets.append(target)
@@ -192,7 +197,6 @@ class Engine:
             each.record.decision = None
         self._see()
         target.begin_pass(task)
-        target.checks = target.checks or self.rule.checks_gradients
         target.add(info)
         if target not in record.sets:
             record.sets.append(target)
@@ -219,15 +223,18 @@ class Engine:
 
     def _see(self) -> list[ScaledGradients]:
         """Makes a set of what is scaled by a loss whose backward pass could not be seen."""
-        by, self.record.unseen = self.record.unseen, None
-        if by is None:
+        if not self.record.unseen:
             return []
-        return [self._hold(unheld(self.info()), by)]
+        self.record.unseen = False
+        # A new one, which a CUDA graph reads in each replay.
+        scale = self.scale
+        by = Multiplier(scale.scale_on(scale.home), self.rule, scale.number)
+        return [self.hold(unheld(self.info()), by)]
 
-    def _hold(self, info: ParameterInfo, by: Any) -> ScaledGradients:
+    def hold(self, info: ParameterInfo, by: Multiplier) -> ScaledGradients:
         """Makes a set of gradients that are multiplied already."""
         made = ScaledGradients(by)
-        made.info, made.checks = info, self.rule.checks_gradients
+        made.info = info
         self.record.sets.append(made)
         return made
 
@@ -238,12 +245,11 @@ class Engine:
             sets: The sets that hold them, if these are known.
             factor: As for `ScaledGradients.settle`.
         """
-        record = self.record
         sets = [*(holding(self.info()) if sets is None else sets), *self._see()]
         self._check_arrived(sets)
         for each in sets:
-            if each not in record.sets:
-                record.sets.append(each)
+            if each not in self.record.sets:
+                self.record.sets.append(each)
             each.settle(factor=factor)
 
     def gradient_factor(self) -> float:
@@ -256,10 +262,10 @@ class Engine:
         if rest.first_gradient() is None:
             return 0.0
         for each in holding(rest):
-            numbers.add(float(each.by.on(CPU).scale))
+            numbers.add(float(each.by.scale_on(CPU)))
             rest = rest.without(each.info.ids)
         if (numbers or not record.is_nothing()) and rest.first_gradient() is not None:
-            numbers.add(1.0 if record.unseen is None else float(record.unseen.on(CPU).scale))
+            numbers.add(float(self.scale.scale_on(CPU)) if record.unseen else 1.0)
         if len(numbers) > 1:
             raise CallOrderError(
                 "The gradients are multiplied by different loss scales, which a state cannot say. "
@@ -274,7 +280,7 @@ class Engine:
             CallOrderError: If those that are there are multiplied by another number.
         """
         for each in holding(self.info()) if number else ():
-            if float(each.by.on(CPU).scale) != number and self.info().first_gradient() is not None:
+            if float(each.by.scale_on(CPU)) != number and self.info().first_gradient() is not None:
                 raise CallOrderError(
                     f"{number:g} multiplied the gradients when this state was saved, and another "
                     "number multiplies them now. Call optimizer.zero_grad() before "
@@ -292,7 +298,7 @@ class Engine:
         for each in holding(info):
             each.leave(info)
         record.reset()
-        self._hold(info, Multiplier(scalar(number, CPU), self.rule, number))
+        self.hold(info, Multiplier(scalar(number, CPU), self.rule, number))
         record.has_own_loss = True
 
     def _check_arrived(self, sets: Sequence[ScaledGradients]) -> None:
@@ -324,47 +330,58 @@ class Engine:
         info, record = self.info(), self.record
         self.check_known(info)
         self._first_steps.check(info.parameters)
-        sets = [*holding(info), *(e for e in record.sets if e.left is not None)]
-        if record.found is not None or any(each.info is not info for each in sets):
-            # Some are unscaled already, or belong to other optimizers, too.
-            self.settle(sets)
-            sets = []
+        mine = self._only_set(info)
         first, groups = info.first_gradient(), self._groups(info)
-        here = first is not None
-        if not here and not groups:
+        if first is None and not groups:
             return StepDecision(True, empty=True)
-        # None: no loss was scaled in this process.
-        are_scaled = record.are_scaled(info)
-        by = record.scaled_by or self.scale.multiplier
-        measured = self._measured(info, by, are_scaled)
+        # If no loss was scaled in this process, another may have scaled it.
+        is_scaled = mine is not None or not record.is_nothing()
+        by = self.scale.multiplier if mine is None else mine.by
+        measured = gradients.measure_everywhere(
+            self.rule.needs, info, by.scale_on, are_scaled=mine is not None or not is_scaled
+        )
         clips = bool(self.clip_norm) and not in_place
         unchecked = not (self.rule.checks_gradients or clips or self.scale.on_device)
         # A check divides them in the same pass, except for float16, which would flush to 0.
-        wants_kernel = not in_place and are_scaled and (clips or unchecked or info.has_half)
-        of_kernel = self._of_kernel(info) if wants_kernel else None
+        wants_kernel = not in_place and (clips or unchecked or info.has_half)
+        of_kernel: Any = self._of_kernel(info) if wants_kernel and mine is not None else None
         if clips and measured is None and self._norm_checks(info, by):
-            decision = self._decide_by_norm(info, by, sets, are_scaled, of_kernel)
+            decision = self._decide_by_norm(info, mine, is_scaled, of_kernel)
             if decision is not None:
                 return decision
         leaves = of_kernel is not None and (info.has_half or unchecked)
-        divisor = by.on(first.device).scale if leaves else None
-        if leaves and not self.rule.checks_gradients:
-            # The kernel would divide twice what two share.
-            gradients.separate(info, of_kernel)
-        if leaves and unchecked and measured is None and not groups:
-            self._give_up(sets, info)
-            return StepDecision(True, GradientStats(True), divisor=divisor)
-        overflow = self._unscale_and_check(info, by, sets, are_scaled, leaves)
-        overflow, somebody_scaled = self._agreed(info, by, overflow, here, are_scaled is not None)
-        if self.scale.on_device:
-            decision = self._on_device(overflow, measured, here, info, divisor)
-        else:
-            decision = self._on_host(overflow, measured, divisor)
+        divisor = by.scale_on(first.device) if leaves else None
+        if leaves:
+            if not self.rule.checks_gradients and gradients.share_memory(of_kernel, info):
+                # The kernel would divide them twice.
+                gradients.collect(info, of_kernel, allow_float16=True)
+            self._give_up([mine], info)
+            if unchecked and measured is None and not groups:
+                return StepDecision(True, GradientStats(True), divisor=divisor)
+        elif mine is not None:
+            self.settle([mine])
+        overflow = self._overflow(info, divisor, by)
+        overflow, somebody_scaled = self._agreed(info, by, overflow, first is not None, is_scaled)
+        decision = self._read(overflow, measured, first is not None, info, divisor)
         if not somebody_scaled:
             decision = decision._replace(stats=None)
         return self.clipped(decision) if clips else decision
 
-    def _of_kernel(self, info: ParameterInfo) -> list[Any] | None:
+    def _only_set(self, info: ParameterInfo) -> Any:
+        """The set of the gradients, if it is one and has no others; else they are unscaled."""
+        record = self.record
+        sets = [*holding(info), *(each for each in record.sets if each.by and each.left)]
+        if record.divided is not None and not record.are_scaled(info):
+            # By `get_unscaled_gradients`.
+            self._give_up(sets, info)
+            return None
+        sets += self._see()
+        if record.found is None and len(sets) == 1 and sets[0].info is info:
+            return sets[0]
+        self.settle(sets)
+        return None
+
+    def _of_kernel(self, info: ParameterInfo) -> Any:
         """The gradients, if the optimizer's kernel may divide them; else None."""
         if not fused.can_unscale(self.inner):
             return None
@@ -382,45 +399,16 @@ class Engine:
             overflow, somebody_scaled = ranks.agreed(overflow, here, is_scaled, groups)
         if not is_scaled and somebody_scaled:
             # The loss was scaled in another process.
-            self._hold(info, by).settle()
+            self.hold(info, by).settle()
         return overflow, somebody_scaled
-
-    def _measured(self, info: ParameterInfo, by: Any, are_scaled: Any) -> Any:
-        """The statistics that the rule needs besides overflow; None if it needs none."""
-        return gradients.measure_everywhere(
-            self.rule.needs,
-            info,
-            lambda device: by.on(device).scale,
-            are_scaled=are_scaled is not False,
-        )
-
-    def _unscale_and_check(
-        self,
-        info: ParameterInfo,
-        by: Any,
-        sets: Sequence[ScaledGradients],
-        are_scaled: bool | None,
-        leaves: bool,
-    ) -> Any:
-        """Returns whether any gradient overflowed: float32 scalar tensor, 1 or 0."""
-        if are_scaled and not leaves:
-            self.settle(sets)
-        else:
-            # The kernel divides them; or they are unscaled, by `get_unscaled_gradients`.
-            self._give_up(sets, info)
-        found = self.record.found
-        if found is None or are_scaled is None:
-            return self._checked(info, by if leaves else None)
-        return found
 
     def _give_up(self, sets: Sequence[ScaledGradients], info: ParameterInfo) -> None:
         """Takes the gradients out of their sets: something else divides them."""
-        record = self.record
-        record.unseen = None
+        self.record.unseen = False
         self._check_arrived(sets)
         for each in sets:
             each.leave(each.arrived(info))
-        record.drop(info)
+        self.record.drop(info)
 
     def _norm_checks(self, info: ParameterInfo, by: Any) -> bool:
         """Whether a norm, which is finite only if each number is, can take the place of a check."""
@@ -431,14 +419,13 @@ class Engine:
     def _decide_by_norm(
         self,
         info: ParameterInfo,
-        by: Any,
-        sets: Sequence[ScaledGradients],
-        are_scaled: bool | None,
-        of_kernel: list[Any] | None,
+        mine: Any,
+        is_scaled: bool,
+        of_kernel: Any,
     ) -> StepDecision | None:
         """Clips by a norm that checks for overflow as well; None if it cannot tell."""
         given = gradients.collect(info, of_kernel)
-        scale = by.number if are_scaled else 1.0
+        scale = 1.0 if mine is None else mine.by.number
         norm, found = gradients.grad_norm(given, info), self.record.found
         if found is not None:
             norm = torch.where(found.to(norm.device) > 0, torch.inf, norm)
@@ -456,35 +443,41 @@ class Engine:
         if of_kernel and len(given.dense_groups) == 1 and torch.float64 not in dtypes:
             divisor = scalar((scale / clip).tolist(), given.device)
         if divisor is not None and scale * max(total / largest, 1.0) < _LARGEST / 2:
-            self._give_up(sets, info)
-        elif are_scaled:
+            self._give_up([mine], info)
+        elif mine is not None:
             divisor = None
-            self.settle(sets, factor=filled(clip / scale))
+            self.settle([mine], factor=filled(clip / scale))
         else:
-            self._give_up(sets, info)
             gradients.unscale_(given, filled(clip))
-        stats = None if are_scaled is None else GradientStats(True)
-        return StepDecision(True, stats, divisor=divisor)
+        return StepDecision(True, GradientStats(True) if is_scaled else None, divisor=divisor)
 
-    def _checked(self, info: ParameterInfo, by: Any) -> Any:
-        """Checks gradients, which are left as they are: float32 scalar tensor, 1 or 0.
+    def _overflow(self, info: ParameterInfo, divisor: Any, by: Any) -> Any:
+        """Whether any gradient overflowed: float32 scalar tensor, 1 or 0. None is changed.
 
         Args:
             info: Their parameters.
-            by: The `Multiplier` that the optimizer's kernel will divide them by, or None.
+            divisor: What the optimizer's kernel will divide them by, or None.
+            by: The `Multiplier` that has this number.
         """
-        found: dict[Any, Any] = {}
+        known, found = self.record.found, {}
+        if known is not None and info.ids <= self.record.checked:
+            return known
         if self.rule.checks_gradients:
-            given = gradients.collect(info, allow_float16=by is not None)
-            if by is not None and is_below_one(by):
+            given = gradients.collect(info, allow_float16=divisor is not None or known is not None)
+            if divisor is not None and is_below_one(by):
                 # With a scale below 1 unscaling may overflow what is finite.
-                found = gradients.check_quotients(given, lambda device: by.on(device).scale)
+                found = gradients.check_quotients(given, by.scale_on)
             else:
                 found = gradients.check(given)
-        return gradients.any_overflow(found)
+        here = gradients.any_overflow(found)
+        return here if known is None else torch.maximum(known, here.to(known.device))
 
-    def _on_host(self, overflow: Any, measured: Any, divisor: Any) -> StepDecision:
-        """Reads all numbers in one transfer."""
+    def _read(
+        self, overflow: Any, measured: Any, has_gradients: bool, info: ParameterInfo, divisor: Any
+    ) -> StepDecision:
+        """Decides by what all processes have found; the host reads all numbers in one transfer."""
+        if self.scale.on_device:
+            return self._on_device(overflow, measured, has_gradients, info, divisor)
         if measured is None:
             found = read(overflow) if self.rule.checks_gradients else 0.0
         else:
@@ -519,13 +512,14 @@ class Engine:
         given = gradients.collect(info, allow_float16=divisor is not None)
         if not (given.dense_groups or info.groups):
             return decision
-        norm = gradients.grad_norm(given, info, wide=divisor is not None)
+        # Of float16 it would overflow in float16.
+        norm = gradients.grad_norm(given, info, None if divisor is None else torch.float32)
         # The squares of finite elements may overflow, but not those of float16 in float32.
         # With several processes all take the same way.
         is_half = all(group[0].dtype == torch.float16 for group in given.dense_groups)
         can_overflow = bool(info.groups) or not is_half
         if can_overflow and not self.scale.on_device and norm.isinf():
-            norm = gradients.grad_norm(given, info, shrink=True)
+            norm = gradients.grad_norm(given, info, torch.float64)
         if divisor is None:
             gradients.unscale_(given, gradients.coefficient(norm, self.clip_norm).to)
             return decision
@@ -556,12 +550,9 @@ class Engine:
         info = self.info()
         device = info.devices[0] if info.devices else CPU
         overflow, _ = ranks.agreed(scalar(0.0, device), False, False, self._groups(info))
-        found = read(overflow)
-        if found >= 0:
-            skipped = scalar(found, device)
-            finite: Any = skipped == 0 if self.scale.on_device else not found
-            stats = gradients.as_stats(self.rule.needs, None, finite)
-            self.update(StepDecision(not found, stats, skipped))
+        decision = self._read(overflow, None, False, info, None)
+        if not decision.empty:
+            self.update(decision)
 
     def skipped(self, found: Any) -> StepDecision:
         """The decision on gradients that were cleared, with the statistics of a skipped step."""

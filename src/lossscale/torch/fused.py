@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch.optim import optimizer as torch_optimizer
 
 from lossscale.common.checks import signature_of
 from lossscale.torch.optimizer_list import OptimizerList
-from lossscale.torch.ranks import parameters_of
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """PyTorch's optimizers with fused kernels, which read `grad_scale` and `found_inf`."""
@@ -125,7 +123,7 @@ def makes_state(optimizers: Iterable[Any]) -> bool:
     SGD's momentum would be uninitialized memory. Without momentum it has no state.
     """
     for each in optimizers:
-        if not isinstance(each, FUSED) or _has_all_state(each):
+        if not isinstance(each, FUSED):
             continue
         is_sgd = isinstance(each, torch.optim.SGD)
         states = each.state.items()
@@ -135,14 +133,3 @@ def makes_state(optimizers: Iterable[Any]) -> bool:
             if (not is_sgd or group["momentum"]) and any(p.grad is not None for p in lacking):
                 return True
     return False
-
-
-def _has_all_state(optimizer: Any) -> bool:
-    """Whether each parameter has its state, in their order: usual, and quick to see."""
-    parameters, states = parameters_of(optimizer), optimizer.state
-    if len(states) != len(parameters) or not all(map(operator.is_, parameters, states)):
-        return False
-    if isinstance(optimizer, torch.optim.SGD):
-        momenta = map(operator.methodcaller("get", "momentum_buffer"), states.values())
-        return type(None) not in set(map(type, momenta))
-    return all(states.values())

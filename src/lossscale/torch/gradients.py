@@ -6,9 +6,8 @@ are unscaled in place: the values that can be read are those that are applied.
 
 from __future__ import annotations
 
-import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from lossscale.torch import ranks
 from lossscale.torch.ranks import ParameterInfo, largest_and_added, local
 from lossscale.torch.scaling import CPU, real_parts, scalar, unscaled, widened
 
-_DTYPE = attrgetter("dtype")
+_DTYPE = operator.attrgetter("dtype")
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _IN_PLACE = frozenset({torch.float32, torch.float64, torch.bfloat16})
 
@@ -54,7 +53,8 @@ def collect(
     """Returns the gradients of parameters, ready to be changed in place.
 
     A gradient that cannot be changed in place is replaced in `.grad`. So is a `Partial` one, by its
-    sum, which the optimizer would compute and which must be checked.
+    sum, which the optimizer would compute and which must be checked; and if two share memory, all
+    are replaced by copies.
 
     Args:
         info: The parameters, whose `.grad` may be None.
@@ -66,58 +66,51 @@ def collect(
         GradientsError: If one is in float16, where dividing it would flush it to zero. Nothing was
             changed.
     """
-    grads, are_dense = separate(info, grads)
-    if grads and are_dense and len(info.devices) == 1:
+    grads = info.gradients() if grads is None else grads
+    if len(info.devices) == 1 and _PLAIN_TYPES.issuperset(map(type, grads)):
         # One loop in C for each property: a loop over tuples takes twice the time.
         dtypes = set(map(_DTYPE, grads))
-        if len(dtypes) == 1 and dtypes <= _IN_PLACE:
+        if len(dtypes) == 1 and dtypes <= _IN_PLACE and not share_memory(grads, info):
             return Gradients(grads, [grads], [grads])
     owning = [p for p in info.parameters if p.grad is not None]
     if not allow_float16:
         for parameter in owning:
             _check_can_be_widened(parameter)
-    pairs = [_dense(parameter, allow_float16, sums) for parameter in owning]
-    return _grouped(pairs)
+    given = _grouped([_dense(each, allow_float16, sums) for each in owning])
+    if share_memory([tensor for group in given.dense_groups for tensor in group], info):
+        with torch.enable_grad():
+            for parameter in owning:
+                parameter.grad = parameter.grad.clone()
+        given = _grouped([_dense(each, allow_float16, sums) for each in owning])
+    return given
 
 
-def separate(info: ranks.ParameterInfo, grads: list[Any] | None = None) -> tuple[list[Any], bool]:
-    """The gradients of parameters, and whether all are dense and of no subclass.
+def share_memory(tensors: Sequence[Any], info: ParameterInfo) -> bool:
+    """Whether two tensors share memory, or one shares it with itself, as an expanded one does.
 
-    Those that share memory are replaced by copies first, so that each is divided once. Autograd
-    gives the same gradient, or views of it, to each term of a sum. The arguments are `collect`'s.
+    Autograd gives the same gradient, or views of it, to each term of a sum. Each must be divided
+    once. Those of a step tend to lie where those of the step before did, which is quick to see.
     """
-    grads = info.gradients() if grads is None else grads
-    are_dense = _PLAIN_TYPES.issuperset(map(type, grads))
-    # That two begin in one place is quick to see.
     try:
-        places = set(map(torch.Tensor.data_ptr if are_dense else id, grads))
+        starts = list(map(torch.Tensor.data_ptr, tensors))
     except RuntimeError:
-        # A sparse one has none.
-        are_dense, places = False, set(map(id, grads))
-    if (info.is_due(len(grads)) or len(places) < len(grads)) and _shares_memory(grads):
-        info.always_due = True
-        for parameter in info.parameters:
-            if parameter.grad is not None and type(parameter.grad) is torch.Tensor:
-                parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
-        grads = info.gradients()
-    return grads, are_dense
-
-
-def _shares_memory(grads: Sequence[Any]) -> bool:
-    """Whether two gradients share memory, or one shares it with itself, as an expanded one does."""
-    places = []
-    for each in grads:
-        if type(each) is torch.Tensor and each.layout == torch.strided and each.numel():
-            last = each.numel()
-            if not each.is_contiguous():
-                strides = zip(each.shape, each.stride(), strict=True)
-                last = sum((size - 1) * stride for size, stride in strides) + 1
-                if each.numel() > last:
-                    return True
-            first = each.data_ptr()
-            places.append((first, first + last * each.element_size()))
-    places.sort()
-    return any(end > start for (_, end), (start, _) in itertools.pairwise(places))
+        # A sparse one has no memory of its own: its values have.
+        return True
+    if starts == info.places:
+        return False
+    ends = []
+    for tensor, start in zip(tensors, starts, strict=True):
+        last = tensor.numel()
+        if not tensor.is_contiguous():
+            strides = zip(tensor.shape, tensor.stride(), strict=True)
+            last = sum((size - 1) * stride for size, stride in strides) + 1
+        if last < tensor.numel():
+            return True
+        ends.append(start + last * tensor.element_size())
+    shared = any(map(operator.gt, sorted(ends), sorted(starts)[1:]))
+    # If each parameter has a gradient, the same places mean the same sizes.
+    info.places = None if shared or len(starts) < len(info.parameters) else starts
+    return shared
 
 
 def of_tensors(tensors: Iterable[Any]) -> Gradients:
@@ -177,28 +170,19 @@ def _check_can_be_widened(parameter: Any) -> None:
 
 # --- The 2-norm of all gradients together, and clipping to it -----------------------------------
 
-_SMALLER = 2.0**-80
-"""Brings any float32 number into the range where its square is finite."""
 
-
-def grad_norm(
-    gradients: Gradients, info: ranks.ParameterInfo, *, shrink: bool = False, wide: bool = False
-) -> Any:
+def grad_norm(gradients: Gradients, info: ranks.ParameterInfo, dtype: Any = None) -> Any:
     """The 2-norm of all gradients together: a float32 or float64 scalar tensor.
 
     Args:
         gradients: The gradients that this process has.
         info: Their parameters, with the process groups that they are sharded over.
-        shrink: Whether to shrink a copy first, because squares overflow.
-        wide: Whether to add up in float32, because the norm overflows in float16.
+        dtype: The dtype in which squares are added up; None for that of the gradients.
 
     Returns:
         The norm, the same in all processes; 0 if none has a gradient.
     """
     groups = gradients.dense_groups
-    if shrink:
-        groups = [torch._foreach_mul(group, _SMALLER) for group in groups]
-    dtype = torch.float32 if wide else None
     norms = [norm for group in groups for norm in torch._foreach_norm(group, 2.0, dtype)]
     device = gradients.device
     if not info.groups:
@@ -209,7 +193,7 @@ def grad_norm(
         for gradient, part in zip(owners, norms, strict=True):
             squares += part.to(device, torch.float64) ** 2 / info.copies(gradient)
         norm = ranks.added(squares, info.groups).sqrt()
-    return norm.double() / _SMALLER if shrink else norm
+    return norm
 
 
 def coefficient(norm: Any, clip_norm: float) -> Any:
@@ -248,7 +232,7 @@ def unscale_and_check_(
         factor: Returns what they are multiplied by, on a device: float32 scalar tensor.
         divide: Whether they are divided by it instead: by a scale that is no power of two, whose
             reciprocal is not exact.
-        recheck: Whether to check what comes out, too. A scale below 1 makes some infinite.
+        recheck: Whether to check what comes out. A scale below 1 makes some infinite.
         found: A tensor to write into, for the device that it is on.
 
     Returns:
@@ -263,18 +247,16 @@ def unscale_and_check_(
             zero = found if own else torch.zeros((), dtype=torch.float32, device=device)
             by_device[device] = zero
         multiplier = factor(device)
-        if divide:
-            _change(torch._foreach_div_, group, multiplier)
+        if divide or recheck:
+            _change(torch._foreach_div_ if divide else torch._foreach_mul_, group, multiplier)
             multiplier = scalar(1.0, device)
         _check_and_multiply_(group, by_device[device], multiplier)
-        if recheck:
-            _check_and_multiply_(group, by_device[device], scalar(1.0, device))
     return by_device
 
 
-def check(gradients: Gradients, found: Any = None) -> dict[Any, Any]:
+def check(gradients: Gradients) -> dict[Any, Any]:
     """Checks gradients as `unscale_and_check_` does, and changes none."""
-    return unscale_and_check_(gradients, lambda device: scalar(1.0, device), found=found)
+    return unscale_and_check_(gradients, lambda device: scalar(1.0, device))
 
 
 def unscale_(gradients: Gradients, factor: Callable[[Any], Any], *, divide: bool = False) -> None:

@@ -21,7 +21,7 @@ from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
 from lossscale.torch.ranks import local
 from lossscale.torch.repeated_step import DEFAULT_BYTES, CallRecorder
-from lossscale.torch.scaling import CPU, never_compiled, real_parts
+from lossscale.torch.scaling import CPU, real_parts, uncompiled
 from lossscale.torch.watch import is_finite
 
 _SINGLE_SKIPS = 5
@@ -269,7 +269,7 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
         self.last_step = step
 
     # Compiled, it would be recompiled for each number that it writes.
-    @never_compiled
+    @uncompiled
     def _track(self, step: CheckedStep) -> None:
         number = self.last_step + 1 if step.number is None else step.number
         if not step.finite:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import copyreg
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +38,7 @@ from lossscale.torch.scaled_gradients import (
     was_scaled,
     watch,
 )
-from lossscale.torch.scaling import CPU, WIDE, never_compiled, scalar, uncompiled, widened
+from lossscale.torch.scaling import CPU, WIDE, scalar, uncompiled, widened
 from lossscale.torch.settings import (
     InnerSettings,
     check_backpropagated,
@@ -50,15 +49,10 @@ from lossscale.torch.settings import (
 )
 
 _NOTHING_SCALED = (
-    "step() was called, and this optimizer has scaled no loss since its last step. The gradients "
-    "are applied as they are. That is correct for float32, unless a GradScaler or another "
-    "LossScaleOptimizer scaled the loss; float16 gradients may have flushed to zero. Call "
-    "optimizer.backward(loss) in place of loss.backward()."
-)
-_NOTHING_TO_UNSCALE = (
-    "unscale_() was called, and this optimizer has scaled no loss since its last step. The "
-    "gradients stay as they are. Call optimizer.scale_loss(loss).backward() before it, or "
-    "optimizer.backward(loss) without unscale_()."
+    "The optimizer has scaled no loss since its last step, and takes the gradients as they are. "
+    "That is correct for float32, unless a GradScaler or another LossScaleOptimizer scaled the "
+    "loss; float16 gradients may have flushed to zero. Call optimizer.backward(loss) in place of "
+    "loss.backward()."
 )
 
 
@@ -181,7 +175,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
 
     # --- Backward -----------------------------------------------------------------------------
 
-    @never_compiled
+    @uncompiled
     def backward(
         self,
         loss: torch.Tensor,
@@ -285,13 +279,13 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             self._adopt_written()
         if seen and not is_compiling and is_seen(loss):
             by = scale.multiplier
-            scaled = widened(loss) * by.on(loss.device).scale
+            scaled = widened(loss) * by.scale_on(loss.device)
             watch(scaled, loss, by, self._engine)
         else:
             # A tensor, so that no code is compiled for one number.
             scaled = widened(loss) * scale.scale_on(loss.device)
             if torch.is_grad_enabled():
-                record.unseen, record.is_cleared, record.has_own_loss = scale, False, True
+                record.unseen, record.is_cleared, record.has_own_loss = True, False, True
         if not is_compiling:
             remember_scaled(scaled)
         return scaled
@@ -303,15 +297,13 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def _account_for_unseen_backward(self) -> None:
         """Accounts for the backward pass of a scaled loss that could not be observed."""
         record, engine = self._record, self._engine
-        if record.unseen is None or record.found is None:
+        if not record.unseen or record.found is None:
             return
-        info = engine.info()
-        if record.are_gone(info):
-            self._leave_out()
-            record.reset()
-            record.unseen, record.has_own_loss = engine.scale, True
-        elif record.is_as_it_was(info):
-            record.unseen = None
+        engine.account_for_cleared()
+        if record.found is None:
+            record.unseen = record.has_own_loss = True
+        elif record.is_as_it_was(engine.info()):
+            record.unseen = False
         else:
             raise CallOrderError(
                 "unscale_() was called before the last backward(), which added scaled gradients "
@@ -377,16 +369,17 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         record, engine = self._record, self._engine
         self._adopt_written()
         self._account_for_unseen_backward()
-        if record.is_cleared and record.is_nothing() and engine.info().first_gradient() is None:
-            # `zero_grad` has replaced this step.
-            return record.reset()
         if record.decision is None:
             decision = engine.decide()
         else:
             engine.check_known(engine.info())
             decision = engine.clipped(record.decision)
         if decision.nobody_scaled:
-            return self._step_as_given(decision, **more)
+            self._check_scaled()
+            if decision.apply is not False and fused.is_dummy_step(self.inner_optimizer):
+                # Of a checkpoint that is about to be loaded, with gradients of 0: no step.
+                record.reset()
+                return engine.apply(decision, **more)
         # If the optimizer raises, the gradients are unscaled already.
         self._decided(decision)
         self._notify_watcher(decision)
@@ -397,7 +390,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def _decided(self, decision: StepDecision) -> None:
         """Remembers what all processes have decided."""
         record = self._record
-        record.unseen, record.divided = None, None
+        record.unseen, record.divided = False, None
         record.decision, record.known = decision, self._engine.info()
 
     def _finish(self, decision: StepDecision, *, keep: bool = False) -> None:
@@ -419,21 +412,13 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             if number is not None and self._watcher is None and not self._warned_at_floor:
                 self._warned_at_floor = warned_at_floor(self.rule, number)
 
-    def _step_as_given(self, decision: StepDecision, **more: Any) -> Any:
-        """A step without a scaled loss; checkpointing makes such steps, with zero gradients."""
+    def _check_scaled(self) -> None:
+        """Warns of a step with gradients that nobody has scaled."""
         # After `backward` and `zero_grad` they may be a combination of gradients that were kept.
         if not (self._record.warned or self._record.is_cleared):
             given = gradients.collect(self._engine.info())
             if any(t.any() for group in given.dense_groups for t in group):
                 self._warn(_NOTHING_SCALED)
-        is_step = not fused.is_dummy_step(self.inner_optimizer)
-        if is_step:
-            self._notify_watcher(decision)
-        returned = self._engine.apply(decision, **more)
-        if is_step or decision.apply is False:
-            self._finish(decision)
-        self._record.reset()
-        return returned
 
     def _leave_out(self) -> None:
         """Accounts for a step that is left out: it counts if it would have been skipped."""
@@ -464,7 +449,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         if record.found is not None:
             self._leave_out()
         record.clear(self._engine.info())
-        record.unseen, record.has_own_loss = unseen, unseen is not None
+        record.unseen = record.has_own_loss = unseen
         record.by_hand, record.is_cleared = by_hand, was_checked
         zero_grad(self.inner_optimizer, set_to_none)
 
@@ -520,16 +505,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             >>> optimizer.unscale_(), weight.grad
             (True, tensor([1., 1.]))
         """
-        decision = self._unscale_(_NOTHING_TO_UNSCALE)
+        decision = self._unscale_()
         return decision.overflow == 0 if decision.apply is None else decision.apply
 
-    @never_compiled
-    def _unscale_(self, warning: str = _NOTHING_SCALED) -> StepDecision:
-        """Unscales the gradients before the step, for code that reads or changes them.
-
-        Args:
-            warning: The warning if no loss was scaled.
-        """
+    @uncompiled
+    def _unscale_(self) -> StepDecision:
+        """Unscales the gradients before the step, for code that reads or changes them."""
         record, engine = self._record, self._engine
         self._account_for_unseen_backward()
         if record.decision is not None:
@@ -541,14 +522,14 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             return decision
         info = engine.info()
         if decision.nobody_scaled:
-            self._warn(warning)
+            self._warn(_NOTHING_SCALED)
             if not info.is_given:
                 return decision
         self._decided(decision)
         found = decision.overflow
         if decision.apply is not None:
             found = scalar(float(not decision.apply), info.devices[0])
-        record.found = found
+        record.found, record.checked = found, info.ids
         record.remember(info)
         return decision
 
@@ -749,15 +730,18 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             "process_group": engine.process_group,
             "decide": self.decide,
             "numbers": engine.scale.numbers(),
+            "gradient_factor": engine.gradient_factor(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        inner, rule, clip_norm, process_group, decide, name, numbers = map(state.pop, _PICKLED)
+        inner, rule, clip_norm, process_group, decide, name, numbers, factor = map(
+            state.pop, _PICKLED
+        )
         scale = _new_scale(rule, inner, decide)
         state_dicts.restore(scale, numbers)
         engine = Engine(inner, scale, clip_norm, process_group)
-        engine.restart(state.pop("gradient_factor", 0.0))
+        engine.restart(factor)
         self._start(engine, name)
         self.__dict__.update(state)
 
@@ -767,13 +751,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         # Process groups are not copied: the copy talks to the same processes.
         memo[id(self.process_group)] = self.process_group
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        self._record.copy_to(copied._record, self._engine, copied._engine, memo)
         return copied
-
-    def __reduce__(self) -> Any:
-        # A copy has the gradients of the original, a file has none.
-        state = {**self.__getstate__(), "gradient_factor": self._engine.gradient_factor()}
-        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
 
 def wrapper_in(optimizer: Any) -> Any:
@@ -789,7 +767,10 @@ def wrapper_in(optimizer: Any) -> Any:
 if torch.distributed.is_available():
     join.Joinable.register(LossScaleOptimizer)
 
-_PICKLED = "inner_optimizer", "rule", "clip_norm", "process_group", "decide", "name", "numbers"
+_PICKLED = (
+    *("inner_optimizer", "rule", "clip_norm", "process_group", "decide", "name", "numbers"),
+    "gradient_factor",
+)
 
 _RECREATED = frozenset({"_engine", "_inner", "_record", "_rule", "_skipped_hooks"})
 
@@ -814,10 +795,10 @@ def _backpropagate(
     plain = type(loss) is torch.Tensor and loss.dtype in WIDE and loss.requires_grad
     if plain and (gradient is not None or loss.numel() == 1):
         # The scale multiplies the first gradient in place of the loss: the graph gets no node.
-        scale = by.on(loss.device).scale.to(loss.dtype)
+        scale = by.scale_on(loss.device).to(loss.dtype)
         seed = torch.ones_like(loss) * scale if gradient is None else gradient * scale
         loss.backward(seed, retain_graph, create_graph, inputs)
         return
     with torch.enable_grad():
-        scaled = widened(loss) * by.on(loss.device).scale
+        scaled = widened(loss) * by.scale_on(loss.device)
     scaled.backward(gradient, retain_graph, create_graph, inputs)

@@ -87,13 +87,12 @@ class ParameterInfo:
         groups: The process groups that must agree.
         is_given: Whether the user passed process groups: their processes may run different code.
         is_sharded: Whether the model computes with other tensors, as FSDP does.
-        always_due: Whether gradients were found to share memory.
+        places: Where the gradients lay when they were last found to share no memory.
         owners: What `scaled_gradients.owners` keeps.
     """
 
     owners: tuple[int, list[Any]] | None = None
-    always_due = False
-    _times = _before = 0
+    places: list[int] | None = None
 
     def __init__(self, parameters: list[Any], process_group: Any = None) -> None:
         self.parameters = list(parameters)
@@ -122,17 +121,6 @@ class ParameterInfo:
         if self.ids.isdisjoint(ids):
             return self
         return ParameterInfo([p for p in self.parameters if id(p) not in ids], [])
-
-    def is_due(self, gradients: int) -> bool:
-        """Whether to check again if gradients share memory, which takes half as long as a step.
-
-        The first steps are checked, then every 16th, and each step in which the number of
-        gradients changed.
-        """
-        self._times += 1
-        due = self._times <= 4 or self._times % 16 == 0 or gradients != self._before
-        self._before = gradients
-        return due or self.always_due
 
     def gradients(self) -> list[Any]:
         """The gradients that are not None."""

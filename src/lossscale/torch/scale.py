@@ -32,20 +32,6 @@ _NO_GRADIENTS = 10
 """After how many steps without any gradient a warning comes."""
 
 
-class Factors(NamedTuple):
-    """The scale of a loss on one device, and the factor that unscales; float32 scalar tensors.
-
-    The factor is the reciprocal if the rule keeps to powers of two, else the scale, to divide by.
-    """
-
-    scale: Any
-    factor: Any
-
-
-def _factors(scale: Any, rule: ScaleRule) -> Factors:
-    return Factors(scale, scale.reciprocal() if rule.powers_of_two else scale)
-
-
 class Multiplier:
     """The scale that multiplied a loss; it stays when the loss scale changes.
 
@@ -62,17 +48,23 @@ class Multiplier:
 
     def __init__(self, scale: Any, rule: ScaleRule, number: float | None) -> None:
         self._scale, self.rule, self.number = scale, rule, number
-        self._factors: dict[Any, Factors] = {}
+        self._scales: dict[Any, Any] = {}
+        self._reciprocals: dict[Any, Any] = {}
 
-    def on(self, device: Any) -> Factors:
-        """Returns the factors on a device."""
-        factors = self._factors.get(device)
-        if factors is None:
+    def scale_on(self, device: Any) -> Any:
+        """The scale on a device."""
+        if device not in self._scales:
             number = self.number
             # Filled, because a copy from the host waits.
             scale = self._scale.to(device) if number is None else scalar(number, device)
-            factors = self._factors[device] = _factors(scale, self.rule)
-        return factors
+            self._scales[device] = scale
+        return self._scales[device]
+
+    def reciprocal_on(self, device: Any) -> Any:
+        """Its reciprocal on a device."""
+        if device not in self._reciprocals:
+            self._reciprocals[device] = self.scale_on(device).reciprocal()
+        return self._reciprocals[device]
 
 
 class Counts(NamedTuple):
@@ -187,11 +179,6 @@ class LossScale:
             if not torch.compiler.is_compiling():
                 self._scales[device] = scale
         return scale
-
-    def on(self, device: Any) -> Factors:
-        """Returns the factors on a device, as those of a `Multiplier`."""
-        scale = self.scale_on(device)
-        return _factors(scale, self.rule)
 
     def _new_scale(self, device: Any) -> Any:
         return scalar(self.number, device)

@@ -115,7 +115,6 @@ class ScaledGradients:
     Attributes:
         by: Their `Multiplier`; None once they are unscaled.
         info: The parameters.
-        checks: Whether an optimizer's rule checks for overflow.
         left: If the device may have skipped a step and left these gradients behind: whether it
             has, 1 or 0, and the engine of the loss, which such an overflow does not concern.
         task: The last backward pass that has begun.
@@ -123,7 +122,6 @@ class ScaledGradients:
 
     def __init__(self, by: Any) -> None:
         self.by, self.info = by, _NOTHING
-        self.checks = False
         self.left: tuple[Any, Any] | None = None
         self.task = -1
         self._before: dict[int, int] = {}
@@ -155,11 +153,7 @@ class ScaledGradients:
         if new.first_gradient() is not None:
             multiply(new, self.by, before)
             self._before |= _versions(new)
-        self.join(new)
-
-    def join(self, new: ranks.ParameterInfo) -> None:
-        """Takes in parameters whose gradients are multiplied already."""
-        some = self.info.parameters
+        some = mine.parameters
         self.info = ranks.ParameterInfo([*some, *new.parameters], []) if some else new
 
     def leave(self, info: ranks.ParameterInfo) -> None:
@@ -193,7 +187,7 @@ class ScaledGradients:
             factor: Returns what to multiply them by on a device instead, if they are known to be
                 finite.
         """
-        with lock, torch.no_grad():
+        with lock:
             if self.by is None:
                 return
             told = [each for each in owners(self.info) if self in each.record.sets]
@@ -201,12 +195,12 @@ class ScaledGradients:
             if factor is not None:
                 by_device = unscale(info, factor, checks=False)
             else:
-                by = self.by
+                by, divides = self.by, not self.by.rule.powers_of_two
                 by_device = unscale(
                     info,
-                    lambda device: by.on(device).factor,
-                    divides=not by.rule.powers_of_two,
-                    checks=self.checks,
+                    by.scale_on if divides else by.reciprocal_on,
+                    divides=divides,
+                    checks=any(each.rule.checks_gradients for each in told),
                     recheck=is_below_one(by),
                     # A tensor of no optimizer may be in float16.
                     float16=not told,
@@ -216,23 +210,15 @@ class ScaledGradients:
                 return
             found = gradients.any_overflow(by_device)
             for each in told:
-                each.record.tell(found, each.info())
+                each.record.tell(found, each.info(), info)
             if self.left is not None:
                 flag, other = self.left
-                other.record.tell(found * (1.0 - flag.to(found.device)), other.info())
+                other.record.tell(found * (1.0 - flag.to(found.device)), other.info(), info)
 
 
 def _versions(info: ranks.ParameterInfo) -> dict[int, int]:
     """The versions of the gradients that are there, by the id of the parameter."""
     return {id(p): gradient._version for p in info.parameters if (gradient := p.grad) is not None}
-
-
-def set_of(by: Multiplier) -> ScaledGradients:
-    """The set of the gradients that a number multiplies."""
-    if by.gradients is None:
-        by.gradients = ScaledGradients(by)
-    found: ScaledGradients = by.gradients
-    return found
 
 
 def holding(info: ranks.ParameterInfo) -> list[ScaledGradients]:
@@ -259,8 +245,9 @@ class GradientRecord:
         found: Whether an overflow was found in unscaled gradients, here or in another optimizer
             that the same loss reaches: float32 scalar tensor, 1 or 0. None if they were not
             checked.
-        unseen: The scale, if a loss was scaled whose `backward` cannot be seen, in compiled code or
-            by hand.
+        checked: The parameters whose gradients were checked, by id.
+        unseen: Whether a loss was scaled whose `backward` cannot be seen, in compiled code or by
+            hand.
         has_own_loss: Whether the optimizer itself scaled a loss; other optimizers' losses may
             reach its parameters too.
         decision: The decision of all processes, if `unscale_` made one.
@@ -278,8 +265,9 @@ class GradientRecord:
 
     def reset(self) -> None:
         """Starts again, after a step or when the gradients were cleared."""
-        self.unseen: Any = None
+        self.unseen = False
         self.found: Any = None
+        self.checked: frozenset[int] = frozenset()
         self.is_cleared = self.by_hand = self.has_own_loss = False
         self.divided: list[tuple[Any, int]] | None = None
         self.decision: Any = None
@@ -297,14 +285,17 @@ class GradientRecord:
 
     @property
     def scaled_by(self) -> Any:
-        """The `Multiplier` of the gradients, or of some; None if they are unscaled."""
-        for each in self.sets:
-            if each.by is not None:
-                return each.by
-        return self.unseen
+        """The `Multiplier` of the gradients, or of some; None if no set has any."""
+        return next((each.by for each in self.sets if each.by is not None), None)
 
-    def tell(self, found: Any, info: ranks.ParameterInfo) -> None:
-        """A set was unscaled; an overflow stays until the next step."""
+    @property
+    def is_scaled(self) -> bool:
+        """Whether some gradients are scaled."""
+        return self.unseen or self.scaled_by is not None
+
+    def tell(self, found: Any, info: ranks.ParameterInfo, checked: ranks.ParameterInfo) -> None:
+        """Gradients of a set were checked; an overflow stays until the next step."""
+        self.checked = checked.ids if checked is info else self.checked | checked.ids
         if self.found is not None:
             found = torch.maximum(self.found, found.to(self.found.device))
         self.found = found
@@ -314,36 +305,11 @@ class GradientRecord:
     def drop(self, info: ranks.ParameterInfo) -> None:
         """Drops the sets that hold none of its gradients any more."""
         some = [each for each in self.sets if each.by is not None]
-        self.sets = [
-            e
-            for e in some
-            if e.info is info or e.left is not None or not e.info.ids.isdisjoint(info.ids)
-        ]
-
-    def copy_to(self, other: GradientRecord, of: Any, engine: Any, memo: dict[int, Any]) -> None:
-        """Copies what is known of the gradients of an engine to the engine of its copy.
-
-        Args:
-            other: The record of the copy.
-            of: The engine.
-            engine: The engine of the copy.
-            memo: That of `copy.deepcopy`, which copies a set of several optimizers once.
-        """
-        other.__dict__.update(vars(self), sets=[])
-        other.known = engine.info()
-        other.unseen = engine.scale if self.unseen is of.scale else self.unseen
-        theirs = dict(zip(of.info().parameters, engine.info().parameters, strict=True))
-        for each in holding(of.info()):
-            copied = memo.setdefault(id(each), ScaledGradients(each.by))
-            copied.checks = each.checks
-            mine = [theirs[p] for p in each.info.parameters if p in theirs]
-            copied.join(ranks.ParameterInfo(mine, []).without(copied.info.ids))
-            other.sets.append(copied)
-        other.remember(engine.info())
+        self.sets = [e for e in some if e.left or not e.info.ids.isdisjoint(info.ids)]
 
     def is_nothing(self) -> bool:
         """Whether no loss was scaled since the last step."""
-        return self.scaled_by is None and self.found is None and self.divided is None
+        return not self.is_scaled and self.found is None and self.divided is None
 
     def remember(self, info: ranks.ParameterInfo) -> None:
         """Remembers the last unscaled gradient, or that there is none, and its version."""
@@ -381,15 +347,12 @@ class GradientRecord:
         grads = (p.grad for p in info.parameters if p.grad is not None)
         return not any(part.any() for g in grads for part in real_parts(ranks.local(g)))
 
-    def are_scaled(self, info: ranks.ParameterInfo) -> bool | None:
-        """Whether the gradients are scaled; None if no loss was scaled."""
-        if self.is_nothing():
-            return None
-        if self.divided is None:
-            return self.scaled_by is not None
+    def are_scaled(self, info: ranks.ParameterInfo) -> bool:
+        """Whether the gradients are scaled, after `get_unscaled_gradients` was called."""
         # `get_unscaled_gradients` returns new tensors. The user may have assigned them to `.grad`,
         # copied them into it, or left `.grad` as it was.
-        versions = {id(t): version for ref, version in self.divided if (t := ref()) is not None}
+        given = [(ref(), version) for ref, version in self.divided or ()]
+        versions = {id(t): version for t, version in given if t is not None}
         as_they_were = [versions.get(id(each)) == each._version for each in info.gradients()]
         if any(as_they_were) and not all(as_they_were):
             raise GradientsError(
@@ -425,7 +388,8 @@ def watch(scaled: Any, loss: Any, by: Multiplier, own: Any) -> None:
         task = torch._C._current_graph_task_id()
         prepare_backward(loss if len(_living) > 1 else None, by, own, task=task)
 
-    scaled.register_hook(starts)
+    # On the node, which takes less time than on the tensor.
+    scaled.grad_fn.register_prehook(starts)
 
 
 def prepare_backward(
@@ -536,8 +500,8 @@ def multiply(info: ranks.ParameterInfo, by: Any, before: Any = None) -> None:
     """Multiplies gradients by a scale, and divides them by the scale that they had."""
 
     def factor(device: Any) -> Any:
-        wanted = by.on(device).scale
-        return wanted if before is None else wanted / before.on(device).scale
+        wanted = by.scale_on(device)
+        return wanted if before is None else wanted / before.scale_on(device)
 
     unscale(info, factor, checks=False, float16=True)
 

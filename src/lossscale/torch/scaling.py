@@ -35,12 +35,6 @@ def uncompiled(method: _Function) -> _Function:
     return called  # type: ignore[return-value]
 
 
-def never_compiled(method: _Function) -> _Function:
-    """`torch.compiler.disable`, with the type of the method."""
-    disabled: _Function = torch.compiler.disable(method)
-    return disabled
-
-
 def scalar(value: float, device: Any, dtype: Any = torch.float32) -> torch.Tensor:
     """Returns a new 0-d tensor that may be changed in place, also in inference mode."""
     with torch.inference_mode(False):

@@ -31,17 +31,16 @@ INNER = {
 
 
 class Run:
-    """Two optimizers that share a tensor; a loss of either may reach what only the other has."""
+    """Two optimizers that share a tensor, or all; a loss may reach what only the other has."""
 
-    def __init__(self, wraps, decide="host", moves=True, inner="SGD"):
-        self.how = {"decide": decide, "moves": moves, "inner": inner}
+    def __init__(self, wraps, decide="host", moves=True, inner="SGD", same=False):
+        self.how = {"decide": decide, "moves": moves, "inner": inner, "same": same}
         self.shared, self.first, self.second = (
             torch.tensor([value, -2.0 * value], requires_grad=True) for value in (0.5, 0.25, 0.75)
         )
         self.wraps = wraps
-        optimizers = [
-            INNER[inner](each) for each in ([self.shared, self.first], [self.second, self.shared])
-        ]
+        given = [[self.shared, self.first], [self.second, self.shared]]
+        optimizers = [INNER[inner](list(self.tensors) if same else each) for each in given]
         self.optimizers, self.seed, self.saved = optimizers, 0, None
         if wraps:
             self.optimizers = [
@@ -57,18 +56,27 @@ class Run:
     def tensors(self):
         return self.shared, self.first, self.second
 
-    def loss(self, which):
+    def loss(self, which, overflows=None):
         self.seed += 1
         weights = torch.randn(3, 2, generator=torch.Generator().manual_seed(self.seed))
-        parts = {"shared": [0], "first": [0, 1], "second": [0, 2], "all": [0, 1, 2]}[which]
-        return sum((self.tensors[i] * weights[i]).tanh().sum() for i in parts)
+        parts = {
+            "shared": [0],
+            "alone": [1],
+            "first": [0, 1],
+            "second": [0, 2],
+            "all": [0, 1, 2],
+        }[which]
+        terms = {i: (self.tensors[i] * weights[i]).tanh().sum() for i in parts}
+        if overflows in terms:
+            terms[overflows] = terms[overflows] * torch.inf
+        return sum(terms.values())
 
-    def verb(self, number, which):
-        loss = self.loss(which)
+    def verb(self, number, which, overflows=None):
+        loss = self.loss(which, overflows)
         self.optimizers[number].backward(loss) if self.wraps else loss.backward()
 
-    def scale(self, number, which):
-        loss = self.loss(which)
+    def scale(self, number, which, overflows=None):
+        loss = self.loss(which, overflows)
         (self.optimizers[number].scale_loss(loss) if self.wraps else loss).backward()
 
     def step(self, number):
@@ -136,7 +144,7 @@ class Run:
         for mine, theirs in zip(self.tensors, plain.tensors, strict=True):
             sets = holding(ParameterInfo([mine], []))
             assert len(sets) <= 1, call
-            number = float(sets[0].by.on(torch.device("cpu")).scale) if sets else 1.0
+            number = float(sets[0].by.scale_on(torch.device("cpu"))) if sets else 1.0
             expected = None if theirs.grad is None else theirs.grad * number
             assert bits(mine.grad) == bits(expected), (call, number, mine.grad, theirs.grad)
         for engine in engines:
@@ -166,7 +174,7 @@ def check(program, **how):
                 assert str(raised_by(plain.step, *arguments)) == str(error)
                 return
             if error is not None:
-                assert name == "file", error
+                assert name in ("copy", "file"), error
                 assert "multiplied by different loss scales" in str(error), error
                 return
             getattr(plain, name)(*arguments)
@@ -196,7 +204,7 @@ def of(name, *choices):
     return st.tuples(st.just(name), *map(st.sampled_from, choices))
 
 
-LOSSES = ["shared", "first", "second", "all"]
+LOSSES = ["shared", "alone", "first", "second", "all"]
 calls = st.one_of(
     of("scale", [0, 1], LOSSES),
     of("scale", [0, 1], ["all"]),
@@ -217,7 +225,75 @@ calls = st.one_of(
 @pytest.mark.parametrize("decide", ["host", "device"])
 @hypothesis.settings(max_examples=PROGRAMS, deadline=None)
 @hypothesis.given(
-    st.lists(calls, min_size=3, max_size=30), st.booleans(), st.sampled_from(list(INNER))
+    st.lists(calls, min_size=3, max_size=30),
+    st.booleans(),
+    st.sampled_from(list(INNER)),
+    st.booleans(),
 )
-def test_random_programs(decide, program, moves, inner):
-    check(program, decide=decide, moves=moves, inner=inner)
+@hypothesis.example([("verb", 0, "first"), ("verb", 1, "second"), ("step", 0)], True, "SGD", True)
+@hypothesis.example([("scale", 0, "first"), ("step", 1), ("step", 0)], True, "SGD", False)
+@hypothesis.example(
+    [("scale", 0, "first"), ("unscale", 0), ("scale", 1, "second"), ("step", 0)], True, "SGD", False
+)
+@hypothesis.example(
+    [("scale", 0, "first"), ("step", 0), ("scale", 1, "second"), ("step", 1)], True, "SGD", True
+)
+# What the second has decided on is multiplied again, though the first's loss does not reach it.
+@hypothesis.example(
+    [("scale", 1, "second"), ("unscale", 1), ("scale", 0, "alone"), ("step", 1)], True, "SGD", False
+)
+def test_random_programs(decide, program, moves, inner, same):
+    check(program, decide=decide, moves=moves, inner=inner, same=same)
+
+
+losses_that_overflow = st.tuples(
+    st.sampled_from(["scale", "verb"]),
+    st.sampled_from([0, 1]),
+    st.sampled_from(LOSSES),
+    st.sampled_from([None, 0, 1, 2]),
+)
+
+
+@pytest.mark.parametrize("decide", ["host", "device"])
+@hypothesis.settings(max_examples=PROGRAMS, deadline=None)
+@hypothesis.given(
+    st.lists(
+        st.one_of(
+            losses_that_overflow,
+            of("step", [0, 1]),
+            of("step", [0, 1]),
+            of("unscale", [0, 1]),
+            of("clear", [0, 1]),
+            of("clear_all"),
+        ),
+        min_size=3,
+        max_size=14,
+    )
+)
+# What one wrapper's loss left in the shared tensor, the other's step must not apply.
+@hypothesis.example(
+    [("scale", 1, "all", 0), ("step", 1), ("step", 0), ("verb", 1, "all", None), ("step", 0)]
+)
+@hypothesis.example(
+    [
+        ("scale", 0, "first", 0),
+        ("step", 0),
+        ("scale", 1, "first", None),
+        ("step", 1),
+        ("step", 0),
+        ("verb", 0, "all", 1),
+        ("step", 0),
+    ]
+)
+def test_programs_with_overflows_train_as_float32_without_the_skipped_steps(decide, program):
+    ours, plain = Run(True, decide, moves=False), Run(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lossscale.LossScaleWarning)
+        for name, *arguments in program:
+            skips = [int(each.steps_skipped) for each in ours.optimizers]
+            getattr(ours, name)(*arguments)
+            changed = skips != [int(each.steps_skipped) for each in ours.optimizers]
+            if name != "step" or not changed:
+                getattr(plain, name)(*arguments)
+            assert all(t.isfinite().all() for t in plain.tensors), (name, *arguments)
+            assert bits(ours.tensors) == bits(plain.tensors), (name, *arguments)

@@ -1,13 +1,9 @@
 """Two wrappers, and a loss of one that reaches the parameters of both."""
 
 import itertools
-import os
-import warnings
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import lossscale
@@ -20,8 +16,6 @@ from frameworks.torch.support import (
     wrapped,
 )
 from lossscale.torch.engine import Engine
-
-PROGRAMS = int(os.environ.get("LOSSSCALE_SOAK_PROGRAMS", "1")) * 40
 
 WAYS = ["verb", "scale_loss"]
 DECIDES = ["host", "device"]
@@ -184,56 +178,6 @@ def test_a_loss_that_nobody_scaled_is_warned_of_after_gradients_of_another_were_
 
 
 INPUT = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
-calls = st.one_of(
-    st.tuples(st.sampled_from(["step", "zero_grad", "unscale_"]), st.sampled_from([0, 1])),
-    st.tuples(
-        st.just("backward"), st.sampled_from([0, 1]), st.sampled_from(["first", "second", "both"])
-    ),
-)
-FIRST, SECOND = ("backward", 0, "first"), ("backward", 1, "second")
-
-
-def trained(program, way, same):
-    """The parameters of two optimizers after a program of calls.
-
-    The trunk is in both of them; with `same`, all parameters are.
-    """
-    torch.manual_seed(0)
-    trunk, first, second = (torch.nn.Linear(4, 4) for _ in range(3))
-    optimizers = [
-        torch.optim.SGD([p for m in (trunk, *heads) for p in m.parameters()], lr=2.0**-6)
-        for heads in ([[first, second]] * 2 if same else [[first], [second]])
-    ]
-    if way:
-        # The scales differ, and move at each step.
-        optimizers = [
-            lossscale.torch.LossScaleOptimizer(
-                each, rule=lossscale.DynamicScale(initial_scale=scale, growth_interval=1)
-            )
-            for each, scale in zip(optimizers, (2.0**10, 2.0**4), strict=True)
-        ]
-    for call, number, *which in program:
-        if not which:
-            if way or call != "unscale_":
-                getattr(optimizers[number], call)()
-            continue
-        heads = {"first": [first], "second": [second], "both": [first, second]}[which[0]]
-        loss = sum(head(trunk(INPUT)).square().mean() for head in heads)
-        derive(optimizers[number], loss, way)
-    return [p.tolist() for module in (trunk, first, second) for p in module.parameters()]
-
-
-@hypothesis.settings(max_examples=PROGRAMS, deadline=None)
-@hypothesis.given(st.lists(calls, min_size=2, max_size=12), st.sampled_from(WAYS), st.booleans())
-@hypothesis.example([FIRST, SECOND, ("step", 0)], "verb", True)
-@hypothesis.example([FIRST, ("step", 1), ("step", 0)], "scale_loss", False)
-@hypothesis.example([FIRST, ("unscale_", 0), SECOND, ("step", 0)], "scale_loss", False)
-@hypothesis.example([FIRST, ("step", 0), SECOND, ("step", 1)], "scale_loss", True)
-def test_optimizers_that_share_parameters_train_as_plain_ones(program, way, same):
-    with warnings.catch_warnings():
-        # The wrapper of some steps has scaled no loss.
-        warnings.simplefilter("ignore", lossscale.LossScaleWarning)
-        assert trained(program, way, same) == trained(program, None, same)
 
 
 @pytest.mark.parametrize("way", WAYS)
