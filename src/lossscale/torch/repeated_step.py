@@ -54,6 +54,12 @@ DEFAULT_BYTES = 2**28
 """The limit for what is held of a step."""
 _STATE_BYTES = 2**15
 """About the size of the random state that is held for each call of the model."""
+_NAMES: dict[Any, tuple[str, ...]] = {
+    torch.nn.Module: ("__dict__",),
+    types.FunctionType: ("__dict__", "__defaults__"),
+    types.CellType: ("cell_contents",),
+}
+"""What holds the attributes of a module, and the variables of a function."""
 _VERSION = operator.attrgetter("_version")
 _NEAR = 64
 """The distance to overflow of the gradients next to one that overflows."""
@@ -302,19 +308,16 @@ def _repeated(model: Any, call: _Call, scale: float) -> Explanation:
     given = _named(model, call.args, call.kwargs)
     with _as_it_was(model, given) as (watch, copies):
         args, kwargs = copies.of((call.args, call.kwargs), "an argument")
-        roots = copies.trained()
+        roots = [t for t in copies.known.values() if torch.is_tensor(t) and t.requires_grad]
         _set_states_of_torch(call.random)
         if call.drawn_from is not None:
             _set_states_of_host(call.drawn_from)
-        before = _states_of_host()
         with contextlib.ExitStack() as stack:
             for device, enabled, dtype in call.casting:
                 stack.enter_context(torch.autocast(device, dtype, enabled=enabled))
             torch.clear_autocast_cache()
             stack.enter_context(watch.forward())
             returned = list(tensors_in(model(*args, **kwargs)))
-        if call.drawn_from is None and not _same(before, _states_of_host()):
-            raise UnrepeatableError("the model draws from `random` or NumPy in some passes only")
         numbers = _last_ones(returned, [n for n in call.outputs if n in call.gradients])
         outputs = [returned[number] for number in numbers]
         known = [call.outputs[number] for number in numbers]
@@ -332,10 +335,7 @@ def _repeated(model: Any, call: _Call, scale: float) -> Explanation:
                 return of_outputs
             # At a lower scale they are finite, and something else may not be.
             seeds = list(map(torch.nan_to_num, seeds))
-        with contextlib.ExitStack() as stack:
-            for device, _, dtype in call.casting:
-                stack.enter_context(torch.autocast(device, dtype, enabled=False))
-            found = examined(watch, outputs, roots, seeds, scale, is_loss=False)
+        found = examined(watch, outputs, roots, seeds, scale, is_loss=False)
         is_broken = found.halvings is None and found.in_backward
         return found if of_outputs is None or is_broken else of_outputs
 
@@ -431,7 +431,8 @@ def _as_it_was(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, _Copi
     states = _states_of_torch(), _states_of_host()
     try:
         for owner, name, value in places:
-            _set(owner, name, copies.of(value, f"an attribute of {type(owner).__name__}"))
+            copied = copies.of(value, f"an attribute of {type(owner).__name__}")
+            object.__setattr__(owner, name, copied)
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
@@ -439,45 +440,30 @@ def _as_it_was(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, _Copi
             yield watch, copies
     finally:
         for place in places:
-            _set(*place)
+            object.__setattr__(*place)
         watch.restore()
         _set_states_of_torch(states[0])
         _set_states_of_host(states[1])
 
 
 def _places(model: Any) -> Iterator[tuple[Any, str, Any]]:
-    """The attributes of modules, of functions in them, and of their classes, with their values."""
-    for kind in {kind for m in model.modules() for kind in type(m).__mro__}:
-        for name, value in vars(kind).items():
-            is_own = not kind.__module__.startswith("torch.") and not name.startswith("__")
-            if is_own and isinstance(value, (int, float, list, dict, set)):
-                yield kind, name, value
+    """The attributes of the modules, and of the functions in them, with their values."""
     left, seen = list(model.modules()), set()
     while left:
         owner = left.pop()
         owner = owner.__func__ if isinstance(owner, types.MethodType) else owner
+        names = next((names for kind, names in _NAMES.items() if isinstance(owner, kind)), ())
         if id(owner) in seen:
             continue
         seen.add(id(owner))
-        if isinstance(owner, torch.nn.Module):
-            yield owner, "__dict__", vars(owner)
-            left += vars(owner).values()
-        elif isinstance(owner, types.FunctionType) and not _is_torchs(owner):
-            for name in ("__dict__", "__defaults__", "__kwdefaults__"):
-                yield owner, name, getattr(owner, name)
-            left += [*(owner.__closure__ or ()), *(owner.__defaults__ or ())]
-        elif isinstance(owner, types.CellType):
+        for name in names:
             # A variable may not be assigned yet.
             with contextlib.suppress(ValueError):
-                yield owner, "cell_contents", owner.cell_contents
-                left.append(owner.cell_contents)
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    if not isinstance(owner, type):
-        object.__setattr__(owner, name, value)
-    elif vars(owner).get(name) is not value:
-        setattr(owner, name, value)
+                value = getattr(owner, name)
+                yield owner, name, value
+                left += value.values() if isinstance(value, dict) else [value]
+        if isinstance(owner, types.FunctionType):
+            left += [*(owner.__closure__ or ()), *(owner.__defaults__ or ())]
 
 
 class _Copies:
@@ -507,10 +493,6 @@ class _Copies:
             return copy.deepcopy(value, self.known)
         except Exception as error:
             raise UnrepeatableError(f"{name} cannot be copied: {first_line(error)}") from error
-
-    def trained(self) -> list[Any]:
-        """The tensors in place of those that get gradients."""
-        return [t for t in self.known.values() if torch.is_tensor(t) and t.requires_grad]
 
 
 @contextlib.contextmanager

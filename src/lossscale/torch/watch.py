@@ -71,7 +71,7 @@ class Watch(TorchDispatchMode):
         self._first_number = torch._C._autograd._get_sequence_nr()
         self._in_backward = False
         self._made: set[int] = set()
-        self._written: dict[Any, tuple[Any, Any]] = {}
+        self._written: list[tuple[Any, Any]] = []
         self._epsilons: dict[str, float] = {}
         self._in_float16 = False
         self.hidden: Origin | None = None
@@ -141,7 +141,7 @@ class Watch(TorchDispatchMode):
         """Restores the tensors that the passes have written to."""
         with torch.no_grad():
             # In this order, because they may be views of the same storage.
-            for tensor, value in reversed(self._written.values()):
+            for tensor, value in reversed(self._written):
                 tensor.data.copy_(value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -215,18 +215,14 @@ class Watch(TorchDispatchMode):
 
     def _before_writes(self, func: Any, args: Any, kwargs: Any) -> dict[int, Any]:
         """Copies what an operation writes to; returns the copies by the ids of the tensors."""
+        arguments = func._schema.arguments
+        given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
+        written = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
         copies: dict[int, Any] = {}
-        if func._schema.is_mutable:
-            for number, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is None or not argument.alias_info.is_write:
-                    continue
-                given = args[number] if number < len(args) else kwargs.get(argument.name)
-                for tensor in tensors_in(given):
-                    copies[id(tensor)] = tensor.clone()
-                    key = _key(tensor)
-                    if key not in self._made:
-                        part = key, tensor.storage_offset(), tensor.shape, tensor.stride()
-                        self._written.setdefault(part, (tensor, copies[id(tensor)]))
+        for tensor in tensors_in([given.get(name) for name in written]):
+            copies[id(tensor)] = tensor.clone()
+            if _key(tensor) not in self._made:
+                self._written.append((tensor, copies[id(tensor)]))
         return copies
 
     def _failed(

@@ -370,17 +370,6 @@ def test_buffers_of_another_dtype_since_they_were_saved():
     assert torch.equal(model[1].running_mean, before.double())
 
 
-def test_a_guard_that_is_made_in_inference_mode():
-    model = made()
-    optimizer = wrapped(model)
-    with torch.inference_mode():
-        guard(model, optimizer)
-    for x in (X, BAD):
-        before = bits(model)
-        step(model, optimizer, x)
-    assert bits(model) == before
-
-
 @pytest.mark.parametrize("decide", ["host", "device"])
 def test_numbers_that_replace_those_of_a_buffer(decide):
     def replaced(x):
