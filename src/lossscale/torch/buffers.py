@@ -218,7 +218,7 @@ class BufferGuard:
                 one: Any = now.get(name)
                 if one is not tensor:
                     # `model.to` may have been called since.
-                    now[name] = tensor if None in (one, tensor) else tensor.to(one)
+                    now[name] = tensor if one is None or tensor is None else tensor.to(one)
         for module in self._modules if self._lazy else ():
             # These had no values before this step, in which they got their shape.
             tensors = [t for t in module._buffers.values() if any(t is each for each in self._lazy)]

@@ -111,8 +111,8 @@ def explain(
     owned = set(map(id, model.parameters() if parameters is None else parameters))
     trained = [p for p in model.parameters() if p.requires_grad and id(p) in owned]
     try:
-        with _as_it_was(model, {"batch": batch}) as (watch, copies):
-            batch = copies.of(batch, "batch")
+        with _as_it_was(model, {"batch": batch}) as (watch, known):
+            batch = _copied(batch, known, "batch")
             if not model.training:
                 model.train()
             with watch.forward():
@@ -123,7 +123,7 @@ def explain(
                         f"`loss_fn` must return a tensor with one element. Received: {loss!r}."
                     )
                 outputs = [scaled(loss.reshape(()), 1.0)]
-            roots = [copies.known[id(p)] for p in trained]
+            roots = [known[id(p)] for p in trained]
             return examined(watch, outputs, roots, [torch.full_like(outputs[0], scale)], scale)
     except UnrepeatableError as error:
         return unknown(str(error))
@@ -305,10 +305,9 @@ def _refusal(model: Any) -> str:
 
 def _repeated(model: Any, call: _Call, scale: float) -> Explanation:
     """Repeats a call, and explains it."""
-    given = _named(model, call.args, call.kwargs)
-    with _as_it_was(model, given) as (watch, copies):
-        args, kwargs = copies.of((call.args, call.kwargs), "an argument")
-        roots = [t for t in copies.known.values() if torch.is_tensor(t) and t.requires_grad]
+    with _as_it_was(model, _named(model, call.args, call.kwargs)) as (watch, known):
+        args, kwargs = _copied((call.args, call.kwargs), known, "an argument")
+        roots = [t for t in known.values() if torch.is_tensor(t) and t.requires_grad]
         _set_states_of_torch(call.random)
         if call.drawn_from is not None:
             _set_states_of_host(call.drawn_from)
@@ -320,9 +319,8 @@ def _repeated(model: Any, call: _Call, scale: float) -> Explanation:
             returned = list(tensors_in(model(*args, **kwargs)))
         numbers = _last_ones(returned, [n for n in call.outputs if n in call.gradients])
         outputs = [returned[number] for number in numbers]
-        known = [call.outputs[number] for number in numbers]
         origin = watch.origin(outputs)
-        if any(map(_differ, outputs, known)):
+        if any(map(_differ, outputs, map(call.outputs.get, numbers))):
             raise UnrepeatableError(
                 "the model returns something else when the pass is repeated. It draws random "
                 "numbers of its own, keeps a state, or has hooks that change results"
@@ -402,11 +400,12 @@ def _last_ones(returned: list[Any], numbers: list[int]) -> list[int]:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, _Copies]]:
+def _as_it_was(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, dict[int, Any]]]:
     """Within it, the model has copies of all that a forward pass may write to.
 
-    In place of the parameters it has aliases, without hooks and `.grad`. Yields a watch and the
-    copies, in which the tensors of the arguments are.
+    In place of the parameters it has aliases, without hooks and `.grad`. Tensors in attributes and
+    arguments get aliases, too, whose memory the watch restores. Yields the watch, and what is in
+    place of an object by its id.
     """
     known: dict[int, Any] = {id(m): m for m in model.modules()}
     for parameter in model.parameters():
@@ -414,13 +413,16 @@ def _as_it_was(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, _Copi
     known |= {id(b): b.detach().clone() for b in model.buffers()}
     tensors = {n: known[id(t)] for n, t in (*model.named_parameters(), *model.named_buffers())}
     watch = Watch(model, tensors)
-    copies = _Copies(watch, known)
     for name, tensor in tensors.items():
         watch.mark(tensor, name, is_weight=True)
-    for name, value in given.items():
-        copies.add(value, name)
+    for name, tensor in named_tensors(given):
+        watch.mark(tensor, name)
+        known.setdefault(id(tensor), tensor.data.requires_grad_(tensor.requires_grad))
     for path, module in model.named_modules():
-        copies.add(vars(module), path, is_weight=True)
+        for name, tensor in named_tensors(vars(module), path):
+            if id(tensor) not in known:
+                watch.mark(tensor, name, is_weight=True)
+                known[id(tensor)] = tensor.data
         for name, value in vars(module).items():
             if name.endswith("_hooks"):
                 known[id(value)] = OrderedDict(h for h in value.items() if _is_torchs(h[1]))
@@ -431,13 +433,13 @@ def _as_it_was(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, _Copi
     states = _states_of_torch(), _states_of_host()
     try:
         for owner, name, value in places:
-            copied = copies.of(value, f"an attribute of {type(owner).__name__}")
-            object.__setattr__(owner, name, copied)
+            what = f"an attribute of {type(owner).__name__}"
+            object.__setattr__(owner, name, _copied(value, known, what))
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(eager_passes(model))
-            yield watch, copies
+            yield watch, known
     finally:
         for place in places:
             object.__setattr__(*place)
@@ -466,33 +468,12 @@ def _places(model: Any) -> Iterator[tuple[Any, str, Any]]:
             left += [*(owner.__closure__ or ()), *(owner.__defaults__ or ())]
 
 
-class _Copies:
-    """Copies of what a forward pass may write to.
-
-    Tensors in them have the memory of the original ones, which the watch restores.
-
-    Args:
-        watch: Is told which tensors are not finite.
-        known: What is in place of objects, by their ids.
-    """
-
-    def __init__(self, watch: Watch, known: dict[int, Any]) -> None:
-        self._watch, self.known = watch, known
-
-    def add(self, value: Any, name: str, *, is_weight: bool = False) -> None:
-        """Names the tensors in a value that is going to be copied."""
-        for each, tensor in named_tensors(value, name):
-            if id(tensor) not in self.known:
-                self._watch.mark(tensor, each, is_weight=is_weight)
-                alias = tensor.data.requires_grad_(tensor.requires_grad and not is_weight)
-                self.known[id(tensor)] = alias
-
-    def of(self, value: Any, name: str) -> Any:
-        """A copy of a value."""
-        try:
-            return copy.deepcopy(value, self.known)
-        except Exception as error:
-            raise UnrepeatableError(f"{name} cannot be copied: {first_line(error)}") from error
+def _copied(value: Any, known: dict[int, Any], what: str) -> Any:
+    """A copy of a value; in place of objects in it come those that are known by their ids."""
+    try:
+        return copy.deepcopy(value, known)
+    except Exception as error:
+        raise UnrepeatableError(f"{what} cannot be copied: {first_line(error)}") from error
 
 
 @contextlib.contextmanager

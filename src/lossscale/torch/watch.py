@@ -25,8 +25,6 @@ _SETTERS = (
 )
 """Operations that may put an infinity of the user's into a tensor."""
 _UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_")
-_SINGULAR = ("div", "reciprocal", "rsqrt", "sqrt", "log", "pow", "norm", "acos", "asin", "atanh")
-"""Parts of the names of operations that may have no finite result for finite numbers."""
 _MESSAGES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
 _ADDING = ("add", "add_", "clamp_min", "clamp_min_", "clamp", "maximum")
 _WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
@@ -242,7 +240,7 @@ class Watch(TorchDispatchMode):
             place.module,
             self._in_backward,
             largest_input=max(map(largest, floats), default=0.0),
-            largest_result=largest(floats[-1]) if is_cast and floats else _wide(call, name),
+            largest_result=largest(floats[-1]) if is_cast and floats else _wide(call),
             meets_zero=any(bool((t == 0).any()) for t in decisive),
             meets_negative=any(bool((t < 0).any()) for t in decisive),
             cast_of=next((self._names.get(_key(t), "") for t in inputs[-1:]), ""),
@@ -279,11 +277,11 @@ class _Call(NamedTuple):
         return None
 
 
-def _wide(call: _Call, name: str) -> float | None:
+def _wide(call: _Call) -> float | None:
     """Returns the largest magnitude that a call computes in float64; None if not finite."""
     made = call.repeated(torch.Tensor.double, _WIDE)
     if made is None:
-        return None if any(part in name for part in _SINGULAR) else math.inf
+        return math.inf
     floats = [t for t in made if t.is_floating_point()]
     return max(map(largest, floats), default=0.0) if all(map(is_finite, floats)) else None
 
