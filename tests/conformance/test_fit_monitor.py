@@ -420,8 +420,7 @@ def test_float16_gradients_are_counted(tmp_path):
 
 @pytest.mark.skipif(KERAS != "keras" or BACKEND != "tensorflow", reason="both are loaded there")
 def test_a_model_of_the_other_generation_is_refused():
-    import tf_keras
-
+    tf_keras = pytest.importorskip("tf_keras")
     model = tf_keras.Sequential([tf_keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     with pytest.raises(ArgumentError, match="framework='tf_keras'"):

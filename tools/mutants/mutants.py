@@ -319,7 +319,7 @@ tests/frameworks/torch/test_beside_torch.py
     torch GradScaler._step_that_skips_by_itself: entry['stage'] = OptState.STEPPED; return result
         -> return result  -k four_calls
 tests/frameworks/torch/test_grad_scaler_misuse.py
-    torch GradScaler.unscale_: stage is OptState.UNSCALED -> False
+    torch GradScaler.unscale_: self._stage_of(optimizer) is OptState.UNSCALED -> False
 tests/frameworks/torch/test_clipping.py
     torch coefficient: 1.0 -> 2.0
 tests/frameworks/torch/test_guard.py
@@ -327,7 +327,8 @@ tests/frameworks/torch/test_guard.py
     torch GuardedScheduler._holds: now >= self._seen -> True
 tests/frameworks/torch/test_grad_scaler_defects.py
     torch unscale_and_check_: recheck -> False  -k d20
-    torch GradScaler._move_as_torch: torch.fmax(...) -> pass  -k put_back
+    torch GradScaler._move_as_torch: scale.clamp_(...) -> pass  -k put_back
+    torch GradScaler._move_as_torch: scale.nan_to_num_(...) -> pass  -k put_back
     torch GradScaler._unscale_several: check(each) -> pass  -k list_of_optimizers
     torch GradScaler._step_that_skips_by_itself: fused.attributes(...)
         -> fused.attributes([optimizer], divisor, None)  -k d25

@@ -24,12 +24,11 @@ from torch.utils.hooks import RemovableHandle
 from lossscale.checks import checked_truth, checks_keywords
 from lossscale.common.checks import warned_at_floor
 from lossscale.errors import CallOrderError, ScalerArgumentError
-from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule, StatsRequest
 from lossscale.torch import buffers, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
-from lossscale.torch.scale import FirstSteps, KnownRange, SkipCount, is_torchs, update_on_host
+from lossscale.torch.scale import FirstSteps, SkipCount, is_torchs, update_on_host
 from lossscale.torch.scaled_gradients import unscale
 from lossscale.torch.scaling import mapped, read, read_all, scalar, scaled, uncompiled
 from lossscale.torch.settings import (
@@ -40,13 +39,11 @@ from lossscale.torch.settings import (
     rule_of_a_scaler,
 )
 
-_CLIPPED = "torch.nn.utils.clip_grad_norm_(parameters, {value!r}) after scaler.unscale_(optimizer)"
-_INSTEAD = {
-    "clip_norm": _CLIPPED,
-    "dynamic": "rule=lossscale.FixedScale(scale) for a scale that stays",
-}
-
-_OF_ONE_SCALER = frozenset({"_known", "_skipped_hooks", "_watcher", "_constants", "_range"})
+_STEPPED = (
+    "step() was called twice on this optimizer since the last update(). Call update() once after "
+    "the steps of all optimizers."
+)
+_OF_ONE_SCALER = frozenset({"_known", "_skipped_hooks", "_watcher"})
 """Attributes that a copy does not share."""
 
 
@@ -110,9 +107,10 @@ class GradScaler(torch.amp.GradScaler):
     __module__ = "lossscale.torch"
 
     # Compiled code and other libraries read these, and may write to them.
-    _scale: Any
-    _growth_tracker: Any
+    _scale: Any = None
+    _growth_tracker: Any = None
     _per_optimizer_states: Any
+    _init_growth_tracker = 0
 
     _state: Any
     """The state of the rule; what the tensors hold may be newer."""
@@ -120,15 +118,14 @@ class GradScaler(torch.amp.GradScaler):
     _watcher: Any = None
     """The monitor that is notified of each decision."""
 
-    _range = KnownRange()
+    _least = 0.0
+    """The scale is not below it, unless other code has written to it."""
 
-    _updates = 0
-    """The number of moves of the scale by PyTorch's operator since it was set."""
-
+    _scaled_since_update = False
     _warned_at_floor = False
     _skips_at_floor: int | None = None
 
-    @checks_keywords("GradScaler", _INSTEAD)
+    @checks_keywords("GradScaler")
     def __init__(
         self,
         device: str = "cuda",
@@ -162,18 +159,10 @@ class GradScaler(torch.amp.GradScaler):
         )
         enabled = checked_truth("enabled", enabled, ScalerArgumentError)
         groups_of((), process_group)
-        if enabled and device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
-            warn(
-                "GradScaler is enabled for CUDA, but CUDA is not available. Disabling. To scale on "
-                'the CPU pass device="cpu".'
-            )
-            enabled = False
-        # If enabled, PyTorch's constructor would check the numbers by its own rules.
-        super().__init__(device, enabled=False)
-        self._enabled, self._rule, self._process_group = enabled, made, process_group
-        self._scale = self._growth_tracker = None
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._scaled_since_update, self._skips = False, SkipCount()
+        # PyTorch's constructor checks by its own rules, and sets, what is set again below.
+        self._rule: ScaleRule = DEFAULTS
+        super().__init__(device, enabled=enabled)
+        self._rule, self._process_group, self._skips = made, process_group, SkipCount()
         self._forget()
         self._set_state(made.init())
 
@@ -181,17 +170,6 @@ class GradScaler(torch.amp.GradScaler):
         """Forgets optimizers and hooks, which a copy does not share."""
         self._known: dict[int, _Known] = {}
         self._skipped_hooks: dict[int, Any] = OrderedDict()
-        self._constants: dict[float, Any] = {}
-
-    def __repr__(self) -> str:
-        if not self.is_enabled():
-            return "<GradScaler, not enabled>"
-        if self._scale is not None and self._scale.device.type != "cpu":
-            # To read the scale would wait for the device.
-            return f"<GradScaler: loss scale on {self._scale.device}>"
-        return (
-            f"<GradScaler: loss scale {super().get_scale():g}, {self.steps_skipped} steps skipped>"
-        )
 
     def _known_of(self, optimizer: Any) -> _Known:
         """The record of an optimizer."""
@@ -239,9 +217,8 @@ class GradScaler(torch.amp.GradScaler):
                 self._lazy_init_scale_growth_tracker(loss.device)
             return scaled(loss, self._scale)
 
-        result = mapped(scaled_one, outputs)
         self._scaled_since_update = True
-        return result
+        return mapped(scaled_one, outputs)
 
     @uncompiled
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -258,18 +235,14 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         check_steppable(optimizer)
-        stage = self._stage_of(optimizer)
-        if stage is OptState.UNSCALED:
+        if self._stage_of(optimizer) is OptState.UNSCALED:
+            # PyTorch's method calls this first, and then says less.
+            self._check_scale_growth_tracker("unscale_")
             raise CallOrderError(
                 "unscale_() was called twice on this optimizer since the last update(). Call it "
                 "once for each step, after the last backward(). If a step is left out, call "
                 "update() in its place."
             )
-        if stage is OptState.STEPPED:
-            raise CallOrderError(
-                "unscale_() was called after step(). Call it before, or update() in between."
-            )
-        self._measure(optimizer)
         super().unscale_(optimizer)
         entry = self._per_optimizer_states[id(optimizer)]
         if entry.get("is_empty"):
@@ -281,29 +254,16 @@ class GradScaler(torch.amp.GradScaler):
         entry = self._per_optimizer_states.get(id(optimizer))
         return OptState.READY if entry is None else entry["stage"]
 
-    def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Any]:
-        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        self._measure(optimizer)
-        found: dict[Any, Any] = self._unscale_grads_(
-            optimizer, self._constant(1.0), scalar(0.0, scale.device), True
-        )
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
-        return found
-
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _measure(self, optimizer: Any) -> None:
-        """Stores the statistics that the rule needs besides overflow, of scaled gradients."""
-        if self._scale is not None and self._rule.needs != StatsRequest():
-            self._per_optimizer_states[id(optimizer)]["measured"] = gradients.measure_everywhere(
-                self._rule.needs, self._known_of(optimizer).info, self._scale.to, are_scaled=True
-            )
-
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
     ) -> dict[Any, Any]:
         info, device = self._known_of(optimizer).info, found_inf.device
         entry = self._per_optimizer_states.get(id(optimizer), {})
+        if self._scale is not None and self._rule.needs != StatsRequest():
+            entry["measured"] = gradients.measure_everywhere(
+                self._rule.needs, info, self._scale.to, are_scaled=True
+            )
         # An optimizer that skips by itself is given no second look, for which the host would wait.
         recheck = not _skips_by_itself(optimizer) and self._may_overflow()
         by_device = unscale(
@@ -377,14 +337,16 @@ class GradScaler(torch.amp.GradScaler):
         """Whether a step only makes the optimizer's state, into which a checkpoint is loaded."""
         if self._scaled_since_update or not fused.is_dummy_step(optimizer):
             return False
-        # With a process group another process may have scaled a loss.
+        # Another process may have scaled a loss.
         grads = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-        return self._process_group is None or not any(gradient.any() for gradient in grads)
+        return not any(gradient.any() for gradient in grads)
 
     def _step_that_skips_by_itself(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """A step of an optimizer that reads `grad_scale` and `found_inf`, as PyTorch makes it."""
         self._check_scale_growth_tracker("step")
         entry = self._per_optimizer_states[id(optimizer)]
+        if entry["stage"] is OptState.STEPPED:
+            raise CallOrderError(_STEPPED)
         is_scaled = entry["stage"] is OptState.READY
         if is_scaled and "is_joined" not in entry:
             self._check_inf_per_device(optimizer)
@@ -393,7 +355,8 @@ class GradScaler(torch.amp.GradScaler):
         # The kernel skips if it is exactly 1, and a subclass may have added some up.
         found = gradients.any_overflow(entry["found_inf_per_device"]).to(scale.device).clamp(max=1)
         is_first = fused.makes_state([optimizer])
-        is_read = is_first or self._watcher is not None or self._skipped_hooks
+        is_on_host = found.device.type == "cpu"
+        is_read = is_on_host or is_first or self._watcher is not None or self._skipped_hooks
         is_skipped = is_read and self._is_skipped(optimizer, entry, divisor)
         result = None
         # In a skipped first step a kernel of SGD would keep uninitialized memory as the momentum.
@@ -414,12 +377,6 @@ class GradScaler(torch.amp.GradScaler):
                 "step() of a GradScaler takes no closure: the optimizer would see scaled losses. "
                 "lossscale.torch.LossScaleOptimizer takes closures, also those of LBFGS."
             )
-        is_twice = len(set(map(id, optimizers))) < len(optimizers)
-        if is_twice or any(self._stage_of(each) is OptState.STEPPED for each in optimizers):
-            raise CallOrderError(
-                "step() was called twice on this optimizer since the last update(). Call update() "
-                "once after the steps of all optimizers."
-            )
 
     def _unscale_several(
         self, optimizers: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -429,6 +386,9 @@ class GradScaler(torch.amp.GradScaler):
             return
         self._check_step(optimizers, args, kwargs)
         self._check_scale_growth_tracker("step")
+        is_twice = len(set(map(id, optimizers))) < len(optimizers)
+        if is_twice or any(self._stage_of(each) is OptState.STEPPED for each in optimizers):
+            raise CallOrderError(_STEPPED)
         ready = [each for each in optimizers if self._stage_of(each) is OptState.READY]
         for each in ready:
             # If one of them raises, the gradients of the others stay as they are.
@@ -474,6 +434,8 @@ class GradScaler(torch.amp.GradScaler):
             self._watcher.decided(
                 optimizer.param_groups, scale=scale, applied=not skipped, divisor=divisor
             )
+        if skipped and not self._warned_at_floor:
+            self._warn_at_floor(float(self._scale))
         entry["skipped"] = skipped
         self._count(optimizer, skipped)
         for hook in list(self._skipped_hooks.values()) if skipped else ():
@@ -502,10 +464,9 @@ class GradScaler(torch.amp.GradScaler):
         if new_scale is None:
             self._move()
         else:
-            number = new_scale_of(new_scale, self._rule)
             if self._scale is not None:
                 self._check_scale_growth_tracker("update")
-            self._set_scale(number)
+            self._set_scale(new_scale_of(new_scale, self._rule))
         buffers.note_step(self, False)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._scaled_since_update = False
@@ -513,29 +474,21 @@ class GradScaler(torch.amp.GradScaler):
     def _move(self) -> None:
         """Moves the scale by what the optimizers have found."""
         rule: Any = self._rule
-        entries = [e for e in self._per_optimizer_states.values() if not e.get("is_empty")]
+        states = self._per_optimizer_states
+        if not states:
+            # It says what is missing.
+            super().update()
+        entries = [entry for entry in states.values() if not entry.get("is_empty")]
         by_tensor = {id(t): t for e in entries for t in e["found_inf_per_device"].values()}
-        as_torch = bool(by_tensor) and rule.is_dynamic and is_torchs(rule)
-        if not as_torch:
-            # PyTorch's method calls this, too.
-            self._check_scale_growth_tracker("update")
-        if not self._per_optimizer_states:
-            raise CallOrderError(
-                "update() was called without a step. Call scaler.step(optimizer) before it."
-            )
-        if not by_tensor or not rule.is_dynamic:
-            return
         found = gradients.any_overflow(by_tensor)
-        skipped: bool | None = None
-        if found.device.type == "cpu":
-            skipped = bool(found)
-        elif all("skipped" in e for e in entries):
-            # Each optimizer has waited.
-            skipped = any(e["skipped"] for e in entries)
-        if skipped:
-            self._warn_at_floor(float(self._scale))
-        if as_torch:
-            self._move_as_torch(found, skipped, rule)
+        if by_tensor and is_torchs(rule):
+            # One tensor: PyTorch adds up the others in the first one, which is read later.
+            self._per_optimizer_states = {0: {"found_inf_per_device": {found.device: found}}}
+            self._move_as_torch(rule, all(entry.get("skipped") is False for entry in entries))
+            return
+        # PyTorch's method calls this, too.
+        self._check_scale_growth_tracker("update")
+        if not by_tensor or not rule.is_dynamic:
             return
         measured = [e["measured"] for e in entries if "measured" in e]
         seen = gradients.together(measured) if measured else None
@@ -546,34 +499,30 @@ class GradScaler(torch.amp.GradScaler):
         stats = gradients.as_stats(rule.needs, seen, not overflowed)
         self._set_state(update_on_host(rule, self._adopt(number, int(good_steps)), stats))
 
-    def _move_as_torch(self, found: Any, skipped: bool | None, rule: DynamicScale) -> None:
+    def _move_as_torch(self, rule: Any, is_finite: bool) -> None:
         """Moves the scale by PyTorch's operator, which knows no limits, and keeps it in these."""
-        scale, (least, most) = self._scale, self._range.bounds(self._scale)
         # Where it would pass the highest, it stays, as the rule says.
-        before = None if most * rule.growth_factor <= rule.ceiling else scale.clone()
-        # One tensor: PyTorch adds up the others in the first one, which is still read here.
-        self._per_optimizer_states = {0: {"found_inf_per_device": {found.device: found}}}
+        before = None if rule.max_scale is None and rule.powers_of_two else self._scale.clone()
         super().update()
+        scale = self._scale
+        if not is_finite:
+            self._least *= rule.backoff_factor
+            # Other code may have written it, and each step overflows.
+            scale.nan_to_num_(nan=rule.min_scale)
         if before is not None:
-            scale.copy_(torch.where(scale > rule.ceiling, before.clamp_(max=rule.ceiling), scale))
-        # Unlike `clamp_` it replaces a NaN that other code has written.
-        torch.fmax(scale, self._constant(rule.min_scale), out=scale)
-        self._updates += 1
-        grew = self._updates % rule.growth_interval == 1 or rule.growth_interval == 1
-        least = 0.0 if skipped is None else least * rule.backoff_factor**skipped
-        self._remember(least, most * (rule.growth_factor if grew else 1.0))
+            scale.copy_(torch.where(scale > rule.ceiling, before, scale))
+        scale.clamp_(rule.min_scale, rule.ceiling)
 
     def get_scale(self) -> float:
         """Returns the scale, 1.0 if disabled; waits for the device."""
         number: float = super().get_scale()
         lowest = self._rule.lowest_scale if self._enabled and not self._warned_at_floor else None
-        if lowest is None or number > lowest:
-            self._skips_at_floor = None
-        elif self._skips_at_floor is None:
+        before, self._skips_at_floor = self._skips_at_floor, None
+        if lowest is not None and number <= lowest:
             self._skips_at_floor = self._skips.skipped
-        elif self._skips.skipped > self._skips_at_floor:
-            # The host did not know of steps that the device has skipped.
-            self._warn_at_floor(number)
+            if before is not None and self._skips_at_floor > before:
+                # The host did not know of steps that the device has skipped.
+                self._warn_at_floor(number)
         return number
 
     def _warn_at_floor(self, number: float) -> None:
@@ -582,28 +531,13 @@ class GradScaler(torch.amp.GradScaler):
                 self._rule, number, "GradScaler(min_scale=2.0**-24)"
             )
 
-    # --- What the host knows of the scale without a wait --------------------------------------
-
-    def _remember(self, least: float, most: float) -> None:
-        """Remembers between which numbers the scale is now, until other code writes to it."""
-        self._range = KnownRange.of(self._scale, least, most)
-
     def _may_overflow(self) -> bool:
         """Whether the scale is below 1; waits only if it may have come down so far."""
         scale = self._scale
-        if scale is None:
-            return True  # Other code unscales by a number of its own.
-        if self._range.bounds(scale)[0] < 1.0 and scale.device.type != "cpu":
-            number = self.get_scale()
-            self._remember(number, number)
-        return self._range.bounds(scale)[0] < 1.0
-
-    def _constant(self, number: float) -> Any:
-        """A number on the device of the scale, made once."""
-        constant = self._constants.get(number)
-        if constant is None or constant.device != self._scale.device:
-            constant = self._constants[number] = scalar(number, self._scale.device)
-        return constant
+        # Other code may unscale by a number of its own, before there is a scale.
+        if scale is not None and (self._least < 1.0 or scale.device.type == "cpu"):
+            self._least = float(scale)
+        return self._least < 1.0
 
     # --- Skips --------------------------------------------------------------------------------
 
@@ -611,11 +545,6 @@ class GradScaler(torch.amp.GradScaler):
     def last_step_skipped(self) -> bool:
         """Whether the last call of `step` did not apply its optimizer; waits for the device."""
         return self._skips.last_skipped
-
-    def last_step_skipped_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the last call of `step` with this optimizer did not apply it."""
-        known = self._known.get(id(optimizer))
-        return known is not None and known.count.last_skipped
 
     @property
     def steps_skipped(self) -> int:
@@ -648,8 +577,12 @@ class GradScaler(torch.amp.GradScaler):
 
         def put(self: Any, value: Any) -> None:
             with as_of_a_scaler():
-                self._rule = state_dicts.with_settings(self._rule, **{name: value})
-            self._set_state(self._current_state())
+                self._rule = rule = state_dicts.with_settings(self._rule, **{name: value})
+            # PyTorch tests equality, so a count beyond the interval would never reach it.
+            most = rule.growth_interval - 1
+            self._init_growth_tracker = min(self._init_growth_tracker, most)
+            if self._growth_tracker is not None:
+                self._growth_tracker.clamp_(max=most)
 
         return property(lambda self: state_dicts.setting(self._rule, name), put)
 
@@ -662,24 +595,13 @@ class GradScaler(torch.amp.GradScaler):
         if self._scale is None or self._growth_tracker is None:
             self._scale = scalar(self._init_scale, dev)
             self._growth_tracker = scalar(self._init_growth_tracker, dev, torch.int32)
-            self._remember(self._init_scale, self._init_scale)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Any, Any]:
         if self._scale is None and self._process_group is not None:
             # Another process may have scaled a loss.
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
-        if self._scale is None or self._growth_tracker is None:
-            raise CallOrderError(
-                f"{funcname}() was called before anything was scaled. Call "
-                "scaler.scale(loss).backward() first."
-            )
-        return self._scale, self._growth_tracker
-
-    def _current_state(self) -> Any:
-        """The state of the rule now; waits for the device."""
-        # Not by `get_scale`, which PyTorch's methods do not call here.
-        number = self._init_scale if self._scale is None else float(self._scale)
-        return self._adopt(number, self._get_growth_tracker())
+        found: tuple[Any, Any] = super()._check_scale_growth_tracker(funcname)
+        return found
 
     def _adopt(self, number: float, good_steps: int) -> Any:
         """The state of the rule with what the tensors hold."""
@@ -699,10 +621,9 @@ class GradScaler(torch.amp.GradScaler):
         self._set_scale(float(state.scale))
 
     def _set_scale(self, number: float) -> None:
-        self._init_scale, self._updates = number, 0
+        self._init_scale = self._least = number
         if self._scale is not None:
             self._scale.fill_(number)
-        self._remember(number, number)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as Python numbers, which PyTorch's own scaler loads too; empty if disabled."""
@@ -725,20 +646,16 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
+        # Not by `get_scale`, which PyTorch's method does not call here.
+        number = self._init_scale if self._scale is None else float(self._scale)
+        now = self._adopt(number, self._get_growth_tracker())
         with as_of_a_scaler():
-            self._rule, state, skipped = state_dicts.read_scaler_state(
-                state_dict, self._rule, self._current_state()
-            )
+            self._rule, state, skipped = state_dicts.read_scaler_state(state_dict, self._rule, now)
         self._set_state(state)
         if skipped is not None:
             self._skips = SkipCount(skipped)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._enabled and self._per_optimizer_states:
-            raise CallOrderError(
-                "A GradScaler can be copied or pickled only between steps: before scale(), or "
-                "after update()."
-            )
         state = {**super().__getstate__(), "_skips": SkipCount(self._skips.skipped)}
         if self._enabled:
             state["_state"] = self._adopt(state["_init_scale"], state["_init_growth_tracker"])

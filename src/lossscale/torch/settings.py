@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -209,7 +209,8 @@ def check_processes(inner: Any, process_group: Any) -> None:
                 "ZeroRedundancyOptimizer with overlap_with_ddp=True steps inside backward(), "
                 "before all gradients are checked. Make it with overlap_with_ddp=False."
             )
-    if process_group is None and _is_made_by_zero():
+    callers = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+    if process_group is None and any("zero_redundancy_optimizer" in each for each in callers):
         raise UnsupportedError(
             "A LossScaleOptimizer inside a ZeroRedundancyOptimizer cannot see overflows of other "
             "processes. Wrap the ZeroRedundancyOptimizer, or make the LossScaleOptimizer with "
@@ -220,17 +221,6 @@ def check_processes(inner: Any, process_group: Any) -> None:
             "_apply_optimizer_in_backward steps these parameters inside backward(), before all "
             "gradients are checked. Wrap an optimizer of other parameters."
         )
-
-
-def _is_made_by_zero() -> bool:
-    """Whether a `ZeroRedundancyOptimizer` is making a wrapper for the part of this process."""
-    module: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    frame = None if module is None else inspect.currentframe()
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), module.ZeroRedundancyOptimizer):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def checked_clip_norm(value: Any) -> float | None:

@@ -268,7 +268,7 @@ def setting(rule: ScaleRule, name: str) -> Any:
     return getattr(rule, name, LONGEST_INTERVAL if name == "growth_interval" else 1.0)
 
 
-def with_settings(rule: ScaleRule, **settings: Any) -> ScaleRule:
+def with_settings(rule: ScaleRule, **settings: Any) -> DynamicScale:
     """Returns a copy of a rule with other factors or another interval.
 
     Raises:

@@ -733,23 +733,24 @@ def in_zero(folder):
     # PyTorch's own import of it uses what PyTorch has deprecated.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    found = []
-    for group in (None, distributed.group.WORLD):
-        model = DistributedDataParallel(torch.nn.Linear(2, 2))
-        try:
-            outer = ZeroRedundancyOptimizer(
-                model.parameters(),
-                lambda part, group=group: LossScaleOptimizer(
-                    torch.optim.SGD(part, lr=0.5), process_group=group
-                ),
-            )
-        except lossscale.errors.UnsupportedError as error:
-            found.append(str(error))
-            continue
-        outer.optim.scale_loss(model(torch.ones(1, 2)).sum()).backward()
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+
+    def made(group):
+        return ZeroRedundancyOptimizer(
+            model.parameters(),
+            lambda part: LossScaleOptimizer(torch.optim.SGD(part, lr=0.5), process_group=group),
+        )
+
+    try:
+        made(None)
+    except lossscale.errors.UnsupportedError as error:
+        refused = str(error)
+    outer = made(distributed.group.WORLD)
+    for factor in (1.0, INF, 1.0):
+        outer.zero_grad()
+        outer.optim.scale_loss(model(torch.ones(1, 2)).sum() * factor).backward()
         outer.step()
-        found.append("stepped")
-    return found
+    return refused, float(outer.optim.loss_scale), int(outer.optim.steps_skipped)
 
 
 CASES = {

@@ -2,8 +2,8 @@
 
 What may differ are rows of the tables "What differs, and why" and "Differences from
 torch.amp.GradScaler": here a step without gradients, a scale that is set before anything was
-scaled, a scale outside 2**-126 and 2**126, gradients that a scale below 1 makes infinite, and
-optimizers that were unscaled together.
+scaled, a scale outside 2**-126 and 2**126, gradients that a scale below 1 makes infinite,
+optimizers that were unscaled together, and a parameter's first fused step that overflows.
 """
 
 import copy
@@ -29,6 +29,7 @@ OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.125),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.125, momentum=0.5),
     "SGD fused": lambda p: torch.optim.SGD(p, lr=0.125, fused=True),
+    "momentum fused": lambda p: torch.optim.SGD(p, lr=0.125, momentum=0.5, fused=True),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
 }
@@ -149,7 +150,14 @@ class Run:
         self.scalers[scaler].unscale_(self.optimizers[optimizer])
 
     def step(self, scaler, optimizer):
-        self.scalers[scaler].step(self.optimizers[optimizer])
+        scaler, inner = self.scalers[scaler], self.optimizers[optimizer]
+        before = set(inner.state)
+        scaler.step(inner)
+        overflowed = any(scaler._found_inf_per_device(inner).values())
+        for parameter in set(inner.state) - before if overflowed else ():
+            # A row: PyTorch's class lets the kernel make a state in a step that it skips.
+            assert not isinstance(scaler, GradScaler)
+            del inner.state[parameter]
 
     def update(self, scaler, *number):
         self.scalers[scaler].update(*number)
@@ -210,9 +218,7 @@ class Run:
         return [s.__dict__.pop("calls", None) for s in self.scalers]
 
     def states(self):
-        """Of the optimizers; one of zeros is none: a first step that overflows makes none."""
-        found = [o.state.get(p, {}) for o in self.optimizers for p in parameters_of(o)]
-        return [state if any(map(torch.any, state.values())) else {} for state in found]
+        return [o.state.get(p, {}) for o in self.optimizers for p in parameters_of(o)]
 
     # Rows of the tables.
 
@@ -265,9 +271,10 @@ class SmallRun(Run):
 
     def shown(self):
         tensors = [*self.parameters, *(p.grad for p in self.parameters)]
-        tensors += [t for state in self.states() for t in state.values()]
+        tensors += [t for state in self.states() for t in (len(state), *state.values())]
         tensors += [t for s in self.scalers for t in (s._scale, s._growth_tracker)]
-        return repr(([None if t is None else t.tolist() for t in tensors], self.forget_calls()))
+        shown = [t.tolist() if torch.is_tensor(t) else t for t in tensors]
+        return repr((shown, self.forget_calls()))
 
 
 def raised_by(call, arguments):
@@ -293,6 +300,8 @@ def check(program, kinds, settings, subclass=plain, scalers=1, run=Run):
             if name in ("step", "unscale") and theirs.overflow_below_one():
                 return
             error, own = (raised_by(getattr(each, name), arguments) for each in (theirs, ours))
+            # A fused optimizer that is called on a skip; ours is not, if it would make its state.
+            may_raise |= name == "step" and "sparse" in str(error)
             if error is not None and own is None and may_raise:
                 return
             if theirs.is_out_of_range():
@@ -302,8 +311,8 @@ def check(program, kinds, settings, subclass=plain, scalers=1, run=Run):
                 return
             assert (error is None) == (own is None), (name, arguments, error, own)
             assert error is None or isinstance(own, type(error)), (name, arguments, error, own)
-            if error is not None:
-                # Of the calls before an error ours may leave some out.
+            if error is not None and may_raise:
+                # Ours leaves out calls that PyTorch's class makes there, and would not raise.
                 theirs.forget_calls(), ours.forget_calls()
             assert ours.shown() == theirs.shown(), (name, arguments)
 
@@ -320,13 +329,15 @@ OF_THE_SECOND = [("unscale", 0, 1), ("step", 0, 1), ("clear", 1, True)]
 SETTINGS = {"init_scale": 8.0, "growth_interval": 2}
 
 
-@pytest.mark.parametrize(("kind", "subclass"), [("momentum", logging), ("AdamW", plain)])
+@pytest.mark.parametrize(
+    ("kind", "subclass"), [("momentum", logging), ("momentum fused", logging), ("AdamW", plain)]
+)
 def test_all_orders_of_four_calls(kind, subclass):
     for program in itertools.product(CALLS, repeat=4):
         check(program, [kind], SETTINGS, subclass, run=SmallRun)
 
 
-@pytest.mark.parametrize("kinds", [("momentum", "SGD fused")])
+@pytest.mark.parametrize("kinds", [("momentum", "momentum fused")])
 def test_all_orders_of_four_calls_with_two_optimizers(kinds):
     for program in itertools.product([*CALLS, *OF_THE_SECOND], repeat=4):
         # What comes before the first backward pass raises the same as with one optimizer.
@@ -363,7 +374,9 @@ calls = st.one_of(
 @hypothesis.settings(max_examples=PROGRAMS, deadline=None)
 @hypothesis.given(
     st.lists(calls, min_size=4, max_size=30),
-    st.sampled_from([*([kind] for kind in OPTIMIZERS), ["SGD", "AdamW"], ["Adam", "SGD fused"]]),
+    st.sampled_from(
+        [*([kind] for kind in OPTIMIZERS), ["SGD", "AdamW"], ["Adam", "momentum fused"]]
+    ),
     st.fixed_dictionaries(
         {
             "init_scale": st.sampled_from([8.0, 1000.0, 0.75, 2.0**16, 2.0**125]),

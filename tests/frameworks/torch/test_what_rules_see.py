@@ -79,17 +79,6 @@ def test_a_rule_of_the_user_counts_beyond_its_interval():
     assert run.saved()["_growth_tracker"] == 3
 
 
-def test_a_scaler_measures_whatever_a_subclass_does():
-    class Replacing(GradScaler):
-        def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
-            return {found_inf.device: found_inf}
-
-    weights = parameters(2)
-    run = WithScaler(OPTIMIZERS["sgd"](weights), Replacing("cpu", rule=RecordingRule()))
-    step(run, weights, GRADIENTS)
-    assert noted(run.saved()) == expected(GRADIENTS, 8.0)
-
-
 @pytest.mark.parametrize("clip", [None, 0.01])
 @pytest.mark.parametrize("decide", ["host", "device"])
 @pytest.mark.parametrize(
