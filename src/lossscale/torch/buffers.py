@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import math
 import operator
 import sys
 import weakref
@@ -24,7 +25,7 @@ from lossscale.packages import warn
 _LARGE = 64 * 2**20
 """Bytes of buffers above which a warning names the argument to choose some."""
 _NEVER_STEPPED = 10
-"""Updates of the parameters without a step of the optimizer after which a warning comes."""
+"""Changes of a parameter without a step of the optimizer after which a warning comes."""
 
 _guards: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BufferGuard]] = weakref.WeakKeyDictionary()
 """The guards by the optimizer or scaler whose steps count."""
@@ -106,8 +107,8 @@ class BufferGuard:
         # The steps to come on the forward passes that were seen last. After others it saves.
         self._left, self._optimizers = 0, optimizers
         self._waits, self._is_compiled = True, False
-        # The versions of a weight at the forward passes before the first step.
-        self._versions: set[int] | None = None if self._weight is None else set()
+        # The version of the weight above which a step must have come.
+        self._last = math.inf if self._weight is None else self._weight._version + _NEVER_STEPPED
         self.save()
 
     def detach(self) -> None:
@@ -142,14 +143,14 @@ class BufferGuard:
         """Called after a step."""
         # The next forward pass may not be seen, either.
         saves = is_end and (self._left == 0 or self._is_compiled)
-        self._left -= is_end and self._left > 0
+        self._left = max(self._left - is_end, 0)
         if torch.is_tensor(skipped):
             self._choose(skipped, saves)
         elif skipped:
             self.restore()
         elif saves:
             self.save()
-        self._waits, self._versions = True, None
+        self._waits, self._last = True, math.inf
 
     def save(self) -> None:
         """Saves the buffers as they are."""
@@ -251,11 +252,8 @@ class BufferGuard:
 
     def _warn_if_never_stepped(self) -> None:
         """Warns if something else than the optimizer updates the parameters."""
-        if self._versions is None or self._weight is None:
-            return
-        self._versions.add(self._weight._version)
-        if len(self._versions) > _NEVER_STEPPED:
-            self._versions = None
+        if self._weight is not None and self._weight._version > self._last:
+            self._last = math.inf
             warn(
                 "The optimizer in guard(model, optimizer) was never stepped. Another one updates "
                 "the parameters, so skipped steps do not restore the buffers. Pass the "

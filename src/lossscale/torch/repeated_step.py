@@ -366,7 +366,8 @@ def examined(
         if origin is not None or not pairs or not roots:
             return Watched(origin, None, watch.hidden)
         derived, by = zip(*((out, seed * (lower / scale)) for out, seed in pairs), strict=True)
-        with watch.backward():
+        watch.in_backward = True
+        with watch:
             found = torch.autograd.grad(derived, roots, by, retain_graph=True, allow_unused=True)
             return Watched(None, watch.origin(g for g in found if g is not None), watch.hidden)
 
