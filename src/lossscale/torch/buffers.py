@@ -71,6 +71,7 @@ def guard_model(model: Any, optimizers: Sequence[Any], names: Iterable[str] | No
     for each in {model, inner}:
         made.handles += [
             each.register_forward_pre_hook(Hook(made.before_forward, id(made)), prepend=True),
+            each.register_forward_hook(Hook(made.after_forward)),
             each.register_load_state_dict_post_hook(Hook(lambda module, keys: made.save())),
         ]
     _of_models[inner] = made
@@ -126,11 +127,20 @@ class BufferGuard:
             self._warn_if_never_stepped()
             return
         if not (torch.is_grad_enabled() or _in_checkpoint()):
-            # Such as `update_bn`: what it changes belongs to no step.
+            # Such as `update_bn`: what it changes belongs to no step; see `after_forward`.
             return
-        if module.training or any(each.training for each in self._modules):
+        if self._trains():
             self._waits, self._left = False, self._optimizers
             self.save()
+
+    def after_forward(self, *_: Any) -> None:
+        counts = torch.is_grad_enabled() or torch.is_inference_mode_enabled()
+        if self._waits and not counts and self._trains():
+            # What such a pass changed stays, also if the next one in training is not seen.
+            self.save()
+
+    def _trains(self) -> bool:
+        return any(each.training for each in self._modules)
 
     def compiled(self) -> None:
         """Called when a forward pass is compiled, before it runs; its hooks will not be called."""
