@@ -46,7 +46,6 @@ class LossScaleMonitor:
             after it is written. Its exceptions leave `fit`.
         on_floor: Action when a step is skipped at `min_scale`: "warn", "raise" to end training, or
             "ignore".
-        max_consecutive_skips: Number of skips in a row that ends training. None for no limit.
         append: Whether to continue the file `path` if it exists, as a resumed run does.
         framework: "keras" or "tf_keras". None takes tf_keras if `TF_USE_LEGACY_KERAS` is set or
             only tf_keras is imported, otherwise Keras 3.
@@ -99,7 +98,6 @@ class LossScaleMonitor:
         every: int = 1,
         log: Callable[[dict[str, Any]], object] | None = None,
         on_floor: Literal["warn", "raise", "ignore"] = "warn",
-        max_consecutive_skips: int | None = None,
         append: bool = False,
         framework: Literal["keras", "tf_keras"] | None = None,
     ) -> None:
@@ -107,7 +105,7 @@ class LossScaleMonitor:
         # tf_keras then leaves `logs` on the device, where nothing waits for them. Its constructor
         # sets the attribute too.
         self._supports_tf_logs = True
-        self._settings = MonitorSettings(path, every, log, on_floor, max_consecutive_skips, append)
+        self._settings = MonitorSettings(path, every, log, on_floor, append)
 
     # `help()` shows the signature of `__new__`.
     __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]
@@ -137,7 +135,7 @@ class LossScaleMonitor:
         super().set_model(model)  # type: ignore[misc]
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Checks the model, opens the file, and has the training step compiled again."""
+        """Checks the model, creates the file, and has the training step compiled again."""
         model = self.model
         self._optimizer = None
         self._check(model)
@@ -155,7 +153,7 @@ class LossScaleMonitor:
         self._optimizer = model.optimizer
         self._thread = threading.get_ident()
         self._before = None
-        self._mean_is_finite: bool | None = True
+        self._mean_is_finite = True
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Keras starts a new mean of the loss."""
@@ -186,7 +184,8 @@ class LossScaleMonitor:
             self._sync()
             self._sample(self._loss_of_step(loss, steps))
         else:
-            self._follow_mean(loss)
+            # It may be on the device, and reading it would wait for the step.
+            self._mean_is_finite = False
         self._show(logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -199,14 +198,13 @@ class LossScaleMonitor:
         self._show(logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Records the last step if it was not sampled, and closes the file."""
+        """Records the last step if it was not sampled."""
         if self._optimizer is None:
             return
         if self._before is not None:
             self._sync()
             if self._stats().step > self._before.step:
                 self._sample(None)
-        self._recorder.close()
         self._optimizer = None
 
     # --- Before training ----------------------------------------------------------------------
@@ -227,14 +225,9 @@ class LossScaleMonitor:
         dtypes = {layer.compute_dtype for layer in model._flatten_layers()}
         if scaled or "float16" not in dtypes:
             kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-            why = (
-                "It has its own loss scaling, which cannot be watched."
-                if scaled
-                else "It has no loss scaling, and no layer computes in float16."
-            )
             raise ArgumentError(
                 "LossScaleMonitor watches lossscale.LossScaleOptimizer. The optimizer of the model "
-                f"{model.name!r} is a {kind}. {why} Wrap the optimizer before compile, "
+                f"{model.name!r} is a {kind}. Wrap the optimizer before compile, "
                 "lossscale.LossScaleOptimizer(optimizer), or leave the monitor out."
             )
 
@@ -242,11 +235,6 @@ class LossScaleMonitor:
         settings, earlier = self._settings, self._recorder
         if earlier is not None and self._recorded is optimizer:
             return earlier
-        if earlier is not None and settings.path and not settings.append:
-            raise ArgumentError(
-                f"This LossScaleMonitor has recorded another optimizer in {settings.path!r}. Make "
-                "a new one with another `path`, or pass append=True for a run that continues."
-            )
         return Recorder(settings, optimizer.rule)
 
     def _check_thread(self) -> None:
@@ -277,14 +265,6 @@ class LossScaleMonitor:
 
     # --- The loss -----------------------------------------------------------------------------
 
-    def _follow_mean(self, loss: Any) -> None:
-        """Checks on a step that is not sampled whether Keras' mean of the loss is finite."""
-        if isinstance(loss, float):
-            self._mean_is_finite = math.isfinite(loss)
-        elif self._mean_is_finite:
-            # It is on the device, and reading it would wait for the step.
-            self._mean_is_finite = None
-
     def _loss_of_step(self, mean: Any, steps: int) -> float | None:
         """Returns the mean over the epoch; None if an earlier step may have made it NaN.
 
@@ -296,8 +276,7 @@ class LossScaleMonitor:
             return None
         was_finite, mean = self._mean_is_finite, float(mean)
         self._mean_is_finite = math.isfinite(mean)
-        known = self._mean_is_finite or (was_finite is True and steps == 1)
-        return mean if known else None
+        return mean if self._mean_is_finite or (was_finite and steps == 1) else None
 
     # --- One sample ---------------------------------------------------------------------------
 

@@ -1,8 +1,7 @@
 """Faults in a vision transformer, a U-Net, a GRU with attention and others, and the right answers.
 
-They were written before they were first run. Three of them were written again: in one nothing was
-skipped on JAX, one was not a program, and one had a second fault. Of the last 22, those stay that
-were answered wrongly. The convolutions are 1 x 1, since
+They were written before they were first run. Of these, those stay whose kind no other case has, and
+those that were answered wrongly. The convolutions are 1 x 1, since
 PyTorch computes no gradient of wider ones in float16 on a CPU if the channels come last.
 """
 
@@ -68,10 +67,8 @@ class RMSNorm(layers.Layer):
 
 
 class Attention(layers.Layer):
-    def __init__(self, masked, factor, name):
+    def __init__(self, factor, name):
         super().__init__(name=name)
-        self.hidden = np.zeros((16, 16), bool)
-        self.hidden[list(masked)] = True
         self.factor, self.qkv = factor, layers.Dense(48, name="qkv")
 
     def build(self, shape):
@@ -80,8 +77,6 @@ class Attention(layers.Layer):
     def call(self, x):
         q, k, v = ops.split(self.qkv(x), 3, -1)
         scores = ops.matmul(q * self.factor, ops.transpose(k, (0, 2, 1)))
-        minus = ops.cast(-math.inf, scores.dtype)
-        scores = ops.where(self.hidden, minus, scores)
         return ops.matmul(ops.softmax(scores, -1), v)
 
 
@@ -101,19 +96,19 @@ class Temperature(layers.Layer):
         return x / self.value
 
 
-def vit(changes=None, x=None, eps=1e-3, masked=(), factor=0.25, gate=ops.gelu, loss=None):
+def vit(changes=None, x=None, eps=1e-3, factor=0.25):
     """A program: its model, inputs, targets, weights of the rows, and loss function."""
     i = keras.Input((16, 16, 3))
     h = layers.Conv2D(16, 4, 4, name="patch", use_bias=False)(i)
     h = RMSNorm(eps, "first_norm")(layers.Reshape((16, 16))(h))
     h = Positions(name="positions")(h)
     for n in range(2):
-        h = layers.Add()([h, Attention(masked, factor, f"attention_{n}")(h)])
-        up = Function(gate, f"gate_{n}")(layers.Dense(32, name=f"up_{n}")(h))
+        h = layers.Add()([h, Attention(factor, f"attention_{n}")(h)])
+        up = layers.Dense(32, name=f"up_{n}", activation="gelu")(h)
         h = layers.Add()([h, layers.Dense(16, name=f"down_{n}")(up)])
     logits = layers.Dense(4, name="head")(layers.GlobalAveragePooling1D()(h))
     model = keras.Model(i, Temperature(name="temperature")(logits))
-    model.compile("sgd", loss=loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.compile("sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     x = normal(4, 16, 16, 3) if x is None else x
     return changed(model, changes or {}), x, np.arange(4), None, None
 
@@ -139,7 +134,6 @@ def unet(
     gate=alike,
     after=alike,
     eps=1e-3,
-    loss_fn=None,
     frozen=False,
 ):
     def conv(width, name, x, **settings):
@@ -160,26 +154,12 @@ def unet(
     model.compile("sgd", loss=keras.losses.BinaryCrossentropy(from_logits=True))
     y = (np.arange(512) % 2).astype(np.float32).reshape(2, 16, 16, 1)
     x = normal(2, 16, 16, 3, seed=4) if x is None else x
-    return changed(model, changes or {}), x, y, weight, loss_fn
-
-
-def pooled(x):
-    total = ops.sum(x * 3000, (1, 2), keepdims=True)
-    return x * (total / (1 + total))
+    return changed(model, changes or {}), x, y, weight, None
 
 
 def edges(x):
     dx, dy = x - ops.roll(x, 1, 1), x - ops.roll(x, 1, 2)
     return ops.sqrt(dx * dx + dy * dy) + x
-
-
-@ops.custom_gradient
-def amplified(x):
-    def grad(*args, upstream=None):
-        g = args[0] if upstream is None else upstream
-        return g * 60000 * 60
-
-    return x * 1, grad
 
 
 @ops.custom_gradient
@@ -191,63 +171,32 @@ def divided(x):
     return x * 1, grad
 
 
-def dice(model, batch):
-    found = ops.cast(model(batch[0], training=True), "float32") * 0
-    return 1 - 2 * ops.sum(found * 0) / ops.sum(found)
-
-
 # --- The GRU with attention -----------------------------------------------------------------------
 
 
-class Pooling(layers.Layer):
+class AttentionPooling(layers.Layer):
     def call(self, states, lengths):
         inside = ops.arange(9) < ops.cast(lengths, "int32")[:, None]
-        return self.pooled(states, inside)
-
-
-class AttentionPooling(Pooling):
-    factor = 0.3
-
-    def pooled(self, states, inside):
-        scores = ops.sum(states * states[:, -1:], -1) * self.factor
+        scores = ops.sum(states * states[:, -1:], -1) * 0.3
         scores = ops.where(inside, scores, ops.cast(-math.inf, scores.dtype))
         return ops.sum(ops.softmax(scores, -1)[..., None] * states, 1)
 
 
-class MeanPooling(Pooling):
-    def pooled(self, states, inside):
-        inside = ops.cast(inside, states.dtype)[..., None]
-        return ops.sum(states * inside, 1) / ops.sum(inside, 1)
-
-
-def gru(changes=None, lengths=(9, 3, 5, 7), y=None, finish=alike, factor=0.3, parts=(0, 1)):
+def gru(changes=None, lengths=(9, 3, 5, 7), finish=alike):
     tokens, given = keras.Input((9,), dtype="int32"), keras.Input((), dtype="float32")
     states = layers.Embedding(50, 16, name="embed")(tokens)
     states = layers.GRU(16, return_sequences=True, name="gru", unroll=True)(states)
-    attention = AttentionPooling(name="attention")
-    attention.factor = factor
-    pools = [attention, MeanPooling(name="mean")]
-    made = [pools[n](states, given) for n in parts]
-    h = made[0] if len(made) == 1 else layers.Concatenate()(made)
+    h = AttentionPooling(name="attention")(states, given)
     model = keras.Model(
         [tokens, given], Function(finish, "finish")(layers.Dense(4, name="head")(h))
     )
     model.compile("sgd", loss="mse")
     x = [np.random.default_rng(0).integers(0, 50, (4, 9)), np.array(lengths, np.float32)]
-    return changed(model, changes or {}), x, normal(4, 4, seed=3) if y is None else y, None, None
-
-
-def log_probabilities(x):
-    powers = ops.exp((x - ops.max(x, -1, keepdims=True) - 0.1) * 400)
-    return ops.log(powers / (ops.sum(powers, -1, keepdims=True) + 1))
+    return changed(model, changes or {}), x, normal(4, 4, seed=3), None, None
 
 
 def distance(x):
     return ops.sqrt(ops.sum((x - ops.stop_gradient(x)) ** 2, -1, keepdims=True)) + x
-
-
-def standardized(x):
-    return (x - ops.mean(x, -1, keepdims=True)) / (ops.std(x * 0, -1, keepdims=True) + 1e-12)
 
 
 # --- Others ---------------------------------------------------------------------------------------
@@ -308,17 +257,11 @@ BROKEN[0, 3, 3, 1] = NAN
 
 CASES = {
     "vit: a scale of 2**30": Case(vit, "scale", scale=2.0**30),
-    "vit: images of 1e6": Case(
-        lambda: vit(x=normal(4, 16, 16, 3) * 1e6), "forward overflow", "cast convert copy"
-    ),
     "vit: large attention scores": Case(
         lambda: vit(factor=1e5), "forward overflow", "mul dot mm einsum", "attention_0"
     ),
     "vit: black images and an epsilon of 1e-8": Case(
         lambda: vit(x=BLACK, eps=1e-8), "singular", "rsqrt", "first_norm"
-    ),
-    "vit: black images and an epsilon of 0": Case(
-        lambda: vit(x=BLACK, eps=0.0), "singular", "rsqrt", "first_norm"
     ),
     "vit: NaN in the positions": Case(
         lambda: vit({"positions/table": at_one(NAN)}), "weights", "", "positions/table"
@@ -329,27 +272,14 @@ CASES = {
         "cast convert copy",
         "first_norm",
     ),
-    "vit: a cube in the activation": Case(
-        lambda: vit(gate=lambda x: x * ((60 * x) ** 3 / (1 + (60 * x) ** 3))),
-        "forward overflow",
-        "pow mul",
-        "gate_0",
-    ),
     "vit: a temperature of 1e-8": Case(
         lambda: vit({"temperature/value": to(1e-8)}), "singular", "div", "temperature"
     ),
-    "vit: a row that is masked as a whole": Case(
-        lambda: vit(masked=(3,)), "singular", "softmax sub exp", "attention_0"
-    ),
-    "unet: a scale of 2**30": Case(unet, "scale", scale=2.0**30),
     "unet: large weights in the middle": Case(
         lambda: unet({"middle/kernel": lambda w: abs(w) * 5e4}),
         "forward overflow",
         "conv",
         "middle",
-    ),
-    "unet: a sum over the image": Case(
-        lambda: unet(gate=pooled), "forward overflow", "sum", "gate"
     ),
     "unet: nothing in the middle and an epsilon of 1e-9": Case(
         lambda: unet({"middle/kernel": to(0.0)}, eps=1e-9), "singular", "div", "instance_norm"
@@ -370,35 +300,21 @@ CASES = {
         "",
         "moving_variance",
     ),
-    "unet: a gradient times 3.6e6": Case(lambda: unet(after=amplified), "scale", "", "after"),
     "unet: a gradient divided by 0": Case(
         lambda: unet(after=divided), "singular, backward overflow", "", "after"
     ),
-    "unet: a Dice loss of nothing": Case(lambda: unet(loss_fn=dice), "singular, loss", "div"),
     "gru: a scale of 2**26": Case(gru, "scale", scale=2.0**26),
     "gru: an embedding of 1e6": Case(
         lambda: gru({"embed/embeddings": to(1e6)}), "forward overflow", "cast convert copy", "embed"
     ),
     "gru: attention over nothing": Case(
-        lambda: gru(lengths=EMPTY, parts=(0,)), "singular", "softmax sub exp", "attention"
-    ),
-    "gru: the mean of nothing": Case(
-        lambda: gru(lengths=EMPTY, parts=(1,)), "singular", "div", "mean"
-    ),
-    "gru: the logarithm of a probability of 0": Case(
-        lambda: gru(finish=log_probabilities), "singular", "log", "finish"
+        lambda: gru(lengths=EMPTY), "singular", "softmax sub exp", "attention"
     ),
     "gru: a power that is too large": Case(
         lambda: gru(finish=lambda x: ops.exp(12 + x * x)), "forward overflow", "exp", "finish"
     ),
     "gru: the root of a distance of 0": Case(
         lambda: gru(finish=distance), "singular, backward overflow", "sqrt", "finish"
-    ),
-    "gru: a deviation of 0 and an epsilon of 1e-12": Case(
-        lambda: gru(finish=standardized), "singular", "div", "finish"
-    ),
-    "gru: targets of 1e30": Case(
-        lambda: gru(y=normal(4, 4) * np.float32(1e30)), "forward overflow, loss"
     ),
     "a recurrence that doubles": Case(
         lambda: stacked(layers.RNN(Cell(name="cell"), name="rnn"), x=normal(2, 24, 8)),

@@ -214,7 +214,7 @@ def test_fits_of_one_model_are_one_file_also_from_a_checkpoint_on(tmp_path):
     model.optimizer.iterations = 2
     fit(model, rows(1), [monitor])
     assert column(path, "step") == [1, 2, 3]
-    with pytest.raises(ArgumentError, match="has recorded another optimizer"):
+    with pytest.raises(ArgumentError, match=r"exists\. Pass another path"):
         fit(net(), rows(2), [monitor])
     assert column(path, "step") == [1, 2, 3]
 
@@ -287,11 +287,11 @@ def test_a_model_without_our_loss_scaling():
     x, y = rows(1)[0][0], rows(1)[1]
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    with pytest.raises(ArgumentError, match=r"no layer computes in float16.*Wrap the optimizer"):
+    with pytest.raises(ArgumentError, match="Wrap the optimizer before compile"):
         model.fit(x, y, verbose=0, callbacks=[LossScaleMonitor()])
     own = keras.optimizers if IS_KERAS_3 else keras.mixed_precision
     model.compile(own.LossScaleOptimizer(keras.optimizers.SGD()), "mse")
-    with pytest.raises(ArgumentError, match=r"its own loss scaling.*Wrap the optimizer"):
+    with pytest.raises(ArgumentError, match="Wrap the optimizer before compile"):
         model.fit(x, y, verbose=0, callbacks=[LossScaleMonitor()])
 
 

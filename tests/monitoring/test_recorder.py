@@ -74,7 +74,6 @@ def test_any_beginning_of_a_file_reads_to_the_records_of_its_whole_lines(records
         # A resumed run continues behind the last whole line.
         recorder = opened(path, append=True)
         recorder.observe(applied(10**9 + 1))
-        recorder.close()
         assert read_records(path) == [*whole, recorder.last_record]
 
 
@@ -152,7 +151,6 @@ def test_a_record_is_in_the_file_at_once_and_a_repeated_step_replaces_the_first(
         assert len(path.read_text().splitlines()) == number
     # Back to a checkpoint of the first step.
     recorder.observe(applied(2, scale=4.0))
-    recorder.close()
     assert [(record.step, record.scale) for record in read_records(path)] == [(1, 8.0), (2, 4.0)]
 
 
@@ -174,7 +172,6 @@ def test_a_full_disk_is_one_warning_and_training_continues():
     with pytest.warns(LossScaleWarning, match=r"No space.*from step 1 on are lost"):
         recorder.observe(applied(1))
     recorder.observe(applied(2))
-    recorder.close()
     assert [record["step"] for record in logged] == [1, 2]
 
 
@@ -190,7 +187,6 @@ def test_a_loop_that_catches_what_log_raises_continues_the_file(tmp_path):
     with pytest.raises(RuntimeError, match="no network"):
         recorder.observe(applied(2))
     recorder.observe(applied(3))
-    recorder.close()
     assert [record.step for record in read_records(path)] == [1, 2, 3]
 
 
@@ -233,22 +229,3 @@ def test_a_loss_that_is_not_finite_is_said_once():
     with pytest.warns(LossScaleWarning, match="The loss of step 2 is nan"):
         recorder.observe(applied(2, loss=math.nan))
     recorder.observe(applied(3, loss=math.nan))
-
-
-@pytest.mark.parametrize("between", [(), (2,)], ids=["each step", "sampled"])
-def test_many_skips_in_a_row_end_training(between):
-    """Whether steps between two samples were skipped is known by the count of skips."""
-    recorder = opened(max_consecutive_skips=3)
-    recorder.observe(skipped(1, count=1))
-    recorder.observe(applied(2)._replace(steps_skipped=1))
-    for step in (step for step in (3, 4) if step - 1 not in between):
-        recorder.observe(skipped(step, count=step - 1))
-    # Step 3, 4 and 5 were skipped; but for a sample that has missed it, step 3 is known of.
-    with pytest.raises(TrainingHaltedError, match="The last 3 steps in a row were skipped"):
-        recorder.observe(skipped(5, count=4))
-    recorder = opened(max_consecutive_skips=3)
-    recorder.observe(skipped(1, count=1))
-    # One of the steps 2 to 4 was applied.
-    recorder.observe(skipped(4, count=3))
-    recorder.observe(skipped(5, count=4))
-    assert recorder.last_record.step == 5

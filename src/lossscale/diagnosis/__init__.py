@@ -70,11 +70,11 @@ def diagnose(
         Traceback (most recent call last):
         ...
         lossscale.errors.ArgumentTypeError: The first argument must be a model of Keras 3.
-        Received: 'model' of type str.
+        Received: 'model' of type str. ...
     """
     # Not at the top: a diagnosis needs NumPy, and optimizers do not.
     require("numpy")
-    _check_is_keras(model)
+    _check_is_keras(model, "diagnose")
     from lossscale.diagnosis.keras import KerasGradientFunction, batches_of
     from lossscale.diagnosis.report import make_report
 
@@ -124,32 +124,23 @@ def explain(
         Traceback (most recent call last):
         ...
         lossscale.errors.ArgumentTypeError: The first argument must be a model of Keras 3.
-        Received: 'model' of type str.
+        Received: 'model' of type str. ...
     """
     require("numpy")
-    _check_is_keras(model)
+    _check_is_keras(model, "explain")
     from lossscale.diagnosis.keras import KerasGradientFunction, one_batch
 
     run = KerasGradientFunction(model, loss_fn, parameters)
     return run.explain(one_batch(x, y, sample_weight), checked_above_zero("scale", scale))
 
 
-def _check_is_keras(model: Any) -> None:
-    """Checks that a model is of Keras 3; for other models, the error has the line to write."""
-    keras, torch = sys.modules.get("keras"), sys.modules.get("torch")
+def _check_is_keras(model: Any, name: str) -> None:
+    keras = sys.modules.get("keras")
     if keras is not None and keras.__version__ >= "3" and isinstance(model, keras.Model):
         return
-    message = (
-        "The first argument must be a model of Keras 3. "
-        f"Received: {model!r} of type {type(model).__name__}."
+    raise ArgumentTypeError(
+        f"The first argument must be a model of Keras 3. Received: {model!r} of type "
+        f"{type(model).__name__}. PyTorch has lossscale.torch.{name}(model, loss_fn, ...), JAX "
+        f"lossscale.optax.{name}(loss_fn, params, ...). Build the layers of a tf_keras model with "
+        "Keras 3, and write new_model.set_weights(model.get_weights())."
     )
-    if any(cls.__module__.startswith("tf_keras.") for cls in type(model).__mro__):
-        message += (
-            " For a model of tf_keras, build the same layers with Keras 3, and write "
-            "new_model.set_weights(model.get_weights()); diagnose(new_model, x, y)."
-        )
-    elif torch is not None and isinstance(model, torch.nn.Module):
-        message += " Write lossscale.torch.diagnose(model, loss_fn, batches)."
-    elif callable(model):
-        message += " For a loss in JAX, write lossscale.optax.diagnose(loss_fn, params, batches)."
-    raise ArgumentTypeError(message)

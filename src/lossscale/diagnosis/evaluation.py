@@ -18,6 +18,7 @@ SMALL = 2.0**-14
 """The smallest float16 number with all digits."""
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _CASTS = ("convert_element_type", "Cast")
+_ADDING = ("add", "max", "clamp", "AddV2", "Add", "Maximum", "BiasAdd")
 _SINGULAR = ("div", "reciprocal", "inv", "sqrt", "log", "pow", "acos", "asin", "atanh")
 """Parts of the names of operations that may have no finite result for finite numbers."""
 
@@ -46,17 +47,17 @@ class Evaluation:
     """The origins of what is not finite in one pass.
 
     Args:
-        epsilons: Small numbers that are added in float32, by the module.
         weights: Names of the parameters by the ids of their values.
 
     Attributes:
+        small: The small numbers that are added, by module; see `Watched`.
         hidden: The origin of the first overflow that makes a result wrong, and finite.
         absorbed: The origins of overflows that end in the forward pass.
     """
 
-    def __init__(self, epsilons: Mapping[str, float], weights: Mapping[int, str]) -> None:
-        self._epsilons, self._weights = epsilons, weights
-        self._in_float16 = False
+    def __init__(self, weights: Mapping[int, str]) -> None:
+        self._weights, self._in_float16 = weights, False
+        self.small: dict[str, float] = {}
         self.hidden: Origin | None = None
         self.absorbed: set[Origin] = set()
 
@@ -75,6 +76,9 @@ class Evaluation:
             taken: The origins of those that are not finite.
             made: Its results.
         """
+        for each in given if call.name in _ADDING else ():
+            if is_float(each) and np.ndim(each) == 0 and 0 < abs(float(each)) < SMALL:
+                self.small[call.module] = abs(float(each))
         self._in_float16 |= any(re.search(r"\bfloat16", _dtype(each)) for each in made)
         infinite = [
             (origin, flags_of(each))
@@ -124,7 +128,6 @@ class Evaluation:
                 of_infinities=bool(infinite),
                 cast_of=self._weights.get(id(given[0]), "") if is_cast else "",
                 is_cast=is_cast,
-                epsilon=self._epsilons.get(call.module, 0.0),
                 in_float16=self._in_float16,
             )
         )

@@ -7,20 +7,19 @@ graphs that it calls, also in loops and branches.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from lossscale.diagnosis.evaluation import SMALL, Call, Evaluation, line_of, origin_of
+from lossscale.diagnosis.evaluation import Call, Evaluation, line_of, origin_of
 from lossscale.monitoring.explanation import Origin
 from lossscale.monitoring.origins import Watched
 
 _BACKWARD = "gradient_tape/"
 _SETTERS = ("Const", "Fill", "BroadcastTo", "Select", "SelectV2", "PadV2")
-_ADDING = ("AddV2", "Add", "Maximum", "BiasAdd")
 _NARROW = (tf.float16, tf.bfloat16, tf.float32)
 
 
@@ -28,24 +27,27 @@ class GraphWatch:
     """Evaluates the graph of a function.
 
     Args:
-        compute: Returns the loss and its gradients.
-        names: The name of each tensor that it reads, by its id, and whether it is a parameter.
-        epsilons: What `small_numbers` returns for the same pass in float32.
+        compute: Returns the loss and its gradients for a nest of tensors and a loss scale.
+        arrays: The tensors.
+        names: The name of each, and whether it is a parameter.
         plain: Returns the name of a layer for the path of an operation.
     """
 
     def __init__(
         self,
-        compute: Callable[[Any], Any],
-        names: Mapping[int, tuple[str, bool]],
-        epsilons: Mapping[str, float],
+        compute: Callable[[Any, Any], Any],
+        arrays: Any,
+        names: Sequence[tuple[str, bool]],
         plain: Callable[[str], str],
     ) -> None:
-        self._names, self._epsilons, self._plain = names, epsilons, plain
-        self._traced = tf.compat.v1.wrap_function(compute, [tf.TensorSpec([], tf.float32)])
+        flat = [each for each in tf.nest.flatten(arrays) if each is not None]
+        self._names, self._plain = dict(zip(map(id, flat), names, strict=True)), plain
+        traced = functools.partial(compute, arrays)
+        self._traced = tf.compat.v1.wrap_function(traced, [tf.TensorSpec([], tf.float32)])
+        found = tf.nest.flatten(self._traced.structured_outputs)
+        self._outputs = [each for each in found if each is not None]
         operations = self._traced.graph.get_operations()
-        loss = operations.index(self._traced.structured_outputs[0].op)
-        self._backward = set(operations[loss + 1 :])
+        self._backward = set(operations[operations.index(found[0].op) + 1 :])
 
     def __call__(self, scale: float) -> Watched:
         """Evaluates it, and returns the origins of what is not finite."""
@@ -53,14 +55,12 @@ class GraphWatch:
         read = [outer for outer, _ in graph.captures]
         named = [(each, *self._names.get(id(each), ("", False))) for each in read]
         weights = {id(each): name for each, name, is_weight in named if is_weight}
-        self._evaluation = Evaluation(self._epsilons, weights)
+        self._evaluation = Evaluation(weights)
         origins = [origin_of(each, name, is_weight=kind) for each, name, kind in named]
         given, origins = [tf.constant(scale, tf.float32), *read], [None, *origins]
-        _, (loss, *gradients) = self._evaluate(
-            graph, given, origins, self._traced.structured_outputs
-        )
-        real = [each for each in gradients if each is not None and not each.is_mask]
-        return Watched(loss, next(iter(real), None), self._evaluation.hidden)
+        _, (loss, *gradients) = self._evaluate(graph, given, origins, self._outputs)
+        first = next((each for each in gradients if each and not each.is_mask), None)
+        return Watched(loss, first, self._evaluation.hidden, self._evaluation.small)
 
     def _evaluate(
         self,
@@ -223,16 +223,3 @@ def _derived(operation: Any) -> str:
     with contextlib.suppress(KeyError, ValueError):
         return str(operation.graph.get_operation_by_name(forward).type)
     return str(operation.type).removesuffix("Grad")
-
-
-def small_numbers(
-    compute: Callable[[Any], Any], plain: Callable[[str], str]
-) -> Iterator[tuple[str, float]]:
-    """Numbers that are added, and that float16 rounds to few digits or to 0, by their layer."""
-    traced = tf.compat.v1.wrap_function(compute, [tf.TensorSpec([], tf.float32)])
-    for operation in traced.graph.get_operations():
-        if operation.type in _ADDING:
-            for tensor in operation.inputs:
-                value = tf.get_static_value(tensor) if tensor.dtype.is_floating else None
-                if value is not None and np.ndim(value) == 0 and 0 < abs(float(value)) < SMALL:
-                    yield plain(_module(operation.name)), abs(float(value))

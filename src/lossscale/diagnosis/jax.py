@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lossscale.checks import checked_above_zero
-from lossscale.diagnosis.jaxpr_watch import JaxprWatch, small_numbers
+from lossscale.diagnosis.jaxpr_watch import JaxprWatch
 from lossscale.diagnosis.measurement import Pass, checked_loss
 from lossscale.diagnosis.report import Report, make_report
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -80,7 +80,7 @@ def diagnose(
         >>> report.verdict.value, report.rule.initial_scale > 1
         ('needed', True)
     """
-    run = JaxGradientFunction(params, _checked(loss_fn), _checked_paths(parameters))
+    run = JaxGradientFunction(params, _checked(loss_fn), parameters)
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     return make_report(
         run,
@@ -101,14 +101,6 @@ def _checked(loss_fn: Any) -> Any:
             f"float32. Received: {loss_fn!r}."
         ) from None
     return loss_fn
-
-
-def _checked_paths(parameters: Any) -> Any:
-    if isinstance(parameters, str):
-        raise ArgumentTypeError(
-            f"`parameters` must be a list. Received: {parameters!r}; write [{parameters!r}]."
-        )
-    return parameters
 
 
 class JaxGradientFunction:
@@ -147,26 +139,25 @@ class JaxGradientFunction:
     @np.errstate(all="ignore")
     def explain(self, batch: Any, scale: float, half: bool = True) -> Explanation:
         """Explains why a pass is not finite."""
-        compute, arrays, _ = self._function(batch, False)
-        epsilons = dict(small_numbers(jax.make_jaxpr(compute)(arrays, scale).jaxpr))
+        watch = functools.cache(functools.partial(self._watch, batch))
+        return explain_pass(lambda s: watch(half)(s), scale, lambda s: watch(False)(s))
+
+    def _watch(self, batch: Any, half: bool) -> JaxprWatch:
         compute, arrays, _ = self._function(batch, half)
 
         def owned(arrays: Any, scale: Any) -> Any:
             loss, gradients = compute(arrays, scale)
             return loss, list(self._owned_ones(gradients).values())
 
-        closed = jax.make_jaxpr(owned)(arrays, scale)
-        _check_dtypes(str(closed), half)
         weights = {id(leaf): path for path, leaf in named_leaves(self._params)}
         inputs = {id(leaf): f"batch/{path}".rstrip("/") for path, leaf in named_leaves(batch)}
         names = [
             (weights.get(id(each), inputs.get(id(each), "batch")), id(each) in weights)
             for each in arrays.values()
         ]
-        watch = JaxprWatch(closed, [*names, ("scale", False)], epsilons)
-        given = list(arrays.values())
-        wide = functools.partial(self.explain, batch, scale, False)
-        return explain_pass(lambda scale: watch([*given, np.float32(scale)]), scale, wide)
+        watch = JaxprWatch(owned, arrays, names)
+        _check_dtypes(str(watch.closed), half)
+        return watch
 
     def _owned_ones(self, gradients: Mapping[int, Any]) -> dict[str, Any]:
         """The gradients of the parameters that are trained, by path."""
@@ -236,7 +227,7 @@ def explain(
         >>> "the epsilon 1e-08 is 0 in float16" in found.text
         True
     """
-    run = JaxGradientFunction(params, _checked(loss_fn), _checked_paths(parameters))
+    run = JaxGradientFunction(params, _checked(loss_fn), parameters)
     return run.explain(batch, checked_above_zero("scale", scale))
 
 

@@ -1,13 +1,13 @@
 """Evaluates a jaxpr, and finds the first equation whose result is not finite.
 
-Forward and backward pass are one list of equations. What they call, also in loops and branches, is
-evaluated equation by equation.
+Forward and backward pass are one list of equations. What they call, also in loops of unknown length
+and in branches, is evaluated equation by equation.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,6 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Literal
 
 from lossscale.diagnosis.evaluation import (
-    SMALL,
     Call,
     Evaluation,
     flags_of,
@@ -30,47 +29,49 @@ from lossscale.monitoring.explanation import FailedOperation, Origin
 from lossscale.monitoring.origins import Watched
 
 _TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "rematted_computation"}
-_ADDING = ("add", "max", "clamp")
 _DERIVED = ("div", "rsqrt", "sqrt", "log", "log1p", "pow", "integer_pow", "acos", "asin", "atanh")
 """Operations whose derivatives may not be finite."""
 _NARROW = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
 class JaxprWatch:
-    """Evaluates the jaxpr of a loss and its gradients.
+    """Evaluates the jaxpr of a function, `closed`.
 
     Args:
-        closed: The closed jaxpr. Its first output is the loss, the others are gradients.
-        names: The name of each input, and whether it is a parameter.
-        epsilons: What `small_numbers` returns for the same pass in float32.
+        compute: Returns the loss and its gradients for a tree of arrays and a loss scale.
+        arrays: The arrays.
+        names: The name of each, and whether it is a parameter.
         plain: Returns the name of a module for the path of an operation.
     """
 
     def __init__(
         self,
-        closed: Any,
+        compute: Callable[[Any, Any], Any],
+        arrays: Any,
         names: Sequence[tuple[str, bool]],
-        epsilons: Mapping[str, float],
         plain: Callable[[str], str] = str,
     ) -> None:
-        self._closed, self._names, self._epsilons = closed, names, epsilons
-        self._plain = plain
+        # Without compiled functions, the steps of a scan are equations of their own.
+        with jax.disable_jit():
+            self.closed = jax.make_jaxpr(compute)(arrays, 1.0)
+        self._arrays, self._names, self._plain = jax.tree.leaves(arrays), names, plain
 
-    def __call__(self, arguments: Sequence[Any]) -> Watched:
+    def __call__(self, scale: float) -> Watched:
         """Evaluates it, and returns the origins of what is not finite."""
-        named = list(zip(self._names, arguments, strict=True))
+        named = list(zip(self._names, self._arrays, strict=True))
         weights = {id(array): name for (name, is_weight), array in named if is_weight}
-        self._evaluation = Evaluation(self._epsilons, weights)
+        self._evaluation = Evaluation(weights)
         self._callers: list[Any] = []
         self._derived: dict[FailedOperation, str] = {}
         origins = [origin_of(array, name, is_weight=kind) for (name, kind), array in named]
-        _, (loss, *gradients) = self._evaluate(self._closed, arguments, origins)
+        given = [*self._arrays, np.float32(scale)]
+        _, (loss, *gradients) = self._evaluate(self.closed, given, [*origins, None])
         first = next((each for each in gradients if each and not each.is_mask), None)
         if loss is None and first and first.failed and first not in self._evaluation.absorbed:
             # The forward pass is finite, so it is a part of a derivative.
             operation = self._derived[first.failed]
             first = Origin(first.failed._replace(operation=operation, in_backward=True))
-        return Watched(loss, first, self._evaluation.hidden)
+        return Watched(loss, first, self._evaluation.hidden, self._evaluation.small)
 
     def _evaluate(
         self, closed: Any, arguments: Sequence[Any], origins: Sequence[Origin | None]
@@ -152,30 +153,6 @@ def _branch(equation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
     return evaluate(chosen, given[1:], taken[1:])
 
 
-def _scan(equation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
-    params = equation.params
-    constants, carries, length = params["num_consts"], params["num_carry"], params["length"]
-    first = constants + carries
-    carry, origins = given[constants:first], taken[constants:first]
-    rows: list[Any] = [None] * length
-    found: list[Any] = [None] * (len(equation.outvars) - carries)
-    for step in reversed(range(length)) if params["reverse"] else range(length):
-        row = [each[step] for each in given[first:]]
-        of_row = [o if any(flags_of(r)) else None for o, r in zip(taken[first:], row, strict=True)]
-        made, after = evaluate(
-            params["jaxpr"],
-            [*given[:constants], *carry, *row],
-            [*taken[:constants], *origins, *of_row],
-        )
-        carry, origins, rows[step] = made[:carries], after[:carries], made[carries:]
-        found = [a or b for a, b in zip(found, after[carries:], strict=True)]
-    stacked = [
-        jnp.stack([row[n] for row in rows]) if rows else jnp.zeros(v.aval.shape, v.aval.dtype)
-        for n, v in enumerate(equation.outvars[carries:])
-    ]
-    return [*carry, *stacked], [*origins, *found]
-
-
 def _while(equation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
     params = equation.params
     tests, constants = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
@@ -189,18 +166,7 @@ def _while(equation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
     return carry, origins
 
 
-_INNER: dict[str, Callable[..., Any]] = {"cond": _branch, "scan": _scan, "while": _while}
-
-
-def _equations(jaxpr: Any, *callers: Any) -> Iterator[Sequence[Any]]:
-    """The equations of a jaxpr, and of those that it calls, each after its callers."""
-    for equation in jaxpr.eqns:
-        yield *callers, equation
-        for value in equation.params.values():
-            for each in value if isinstance(value, (tuple, list)) else [value]:
-                inner = getattr(each, "jaxpr", each)
-                if hasattr(inner, "eqns"):
-                    yield from _equations(inner, *callers, equation)
+_INNER: dict[str, Callable[..., Any]] = {"cond": _branch, "while": _while}
 
 
 # --- Names --------------------------------------------------------------------------------------
@@ -237,17 +203,6 @@ def _derived(jaxpr: Any, equation: Any) -> str:
             name = other.primitive.name
             break
     return f"backward of {name}"
-
-
-def small_numbers(jaxpr: Any, plain: Callable[[str], str] = str) -> Iterator[tuple[str, float]]:
-    """Numbers that are added, and that float16 rounds to few digits or to 0, by their module."""
-    for nested in _equations(jaxpr):
-        if nested[-1].primitive.name in _ADDING:
-            for atom in nested[-1].invars:
-                if isinstance(atom, Literal) and np.ndim(atom.val) == 0:
-                    value = abs(float(atom.val))
-                    if 0 < value < SMALL:
-                        yield plain(_module(nested)), value
 
 
 def _widened(equation: Any, given: Sequence[Any]) -> list[Any]:

@@ -14,7 +14,6 @@ import inspect
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,11 +23,11 @@ import numpy as np
 from lossscale.checks import checked_count
 from lossscale.common.monkeypatch import replace
 from lossscale.diagnosis.measurement import Pass, checked_loss
-from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.errors import ArgumentError
 from lossscale.keras import backends
 from lossscale.keras.private_names import random_functions
-from lossscale.monitoring.explanation import Explanation
-from lossscale.monitoring.origins import explain_pass
+from lossscale.monitoring.explanation import Cause, Explanation, Origin
+from lossscale.monitoring.origins import Watched, explain_pass
 
 _NARROW = ("float16", "bfloat16")
 _WIDER = ("float32", "float64", "bfloat16")
@@ -46,7 +45,6 @@ class KerasGradientFunction:
 
     Raises:
         ArgumentError: If its loss is not known, or it has no variables.
-        ArgumentTypeError: If `loss_fn` is not a function.
     """
 
     def __init__(self, model: Any, loss_fn: Any = None, parameters: Any = None) -> None:
@@ -58,7 +56,10 @@ class KerasGradientFunction:
         self._trained = [each for each in model.trainable_variables if id(each) in owned]
         trained = set(map(id, self._trained))
         self._variables = [*self._trained, *(v for v in model.variables if id(v) not in trained)]
-        self._names = _numbered(each.path.removeprefix(f"{model.name}/") for each in self._trained)
+        self._names: list[str] = []
+        for name in (self._inside(each.path) for each in self._trained):
+            taken = name in self._names
+            self._names.append(f"{name}, {len(self._names)}" if taken else name)
         self._casts = _cast_to_float16(model)
         how = "mixed_float16" if self._casts else "its own float16"
         self.setting = f"Keras on {keras.backend.backend()}, {how}"
@@ -67,7 +68,8 @@ class KerasGradientFunction:
     def __call__(self, batch: Any, scale: float, half: bool) -> Pass:
         """Computes a pass."""
         if half not in self._computations:
-            compute: Any = functools.partial(self._compute, half)
+            # Another object in each precision, or jit would take the trace of the other one.
+            compute: Any = functools.partial(self._compute)
             if keras.backend.backend() == "jax":
                 import jax
 
@@ -75,12 +77,9 @@ class KerasGradientFunction:
                 exactly = {"xla_allow_excess_precision": False}
                 compute = jax.jit(compute, compiler_options=exactly)
             self._computations[half] = compute
-        with _as_it_was(self._model), _drawn_in_float32():
-            self._set_precision(half)
-            values = [_value(variable, half) for variable in self._variables]
+        with self._in_precision(half) as values:
             parts = (*batch, None, None)[:3]
-            computed = self._computations[half](values, parts, np.float32(scale))
-        loss, gradients, fits = computed
+            loss, gradients, fits = self._computations[half](values, parts, np.float32(scale))
         found = dict(zip(self._names, map(_on_host, gradients), strict=True))
         return Pass(float(_on_host(loss)), found, all(map(_on_host, fits)))
 
@@ -88,23 +87,95 @@ class KerasGradientFunction:
     @np.errstate(all="ignore")
     def explain(self, batch: Any, scale: float, half: bool = True) -> Explanation:
         """Explains why a pass is not finite."""
+        batch = keras.tree.map_structure(
+            lambda each: None if each is None else keras.ops.convert_to_tensor(each),
+            (*batch, None, None)[:3],
+        )
+        if keras.backend.backend() == "torch":
+            return self._explain_on_torch(batch, scale, half)
+        watch = functools.cache(functools.partial(self._watch, batch))
+        return explain_pass(lambda s: watch(half)(s), scale, lambda s: watch(False)(s))
 
-        def forward(values: Sequence[Any], parts: Any) -> Any:
-            return self._forward(values, parts)[0]
+    def _watch(self, batch: Any, half: bool) -> Callable[[float], Watched]:
+        make: Any
+        if keras.backend.backend() == "jax":
+            from lossscale.diagnosis import jaxpr_watch
 
-        def values(half: bool) -> list[Any]:
-            self._set_precision(half)
-            return [_value(variable, half) for variable in self._variables]
+            make = jaxpr_watch.JaxprWatch
+        else:
+            from lossscale.diagnosis import graph_watch
 
-        paths, parts = [each.path for each in self._variables], (*batch, None, None)[:3]
-        explainer = _Explainer(self._model, forward, parts, paths, len(self._trained))
-        with _as_it_was(self._model), _drawn_in_float32():
-            explainer.note_small_numbers(values(False))
-        with _as_it_was(self._model), _drawn_in_float32():
-            wide = functools.partial(self.explain, batch, scale, False)
-            return explainer.explain(values(half), scale, wide)
+            make = graph_watch.GraphWatch
 
-    def _compute(self, half: bool, values: Sequence[Any], batch: Any, scale: Any) -> Any:
+        def compute(arrays: Any, scale: Any) -> Any:
+            return self._compute(arrays[0], arrays[1], scale)
+
+        with self._in_precision(half) as values:
+            found: Callable[[float], Watched] = make(
+                compute, (values, batch), self._names_of(batch), self._layer
+            )
+            return found
+
+    def _explain_on_torch(self, batch: Any, scale: float, half: bool) -> Explanation:
+        import torch
+
+        from lossscale.torch.repeated_step import examined
+        from lossscale.torch.watch import Watch
+
+        call, count = keras.Layer.__call__, len(self._trained)
+
+        def in_float32(scale: float) -> Watched:
+            is_finite = self.explain(batch, scale, False).cause is Cause.UNKNOWN
+            return Watched(None if is_finite else Origin(), None)
+
+        def inside(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            with watch.inside(self._inside(str(layer.path or layer.name))):
+                return call(layer, *args, **kwargs)
+
+        with self._in_precision(half) as values:
+            arrays = [each for each in keras.tree.flatten((values, batch)) if each is not None]
+            named = list(zip(self._names_of(batch), arrays, strict=True))
+            watch = Watch(self._model, {name: value for (name, kind), value in named if kind})
+            for (name, is_weight), value in named:
+                watch.mark(value, name, is_weight=is_weight)
+            with torch.enable_grad(), contextlib.ExitStack() as stack:
+                replace(stack, keras.Layer, "__call__", inside)
+                first = [value.detach().requires_grad_() for value in values[:count]]
+                with watch.forward():
+                    loss, _ = self._forward([*first, *values[count:]], batch)
+                seeds = [torch.full_like(loss, scale)]
+                wide = in_float32 if half else None
+                return examined(watch, [loss], first, seeds, scale, in_float32=wide)
+
+    def _names_of(self, batch: Any) -> list[tuple[str, bool]]:
+        """The names of all variables and of the arrays in a batch; whether each is a variable."""
+        inputs = [
+            (f"{name}/{number}" if number else name, False)
+            for name, part in zip(("x", "y", "sample_weight"), batch, strict=True)
+            for number, each in enumerate(keras.tree.flatten(part))
+            if each is not None
+        ]
+        return [*((self._inside(each.path), True) for each in self._variables), *inputs]
+
+    def _inside(self, path: str) -> str:
+        return path.removeprefix(f"{self._model.name}/")
+
+    def _layer(self, path: str) -> str:
+        """The path of a layer in the model, for that of an operation."""
+        # A layer without weights has no path.
+        paths = {str(each.path or each.name) for each in self._model._flatten_layers()}
+        found = ""
+        for part in path.split("/"):
+            # TensorFlow numbers scopes that are entered again.
+            for name in (part, re.sub(r"_\d+$", "", part)):
+                # A layer that was called before its model has no path in it.
+                inner = [each for each in (f"{found}/{name}", name) if each in paths]
+                if inner:
+                    found = inner[0]
+                    break
+        return self._inside(found) if found else path
+
+    def _compute(self, values: Sequence[Any], batch: Any, scale: Any) -> Any:
         """Returns the loss, its gradients, and whether all targets fit into the outputs' dtypes."""
         count = len(self._trained)
 
@@ -147,6 +218,13 @@ class KerasGradientFunction:
                 "`y` is missing, and the loss of this model needs targets. Pass them as `y`, or in "
                 "batches (x, y)."
             )
+
+    @contextlib.contextmanager
+    def _in_precision(self, half: bool) -> Iterator[list[Any]]:
+        """Lets the model compute in float32 or float16 within it; yields its variables' values."""
+        with _as_it_was(self._model), _drawn_in_float32():
+            self._set_precision(half)
+            yield [_value(variable, half) for variable in self._variables]
 
     def _set_precision(self, half: bool) -> None:
         """Lets the model compute in float32 or in float16, past the tracking of Keras."""
@@ -192,7 +270,7 @@ def _derive_on_tensorflow(forward: Any, values: Sequence[Any], scale: Any) -> An
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(values)
         loss, fits = forward(values)
-    gradients = tape.gradient(loss, values, output_gradients=tf.constant(scale, tf.float32))
+    gradients = tape.gradient(loss, values, output_gradients=tf.cast(scale, tf.float32))
     return loss, list(map(rows, gradients)), fits
 
 
@@ -252,161 +330,6 @@ def _draw_by_keras(stack: contextlib.ExitStack) -> None:
 
     for name in ("normal", "truncated_normal", "uniform"):
         replace(stack, tf.random, name, drawn_by_keras(name))
-
-
-# --- Why a pass is not finite ---------------------------------------------------------------------
-
-
-class _Explainer:
-    """Explains the passes of a model on a batch.
-
-    Args:
-        model: The model.
-        forward: Returns the loss, float32, for the values of all variables and a batch.
-        batch: The structure (x, y, sample_weight) of arrays or None.
-        paths: The path of each variable.
-        trained: The number of those that are trained, which come first.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        forward: Callable[[Any, Any], Any],
-        batch: Any,
-        paths: Sequence[str],
-        trained: int,
-    ) -> None:
-        self._model, self._forward, self._trained = model, forward, trained
-        self._batch = keras.tree.map_structure(
-            lambda each: None if each is None else keras.ops.convert_to_tensor(each), batch
-        )
-        inputs = [
-            (f"{name}/{number}" if number else name, each)
-            for name, part in zip(("x", "y", "sample_weight"), self._batch, strict=True)
-            for number, each in enumerate(keras.tree.flatten(part))
-            if each is not None
-        ]
-        self._arrays = [each for _, each in inputs]
-        weights = [(self._inside(path), True) for path in paths]
-        self._names = [*weights, *((name, False) for name, _ in inputs)]
-        # A layer without weights has no path.
-        self._paths = {str(each.path or each.name) for each in model._flatten_layers()}
-        self._epsilons: dict[str, float] = {}
-
-    def _inside(self, path: str) -> str:
-        return path.removeprefix(f"{self._model.name}/")
-
-    def _layer(self, path: str) -> str:
-        """The path of a layer in the model, for that of an operation."""
-        found = ""
-        for part in path.split("/"):
-            # TensorFlow numbers scopes that are entered again.
-            for name in (part, re.sub(r"_\d+$", "", part)):
-                # A layer that was called before its model has no path in it.
-                inner = [each for each in (f"{found}/{name}", name) if each in self._paths]
-                if inner:
-                    found = inner[0]
-                    break
-        return self._inside(found) if found else path
-
-    def note_small_numbers(self, values: Sequence[Any]) -> None:
-        """Notes the numbers that are added, and that float16 rounds to few digits or to 0.
-
-        Args:
-            values: The values of all variables. The model computes in float32.
-        """
-        backend = keras.backend.backend()
-        if backend == "jax":
-            import jax
-
-            from lossscale.diagnosis.jaxpr_watch import small_numbers as of_jaxpr
-
-            traced = jax.make_jaxpr(self._forward)(list(values), self._batch)
-            self._epsilons = dict(of_jaxpr(traced.jaxpr, self._layer))
-        elif backend == "tensorflow":
-            from lossscale.diagnosis.graph_watch import small_numbers as of_graph
-
-            def forward(_: Any) -> Any:
-                return self._forward(values, self._batch)
-
-            self._epsilons = dict(of_graph(forward, self._layer))
-
-    def explain(self, values: Sequence[Any], scale: float, in_float32: Any) -> Explanation:
-        """Explains a pass.
-
-        Args:
-            values: The values of all variables.
-            scale: The loss scale.
-            in_float32: Explains the same pass in float32.
-        """
-        backend = keras.backend.backend()
-        if backend == "torch":
-            return self._on_torch(values, scale, in_float32)
-        watch = self._on_jax(values) if backend == "jax" else self._on_tensorflow(values)
-        return explain_pass(watch, scale, in_float32)
-
-    def _on_jax(self, values: Sequence[Any]) -> Callable[[float], Any]:
-        import jax
-        import jax.numpy as jnp
-
-        from lossscale.diagnosis.jaxpr_watch import JaxprWatch
-
-        structure = jax.tree.structure(self._batch)
-
-        def compute(values: Any, arrays: Any, scale: Any) -> Any:
-            def loss_of(first: Any) -> Any:
-                return self._forward([*first, *rest], jax.tree.unflatten(structure, arrays))
-
-            rest = values[self._trained :]
-            loss, pull = jax.vjp(loss_of, list(values[: self._trained]))
-            return loss, pull(jnp.float32(scale))[0]
-
-        closed = jax.make_jaxpr(compute)(list(values), self._arrays, 1.0)
-        watch = JaxprWatch(closed, [*self._names, ("scale", False)], self._epsilons, self._layer)
-        return lambda scale: watch([*values, *self._arrays, np.float32(scale)])
-
-    def _on_tensorflow(self, values: Sequence[Any]) -> Callable[[float], Any]:
-        import tensorflow as tf
-
-        from lossscale.diagnosis.graph_watch import GraphWatch
-
-        values = list(map(tf.identity, values))
-
-        def compute(scale: Any) -> Any:
-            trained = values[: self._trained]
-            with tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch(trained)
-                loss = self._forward(values, self._batch)
-            gradients = tape.gradient(loss, trained, output_gradients=scale)
-            rows = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-            return loss, *(each for each in rows if each is not None)
-
-        names = dict(zip(map(id, [*values, *self._arrays]), self._names, strict=True))
-        return GraphWatch(compute, names, self._epsilons, self._layer)
-
-    def _on_torch(self, values: Sequence[Any], scale: float, in_float32: Any) -> Explanation:
-        import torch
-
-        from lossscale.torch.repeated_step import examined
-        from lossscale.torch.watch import Watch
-
-        named = list(zip(self._names, [*values, *self._arrays], strict=True))
-        watch = Watch(self._model, {name: value for (name, kind), value in named if kind})
-        call = keras.Layer.__call__
-
-        def inside(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            with watch.inside(self._inside(str(layer.path or layer.name))):
-                return call(layer, *args, **kwargs)
-
-        for (name, is_weight), value in named:
-            watch.mark(value, name, is_weight=is_weight)
-        with torch.enable_grad(), contextlib.ExitStack() as stack:
-            replace(stack, keras.Layer, "__call__", inside)
-            first = [value.detach().requires_grad_() for value in values[: self._trained]]
-            with watch.forward():
-                loss = self._forward([*first, *values[self._trained :]], self._batch)
-            seeds = [torch.full_like(loss, scale)]
-            return examined(watch, [loss], first, seeds, scale, in_float32=in_float32)
 
 
 # --- Precision ------------------------------------------------------------------------------------
@@ -505,12 +428,6 @@ def _as_it_was(model: Any) -> Iterator[None]:
 
 def _check_arguments(model: Any, loss_fn: Any) -> None:
     """Checks that the loss is known, and that there are variables to train."""
-    if loss_fn is not None and not callable(loss_fn):
-        raise ArgumentTypeError(
-            "`loss_fn` must be a function of the model and a batch. Received: "
-            f"{loss_fn!r} of type {type(loss_fn).__name__}. A batch is (x, y, sample_weight); "
-            "return the loss."
-        )
     # That of a guarded model wraps its own.
     train_step = getattr(inspect.unwrap(model.train_step), "__func__", None)
     if loss_fn is None and train_step is not keras.Model.train_step:
@@ -531,26 +448,14 @@ def _lines_to_write(model: Any) -> str:
     """The message with the function that a model with its own `train_step` needs."""
     owner = type(model).__name__
     known = bool(getattr(model, "loss", None))
-    loss = "model.compute_loss(x, y, y_pred, sample_weight)" if known else "..."
+    loss = "model.compute_loss(x, y, model(x, training=True), sample_weight)" if known else "..."
     return (
-        f"{owner} has a train_step of its own, so its loss is not known. Write the unscaled "
-        f"loss of {owner}.train_step as a function, and pass it:\n\n"
+        f"{owner} has a train_step of its own, so its loss is not known. Pass loss_fn=, a function "
+        f"that returns the unscaled loss of {owner}.train_step:\n\n"
         "    def loss_fn(model, batch):\n"
         "        x, y, sample_weight = batch\n"
-        "        y_pred = model(x, training=True)\n"
-        f"        loss = {loss}\n"
-        "        return loss\n\n"
-        "    diagnose(model, ..., loss_fn=loss_fn)\n\n"
-        "If several optimizers train, diagnose their losses one by one, each with "
-        "parameters=[...], the variables that the loss trains."
+        f"        return {loss}\n"
     )
-
-
-def _numbered(names: Iterable[str]) -> list[str]:
-    """Names, of which a repeated one has its number."""
-    counts: Counter[str] = Counter()
-    counted = [(name, counts.update([name]) or counts[name]) for name in names]
-    return [name if count == 1 else f"{name}, {count}" for name, count in counted]
 
 
 def _dtype(tensor: Any) -> str:
@@ -601,26 +506,19 @@ def batches_of(x: Any, y: Any, sample_weight: Any, batch_size: int) -> Iterable[
 
 def _picked(data: Batch, batch_size: int) -> Iterator[Batch]:
     data = _mapped(np.atleast_1d, data)
-    lengths = {
-        name: sorted({len(leaf) for leaf in keras.tree.flatten(part) if leaf is not None})
-        for name, part in data._asdict().items()
-        if part is not None
-    }
-    found = {length for each in lengths.values() for length in each}
-    if len(found) != 1 or not lengths["x"] or 0 in found:
-        described = ", ".join(f"{name}: {each or 'nothing'}" for name, each in lengths.items())
+    lengths = {len(leaf) for leaf in keras.tree.flatten(data) if leaf is not None}
+    if len(lengths) != 1 or lengths == {0}:
         raise ArgumentError(
             "`x`, `y` and `sample_weight` must have the same number of rows, at least one. "
-            f"Received: rows {described}."
+            f"Received: {sorted(lengths)} rows."
         )
-    order = np.random.default_rng(0).permutation(found.pop())
+    order = np.random.default_rng(0).permutation(lengths.pop())
     for start in range(0, max(len(order) - batch_size, 0) + 1, batch_size):
-        rows = order[start : start + batch_size]
-        yield _mapped(functools.partial(_rows_of, rows), data)
+        yield _rows_of(data, order[start : start + batch_size])
 
 
-def _rows_of(rows: Any, array: Any) -> Any:
-    return _narrowed(array[rows])
+def _rows_of(data: Batch, rows: Any) -> Batch:
+    return _mapped(lambda array: _narrowed(array[rows]), data)
 
 
 def one_batch(*batch: Any) -> Batch:

@@ -7,21 +7,20 @@ the norm of its difference from the float32 gradient, over the norm of the float
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from lossscale.checks import checked_count, checked_number
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError, first_line
-from lossscale.monitoring.explanation import Cause, Explanation
+from lossscale.monitoring.explanation import LARGEST, Cause, Explanation
 
-LARGEST = 65504.0
-"""The largest number of float16."""
 TOLERANCE = 0.1
 """The largest accepted error of a gradient. An error doubles with each bit that gradients shrink in
 training: this leaves two bits before it is half of the gradient."""
@@ -89,6 +88,17 @@ def checked_loss(loss: Any, is_tensor: Callable[[Any], bool]) -> Any:
             "Take the mean or the sum."
         )
     return loss
+
+
+_Key = tuple[str, int]
+
+
+class _Passes(NamedTuple):
+    """A pass on each batch; `gradients` has those that are not None."""
+
+    losses: Any
+    gradients: Mapping[_Key, Any]
+    targets_fit: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,54 +211,30 @@ def measure(
             "`batches` must be an iterable of batches, such as a list or a DataLoader; one batch "
             f"is [batch]. Received: a {type(batches).__name__}."
         )
-    found = Measurement(tolerance=tolerance)
-    for batch in itertools.islice(batches, checked_count("max_batches", max_batches)):
-        found = _worse(found, _Batch(run, batch, tolerance).measured())
-        if found.unknown or found.overflows_at:
-            return found
-    if not found.batches:
+    taken = list(itertools.islice(batches, checked_count("max_batches", max_batches)))
+    if not taken:
         raise ArgumentError(
             "`batches` must contain at least one batch. Received: an empty "
             f"{type(batches).__name__}."
         )
-    return found
+    return _Batches(run, taken, tolerance).measured()
 
 
-def _worse(before: Measurement, found: Measurement) -> Measurement:
-    """The worse of earlier batches and another one."""
-    rows = {each.name: each for each in before.gradients}
-    for each in found.gradients:
-        old = rows.get(each.name, each)
-        errors = {
-            e: max(each.errors.get(e, 0.0), old.errors.get(e, 0.0))
-            for e in {*each.errors, *old.errors}
-        }
-        rows[each.name] = GradientAccuracy(
-            each.name, max(each.largest, old.largest), dict(sorted(errors.items()))
-        )
-    return dataclasses.replace(
-        found,
-        gradients=tuple(rows.values()),
-        lowest_exponent=max(before.lowest_exponent, found.lowest_exponent),
-        highest_exponent=min(before.highest_exponent, found.highest_exponent),
-        reference=max(before.reference, found.reference),
-        batches=before.batches + 1,
-        passes=before.passes + found.passes,
-    )
+class _Batches:
+    """The passes on all batches, and the errors of their gradients at the scales that were tried.
 
+    A gradient is known by its name and the number of the batch.
+    """
 
-class _Batch:
-    """The passes on one batch, and the errors of its gradients at the scales that were tried."""
-
-    def __init__(self, run: GradientFunction, batch: Any, tolerance: float) -> None:
-        self._run, self._batch, self._tolerance = run, batch, tolerance
-        self._errors: dict[int, dict[str, float]] = {}
+    def __init__(self, run: GradientFunction, batches: Sequence[Any], tolerance: float) -> None:
+        self._run, self._batches, self._tolerance = run, batches, tolerance
+        self._errors: dict[int, dict[_Key, float]] = {}
         self._passes = self._reference_exponent = 0
 
     def measured(self) -> Measurement:
         """Measures the forward pass, then the lowest and the highest scale."""
         self._reference = wide = self._pass(0, half=False)
-        if all(gradient is None for gradient in wide.gradients.values()):
+        if not wide.gradients:
             raise ArgumentError(
                 "The loss depends on no trainable parameter. Compute it from the model or the "
                 "parameters that `loss_fn` receives, without detaching it."
@@ -271,7 +257,7 @@ class _Batch:
             return self._found(unknown=unknown)
         if not narrow.targets_fit:
             return self._found(overflows_at=TARGETS)
-        if not math.isfinite(narrow.loss):
+        if not np.isfinite(narrow.losses).all():
             return self._found(overflows_at="the loss", explanation=self._explained())
         self._errors[0] = _errors(wide, narrow)
         found = self._backward()
@@ -313,8 +299,8 @@ class _Batch:
         best = self._best()
         overflowing = [n for n, e in self._at(min(predicted, 0)).items() if math.isinf(e)]
         # They are not too large: they are finite at no scale, or only where they are 0.
-        if broken := [name for name in overflowing if best[name] >= NOISE]:
-            where = f"the gradient of {broken[-1]}"
+        if broken := [key for key in overflowing if best[key] >= NOISE]:
+            where = f"the gradient of {broken[-1][0]}"
             return self._found(overflows_at=where, explanation=self._explained())
         self._try_higher(NOISE if is_right else self._tolerance)
         lowest = 0 if self._worst(0) <= self._tolerance else self._find_lowest()
@@ -322,51 +308,56 @@ class _Batch:
 
     def _explained(self, *, half: bool = True, exponent: int = 0) -> Explanation | None:
         """Explains why a pass is not finite; None if that is not found out."""
-        try:
-            found = self._run.explain(self._batch, 2.0**exponent, half)
-        # Frameworks and models raise many kinds of exceptions; the verdict holds without it.
-        except Exception:
-            return None
-        return None if found.cause is Cause.UNKNOWN else found
+        for batch in self._batches:
+            # Frameworks and models raise many kinds of exceptions; the verdict holds without it.
+            with contextlib.suppress(Exception):
+                found = self._run.explain(batch, 2.0**exponent, half)
+                if found.cause is not Cause.UNKNOWN:
+                    return found
+        return None
 
     def _found(self, **fields: Any) -> Measurement:
-        rows = [
-            GradientAccuracy(
-                name,
-                float(np.abs(gradient).max(initial=0)),
-                {e: each[name] for e, each in sorted(self._errors.items()) if name in each},
-            )
-            for name, gradient in self._reference.gradients.items()
-            if gradient is not None
-        ]
+        largest: dict[str, float] = {}
+        for (name, _), gradient in self._reference.gradients.items():
+            size = float(np.abs(gradient).max(initial=0))
+            largest[name] = max(size, largest.get(name, 0.0))
+        errors: dict[str, dict[int, float]] = {name: {} for name in largest}
+        for exponent, each in sorted(self._errors.items()):
+            for (name, _), error in each.items():
+                errors[name][exponent] = max(error, errors[name].get(exponent, 0.0))
         return Measurement(
-            tuple(rows),
+            tuple(GradientAccuracy(name, largest[name], errors[name]) for name in largest),
             reference=self._reference_exponent,
             tolerance=self._tolerance,
+            batches=len(self._batches),
             passes=self._passes,
             **fields,
         )
 
-    def _pass(self, exponent: int, *, half: bool) -> Pass:
-        """Computes a pass; divides the gradients by the loss scale."""
-        self._passes += 1
+    def _pass(self, exponent: int, *, half: bool) -> _Passes:
+        """Computes a pass on each batch; divides the gradients by the loss scale."""
         scale = 2.0**exponent
-        of_python, of_numpy = random.getstate(), np.random.get_state()
-        try:
-            # Overflow is measured here, so silence warnings of it.
-            with np.errstate(all="ignore"):
-                found = self._run(self._batch, scale, half)
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
-        return found._replace(
-            gradients={
-                name: None if g is None else np.asarray(g, np.float64) / scale
-                for name, g in found.gradients.items()
-            }
-        )
+        found = []
+        for batch in self._batches:
+            self._passes += 1
+            of_python, of_numpy = random.getstate(), np.random.get_state()
+            try:
+                # Overflow is measured here, so silence warnings of it.
+                with np.errstate(all="ignore"):
+                    found.append(self._run(batch, scale, half))
+            finally:
+                random.setstate(of_python)
+                np.random.set_state(of_numpy)
+        gradients = {
+            (name, number): np.asarray(gradient, np.float64) / scale
+            for number, each in enumerate(found)
+            for name, gradient in each.gradients.items()
+            if gradient is not None
+        }
+        losses = np.array([each.loss for each in found])
+        return _Passes(losses, gradients, all(each.targets_fit for each in found))
 
-    def _at(self, exponent: int) -> dict[str, float]:
+    def _at(self, exponent: int) -> dict[_Key, float]:
         """The error of each gradient at a scale, which is tried if it was not."""
         if exponent not in self._errors:
             self._errors[exponent] = _errors(self._reference, self._pass(exponent, half=True))
@@ -382,14 +373,14 @@ class _Batch:
             The reason why there is no reference, "" if there is one.
         """
         wide = self._reference
-        is_doubtful = any(not np.any(g) for g in wide.gradients.values() if g is not None) or any(
+        is_doubtful = any(not np.any(g) for g in wide.gradients.values()) or any(
             self._tolerance < e < math.inf for each in self._errors.values() for e in each.values()
         )
         if not is_doubtful:
             return ""
         exponent = max(_predicted_highest(_largest(wide)) - MARGIN, _SECOND)
         raised = self._pass(exponent, half=False)
-        if abs(raised.loss - wide.loss) > _SAME * abs(wide.loss):
+        if (abs(raised.losses - wide.losses) > _SAME * abs(wide.losses)).any():
             return _RANDOM
         if _is_finite(raised):
             # Rounding that differs between equal passes, as in sums on a GPU, is not a cast.
@@ -452,9 +443,9 @@ class _Batch:
     def _is_finite(self, exponent: int) -> bool:
         return all(map(math.isfinite, self._at(exponent).values()))
 
-    def _best(self) -> dict[str, float]:
+    def _best(self) -> dict[_Key, float]:
         """The smallest error of each gradient at any scale that was tried."""
-        found: dict[str, float] = {}
+        found: dict[_Key, float] = {}
         for errors in self._errors.values():
             found |= {name: min(e, found.get(name, math.inf)) for name, e in errors.items()}
         return found
@@ -469,12 +460,12 @@ class _Batch:
         return max(filter(math.isfinite, beyond), default=0.0)
 
 
-def _errors(reference: Pass, found: Pass) -> dict[str, float]:
+def _errors(reference: _Passes, found: _Passes) -> dict[_Key, float]:
     """The error of each gradient that is not 0 in float32; infinite for one that overflows."""
     errors = {}
     for name, gradient in reference.gradients.items():
         narrow = found.gradients.get(name)
-        if gradient is None or narrow is None:
+        if narrow is None:
             continue
         norm, difference = np.linalg.norm(gradient), np.linalg.norm(narrow - gradient)
         if not math.isfinite(difference):
@@ -484,7 +475,7 @@ def _errors(reference: Pass, found: Pass) -> dict[str, float]:
     return errors
 
 
-def _differing(one: Pass, other: Pass) -> set[str]:
+def _differing(one: _Passes, other: _Passes) -> set[_Key]:
     return {name for name, error in _errors(one, other).items() if error > _SAME}
 
 
@@ -492,15 +483,13 @@ def _beyond(error: float, best: float) -> float:
     return math.inf if math.isinf(error) else math.sqrt(max(error**2 - best**2, 0.0))
 
 
-def _is_finite(found: Pass) -> bool:
-    each = [gradient for gradient in found.gradients.values() if gradient is not None]
-    return math.isfinite(found.loss) and all(np.isfinite(gradient).all() for gradient in each)
+def _is_finite(found: _Passes) -> bool:
+    return all(np.isfinite(each).all() for each in (found.losses, *found.gradients.values()))
 
 
-def _largest(found: Pass) -> float:
-    """The largest magnitude in all gradients, 0 if there is none."""
-    each = [gradient for gradient in found.gradients.values() if gradient is not None]
-    return max((float(np.abs(gradient).max(initial=0)) for gradient in each), default=0.0)
+def _largest(found: _Passes) -> float:
+    """The largest magnitude in all gradients."""
+    return max(float(np.abs(gradient).max(initial=0)) for gradient in found.gradients.values())
 
 
 def _predicted_highest(largest: float) -> int:

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import math
 import textwrap
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -148,13 +146,11 @@ class Report:
         model: The name of what was diagnosed.
         setting: The framework, device and format.
         measurement: The measurement.
-        seconds: The duration of the measurement.
     """
 
     model: str
     setting: str
     measurement: Measurement
-    seconds: float = dataclasses.field(default=0.0, compare=False)
 
     @property
     def verdict(self) -> Verdict:
@@ -228,15 +224,9 @@ class Report:
             )
         yield (
             "measured",
-            f"{found.batches} batches, {found.passes} passes, {self.seconds:.1f} s; {self.setting}"
-            ". It holds for this batch size and these weights",
+            f"{found.batches} batches, {found.passes} passes; {self.setting}. It holds for this "
+            "batch size and these weights",
         )
-
-    def to_json(self) -> str:
-        """Returns the report as strict JSON, with the numbers of each gradient."""
-        described = {**dataclasses.asdict(self), **recommend(self.measurement)._asdict()}
-        described["rule"] = None if self.rule is None else dataclasses.asdict(self.rule)
-        return json.dumps(_plain(described), allow_nan=False)
 
 
 _TITLES = {
@@ -259,9 +249,7 @@ def make_report(
         setting: The framework, device and format, such as "PyTorch, cpu, autocast to float16".
         **options: `max_batches` and `tolerance`, as for `measure`.
     """
-    started = time.perf_counter()
-    measurement = measure(run, batches, **options)
-    return Report(model, setting, measurement, time.perf_counter() - started)
+    return Report(model, setting, measure(run, batches, **options))
 
 
 def line_to_copy(rule: DynamicScale) -> str:
@@ -295,12 +283,3 @@ def _wrapped(text: str, indent: int) -> str:
     return textwrap.fill(
         text, _WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False, expand_tabs=False
     )
-
-
-def _plain(value: Any) -> Any:
-    """The same value as JSON can hold it: a number that is not finite becomes a text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -87,7 +87,7 @@ class GuardedStep:
         if not found:
             warn(
                 "A guarded model needs a LossScaleOptimizer, whose skips it follows. Its optimizer "
-                f"is {_named(getattr(self.model, 'optimizer', None))}. Compile it with a "
+                f"is {getattr(self.model, 'optimizer', None)}. Compile it with a "
                 "lossscale.LossScaleOptimizer, or pass its optimizers to `guard`."
             )
         # A fixed scale that checks nothing never skips.
@@ -96,12 +96,6 @@ class GuardedStep:
             return self.step(*args, **kwargs)
         step = functools.partial(self.step, **kwargs) if kwargs else self.step
         return found[0]._backend.run_guarded(self.model, step, args, found, weights_of)
-
-
-def _named(optimizer: Any) -> str:
-    if optimizer is None:
-        return "None"
-    return f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"
 
 
 def _wrappers_of(model: Any) -> list[Any]:

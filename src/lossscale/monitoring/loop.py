@@ -30,32 +30,19 @@ class LoopMonitor:
         self._unread: tuple[Read, Any] | None = None
         recorder.open()
 
-    def __repr__(self) -> str:
-        record = self.last_record
-        if record is None:
-            return "<Monitor: no step was sampled yet>"
-        return (
-            f"<Monitor: at step {record.step} loss scale {record.next_scale:g}, "
-            f"{record.steps_skipped} steps skipped>"
-        )
-
     @property
     def last_record(self) -> StepRecord | None:
         """The last record of this monitor, or None."""
         return self._recorder.last_record
 
     def close(self) -> None:
-        """Records the last step if it was not sampled, and closes the file.
+        """Records the last step if it was not sampled.
 
         Closing it again does nothing; `step` is an error afterwards.
         """
-        try:
-            if self._unread is not None:
-                self._sample(*self._unread)
-        finally:
-            self._unread = None
-            self._is_closed = True
-            self._recorder.close()
+        self._is_closed, unread = True, self._unread
+        if unread is not None:
+            self._sample(*unread)
 
     def __enter__(self) -> Self:
         return self

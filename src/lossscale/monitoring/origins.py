@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from lossscale.monitoring.explanation import (
-    Cause,
     Explanation,
     Origin,
     constant_beyond_float16,
@@ -38,11 +37,13 @@ class Watched(NamedTuple):
         loss: Of the loss.
         gradients: Of the first gradient.
         hidden: Of the first overflow that makes a result wrong, and finite.
+        small: Numbers that are added, and that float16 rounds to few digits or to 0, by module.
     """
 
     loss: Origin | None
     gradients: Origin | None
     hidden: Origin | None = None
+    small: Mapping[str, float] = {}
 
     @property
     def is_finite(self) -> bool:
@@ -96,38 +97,49 @@ def is_harmed(difference: float, largest: float) -> bool:
 def explain_pass(
     watch: Callable[[float], Watched],
     scale: float,
-    in_float32: Callable[[], Explanation] | None = None,
+    in_float32: Callable[[float], Watched] | None = None,
 ) -> Explanation:
     """Returns why a pass is not finite.
 
     Args:
         watch: Computes the pass at a loss scale, and watches it.
         scale: The loss scale.
-        in_float32: Explains the same pass in float32; None if the program cannot set a number
-            above the largest float16 number.
+        in_float32: Does the same in float32; None if the program cannot set a number above the
+            largest float16 number, and the watch knows the small numbers.
     """
 
     @functools.cache
     def after(halvings: int) -> Watched:
         return watch(scale * 2.0**-halvings)
 
+    @functools.cache
+    def wide() -> Watched:
+        # If there is nothing to compare with, all of it counts as not finite.
+        return Watched(Origin(), None) if in_float32 is None else in_float32(scale)
+
+    def with_epsilon(origin: Origin) -> Origin:
+        if origin.failed is None or origin.failed.epsilon:
+            return origin
+        epsilon = wide().small.get(origin.failed.module, 0.0)
+        return origin._replace(failed=origin.failed._replace(epsilon=epsilon))
+
     found = after(0)
-    origin = found.loss or found.gradients
+    # Without the first two, nothing is skipped. What is hidden makes the step wrong.
+    origin = found.loss or found.gradients or found.hidden
     if origin is None:
-        # Nothing is skipped. What is hidden makes the step wrong.
-        return of_forward_pass(found.hidden) if found.hidden else nothing_to_explain(scale)
+        return nothing_to_explain(scale)
     if origin.is_mask or (origin.failed is not None and origin.failed.of_infinities):
-        narrow = of_forward_pass(origin)
-        if in_float32 is None or not narrow.in_float16:
-            return narrow
-        return constant_beyond_float16(narrow) if in_float32().cause is Cause.UNKNOWN else narrow
+        narrow = of_forward_pass(with_epsilon(origin))
+        is_beyond = narrow.in_float16 and wide().is_finite and wide().hidden is None
+        return constant_beyond_float16(narrow) if is_beyond else narrow
     if found.loss is not None or origin.failed is None or not origin.failed.in_backward:
-        return of_forward_pass(origin)
+        return of_forward_pass(with_epsilon(origin))
     halvings = halvings_until(lambda halvings: after(halvings).is_finite, scale)
     lowest = after(most_halvings(scale)).gradients
     if lowest is not None and lowest.failed is not None:
         # An operation that overflows at this scale may precede one that fails at every scale.
         origin = lowest
+    origin = with_epsilon(origin) if halvings is None else origin
     assert origin.failed is not None
     cause = with_hidden(explained(origin.failed, scale=scale, halvings=halvings), found.hidden)
     return with_line(cause, origin)

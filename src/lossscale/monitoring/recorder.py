@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
 from collections.abc import Callable
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from lossscale.checks import checked_count, checked_truth
 from lossscale.errors import ArgumentError, ArgumentTypeError, TrainingHaltedError
@@ -27,7 +26,6 @@ class MonitorSettings:
     every: int = 1
     log: Callable[[dict[str, Any]], object] | None = None
     on_floor: str = "warn"
-    max_consecutive_skips: int | None = None
     append: bool = False
 
     def __post_init__(self) -> None:
@@ -43,8 +41,6 @@ class MonitorSettings:
                 f"`on_floor` must be one of {', '.join(map(repr, _ON_FLOOR))}. "
                 f"Received: on_floor={self.on_floor!r}."
             )
-        if self.max_consecutive_skips is not None:
-            checked_count("max_consecutive_skips", self.max_consecutive_skips)
         checked_truth("append", self.append, ArgumentTypeError)
 
     def samples(self, before: int, step: int) -> bool:
@@ -53,20 +49,11 @@ class MonitorSettings:
 
 
 def _check_path(path: Any) -> None:
-    if path is None:
-        return
     # open() accepts an int, and would write to that file descriptor.
-    if not isinstance(path, (str, os.PathLike)):
+    if path is not None and not isinstance(path, (str, os.PathLike)):
         raise ArgumentTypeError(
             f"`path` must be the name of a file. Received: path={path!r} of type "
             f"{type(path).__name__}."
-        )
-    if not os.fspath(path):
-        raise ArgumentError("`path` must not be empty. Pass None to write no file.")
-    if os.path.isdir(path):
-        raise ArgumentError(
-            f"`path` must be the name of a file. Received: path={os.fspath(path)!r}, which is a "
-            "folder."
         )
 
 
@@ -124,27 +111,24 @@ class Recorder:
         self.settings = settings
         self.last_record: StepRecord | None = None
         self._rule = rule
-        self._file: BinaryIO | None = None
         self._writes = False
         self._append = settings.append
-        self._consecutive = 0
         self._warned_of_floor = self._warned_of_loss = False
 
     def open(self) -> None:
-        """Opens the file, if there is one. A second call continues the same file.
+        """Creates the file, if there is one. A second call continues the same file.
 
         Raises:
             ArgumentError: If the file exists and `append` is False.
             OSError: If the file cannot be written.
         """
-        self.close()
         path = self.settings.path
         if path is None:
             return
         if self._append:
             _cut_off_half_a_line(path)
         try:
-            self._file = open(path, "ab" if self._append else "xb")  # noqa: SIM115
+            open(path, "ab" if self._append else "xb").close()
         except FileExistsError:
             raise ArgumentError(
                 f"{os.fspath(path)!r} exists. Pass another path, remove the file, or pass "
@@ -152,14 +136,6 @@ class Recorder:
                 "in one of them, or a different path in each."
             ) from None
         self._writes = self._append = True
-
-    def close(self) -> None:
-        """Closes the file. Closing it again does nothing."""
-        if self._file is not None:
-            # Every line was flushed; on a full disk, closing fails again.
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
 
     def observe(self, stats: StepStats) -> None:
         """Records a step, and the last skipped step before it.
@@ -195,31 +171,22 @@ class Recorder:
             steps_skipped=stats.steps_skipped,
             explanation=explanation,
         )
-        self._count_skips_in_a_row(record)
         self.last_record = record
         self._write(record)
         if self.settings.log is not None:
-            try:
-                self.settings.log(record.to_dict())
-            except BaseException:
-                # `fit` ends without another call; a loop that continues opens the file again.
-                self.close()
-                raise
+            self.settings.log(record.to_dict())
         self._raise_alarms(record)
 
     def _write(self, record: StepRecord) -> None:
         if self.settings.path is None or not self._writes:
             return
         try:
-            if self._file is None:
-                self._file = open(self.settings.path, "ab")  # noqa: SIM115
-            self._file.write(record.to_json().encode() + b"\n")
-            # Flushed, so that the file can be read during the run and after a kill.
-            self._file.flush()
+            # Closed, so that the file can be read during the run and after a kill.
+            with open(self.settings.path, "ab") as file:
+                file.write(record.to_json().encode() + b"\n")
         except OSError as error:
             # A full disk must not end a long run.
             self._writes = False
-            self.close()
             warn(
                 f"{self.settings.path!r} became unwritable ({error}). Records from step "
                 f"{record.step} on are lost."
@@ -227,24 +194,7 @@ class Recorder:
 
     # --- The alarms ---------------------------------------------------------------------------
 
-    def _count_skips_in_a_row(self, record: StepRecord) -> None:
-        last = self.last_record
-        if not record.skipped:
-            self._consecutive = 0
-        elif last is None or last.steps_skipped is None or record.steps_skipped is None:
-            self._consecutive = 1
-        else:
-            steps = record.step - last.step
-            all_skipped = record.steps_skipped - last.steps_skipped == steps
-            self._consecutive = self._consecutive + steps if all_skipped else 1
-
     def _raise_alarms(self, record: StepRecord) -> None:
-        most = self.settings.max_consecutive_skips
-        if most is not None and self._consecutive >= most:
-            self._halt(
-                f"The last {self._consecutive} steps in a row were skipped, up to step "
-                f"{record.step} (max_consecutive_skips={most}). {_evidence(record)}"
-            )
         if record.loss is not None and not math.isfinite(record.loss):
             found = record.explanation
             # Otherwise the monitor has said more.
@@ -263,12 +213,8 @@ class Recorder:
                 f"{_evidence(record)} {_next_step(record)}"
             )
             if self.settings.on_floor == "raise":
-                self._halt(f"{message} (on_floor='raise')")
+                raise TrainingHaltedError(f"{message} (on_floor='raise')")
             warn(message)
-
-    def _halt(self, message: str) -> None:
-        self.close()
-        raise TrainingHaltedError(message)
 
 
 def _evidence(record: StepRecord) -> str:

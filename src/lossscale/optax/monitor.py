@@ -60,7 +60,6 @@ class Monitor(LoopMonitor):
             after it is written. Its exceptions leave `step` and `close`.
         on_floor: Action when a step is skipped at `min_scale`: "warn", "raise" to end training, or
             "ignore".
-        max_consecutive_skips: Number of skips in a row that ends training. None for no limit.
         append: Whether to continue the file `path` if it exists, as a resumed run does.
         steps_before: Number of steps before this run. A state of `track_overflows` has it.
 
@@ -93,11 +92,10 @@ class Monitor(LoopMonitor):
         every: int = 1,
         log: Callable[[dict[str, Any]], object] | None = None,
         on_floor: Literal["warn", "raise", "ignore"] = "warn",
-        max_consecutive_skips: int | None = None,
         append: bool = False,
         steps_before: int = 0,
     ) -> None:
-        settings = MonitorSettings(path, every, log, on_floor, max_consecutive_skips, append)
+        settings = MonitorSettings(path, every, log, on_floor, append)
         owner = getattr(getattr(tx, "update", None), "__self__", tx)
         rule = tx if isinstance(tx, ScaleRule) else getattr(owner, "rule", None)
         if not isinstance(rule, ScaleRule):
@@ -133,11 +131,6 @@ class Monitor(LoopMonitor):
         """
         self._check_open()
         watched = self._arrays_of(opt_state)
-        if _any_deleted(watched):
-            raise ArgumentError(
-                "The arrays of `opt_state` were deleted by a step with donate_argnums. Pass the "
-                "state that the step returned."
-            )
         if loss is not None and np.ndim(loss):
             raise ArgumentError(
                 f"`loss` must be a scalar. Received: an array of shape {np.shape(loss)}. Pass the "
@@ -166,10 +159,10 @@ class Monitor(LoopMonitor):
             scale_of_last, skip = overflow_tracker.read(self._names, tracked, after, stats.step)
             return stats._replace(scale=scale_of_last, last_skip=skip)
 
-        self._watched = watched
         if watched.tracking is None:
             # A later step may take the buffer.
             self._scale = jnp.copy(watched.scale)
+        self._watched = watched
         self._add_steps(steps, read, loss)
 
     def _arrays_of(self, opt_state: Any) -> _Watched:

@@ -51,7 +51,6 @@ class Monitor(LoopMonitor):
             after it is written; what it raises, `step` and `close` raise.
         on_floor: Action when a step is skipped at `min_scale`: "warn", "raise" to end training, or
             "ignore".
-        max_consecutive_skips: Number of skips in a row that ends training. None for no limit.
         append: Whether to continue the file `path` if it exists, as a resumed run does.
         steps_before: Number of steps before this run, with a `GradScaler`. An optimizer has it.
         explain: Number of skipped steps to explain, such as 20; 0 for none. It repeats the forward
@@ -93,13 +92,12 @@ class Monitor(LoopMonitor):
         every: int = 1,
         log: Callable[[dict[str, Any]], object] | None = None,
         on_floor: Literal["warn", "raise", "ignore"] = "warn",
-        max_consecutive_skips: int | None = None,
         append: bool = False,
         steps_before: int = 0,
         explain: int = 0,
         explain_bytes: int = DEFAULT_BYTES,
     ) -> None:
-        settings = MonitorSettings(path, every, log, on_floor, max_consecutive_skips, append)
+        settings = MonitorSettings(path, every, log, on_floor, append)
         optimizer = wrapper_in(optimizer)
         _check_watched(optimizer)
         self._watched = optimizer

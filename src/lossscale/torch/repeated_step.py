@@ -346,7 +346,7 @@ def examined(
     scale: float,
     *,
     is_loss: bool = True,
-    in_float32: Callable[[], Explanation] | None = None,
+    in_float32: Callable[[float], Watched] | None = None,
 ) -> Explanation:
     """Explains what is not finite in outputs, or in their gradients.
 

@@ -1,8 +1,7 @@
 """Faults in a vision transformer, a U-Net, a GRU with attention and others, and the right answers.
 
-They were written before they were first run. Two named the wrong place: a gain is cast in its
-norm, and nothing is differentiated by the edges of an image. Of the last 22, those stay that were
-answered wrongly.
+They were written before they were first run. Of these, those stay whose kind no other case has, and
+those that were answered wrongly.
 """
 
 import math
@@ -55,55 +54,44 @@ class RMSNorm(linen.Module):
 
 
 class Attention(linen.Module):
-    masked: tuple = ()
-    factor: float = 0.25
+    factor: float
 
     @linen.compact
     def __call__(self, x):
         q, k, v = jnp.split(linen.Dense(3 * x.shape[-1], dtype=x.dtype, name="qkv")(x), 3, -1)
         scores = q * self.factor @ jnp.swapaxes(k, -1, -2)
-        hidden = np.zeros((x.shape[1], x.shape[1]), bool)
-        hidden[list(self.masked)] = True
-        scores = jnp.where(hidden, -jnp.inf, scores)
         return jax.nn.softmax(scores) @ v
 
 
 class ViT(linen.Module):
     dtype: Any
-    eps: float = 1e-3
-    masked: tuple = ()
     factor: float = 0.25
-    gate: Any = jax.nn.gelu
 
     @linen.compact
     def __call__(self, images):
         x = linen.Conv(16, (4, 4), (4, 4), dtype=self.dtype, name="patch", use_bias=False)(images)
         x = x.reshape(x.shape[0], -1, 16)
         positions = self.param("positions", linen.initializers.normal(0.1), (16, 16))
-        x = RMSNorm(self.eps, name="first_norm")(x) + positions.astype(x.dtype)
+        x = RMSNorm(1e-3, name="first_norm")(x) + positions.astype(x.dtype)
         for n in range(2):
-            x = x + Attention(self.masked, self.factor, name=f"attention_{n}")(x)
+            x = x + Attention(self.factor, name=f"attention_{n}")(x)
             h = linen.Dense(32, dtype=self.dtype, name=f"up_{n}")(x)
-            x = x + linen.Dense(16, dtype=self.dtype, name=f"down_{n}")(self.gate(h))
+            x = x + linen.Dense(16, dtype=self.dtype, name=f"down_{n}")(jax.nn.gelu(h))
         temperature = self.param("temperature", linen.initializers.ones, ())
         return linen.Dense(4, dtype=self.dtype, name="head")(x.mean(1)) / temperature.astype(
             x.dtype
         )
 
 
-def vit(change=None, images=None, loss=None, **settings):
+def vit(change=None, **settings):
     """A program: its loss function, parameters and batch."""
-    images = normal(4, 16, 16, 3) if images is None else images
-    params = ViT(jnp.float32, **settings).init(jax.random.key(0), normal(4, 16, 16, 3))["params"]
+    images = normal(4, 16, 16, 3)
+    params = ViT(jnp.float32, **settings).init(jax.random.key(0), images)["params"]
     params = params if change is None else changed(params, *change)
 
-    def mean(logits):
-        labels = jnp.arange(4)
-        return optax.softmax_cross_entropy_with_integer_labels(wide(logits), labels).mean()
-
     def loss_fn(params, batch, dtype):
-        model = ViT(dtype, **settings)
-        return (loss or mean)(model.apply({"params": params}, batch.astype(dtype)))
+        logits = wide(ViT(dtype, **settings).apply({"params": params}, batch.astype(dtype)))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(4)).mean()
 
     return loss_fn, params, images
 
@@ -117,13 +105,13 @@ def conv(w, x):
     )
 
 
-def instance_norm(x, eps):
+def instance_norm(x):
     with jax.named_scope("instance_norm"):
         centered = x - x.mean((1, 2), keepdims=True)
-        return centered / (jnp.sqrt((centered * centered).mean((1, 2), keepdims=True)) + eps)
+        return centered / (jnp.sqrt((centered * centered).mean((1, 2), keepdims=True)) + 1e-3)
 
 
-def unet(change=None, batch=None, loss=None, before=None, gate=None, after=None, eps=1e-3):
+def unet(change=None, batch=None, before=None, after=None):
     params = {
         "down": normal(3, 3, 3, 8, seed=1, size=0.2),
         "middle": normal(3, 3, 8, 8, seed=2, size=0.1),
@@ -149,36 +137,21 @@ def unet(change=None, batch=None, loss=None, before=None, gate=None, after=None,
         with jax.named_scope("middle"):
             small = first.reshape(2, 8, 2, 8, 2, 8).max((2, 4))
             middle = jax.checkpoint(lambda w, x: jax.nn.relu(conv(w, x)))(params["middle"], small)
-        middle = middle if gate is None else gate(middle)
-        middle = instance_norm(middle, eps)
+        middle = instance_norm(middle)
         up = jnp.repeat(jnp.repeat(middle, 2, 1), 2, 2)
         up = up if after is None else after(up)
         with jax.named_scope("out"):
             return conv(params["out"], jnp.concatenate([first, up], -1))
 
     def loss_fn(params, batch, dtype):
-        return (loss or mean)(model(params, batch["image"].astype(dtype)), batch["weight"])
+        return mean(model(params, batch["image"].astype(dtype)), batch["weight"])
 
     return loss_fn, params, batch
-
-
-def pooled(x):
-    """The sum over an image, for a gate."""
-    total = (x * 2000).sum((1, 2), keepdims=True)
-    return x * (total / (1 + total))
 
 
 def edges(x):
     dx, dy = x - jnp.roll(x, 1, 1), x - jnp.roll(x, 1, 2)
     return jnp.sqrt(dx * dx + dy * dy) + x
-
-
-@jax.custom_vjp
-def amplified(x):
-    return x
-
-
-amplified.defvjp(lambda x: (x, None), lambda _, g: (g * 60000 * 60,))
 
 
 @jax.custom_vjp
@@ -189,22 +162,16 @@ def divided(x):
 divided.defvjp(lambda x: (x, None), lambda _, g: (g / (g * 0),))
 
 
-def dice(logits, weight):
-    found = wide(logits) * 0
-    return 1 - 2 * (found * 0).sum() / (found.sum() + 0 * weight.sum())
-
-
 # --- The GRU with attention -----------------------------------------------------------------------
 
 
-def gru(change=None, batch=None, loss=None, finish=None, factor=0.3, uses="attention mean"):
+def gru(batch=None, finish=None):
     params = {
         "embed": normal(50, 16, seed=5),
         "gates": normal(32, 32, seed=6, size=0.2),
         "candidate": normal(32, 16, seed=7, size=0.2),
-        "head": normal(32, 4, seed=8, size=0.2),
+        "head": normal(16, 4, seed=8, size=0.2),
     }
-    params = params if change is None else changed(params, *change)
     given = {
         "tokens": np.random.default_rng(0).integers(0, 50, (4, 9)),
         "lengths": np.array([9, 3, 5, 7]),
@@ -224,15 +191,11 @@ def gru(change=None, batch=None, loss=None, finish=None, factor=0.3, uses="atten
 
     def attention(states, lengths):
         def one(states, length):
-            scores = states @ states[-1] * factor
+            scores = states @ states[-1] * 0.3
             scores = jnp.where(jnp.arange(9) < length, scores, -jnp.inf)
             return jax.nn.softmax(scores) @ states
 
         return jax.vmap(one)(states, lengths)
-
-    def averaged(states, lengths):
-        inside = (jnp.arange(9) < lengths[:, None])[..., None].astype(states.dtype)
-        return (states * inside).mean(1) / (lengths[:, None] / 9).astype(states.dtype)
 
     def mean(found, targets):
         return jnp.mean((wide(found).sum(-1) - targets) ** 2)
@@ -241,19 +204,10 @@ def gru(change=None, batch=None, loss=None, finish=None, factor=0.3, uses="atten
         with jax.named_scope("embed"):
             x = params["embed"].astype(dtype)[batch["tokens"]]
         states = jnp.swapaxes(states_of(params, x), 0, 1)
-        parts = [
-            attention(states, batch["lengths"]) if "attention" in uses else states[:, -1],
-            averaged(states, batch["lengths"]) if "mean" in uses else states[:, 0],
-        ]
-        found = jnp.concatenate(parts, -1) @ params["head"].astype(dtype)
-        return (loss or mean)(found if finish is None else finish(found), batch["targets"])
+        found = attention(states, batch["lengths"]) @ params["head"].astype(dtype)
+        return mean(found if finish is None else finish(found), batch["targets"])
 
     return loss_fn, params, given
-
-
-def log_probabilities(x):
-    powers = jnp.exp((x - x.max(-1, keepdims=True) - 0.1) * 400)
-    return jnp.log(powers / (powers.sum(-1, keepdims=True) + 1))
 
 
 def newton(x):
@@ -314,58 +268,24 @@ def at_one(value):
     return lambda leaf: leaf.at[(0,) * leaf.ndim].set(value)
 
 
-def times(factor):
-    return lambda leaf: leaf * factor
-
-
-NAN, INF = math.nan, math.inf
-BLACK = jnp.zeros((4, 16, 16, 3))
 EMPTY = {"lengths": np.array([9, 3, 0, 7])}
 ALIKE = {"image": jnp.full((2, 16, 16, 3), 0.5), "weight": jnp.ones((2, 16, 16, 1))}
 
 CASES = {
-    "vit: a scale of 2**30": Case(vit, "scale", scale=2.0**30),
-    "vit: images of 1e6": Case(
-        lambda: vit(images=normal(4, 16, 16, 3) * 1e6), "forward overflow", "convert", ""
-    ),
     "vit: large attention scores": Case(
         lambda: vit(factor=1e5), "forward overflow", "dot mul", "attention_0"
     ),
-    "vit: black images and an epsilon of 1e-8": Case(
-        lambda: vit(images=BLACK, eps=1e-8), "singular", "rsqrt", "first_norm"
-    ),
-    "vit: black images and an epsilon of 0": Case(
-        lambda: vit(images=BLACK, eps=0.0), "singular", "rsqrt", "first_norm"
-    ),
     "vit: NaN in the positions": Case(
-        lambda: vit(change=(["positions"], at_one(NAN))), "weights", "", "positions"
-    ),
-    "vit: a gain of 1e6": Case(
-        lambda: vit(change=(["first_norm", "gain"], at_one(1e6))), "forward overflow", "", "norm"
-    ),
-    "vit: a cube in the activation": Case(
-        lambda: vit(gate=lambda x: x * ((40 * x) ** 3 / (1 + (40 * x) ** 3))),
-        "forward overflow",
-        "pow mul",
+        lambda: vit(change=(["positions"], at_one(math.nan))), "weights", "", "positions"
     ),
     "vit: a temperature of 1e-8": Case(
         lambda: vit(change=(["temperature"], to(1e-8))), "singular", "div", "ViT"
     ),
-    "vit: a row that is masked as a whole": Case(
-        lambda: vit(masked=(3,)), "singular", "sub exp max", "attention_0"
-    ),
-    "unet: a scale of 2**28": Case(unet, "scale", scale=2.0**28),
     "unet: large weights in the middle": Case(
         lambda: unet(change=(["middle"], lambda w: abs(w) * 5e4)),
         "forward overflow",
         "conv",
         "middle",
-    ),
-    "unet: a sum over the image": Case(
-        lambda: unet(gate=pooled), "forward overflow", "reduce_sum convert", "pooled"
-    ),
-    "unet: nothing in the middle and an epsilon of 1e-9": Case(
-        lambda: unet(change=(["middle"], to(0.0)), eps=1e-9), "singular", "div", "instance_norm"
     ),
     "unet: edges of a constant image": Case(
         lambda: unet(before=edges, batch=lambda _: ALIKE),
@@ -373,37 +293,13 @@ CASES = {
         "sqrt div",
         "instance_norm",
     ),
-    "unet: NaN in a pixel": Case(
-        lambda: unet(batch=lambda x: {**ALIKE, "image": x.at[0, 3, 3, 1].set(NAN)}),
-        "batch",
-        "image",
-    ),
-    "unet: an infinite weight of a pixel": Case(
-        lambda: unet(batch=lambda x: {"image": x, "weight": ALIKE["weight"].at[0, 0, 0].set(INF)}),
-        "batch",
-        "weight",
-    ),
     "unet: an infinite mean": Case(
-        lambda: unet(change=(["mean"], at_one(-INF))), "weights", "", "mean"
+        lambda: unet(change=(["mean"], at_one(-math.inf))), "weights", "", "mean"
     ),
-    "unet: a gradient times 3.6e6": Case(lambda: unet(after=amplified), "scale"),
     "unet: a gradient divided by 0": Case(
         lambda: unet(after=divided), "singular, backward overflow", "div"
     ),
-    "unet: a Dice loss of nothing": Case(lambda: unet(loss=dice), "singular, loss", "div", "dice"),
-    "gru: a scale of 2**26": Case(gru, "scale", scale=2.0**26),
-    "gru: an embedding of 1e6": Case(
-        lambda: gru(change=(["embed"], times(1e6))), "forward overflow", "convert", "embed"
-    ),
-    "gru: attention over nothing": Case(
-        lambda: gru(batch=EMPTY, uses="attention"), "singular", "sub exp max", "one"
-    ),
-    "gru: the mean of nothing": Case(
-        lambda: gru(batch=EMPTY, uses="mean"), "singular", "div", "averaged"
-    ),
-    "gru: the logarithm of a probability of 0": Case(
-        lambda: gru(finish=log_probabilities), "singular", "log", "log_probabilities"
-    ),
+    "gru: attention over nothing": Case(lambda: gru(batch=EMPTY), "singular", "sub exp max", "one"),
     "gru: a power that is too large": Case(
         lambda: gru(finish=lambda x: jnp.exp(12 + x * x)), "forward overflow", "exp"
     ),
@@ -411,9 +307,6 @@ CASES = {
         lambda: gru(finish=newton), "forward overflow", "mul", "newton"
     ),
     "gru: a logarithm in a branch": Case(lambda: gru(finish=branch), "singular", "log", "branch"),
-    "gru: infinite targets": Case(
-        lambda: gru(batch={"targets": np.full(4, INF, np.float32)}), "batch", "targets"
-    ),
     "rotary positions beyond 65,504": Case(
         lambda: between(rotary), "forward overflow", "convert", "rotary"
     ),

@@ -138,8 +138,6 @@ def test_a_loss_is_judged_by_what_it_trains():
         assert list(found.gradients) == [f"{owned}/w"]
     with pytest.raises(ArgumentError, match="The loss depends on no trainable parameter"):
         diagnose(loss_fn, params, [X], parameters=["nobody"])
-    with pytest.raises(ArgumentTypeError, match=r"Received: 'critic'; write \['critic'\]"):
-        diagnose(loss_fn, params, [X], parameters="critic")
 
 
 def test_what_is_no_number_to_train_has_no_gradient():

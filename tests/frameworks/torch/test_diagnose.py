@@ -341,12 +341,8 @@ def test_other_mistakes_have_one_sentence():
         diagnose(loss_fn, LINEAR, one)
     with pytest.raises(ArgumentTypeError, match="`loss_fn` must be a function"):
         diagnose(LINEAR, torch.ones(()), one)
-    with pytest.raises(
-        ArgumentTypeError, match=r"Write lossscale\.torch\.diagnose\(model, loss_fn"
-    ):
+    with pytest.raises(ArgumentTypeError, match=r"lossscale\.torch\.diagnose\(model, loss_fn"):
         lossscale.diagnosis.diagnose(LINEAR, one)
-    with pytest.raises(ArgumentTypeError, match=r"write lossscale\.optax\.diagnose\(loss_fn"):
-        lossscale.diagnosis.diagnose(loss_fn, one)
     with pytest.raises(ArgumentError, match="has no trainable parameter"):
         diagnose(torch.nn.ReLU(), loss_fn, one)
     with pytest.raises(ArgumentError, match="`tolerance` must be a number between 0 and 1"):
