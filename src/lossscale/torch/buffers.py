@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import itertools
+import math
 import operator
 import sys
 import weakref
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.packages import warn
@@ -24,13 +25,11 @@ from lossscale.packages import warn
 _LARGE = 64 * 2**20
 """Bytes of buffers above which a warning names the argument to choose some."""
 _NEVER_STEPPED = 10
-"""Updates of the parameters without a step of the optimizer after which a warning comes."""
+"""Changes of a parameter without a step of the optimizer after which a warning comes."""
 
 _guards: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BufferGuard]] = weakref.WeakKeyDictionary()
 """The guards by the optimizer or scaler whose steps count."""
 _of_models: weakref.WeakKeyDictionary[Any, BufferGuard] = weakref.WeakKeyDictionary()
-_by_number: weakref.WeakValueDictionary[int, BufferGuard] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
 _POINTER = torch.Tensor.data_ptr
 
 
@@ -44,7 +43,7 @@ def note_step(optimizer: Any, skipped: Any, *, is_end: bool = True) -> None:
     """
     if _guards:
         for each in _guards.get(optimizer, ()):
-            each.stepped(optimizer, skipped, is_end)
+            each.stepped(skipped, is_end)
 
 
 def guard_model(model: Any, optimizers: Sequence[Any], names: Iterable[str] | None = None) -> None:
@@ -66,12 +65,13 @@ def guard_model(model: Any, optimizers: Sequence[Any], names: Iterable[str] | No
             f"of type {type(inner).__name__} with one. Use torch.compile(model) instead."
         )
     chosen = _checked_names(inner, names)
-    made = BufferGuard(inner, chosen)
+    made = BufferGuard(inner, chosen, len(optimizers))
     _warn_of_size(inner, chosen)
     unguard_model(model)
     for each in {model, inner}:
         made.handles += [
-            each.register_forward_pre_hook(Hook(made.before_forward, made.number), prepend=True),
+            each.register_forward_pre_hook(Hook(made.before_forward, id(made)), prepend=True),
+            each.register_forward_hook(Hook(made.after_forward)),
             each.register_load_state_dict_post_hook(Hook(lambda module, keys: made.save())),
         ]
     _of_models[inner] = made
@@ -92,9 +92,10 @@ class BufferGuard:
     Args:
         model: The module.
         names: The names of the buffers; None for all that it has or gets.
+        optimizers: The number of optimizers, which may step on the same forward passes.
     """
 
-    def __init__(self, model: Any, names: set[str] | None) -> None:
+    def __init__(self, model: Any, names: set[str] | None, optimizers: int) -> None:
         named = list(model.named_modules())
         self._tables: list[tuple[dict[str, Any], set[str] | None]] = [
             (m._buffers, names and {n for n in m._buffers if f"{path}.{n}".lstrip(".") in names})
@@ -104,13 +105,11 @@ class BufferGuard:
         self._weight = next((p for p in model.parameters() if p.requires_grad), None)
         self._saved: list[dict[str, Any]] = []
         self.handles: list[Any] = []
-        # The optimizers that have stepped since a forward pass was seen; None if none is seen.
-        self._ended: set[int] | None = None
+        # The steps to come on the forward passes that were seen last. After others it saves.
+        self._left, self._optimizers = 0, optimizers
         self._waits, self._is_compiled = True, False
-        # The versions of a weight at the forward passes before the first step.
-        self._versions: set[int] | None = None if self._weight is None else set()
-        self.number = next(_numbers)
-        _by_number[self.number] = self
+        # The version of the weight above which a step must have come.
+        self._last = math.inf if self._weight is None else self._weight._version + _NEVER_STEPPED
         self.save()
 
     def detach(self) -> None:
@@ -127,12 +126,21 @@ class BufferGuard:
         if not self._waits:
             self._warn_if_never_stepped()
             return
-        if not (torch.is_grad_enabled() or _in_function()):
-            # Such as `update_bn`: what it changes belongs to no step.
+        if not (torch.is_grad_enabled() or _in_checkpoint()):
+            # Such as `update_bn`: what it changes belongs to no step; see `after_forward`.
             return
-        if module.training or any(each.training for each in self._modules):
-            self._waits, self._ended = False, set()
+        if self._trains():
+            self._waits, self._left = False, self._optimizers
             self.save()
+
+    def after_forward(self, *_: Any) -> None:
+        counts = torch.is_grad_enabled() or torch.is_inference_mode_enabled()
+        if self._waits and not counts and self._trains():
+            # What such a pass changed stays, also if the next one in training is not seen.
+            self.save()
+
+    def _trains(self) -> bool:
+        return any(each.training for each in self._modules)
 
     def compiled(self) -> None:
         """Called when a forward pass is compiled, before it runs; its hooks will not be called."""
@@ -141,31 +149,23 @@ class BufferGuard:
             self._is_compiled = True
             self.save()
 
-    def stepped(self, optimizer: Any, skipped: Any, is_end: bool) -> None:
+    def stepped(self, skipped: Any, is_end: bool) -> None:
         """Called after a step."""
-        # Whether the next forward pass may not be seen, since that of this step was not.
-        saves = self._ended is None or id(optimizer) in self._ended or self._is_compiled
-        if not is_end:
-            saves = False
-        elif saves:
-            self._ended = None
-        elif self._ended is not None:
-            # Several optimizers may step on the same forward passes.
-            self._ended.add(id(optimizer))
+        # The next forward pass may not be seen, either.
+        saves = is_end and (self._left == 0 or self._is_compiled)
+        self._left = max(self._left - is_end, 0)
         if torch.is_tensor(skipped):
             self._choose(skipped, saves)
         elif skipped:
             self.restore()
         elif saves:
             self.save()
-        self._waits, self._versions = True, None
+        self._waits, self._last = True, math.inf
 
     def save(self) -> None:
         """Saves the buffers as they are."""
         if not (self._saved and self._is_known()):
-            # What is made in inference mode could not be written to outside of it.
-            with torch.inference_mode(False):
-                self._allocate()
+            self._allocate()
         for group in self._groups:
             torch.cat(group.data, out=group.saved)
         for each in self._others:
@@ -174,7 +174,6 @@ class BufferGuard:
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def restore(self) -> None:
         """Sets the buffers to what was saved."""
-        self._put_back()
         for group in self._groups:
             group.write(group.saved)
         for tensor, data in zip(self._plain, self._data, strict=True):
@@ -183,6 +182,7 @@ class BufferGuard:
                 tensor.data.copy_(data)
         for tensor, was in self._others:
             tensor.copy_(was)
+        self._put_back()
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _choose(self, skipped: Any, saves: bool) -> None:
@@ -227,14 +227,9 @@ class BufferGuard:
                 del now[name]
             for name, tensor in was.items():
                 one: Any = now.get(name)
-                if one is tensor:
-                    continue
-                if one is None or tensor is None or _kind(one) == _kind(tensor):
-                    now[name] = tensor
-                    continue
-                # `model.to` was called since: the numbers count, not where they were.
-                with contextlib.suppress(RuntimeError):
-                    one.copy_(tensor)
+                if one is not tensor:
+                    # `model.to` may have been called since.
+                    now[name] = tensor if one is None or tensor is None else tensor.to(one)
         for module in self._modules if self._lazy else ():
             # These had no values before this step, in which they got their shape.
             tensors = [t for t in module._buffers.values() if any(t is each for each in self._lazy)]
@@ -267,11 +262,8 @@ class BufferGuard:
 
     def _warn_if_never_stepped(self) -> None:
         """Warns if something else than the optimizer updates the parameters."""
-        if self._versions is None or self._weight is None:
-            return
-        self._versions.add(self._weight._version)
-        if len(self._versions) > _NEVER_STEPPED:
-            self._versions = None
+        if self._weight is not None and self._weight._version > self._last:
+            self._last = math.inf
             warn(
                 "The optimizer in guard(model, optimizer) was never stepped. Another one updates "
                 "the parameters, so skipped steps do not restore the buffers. Pass the "
@@ -300,16 +292,16 @@ class Hook:
 
     Args:
         function: Called as the hook, except in compiled code.
-        number: The guard that is told when code is compiled; None for none.
+        number: The id of the guard that is told when code is compiled; 0 for none.
     """
 
-    def __init__(self, function: Callable[..., None], number: int | None = None) -> None:
+    def __init__(self, function: Callable[..., None], number: int = 0) -> None:
         self.function, self.number = function, number
 
     def __call__(self, *args: Any) -> None:
         if not torch.compiler.is_compiling():
             self.function(*args)
-        elif self.number is not None:
+        elif self.number:
             _while_compiling(self.number)
 
     def __reduce__(self) -> Any:
@@ -351,9 +343,9 @@ def unguard_average(averaged: Any) -> None:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _while_compiling(number: int) -> None:
     """Runs while a forward pass is compiled, and never when it is called."""
-    found = _by_number.get(number)
-    if found is not None:
-        found.compiled()
+    for each in _of_models.values():
+        if id(each) == number:
+            each.compiled()
 
 
 def innermost(model: Any) -> Any:
@@ -380,16 +372,12 @@ def _checked_names(model: Any, names: Iterable[str] | None) -> set[str] | None:
     return chosen
 
 
-def _in_function() -> bool:
-    """Whether an `autograd.Function` calls, such as that of reentrant checkpointing."""
+def _in_checkpoint() -> bool:
+    """Whether reentrant checkpointing calls, in which gradients are disabled."""
     frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "forward":
-            first = next(iter(frame.f_locals.values()), None)
-            if isinstance(first, torch.autograd.function.FunctionCtx):
-                return True
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
         frame = frame.f_back
-    return False
+    return frame is not None
 
 
 def _warn_of_size(model: Any, names: set[str] | None) -> None:
@@ -411,10 +399,6 @@ def _warn_of_size(model: Any, names: set[str] | None) -> None:
 
 def _is_lazy(tensor: Any) -> bool:
     return bool(torch.nn.parameter.is_lazy(tensor))
-
-
-def _kind(tensor: Any) -> tuple[Any, Any]:
-    return tensor.device, tensor.dtype
 
 
 def _memory(tensor: Any) -> Any:

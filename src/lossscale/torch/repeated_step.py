@@ -54,6 +54,12 @@ DEFAULT_BYTES = 2**28
 """The limit for what is held of a step."""
 _STATE_BYTES = 2**15
 """About the size of the random state that is held for each call of the model."""
+_NAMES: dict[Any, tuple[str, ...]] = {
+    torch.nn.Module: ("__dict__",),
+    types.FunctionType: ("__dict__", "__defaults__"),
+    types.CellType: ("cell_contents",),
+}
+"""What holds the attributes of a module, and the variables of a function."""
 _VERSION = operator.attrgetter("_version")
 _NEAR = 64
 """The distance to overflow of the gradients next to one that overflows."""
@@ -105,8 +111,8 @@ def explain(
     owned = set(map(id, model.parameters() if parameters is None else parameters))
     trained = [p for p in model.parameters() if p.requires_grad and id(p) in owned]
     try:
-        with _as_it_was(model, {"batch": batch}) as (watch, copies):
-            batch = copies.of(batch, "batch")
+        with _as_it_was(model, {"batch": batch}) as (watch, known):
+            batch = _copied(batch, known, "batch")
             if not model.training:
                 model.train()
             with watch.forward():
@@ -117,7 +123,7 @@ def explain(
                         f"`loss_fn` must return a tensor with one element. Received: {loss!r}."
                     )
                 outputs = [scaled(loss.reshape(()), 1.0)]
-            roots = [copies.known[id(p)] for p in trained]
+            roots = [known[id(p)] for p in trained]
             return examined(watch, outputs, roots, [torch.full_like(outputs[0], scale)], scale)
     except UnrepeatableError as error:
         return unknown(str(error))
@@ -299,27 +305,22 @@ def _refusal(model: Any) -> str:
 
 def _repeated(model: Any, call: _Call, scale: float) -> Explanation:
     """Repeats a call, and explains it."""
-    given = _named(model, call.args, call.kwargs)
-    with _as_it_was(model, given) as (watch, copies):
-        args, kwargs = copies.of((call.args, call.kwargs), "an argument")
-        roots = copies.trained()
+    with _as_it_was(model, _named(model, call.args, call.kwargs)) as (watch, known):
+        args, kwargs = _copied((call.args, call.kwargs), known, "an argument")
+        roots = [t for t in known.values() if torch.is_tensor(t) and t.requires_grad]
         _set_states_of_torch(call.random)
         if call.drawn_from is not None:
             _set_states_of_host(call.drawn_from)
-        before = _states_of_host()
         with contextlib.ExitStack() as stack:
             for device, enabled, dtype in call.casting:
                 stack.enter_context(torch.autocast(device, dtype, enabled=enabled))
             torch.clear_autocast_cache()
             stack.enter_context(watch.forward())
             returned = list(tensors_in(model(*args, **kwargs)))
-        if call.drawn_from is None and not _same(before, _states_of_host()):
-            raise UnrepeatableError("the model draws from `random` or NumPy in some passes only")
         numbers = _last_ones(returned, [n for n in call.outputs if n in call.gradients])
         outputs = [returned[number] for number in numbers]
-        known = [call.outputs[number] for number in numbers]
         origin = watch.origin(outputs)
-        if any(map(_differ, outputs, known)):
+        if any(map(_differ, outputs, map(call.outputs.get, numbers))):
             raise UnrepeatableError(
                 "the model returns something else when the pass is repeated. It draws random "
                 "numbers of its own, keeps a state, or has hooks that change results"
@@ -332,10 +333,7 @@ def _repeated(model: Any, call: _Call, scale: float) -> Explanation:
                 return of_outputs
             # At a lower scale they are finite, and something else may not be.
             seeds = list(map(torch.nan_to_num, seeds))
-        with contextlib.ExitStack() as stack:
-            for device, _, dtype in call.casting:
-                stack.enter_context(torch.autocast(device, dtype, enabled=False))
-            found = examined(watch, outputs, roots, seeds, scale, is_loss=False)
+        found = examined(watch, outputs, roots, seeds, scale, is_loss=False)
         is_broken = found.halvings is None and found.in_backward
         return found if of_outputs is None or is_broken else of_outputs
 
@@ -368,7 +366,8 @@ def examined(
         if origin is not None or not pairs or not roots:
             return Watched(origin, None, watch.hidden)
         derived, by = zip(*((out, seed * (lower / scale)) for out, seed in pairs), strict=True)
-        with watch.backward():
+        watch.in_backward = True
+        with watch:
             found = torch.autograd.grad(derived, roots, by, retain_graph=True, allow_unused=True)
             return Watched(None, watch.origin(g for g in found if g is not None), watch.hidden)
 
@@ -402,11 +401,12 @@ def _last_ones(returned: list[Any], numbers: list[int]) -> list[int]:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, _Copies]]:
+def _as_it_was(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, dict[int, Any]]]:
     """Within it, the model has copies of all that a forward pass may write to.
 
-    In place of the parameters it has aliases, without hooks and `.grad`. Yields a watch and the
-    copies, in which the tensors of the arguments are.
+    In place of the parameters it has aliases, without hooks and `.grad`. Tensors in attributes and
+    arguments get aliases, too, whose memory the watch restores. Yields the watch, and what is in
+    place of an object by its id.
     """
     known: dict[int, Any] = {id(m): m for m in model.modules()}
     for parameter in model.parameters():
@@ -414,13 +414,16 @@ def _as_it_was(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, _Copi
     known |= {id(b): b.detach().clone() for b in model.buffers()}
     tensors = {n: known[id(t)] for n, t in (*model.named_parameters(), *model.named_buffers())}
     watch = Watch(model, tensors)
-    copies = _Copies(watch, known)
     for name, tensor in tensors.items():
         watch.mark(tensor, name, is_weight=True)
-    for name, value in given.items():
-        copies.add(value, name)
+    for name, tensor in named_tensors(given):
+        watch.mark(tensor, name)
+        known.setdefault(id(tensor), tensor.data.requires_grad_(tensor.requires_grad))
     for path, module in model.named_modules():
-        copies.add(vars(module), path, is_weight=True)
+        for name, tensor in named_tensors(vars(module), path):
+            if id(tensor) not in known:
+                watch.mark(tensor, name, is_weight=True)
+                known[id(tensor)] = tensor.data
         for name, value in vars(module).items():
             if name.endswith("_hooks"):
                 known[id(value)] = OrderedDict(h for h in value.items() if _is_torchs(h[1]))
@@ -431,86 +434,47 @@ def _as_it_was(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, _Copi
     states = _states_of_torch(), _states_of_host()
     try:
         for owner, name, value in places:
-            _set(owner, name, copies.of(value, f"an attribute of {type(owner).__name__}"))
+            what = f"an attribute of {type(owner).__name__}"
+            object.__setattr__(owner, name, _copied(value, known, what))
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(eager_passes(model))
-            yield watch, copies
+            yield watch, known
     finally:
         for place in places:
-            _set(*place)
+            object.__setattr__(*place)
         watch.restore()
         _set_states_of_torch(states[0])
         _set_states_of_host(states[1])
 
 
 def _places(model: Any) -> Iterator[tuple[Any, str, Any]]:
-    """The attributes of modules, of functions in them, and of their classes, with their values."""
-    for kind in {kind for m in model.modules() for kind in type(m).__mro__}:
-        for name, value in vars(kind).items():
-            is_own = not kind.__module__.startswith("torch.") and not name.startswith("__")
-            if is_own and isinstance(value, (int, float, list, dict, set)):
-                yield kind, name, value
+    """The attributes of the modules, and of the functions in them, with their values."""
     left, seen = list(model.modules()), set()
     while left:
         owner = left.pop()
         owner = owner.__func__ if isinstance(owner, types.MethodType) else owner
+        names = next((names for kind, names in _NAMES.items() if isinstance(owner, kind)), ())
         if id(owner) in seen:
             continue
         seen.add(id(owner))
-        if isinstance(owner, torch.nn.Module):
-            yield owner, "__dict__", vars(owner)
-            left += vars(owner).values()
-        elif isinstance(owner, types.FunctionType) and not _is_torchs(owner):
-            for name in ("__dict__", "__defaults__", "__kwdefaults__"):
-                yield owner, name, getattr(owner, name)
-            left += [*(owner.__closure__ or ()), *(owner.__defaults__ or ())]
-        elif isinstance(owner, types.CellType):
+        for name in names:
             # A variable may not be assigned yet.
             with contextlib.suppress(ValueError):
-                yield owner, "cell_contents", owner.cell_contents
-                left.append(owner.cell_contents)
+                value = getattr(owner, name)
+                yield owner, name, value
+                left += value.values() if isinstance(value, dict) else [value]
+        if isinstance(owner, types.FunctionType):
+            left += [*(owner.__closure__ or ()), *(owner.__defaults__ or ())]
 
 
-def _set(owner: Any, name: str, value: Any) -> None:
-    if not isinstance(owner, type):
-        object.__setattr__(owner, name, value)
-    elif vars(owner).get(name) is not value:
-        setattr(owner, name, value)
-
-
-class _Copies:
-    """Copies of what a forward pass may write to.
-
-    Tensors in them have the memory of the original ones, which the watch restores.
-
-    Args:
-        watch: Is told which tensors are not finite.
-        known: What is in place of objects, by their ids.
-    """
-
-    def __init__(self, watch: Watch, known: dict[int, Any]) -> None:
-        self._watch, self.known = watch, known
-
-    def add(self, value: Any, name: str, *, is_weight: bool = False) -> None:
-        """Names the tensors in a value that is going to be copied."""
-        for each, tensor in named_tensors(value, name):
-            if id(tensor) not in self.known:
-                self._watch.mark(tensor, each, is_weight=is_weight)
-                alias = tensor.data.requires_grad_(tensor.requires_grad and not is_weight)
-                self.known[id(tensor)] = alias
-
-    def of(self, value: Any, name: str) -> Any:
-        """A copy of a value."""
-        try:
-            return copy.deepcopy(value, self.known)
-        except Exception as error:
-            raise UnrepeatableError(f"{name} cannot be copied: {first_line(error)}") from error
-
-    def trained(self) -> list[Any]:
-        """The tensors in place of those that get gradients."""
-        return [t for t in self.known.values() if torch.is_tensor(t) and t.requires_grad]
+def _copied(value: Any, known: dict[int, Any], what: str) -> Any:
+    """A copy of a value; in place of objects in it come those that are known by their ids."""
+    try:
+        return copy.deepcopy(value, known)
+    except Exception as error:
+        raise UnrepeatableError(f"{what} cannot be copied: {first_line(error)}") from error
 
 
 @contextlib.contextmanager

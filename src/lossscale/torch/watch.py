@@ -25,8 +25,6 @@ _SETTERS = (
 )
 """Operations that may put an infinity of the user's into a tensor."""
 _UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_")
-_SINGULAR = ("div", "reciprocal", "rsqrt", "sqrt", "log", "pow", "norm", "acos", "asin", "atanh")
-"""Parts of the names of operations that may have no finite result for finite numbers."""
 _MESSAGES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
 _ADDING = ("add", "add_", "clamp_min", "clamp_min_", "clamp", "maximum")
 _WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
@@ -57,6 +55,7 @@ class Watch(TorchDispatchMode):
         tensors: Tensors by name: the parameters and buffers.
 
     Attributes:
+        in_backward: Whether it watches a backward pass.
         hidden: The origin of the first overflow that makes a result wrong, and finite.
     """
 
@@ -69,9 +68,9 @@ class Watch(TorchDispatchMode):
         self._origins: dict[int, Origin] = {}
         self._places: dict[int, Place] = {}
         self._first_number = torch._C._autograd._get_sequence_nr()
-        self._in_backward = False
+        self.in_backward = False
         self._made: set[int] = set()
-        self._written: dict[Any, tuple[Any, Any]] = {}
+        self._written: list[tuple[Any, Any]] = []
         self._epsilons: dict[str, float] = {}
         self._in_float16 = False
         self.hidden: Origin | None = None
@@ -79,11 +78,10 @@ class Watch(TorchDispatchMode):
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Watches a forward pass. The user's hooks do not run."""
-        before = OrderedDict({0: self._enter}), OrderedDict({0: self._leave})
         with contextlib.ExitStack() as stack:
             hooks = {
-                "_global_forward_pre_hooks": before[0],
-                "_global_forward_hooks": before[1],
+                "_global_forward_pre_hooks": OrderedDict({0: self._enter}),
+                "_global_forward_hooks": OrderedDict({0: self._leave}),
                 "_global_forward_hooks_always_called": OrderedDict({0: True}),
                 "_global_forward_hooks_with_kwargs": OrderedDict(),
                 "_global_backward_hooks": OrderedDict(),
@@ -92,13 +90,6 @@ class Watch(TorchDispatchMode):
             for name, value in hooks.items():
                 replace(stack, module_hooks, name, value)
             stack.enter_context(self)
-            yield
-
-    @contextlib.contextmanager
-    def backward(self) -> Iterator[None]:
-        """Watches a backward pass."""
-        self._in_backward = True
-        with self:
             yield
 
     @contextlib.contextmanager
@@ -129,7 +120,7 @@ class Watch(TorchDispatchMode):
             tensors: The tensors.
             masks: Whether infinities count that the model sets itself, as in masked outputs.
         """
-        unnamed = Origin(FailedOperation("an operation", in_backward=self._in_backward))
+        unnamed = Origin(FailedOperation("an operation", in_backward=self.in_backward))
         for tensor in tensors:
             if not is_finite(tensor):
                 found = self._origins.get(_key(tensor), unnamed)
@@ -141,7 +132,7 @@ class Watch(TorchDispatchMode):
         """Restores the tensors that the passes have written to."""
         with torch.no_grad():
             # In this order, because they may be views of the same storage.
-            for tensor, value in reversed(self._written.values()):
+            for tensor, value in reversed(self._written):
                 tensor.data.copy_(value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -175,7 +166,7 @@ class Watch(TorchDispatchMode):
                 if not func._schema.is_mutable:
                     self._origins.pop(_key(tensor), None)
                 continue
-            origin = passed_on(taken, contained, sets=sets, in_backward=self._in_backward)
+            origin = passed_on(taken, contained, sets=sets, in_backward=self.in_backward)
             if origin is not None and origin.is_mask:
                 origin = Origin(is_mask=True, line=origin.line or place.line)
             if origin is None:
@@ -189,7 +180,7 @@ class Watch(TorchDispatchMode):
     ) -> None:
         """Notes an overflow of which an operation makes another number than of 65,504."""
         origin = overflow_in(taken)
-        if origin is None or self.hidden or self._in_backward or any(map(any, flags)):
+        if origin is None or self.hidden or self.in_backward or any(map(any, flags)):
             return
         bounded = call.repeated(lambda t: torch.nan_to_num(t, math.nan, LARGEST, -LARGEST))
         for one, other in zip(made, bounded or made, strict=True):
@@ -198,7 +189,7 @@ class Watch(TorchDispatchMode):
 
     def _place(self, name: str, args: Any, inputs: list[Any]) -> tuple[Place, Any]:
         """Returns where an operation, or that of which it is the backward pass, was called."""
-        if self._in_backward:
+        if self.in_backward:
             node = torch._C._current_autograd_node()
             number = -1 if node is None else node._sequence_nr()
             return self._places.get(number, Place()), node
@@ -215,18 +206,14 @@ class Watch(TorchDispatchMode):
 
     def _before_writes(self, func: Any, args: Any, kwargs: Any) -> dict[int, Any]:
         """Copies what an operation writes to; returns the copies by the ids of the tensors."""
+        arguments = func._schema.arguments
+        given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
+        written = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
         copies: dict[int, Any] = {}
-        if func._schema.is_mutable:
-            for number, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is None or not argument.alias_info.is_write:
-                    continue
-                given = args[number] if number < len(args) else kwargs.get(argument.name)
-                for tensor in tensors_in(given):
-                    copies[id(tensor)] = tensor.clone()
-                    key = _key(tensor)
-                    if key not in self._made:
-                        part = key, tensor.storage_offset(), tensor.shape, tensor.stride()
-                        self._written.setdefault(part, (tensor, copies[id(tensor)]))
+        for tensor in tensors_in([given.get(name) for name in written]):
+            copies[id(tensor)] = tensor.clone()
+            if _key(tensor) not in self._made:
+                self._written.append((tensor, copies[id(tensor)]))
         return copies
 
     def _failed(
@@ -236,7 +223,7 @@ class Watch(TorchDispatchMode):
         floats = [t for t in before if t.is_floating_point() and t.numel()]
         decisive = (floats[1:] or floats) if name in ("div", "div_", "addcdiv") else floats[:1]
         operation = name
-        if self._in_backward:
+        if self.in_backward:
             is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
             of = "" if node is None else node.name().split("Backward")[0]
             operation = f"backward of {of if is_custom else place.name or of or name}"
@@ -244,9 +231,9 @@ class Watch(TorchDispatchMode):
         return FailedOperation(
             operation,
             place.module,
-            self._in_backward,
+            self.in_backward,
             largest_input=max(map(largest, floats), default=0.0),
-            largest_result=largest(floats[-1]) if is_cast and floats else _wide(call, name),
+            largest_result=largest(floats[-1]) if is_cast and floats else _wide(call),
             meets_zero=any(bool((t == 0).any()) for t in decisive),
             meets_negative=any(bool((t < 0).any()) for t in decisive),
             cast_of=next((self._names.get(_key(t), "") for t in inputs[-1:]), ""),
@@ -283,11 +270,11 @@ class _Call(NamedTuple):
         return None
 
 
-def _wide(call: _Call, name: str) -> float | None:
+def _wide(call: _Call) -> float | None:
     """Returns the largest magnitude that a call computes in float64; None if not finite."""
     made = call.repeated(torch.Tensor.double, _WIDE)
     if made is None:
-        return None if any(part in name for part in _SINGULAR) else math.inf
+        return math.inf
     floats = [t for t in made if t.is_floating_point()]
     return max(map(largest, floats), default=0.0) if all(map(is_finite, floats)) else None
 

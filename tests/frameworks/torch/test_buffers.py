@@ -1,6 +1,7 @@
 """What a forward pass changes follows the steps that were applied: `guard` of a model."""
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -91,9 +92,21 @@ def made(name="norm"):
     return MODELS[name]()
 
 
-def wrapped(model, rule=FIXED, **settings):
-    inner = torch.optim.SGD(model.parameters(), lr=0.05, fused="decide" in settings)
-    return LossScaleOptimizer(inner, rule=rule, **settings)
+def optimizers(model, number=1, **settings):
+    """Optimizers that share the parameters."""
+    weights = list(model.parameters())
+    return [torch.optim.SGD(weights[i::number], lr=0.05, **settings) for i in range(number)]
+
+
+def wrapped(model, **settings):
+    inner = optimizers(model, fused="decide" in settings)
+    return LossScaleOptimizer(inner, rule=FIXED, **settings)
+
+
+def guarded(**settings):
+    model = made()
+    optimizer = wrapped(model, **settings)
+    return guard(model, optimizer), optimizer
 
 
 def loss_of(model, x, call=None):
@@ -110,20 +123,38 @@ def step(model, optimizer, x, call=None):
 # --- A loop for each way of a step; each returns what to guard by, and a step --------------------
 
 
-def by_verb(model, **settings):
-    optimizer = wrapped(model, **settings)
-    return optimizer, lambda x, call=None: step(model, optimizer, x, call)
+def whole(x):
+    return [x]
 
 
-def by_scale_loss(model):
-    optimizer = wrapped(model)
+def by_wrapper(model, parts=whole, scales_loss=False, number=1, **settings):
+    inner = optimizers(model, number, fused="decide" in settings)
+    optimizer = LossScaleOptimizer(inner, rule=FIXED, **settings)
 
     def one(x, call=None):
         optimizer.zero_grad()
-        optimizer.scale_loss(loss_of(model, x, call)).backward()
+        for loss in (loss_of(model, part, call) for part in parts(x)):
+            if scales_loss:
+                optimizer.scale_loss(loss).backward()
+            else:
+                optimizer.backward(loss)
         optimizer.step()
 
     return optimizer, one
+
+
+def by_scaler(model, number=1, fused=False):
+    inner, scaler = optimizers(model, number, fused=fused), GradScaler("cpu", rule=FIXED)
+
+    def one(x, call=None):
+        for each in inner:
+            each.zero_grad()
+        scaler.scale(loss_of(model, x, call)).backward()
+        for each in inner:
+            scaler.step(each)
+        scaler.update()
+
+    return scaler, one
 
 
 def by_closure(model):
@@ -136,54 +167,6 @@ def by_closure(model):
         return loss
 
     return optimizer, lambda x, call=None: optimizer.step(lambda: closure(x, call))
-
-
-def by_accumulation(model):
-    optimizer = wrapped(model)
-
-    def one(x, call=None):
-        optimizer.zero_grad()
-        for part in (x, X.flip(0), x * 0.5):
-            optimizer.backward(loss_of(model, part, call))
-        optimizer.step()
-
-    return optimizer, one
-
-
-def by_scaler(model, fused=False):
-    inner, scaler = (
-        torch.optim.SGD(model.parameters(), lr=0.05, fused=fused),
-        GradScaler("cpu", rule=FIXED),
-    )
-
-    def one(x, call=None):
-        inner.zero_grad()
-        scaler.scale(loss_of(model, x, call)).backward()
-        scaler.step(inner)
-        scaler.update()
-
-    return scaler, one
-
-
-def by_two_in_a_scaler(model):
-    halves = list(model.parameters())[::2], list(model.parameters())[1::2]
-    inner = [torch.optim.SGD(half, lr=0.05) for half in halves]
-    scaler = GradScaler("cpu", rule=FIXED)
-
-    def one(x, call=None):
-        for each in inner:
-            each.zero_grad()
-        scaler.scale(loss_of(model, x, call)).backward()
-        scaler.step(inner)
-        scaler.update()
-
-    return scaler, one
-
-
-def by_two_in_a_wrapper(model):
-    halves = list(model.parameters())[::2], list(model.parameters())[1::2]
-    optimizer = LossScaleOptimizer([torch.optim.SGD(h, lr=0.05) for h in halves], rule=FIXED)
-    return optimizer, lambda x, call=None: step(model, optimizer, x, call)
 
 
 def by_zero_grad(model):
@@ -199,17 +182,23 @@ def by_zero_grad(model):
 
 
 WAYS = {
-    "backward": by_verb,
-    "device": lambda model: by_verb(model, decide="device"),
-    "scale_loss": by_scale_loss,
+    "backward": by_wrapper,
+    "device": functools.partial(by_wrapper, decide="device"),
+    "scale_loss": functools.partial(by_wrapper, scales_loss=True),
     "closure": by_closure,
-    "accumulation": by_accumulation,
+    "accumulation": functools.partial(by_wrapper, parts=lambda x: (x, X.flip(0), x * 0.5)),
     "scaler": by_scaler,
-    "fused scaler": lambda model: by_scaler(model, fused=True),
-    "two in a scaler": by_two_in_a_scaler,
-    "two in a wrapper": by_two_in_a_wrapper,
+    "fused scaler": functools.partial(by_scaler, fused=True),
+    "two in a scaler": functools.partial(by_scaler, number=2),
+    "two in a wrapper": functools.partial(by_wrapper, number=2),
     "zero_grad": by_zero_grad,
 }
+
+
+def guarded_by(way):
+    model = made()
+    watched, one = WAYS[way](model)
+    return guard(model, watched), watched, one
 
 
 def bits(model):
@@ -335,30 +324,25 @@ def test_what_others_do_to_the_buffers_between_the_steps_stays(way):
         evaluate_with_others,
     ]
     for change in changes:
-        model = made()
-        watched, one = WAYS[way](model)
-        guard(model, watched)
+        model, watched, one = guarded_by(way)
         one(X)
         change(model)
         before = bits(model)
         one(BAD)
         assert bits(model) == before
         assert int(watched.steps_skipped) == 1
-    # After that load the passes cannot be seen.
-    model = made()
-    watched, one = WAYS[way](model)
-    guard(model, watched)
-    for x in (X, BAD):
-        load(model)
-        before = bits(model)
-        one(x, model.forward)
-    assert bits(model) == before
+    # After these the passes cannot be seen.
+    for change in (load, recalibrate):
+        model, watched, one = guarded_by(way)
+        for x in (X, BAD):
+            change(model)
+            before = bits(model)
+            one(x, model.forward)
+        assert bits(model) == before
 
 
 def test_buffers_of_another_dtype_since_they_were_saved():
-    model = made()
-    optimizer = wrapped(model)
-    guard(model, optimizer)
+    model, optimizer = guarded()
     step(model, optimizer, X, model.forward)
     before = model[1].running_mean.clone()
     model[1].to(torch.float64)
@@ -370,17 +354,6 @@ def test_buffers_of_another_dtype_since_they_were_saved():
     assert torch.equal(model[1].running_mean, before.double())
 
 
-def test_a_guard_that_is_made_in_inference_mode():
-    model = made()
-    optimizer = wrapped(model)
-    with torch.inference_mode():
-        guard(model, optimizer)
-    for x in (X, BAD):
-        before = bits(model)
-        step(model, optimizer, x)
-    assert bits(model) == before
-
-
 @pytest.mark.parametrize("decide", ["host", "device"])
 def test_numbers_that_replace_those_of_a_buffer(decide):
     def replaced(x):
@@ -388,9 +361,7 @@ def test_numbers_that_replace_those_of_a_buffer(decide):
         model[1].running_var.data = model[1].running_var.clone()
         return found
 
-    model = made()
-    optimizer = wrapped(model, decide=decide)
-    guard(model, optimizer)
+    model, optimizer = guarded(decide=decide)
     step(model, optimizer, X, model.forward)
     model[1].running_mean.data = model[1].running_mean.clone()
     before = bits(model)
@@ -399,9 +370,7 @@ def test_numbers_that_replace_those_of_a_buffer(decide):
 
 
 def test_reentrant_checkpointing_of_the_whole_model():
-    model = made()
-    optimizer = wrapped(model)
-    guard(model, optimizer)
+    model, optimizer = guarded()
     for x in (X, BAD, X, BAD):
         before = bits(model)
         given = x.clone().requires_grad_()
@@ -515,9 +484,7 @@ def test_an_averaged_model_follows_the_applied_steps(way):
 
 
 def test_a_copy_of_a_guarded_model_is_not_guarded_and_needs_no_library():
-    model = made()
-    optimizer = wrapped(model)
-    guard(model, optimizer)
+    model, optimizer = guarded()
     step(model, optimizer, X)
     file = io.BytesIO()
     torch.save(model, file)
@@ -540,9 +507,7 @@ def test_a_copy_of_a_guarded_model_is_not_guarded_and_needs_no_library():
 
 
 def test_a_guard_keeps_neither_the_model_nor_the_optimizer():
-    model = made()
-    optimizer = wrapped(model)
-    guard(model, optimizer)
+    model, optimizer = guarded()
     step(model, optimizer, X)
     gone = weakref.ref(model), weakref.ref(optimizer)
     del model

@@ -1,6 +1,5 @@
 """Why a step was skipped: the operation, by name."""
 
-import array
 import copy
 import dataclasses
 import math
@@ -30,27 +29,31 @@ def _without_onednn():
     torch._C._set_mkldnn_enabled(before)
 
 
-def explained_in_training(name):
-    """The explanation of a step on a case, and whether the step was skipped."""
-    model, (args, kwargs), loss_fn = program(name)
+def monitored(model, scale=2.0**15, explain=20, **settings):
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)
-    optimizer = lossscale.LossScaleOptimizer(inner, initial_scale=CASES[name].scale)
-    with lossscale.torch.Monitor(optimizer, model, explain=3) as monitor:
+    optimizer = lossscale.LossScaleOptimizer(inner, rule=lossscale.FixedScale(scale, True))
+    settings = {"explain": explain, "on_floor": "ignore", **settings}
+    return optimizer, lossscale.torch.Monitor(optimizer, model, **settings)
+
+
+def step_on(optimizer, monitor, *losses):
+    """Takes a step; returns the explanation, and None if the step was not skipped."""
+    optimizer.zero_grad()
+    for compute in losses:
         with torch.autocast("cpu", torch.float16):
-            output = model(*args, **kwargs)
-        loss = loss_fn(output)
+            loss = compute()
         optimizer.backward(loss)
-        optimizer.step()
-        monitor.step(loss)
-    return optimizer.last_step_skipped, monitor.explanation
+    optimizer.step()
+    monitor.step(loss)
+    return monitor.explanation if optimizer.last_step_skipped else None
 
 
 @pytest.mark.filterwarnings("ignore:Step 1 was skipped", "ignore:A skipped step has left")
 @pytest.mark.filterwarnings("ignore:var.*degrees of freedom")
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_is_named(name):
-    skipped, found = explained_in_training(name)
-    assert skipped
+    model, (args, kwargs), loss_fn = program(name)
+    found = step_on(*monitored(model, CASES[name].scale), lambda: loss_fn(model(*args, **kwargs)))
     assert judged(name, found) == (True, True, True), f"{found.cause}: {found}"
 
 
@@ -87,7 +90,7 @@ class Eventful(nn.Module):
         with torch.no_grad():
             self.total += hidden.float().nan_to_num(0, 0, 0).mean(0)
             self.codes = self.codes + 1
-        noise = random.random() + np.random.rand() + torch.rand((), generator=self.generator)
+        noise = random.random() + np.random.randn() + torch.rand((), generator=self.generator)
         noise += self.own_random.random() + self.own_numpy.random() + self.own_old_numpy.rand()
         self.array += 1
         self.object.calls += 1
@@ -189,18 +192,6 @@ class Slotted:
         self.seen.append(self.calls)
 
 
-class Listed(list):
-    calls = 0
-
-
-class Counting(nn.Linear):
-    calls, seen = 0, []
-
-    def write(self):
-        type(self).calls += 1
-        self.seen.append(self.calls)
-
-
 def counter():
     calls = 0
 
@@ -209,70 +200,32 @@ def counter():
         calls += 1
         seen.append(calls)
         write.calls = calls, list(seen)
+        return later if calls < 0 else None
 
+    if calls:
+        later = None
     return write
 
 
-def deep():
-    found = inner = []
-    for _ in range(30):
-        inner.append([])
-        inner = inner[0]
-    return found, lambda: inner.append(1)
-
-
-def of_list(kind):
-    made = kind()
-
-    def write():
-        made.append(1)
-        vars(made)["calls"] = made.calls + 1
-
-    return made, write
-
-
-def of_tensor(change):
+def of_a_tensor():
     made = torch.zeros(2)
-    return made, lambda: change(made)
-
-
-def bits_of_numpy():
-    made = np.random.PCG64(0)
-    return made, made.random_raw
+    return made, lambda: setattr(made, "data", made.data + 1)
 
 
 HOLDERS = {
-    "slots": lambda: (lambda one: (one, one))(Slotted()),
-    "a function": lambda: (lambda one: (one, one))(counter()),
-    "lists in lists": deep,
-    "a kind of list": lambda: of_list(Listed),
+    "slots": lambda: [Slotted()] * 2,
+    "a function": lambda: [counter()] * 2,
+    "a list in a list": lambda: (lambda one: (one, lambda: one[0].append(1)))([[]]),
     "bytes": lambda: (lambda one: (one, lambda: one.append(1)))(bytearray()),
-    "an array": lambda: (lambda one: (one, lambda: one.append(1)))(array.array("i")),
-    "the data of a tensor": lambda: of_tensor(lambda t: setattr(t, "data", t.data + 1)),
-    "the bits of a generator": bits_of_numpy,
-    "its class": lambda: (lambda one: (one, one.write))(Counting(1, 1)),
+    "the data of a tensor": of_a_tensor,
+    "the bits of a generator": lambda: (lambda one: (one, one.random_raw))(np.random.PCG64(0)),
 }
-
-
-def left_by(kept):
-    """What a kept object holds, in words."""
-    if isinstance(kept, Slotted):
-        return kept.calls, kept.seen
-    if isinstance(kept, Listed):
-        return list(kept), kept.calls
-    if isinstance(kept, Counting):
-        return kept.calls, kept.seen
-    if callable(kept):
-        kept()
-        return kept() or kept.calls
-    return repr(getattr(kept, "state", kept))
 
 
 @pytest.mark.parametrize("name", HOLDERS)
 def test_what_a_forward_pass_writes_to_is_put_back(name):
     left = []
     for explain in (0, 9):
-        Counting.calls, Counting.seen = 0, []
         model, optimizer, monitor = small(explain=explain)
         # The only reference that training has is in the module.
         model.kept, write = HOLDERS[name]()
@@ -280,80 +233,30 @@ def test_what_a_forward_pass_writes_to_is_put_back(name):
         for _ in range(3):
             step_of(model, optimizer, monitor, ONES, factor=1e9)
         assert not explain or monitor.explanation.cause == Cause.SCALE
-        left.append(left_by(model.kept))
+        seen = getattr(model.kept, "calls", None), getattr(model.kept, "seen", None)
+        left.append((seen, repr(getattr(model.kept, "state", model.kept)).partition(" at ")[0]))
     assert left[0] == left[1]
 
 
-def test_a_function_may_have_a_variable_that_is_not_assigned_yet():
-    model, optimizer, monitor = small(explain=9)
-
-    def later():
-        return unassigned
-
-    model.later = later
-    step_of(model, optimizer, monitor, ONES, factor=1e9)
-    assert monitor.explanation.cause == Cause.SCALE
-    unassigned = None
-
-
-def test_a_pair_of_normal_numbers_that_is_drawn_around_a_skip_stays_the_same():
-    """NumPy keeps the second one beside the state of its generator."""
-    drawn = []
-    for explain in (0, 1):
-        np.random.seed(0)
-        model, optimizer, monitor = small(explain=explain)
-        first = np.random.randn()
-        with torch.autocast("cpu", torch.float16):
-            loss = model(ONES).float().mean() * 1e9
-        second = np.random.randn()
-        optimizer.backward(loss)
-        optimizer.step()
-        monitor.step(loss)
-        drawn.append((first, second, np.random.randn()))
-    assert monitor.explanation.cause == Cause.SCALE
-    assert drawn[0] == drawn[1]
-
-
 @pytest.mark.filterwarnings("ignore:Step .* was skipped", "ignore:The loss of step")
-@pytest.mark.parametrize(("first", "cause"), [(0, "forward overflow"), (6, "unknown")])
-def test_a_pass_is_repeated_with_the_numbers_of_python_and_numpy(first, cause):
-    """They are read before each pass only if the first ones have drawn some."""
+def test_a_pass_is_repeated_with_the_numbers_of_python_and_numpy():
     model, optimizer, monitor = small()
-    draws, causes = False, set()
-
-    def forward(x):
-        drawn = random.random() + np.random.rand() if draws else 0
-        return model[1](model[0](x) * (1e6 if drawn > 1 else 1.0))
-
-    model.forward = forward
-    for number in range(12):
-        draws = number >= first
-        found = step_of(model, optimizer, monitor, ONES)
-        causes |= {str(found.cause)} if optimizer.last_step_skipped else set()
-    assert causes == {cause}
-    assert cause != "unknown" or "in some passes only" in found.text
+    model.forward = lambda x: model[1](
+        model[0](x) * (1e6 if random.random() + np.random.rand() > 1 else 1.0)
+    )
+    found = [step_of(model, optimizer, monitor, ONES) for _ in range(12)]
+    assert {str(each.cause) for each in found if each} == {"forward overflow"}
 
 
-def small(explain=20, scale=2.0**15, **settings):
+def small(**settings):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
-    optimizer = lossscale.LossScaleOptimizer(inner, rule=lossscale.FixedScale(scale, True))
-    monitor = lossscale.torch.Monitor(
-        optimizer, model, explain=explain, on_floor="ignore", **settings
-    )
-    return model, optimizer, monitor
+    return model, *monitored(model, **settings)
 
 
 def step_of(model, optimizer, monitor, *inputs, factor=1.0):
-    optimizer.zero_grad()
-    for x in inputs:
-        with torch.autocast("cpu", torch.float16):
-            loss = model(x).float().pow(2).mean() * factor
-        optimizer.backward(loss)
-    optimizer.step()
-    monitor.step(loss)
-    return monitor.explanation
+    losses = [lambda x=x: model(x).float().pow(2).mean() * factor for x in inputs]
+    return step_on(optimizer, monitor, *losses)
 
 
 ONES = torch.ones(2, 4)
@@ -423,11 +326,18 @@ def test_a_monitor_may_be_called_after_each_micro_batch():
 
 
 @pytest.mark.filterwarnings("ignore:The loss of step")
-def test_more_bytes_than_the_limit_are_not_held():
-    model, optimizer, monitor = small(explain_bytes=10)
-    found = step_of(model, optimizer, monitor, ONES * INF)
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        (10, "need more than explain_bytes=10 of Monitor."),
+        (10 * 2**15, "explain_bytes=327680 of Monitor, and the others are finite"),
+    ],
+)
+def test_more_bytes_than_the_limit_are_not_held(limit, words):
+    model, optimizer, monitor = small(explain_bytes=limit)
+    found = step_of(model, optimizer, monitor, *[ONES] * 20, ONES * INF)
     assert found.cause == Cause.UNKNOWN
-    assert "explain_bytes" in found.text
+    assert words in found.text
     assert not monitor._explainer.calls._calls
 
 
@@ -443,15 +353,7 @@ def test_the_logits_beside_a_loss_are_not_differentiated_twice():
 
     torch.manual_seed(0)
     model = WithLoss()
-    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
-    optimizer = lossscale.LossScaleOptimizer(inner, initial_scale=2.0**15)
-    with lossscale.torch.Monitor(optimizer, model, explain=1) as monitor:
-        with torch.autocast("cpu", torch.float16):
-            loss = model(ONES)["loss"]
-        optimizer.backward(loss)
-        optimizer.step()
-        monitor.step(loss)
-    found = monitor.explanation
+    found = step_on(*monitored(model), lambda: model(ONES)["loss"])
     assert (found.cause, found.operation) == (Cause.SCALE, "backward of _to_copy")
     # That of the bias, which is the sum over both rows.
     largest = model(ONES)["logits"].softmax(-1).max().item() * 1e6 * 2**15
@@ -464,13 +366,12 @@ def test_masked_outputs_are_not_a_fault():
     model, optimizer, monitor = small()
     model.forward = lambda x: model[0](x).masked_fill(torch.arange(4) == 1, -INF)
     for factor, cause in ((1e9, Cause.SCALE), (INF, Cause.LOSS)):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            loss = -model(ONES).float().log_softmax(-1)[:, 0].mean() * factor
-        optimizer.backward(loss)
-        optimizer.step()
-        monitor.step(loss)
-        assert monitor.explanation.cause == cause
+        found = step_on(
+            optimizer,
+            monitor,
+            lambda factor=factor: -model(ONES).float().log_softmax(-1)[:, 0].mean() * factor,
+        )
+        assert found.cause == cause
 
 
 @pytest.mark.parametrize(
@@ -533,14 +434,6 @@ def test_arguments_in_a_dataclass_and_a_state_that_the_model_keeps_are_named():
     model.state["h"][0] = torch.tensor([math.nan])
     found = step_of(model, optimizer, monitor, Batch(ONES))
     assert (found.cause, found.module) == (Cause.WEIGHTS, "state.h.0")
-
-
-@pytest.mark.filterwarnings("ignore:The loss of step")
-def test_of_more_calls_than_the_limit_the_first_ones_are_repeated():
-    model, optimizer, monitor = small(explain_bytes=10 * 2**15)
-    found = step_of(model, optimizer, monitor, *[ONES] * 20, ONES * INF)
-    assert found.cause == Cause.UNKNOWN
-    assert "explain_bytes=327680 of Monitor, and the others are finite" in found.text
 
 
 def test_copies_and_files_of_a_model_have_no_recorder():
@@ -682,23 +575,16 @@ def test_a_block_is_named_in_training_and_for_one_batch(name):
     report = lossscale.torch.diagnose(model, loss_fn, [x])
     # What float32 does not mend is not measured.
     assert report.verdict in verdicts(name), report
-    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
     # What is hidden skips nothing.
     scale = 2.0**30 if fault.is_hidden else fault.scale
-    optimizer = lossscale.LossScaleOptimizer(inner, initial_scale=scale)
-    with lossscale.torch.Monitor(optimizer, model, explain=3) as monitor:
-        with torch.autocast("cpu", torch.float16):
-            loss = loss_fn(model, x)
-        optimizer.backward(loss)
-        optimizer.step()
-        monitor.step(loss)
+    skipped = step_on(*monitored(model, scale), lambda: loss_fn(model, x))
     if fault.is_hidden:
-        assert monitor.explanation.cause == Cause.SCALE
-        assert f"Besides, {found.reason}" in monitor.explanation.text
+        assert skipped.cause == Cause.SCALE
+        assert f"Besides, {found.reason}" in skipped.text
         return
     # The loss function is not a part of the model.
-    wrong = mistakes(name, monitor.explanation)
-    assert wrong == (["operation"] if fault.loss else []), monitor.explanation.text
+    wrong = mistakes(name, skipped)
+    assert wrong == (["operation"] if fault.loss else []), skipped.text
 
 
 def test_only_the_given_parameters_are_differentiated():
