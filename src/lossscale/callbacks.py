@@ -28,10 +28,11 @@ class LossScaleMonitor:
     reads nothing. It adds `loss_scale` and `steps_skipped` to `logs`, so that the progress bar,
     `History` and a `CSVLogger` after it show them.
 
-    The object is a `keras.callbacks.Callback`, or a callback of tf_keras. To write a subclass,
-    inherit from `lossscale.keras.LossScaleMonitor` or `lossscale.tf_keras.LossScaleMonitor`. The
-    model's optimizer must be a `lossscale.LossScaleOptimizer`. If a float16 model is trained
-    without loss scaling, the monitor warns and does nothing else.
+    The object is a callback of tf_keras if `TF_USE_LEGACY_KERAS` is set or only tf_keras is
+    imported, otherwise of Keras 3. `lossscale.keras.LossScaleMonitor` and
+    `lossscale.tf_keras.LossScaleMonitor` name the framework, and are for subclasses. The model's
+    optimizer must be a `lossscale.LossScaleOptimizer`. If a float16 model is trained without loss
+    scaling, the monitor warns and does nothing else.
 
     The first `fit` with a monitor compiles the training step again, so that it tracks overflows.
     This is not saved with the optimizer, and training gives the same numbers as without it.
@@ -47,8 +48,6 @@ class LossScaleMonitor:
         on_floor: Action when a step is skipped at `min_scale`: "warn", "raise" to end training, or
             "ignore".
         append: Whether to continue the file `path` if it exists, as a resumed run does.
-        framework: "keras" or "tf_keras". None takes tf_keras if `TF_USE_LEGACY_KERAS` is set or
-            only tf_keras is imported, otherwise Keras 3.
 
     Raises:
         ArgumentError: If an argument is invalid; the message names it.
@@ -84,11 +83,11 @@ class LossScaleMonitor:
     _optimizer: Any = None
     _before: Any = None
 
-    def __new__(cls, *args: Any, framework: str | None = None, **kwargs: Any) -> Self:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if cls is LossScaleMonitor:
             # Before any framework is imported.
             MonitorSettings(*args, **kwargs)
-            cls = _class_for(framework)
+            cls = registry.package(registry.default_keras().package).LossScaleMonitor
         return super().__new__(cls)
 
     def __init__(
@@ -99,7 +98,6 @@ class LossScaleMonitor:
         log: Callable[[dict[str, Any]], object] | None = None,
         on_floor: Literal["warn", "raise", "ignore"] = "warn",
         append: bool = False,
-        framework: Literal["keras", "tf_keras"] | None = None,
     ) -> None:
         super().__init__()
         # tf_keras then leaves `logs` on the device, where nothing waits for them. Its constructor
@@ -309,27 +307,9 @@ class LossScaleMonitor:
             logs["steps_skipped"] = self._shown.steps_skipped
 
 
-def _class_for(name: str | None) -> type[Any]:
-    """Returns the class of the monitor for Keras 3 or tf_keras; None for the default."""
-    known = {framework.root: framework for framework in registry.KERASES}
-    framework = registry.default_keras() if name is None else known.get(name)
-    if framework is None:
-        raise ArgumentError(
-            f"`framework` must be one of {', '.join(map(repr, known))} or None. "
-            f"Received: framework={name!r}."
-        )
-    monitor: type[Any] = registry.package(framework.package).LossScaleMonitor
-    return monitor
-
-
 def _other_framework(framework: str | None) -> str:
     own = next(each for each in registry.KERASES if each.root == framework)
-    others = [
-        f"framework={other.root!r} for a model of {other.title}"
-        for other in registry.KERASES
-        if other is not own
-    ]
     return (
-        f"This LossScaleMonitor is for {own.title}, and the model is not. Make it with "
-        f"{' or '.join(others)}."
+        f"This LossScaleMonitor is for {own.title}, and the model is not. Use "
+        "lossscale.keras.LossScaleMonitor or lossscale.tf_keras.LossScaleMonitor."
     )

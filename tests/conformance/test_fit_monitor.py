@@ -423,5 +423,5 @@ def test_a_model_of_the_other_generation_is_refused():
     tf_keras = pytest.importorskip("tf_keras")
     model = tf_keras.Sequential([tf_keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    with pytest.raises(ArgumentError, match="framework='tf_keras'"):
+    with pytest.raises(ArgumentError, match=r"lossscale\.tf_keras\.LossScaleMonitor"):
         fit(model, (np.ones((1, 1)), np.ones((1, 1))), [LossScaleMonitor()])

@@ -42,7 +42,8 @@ class KerasFit:
     def run(self, batches, *args, **settings):
         import numpy as np
 
-        monitor = lossscale.callbacks.LossScaleMonitor(*args, framework=KERAS, **settings)
+        part = importlib.import_module(f"lossscale.{KERAS}")
+        monitor = part.LossScaleMonitor(*args, **settings)
         x = np.float32(batches)[:, None] * np.ones(2, np.float32)
         options = {"batch_size": 1, "shuffle": False, "verbose": 0}
         self.model.fit(x, x[:, :1], callbacks=[monitor], **options)

@@ -18,7 +18,6 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
         ({"append": 1}, ArgumentTypeError, "append=1"),
         ({"on_floor": "stop"}, ArgumentError, "on_floor='stop'"),
         ({"evry": 3}, TypeError, "unexpected keyword argument 'evry'"),
-        ({"framework": "torch"}, ArgumentError, "framework='torch'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )

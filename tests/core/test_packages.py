@@ -63,7 +63,6 @@ ASKED = {
     "lossscale.install()": "tensorflow",
     "lossscale.LossScaleOptimizer.from_config(config)": "tensorflow",
     "LossScaleMonitor()": "tensorflow",
-    "LossScaleMonitor(framework='tf_keras')": "tf-keras",
     "lossscale.diagnosis.diagnose(None, [1.0])": "diagnosis",
     "importlib.import_module('lossscale.optax')": "optax",
     "importlib.import_module('lossscale.keras')": "tensorflow",
