@@ -7,15 +7,13 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_T = TypeVar("_T")
 
 LARGEST_SCALE = 2.0**126
 """Largest loss scale: above it the reciprocal is not a normal float32 number."""
@@ -137,96 +135,19 @@ def checked_truth(name: str, value: Any, error: type[LossScaleError] = ArgumentE
     )
 
 
-SETTING_OF = {
-    word: setting
-    for setting, words in {
-        # TensorFlow; Apex and fairseq; DeepSpeed and Megatron; jmp.
-        "initial_scale": "init_scale initial_loss_scale scale",
-        "growth_interval": "dynamic_growth_steps increment_period scale_window period",
-        "growth_factor": "multiplier scale_factor factor",
-        "backoff_factor": "",
-        "min_scale": "min_loss_scale",
-        "max_scale": "max_loss_scale",
-        "overflows_before_backoff": "hysteresis delayed_shift",
-        "clip_norm": "max_norm max_grad_norm gradient_clip_val",
-    }.items()
-    for word in (setting, *words.split())
-}
-"""A keyword of another library, and the setting of `DynamicScale` (or `clip_norm`) it means."""
-
-_FIXED = "rule=lossscale.FixedScale({value!r}) for a fixed scale; a dynamic one needs no argument"
-_ON_INNER = "{name}={value!r} on the `inner_optimizer`"
-_OF_INNER = (
-    *("learning_rate", "lr", "momentum", "weight_decay", "clipnorm", "clipvalue"),
-    *("global_clipnorm", "use_ema", "ema_momentum", "ema_overwrite_frequency"),
-    "gradient_accumulation_steps",
+_OTHER_SETTINGS = (
+    "Other settings of a scale belong to a rule, rule=lossscale.DynamicScale(growth_interval=500) "
+    "or rule=lossscale.FixedScale(128), and those of the optimizer to the inner optimizer."
 )
-KEYWORD_HINTS = {
-    **dict.fromkeys(("loss_scale", "static_loss_scale"), _FIXED),
-    "enabled": "rule=lossscale.FixedScale(1.0) for no loss scaling; it is enabled otherwise",
-    "skip_nonfinite": "rule=lossscale.FixedScale(scale, skip_nonfinite={value!r})",
-    **dict.fromkeys(_OF_INNER, _ON_INNER),
-}
-"""A keyword of another library, and what to write instead, for functions that take a `rule`."""
-
-
-def unknown_keywords(
-    owner: str, given: Mapping[str, Any], taken: Sequence[str], instead: Mapping[str, str]
-) -> str:
-    """Returns the message about keywords that a function does not have.
-
-    Args:
-        owner: The name of the function.
-        given: All keywords of the call, with their values.
-        taken: The keywords of the function.
-        instead: The replacement of some keywords; a format string with `name` and `value`.
-
-    Examples:
-        >>> unknown_keywords("f", {"period": 9, "factor": 2}, ["rule"], {})
-        'f has no arguments: `period`, `factor`: write \
-rule=lossscale.DynamicScale(growth_interval=9, growth_factor=2). It takes rule.'
-    """
-    unknown = {name: value for name, value in given.items() if name not in taken}
-    takes_rule = "rule" in taken
-    answers = KEYWORD_HINTS | dict(instead) if takes_rule else instead
-    written = []
-    settings = {}
-    for name, value in unknown.items():
-        setting = SETTING_OF.get(name, name)
-        if answer := answers.get(setting):
-            written.append(answer.format(name=name, value=value))
-        elif setting in taken or (takes_rule and setting in SETTING_OF and setting != "clip_norm"):
-            settings[setting] = value
-    if settings.keys() - set(taken):
-        # The rule needs all settings, including those passed under their right names.
-        right = {
-            SETTING_OF[name]: given[name] for name in given if name in SETTING_OF.keys() & taken
-        }
-        settings = right | settings
-        instead_of = f" without {', '.join(right)}" if right else ""
-        written.append(f"rule=lossscale.DynamicScale({_joined(settings)}){instead_of}")
-    elif settings:
-        written.append(_joined(settings))
-    names = ", ".join(f"`{name}`" for name in unknown)
-    named = f"argument {names}" if len(unknown) == 1 else f"arguments: {names}"
-    answer = f": write {', and '.join(written)}" if written else ""
-    return f"{owner} has no {named}{answer}. It takes {', '.join(taken)}."
-
-
-def _joined(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
 
 def checks_keywords(
-    owner: str,
-    instead: Mapping[str, str] = MappingProxyType({}),
-    error: type[LossScaleError] = ArgumentTypeError,
+    owner: str, error: type[LossScaleError] = ArgumentTypeError
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorates a function so that its error for an unknown keyword has the one to write.
+    """Decorates a function that takes a `rule`: an unknown keyword may be a setting of one.
 
     Args:
         owner: The name that the user calls.
-        instead: As for `unknown_keywords`.
         error: The class of the error.
     """
 
@@ -239,27 +160,14 @@ def checks_keywords(
 
         @functools.wraps(function)
         def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            if any(name not in taken for name in kwargs):
-                raise error(unknown_keywords(owner, kwargs, taken, instead))
+            unknown = [f"{name}={value!r}" for name, value in kwargs.items() if name not in taken]
+            if unknown:
+                raise error(
+                    f"{owner} takes {', '.join(taken)}. Received: {', '.join(unknown)}. "
+                    f"{_OTHER_SETTINGS}"
+                )
             return function(*args, **kwargs)
 
         return checked
 
     return decorated
-
-
-def class_checks_keywords(
-    owner: str, instead: Mapping[str, str] = MappingProxyType({})
-) -> Callable[[type[_T]], type[_T]]:
-    """Decorates the constructor of a class as `checks_keywords` does.
-
-    Args:
-        owner: The name that the user calls.
-        instead: As for `unknown_keywords`.
-    """
-
-    def changed(cls: type[_T]) -> type[_T]:
-        cls.__init__ = checks_keywords(owner, instead)(cls.__init__)  # type: ignore[method-assign]
-        return cls
-
-    return changed

@@ -22,7 +22,6 @@ from lossscale.checks import (
     checked_number,
     checked_scale,
     checked_truth,
-    class_checks_keywords,
 )
 from lossscale.errors import ArgumentError
 
@@ -179,9 +178,6 @@ def _is_power_of_two(value: float) -> bool:
     return math.frexp(value)[0] == 0.5
 
 
-@class_checks_keywords(
-    "FixedScale", {"initial_scale": "scale={value!r}", "loss_scale": "scale={value!r}"}
-)
 @dataclasses.dataclass(frozen=True)
 class FixedScale(ScaleRule):
     """A loss scale that never changes.
@@ -244,7 +240,6 @@ class FixedScale(ScaleRule):
         return dataclasses.asdict(self)
 
 
-@class_checks_keywords("DynamicScale")
 @dataclasses.dataclass(frozen=True)
 class DynamicScale(ScaleRule):
     """A loss scale that grows while gradients are finite and backs off when they are not.

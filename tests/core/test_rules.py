@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from lossscale.arguments import checked_rule
-from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError
+from lossscale.errors import ArgumentError, LossScaleError
 from lossscale.rules import (
     LARGEST_SCALE,
     LONGEST_INTERVAL,
@@ -333,20 +333,3 @@ def test_a_fixed_scale_takes_its_number_from_the_code_and_not_from_a_file():
 )
 def test_whether_only_powers_of_two_are_reached_is_known(rule, expected):
     assert rule.powers_of_two is expected
-
-
-@pytest.mark.parametrize(
-    ("rule", "keywords", "said"),
-    [
-        (DynamicScale, {"init_scale": 4.0}, "DynamicScale has no argument `init_scale`: write in"),
-        (DynamicScale, {"init_scale": 4.0}, "write initial_scale=4.0. It takes initial_scale, gr"),
-        (DynamicScale, {"growth_intervall": 3}, "no argument `growth_intervall`. It takes initial"),
-        (FixedScale, {"growth": 3}, "no argument `growth`. It takes scale, skip"),
-        (FixedScale, {"init_scale": 3.0}, "write scale=3.0."),
-        (FixedScale, {"loss_scale": 8.0}, "write scale=8.0."),
-    ],
-)
-def test_a_keyword_of_others_is_answered_with_what_to_write(rule, keywords, said):
-    with pytest.raises(ArgumentTypeError) as raised:
-        rule(**keywords)
-    assert said in str(raised.value)

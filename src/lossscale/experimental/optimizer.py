@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from lossscale import registry
 from lossscale.arguments import arguments_from_config, check_config, rule_from_arguments
-from lossscale.checks import checks_keywords
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.experimental.loss_scale import (
     DynamicLossScale,
@@ -33,11 +32,6 @@ else:
     _Wrapper = object
 
 # Its name in the later class.
-_INSTEAD = {
-    "inner_optimizer": "optimizer={value!r}",
-    "dynamic": "loss_scale='dynamic', or a number for a fixed scale",
-    "rule": "lossscale.LossScaleOptimizer(optimizer, rule={value!r}), which takes rules",
-}
 _ARGUMENTS_OF_RULES = {"dynamic", "initial_scale", "dynamic_growth_steps", "rule"}
 
 
@@ -111,7 +105,6 @@ class LossScaleAsObject(_Wrapper):
     _name_of_inner = "optimizer"
     _takes_third = True
 
-    @checks_keywords("experimental.LossScaleOptimizer", _INSTEAD)
     def __init__(self, optimizer: Any, loss_scale: Any, name: str | None = None) -> None:
         loss_scale = get(loss_scale)
         # The wrapper's constructor needs it, and Keras rejects attributes before its own

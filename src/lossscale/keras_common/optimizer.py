@@ -47,12 +47,6 @@ Slots = Iterator[tuple[list[str], dict[Any, Any]]]
 """The names of each kind of slot, and its variables by the key of the reference variable."""
 
 
-_INSTEAD = {
-    "clip_norm": "global_clipnorm={value!r} on the `inner_optimizer`",
-    "loss_scale_factor": "rule=lossscale.FixedScale({value!r}), and none on the `inner_optimizer`",
-}
-
-
 # Keras makes a path in a file from the names in dir(). The empty name is the path of this optimizer
 # itself: the inner optimizer's attributes are saved where a plain optimizer's are.
 _SAME_PLACE = ""
@@ -132,7 +126,7 @@ class KerasCommonOptimizer(DocumentedMembers):
     # The inner optimizer of a configuration.
     _inner_from_config: Callable[[Any, Any], Any]
 
-    @checks_keywords("LossScaleOptimizer", _INSTEAD, ArgumentError)
+    @checks_keywords("LossScaleOptimizer", ArgumentError)
     def __init__(
         self,
         inner_optimizer: Any,

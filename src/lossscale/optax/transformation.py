@@ -43,10 +43,7 @@ if TYPE_CHECKING:
         ) -> tuple[Tree, State]: ...
 
 
-_CLIPPED = "loss_scaled(optax.chain(optax.clip_by_global_norm({value!r}), inner))"
-
-
-@checks_keywords("loss_scaled", {"clip_norm": _CLIPPED})
+@checks_keywords("loss_scaled")
 def loss_scaled(
     inner: optax.GradientTransformation,
     dynamic: bool = True,

@@ -21,7 +21,7 @@ import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.utils.hooks import RemovableHandle
 
-from lossscale.checks import checked_truth, checks_keywords
+from lossscale.checks import checked_truth
 from lossscale.common.checks import warned_at_floor
 from lossscale.errors import CallOrderError, ScalerArgumentError
 from lossscale.rules import DynamicScale, ScaleRule, StatsRequest
@@ -125,7 +125,6 @@ class GradScaler(torch.amp.GradScaler):
     _warned_at_floor = False
     _skips_at_floor: int | None = None
 
-    @checks_keywords("GradScaler")
     def __init__(
         self,
         device: str = "cuda",
