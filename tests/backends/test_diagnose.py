@@ -496,7 +496,6 @@ def test_batches_can_come_from_many_places(kind):
         ({"x": np.zeros(24)}, r"Expected shape \(None, 6\)"),
         ({"max_batches": 0}, "`max_batches`"),
         ({"batch_size": -1}, "`batch_size`"),
-        ({"tolerance": 1.0}, "`tolerance` must be a number between 0 and 1"),
         ({"loss_fn": lambda model, batch: None}, "must return the loss.*a NoneType"),
         ({"loss_fn": lambda model, batch: model(batch[0])}, "must return the loss.*shape"),
         ({"loss_fn": "mse"}, "'str' object is not callable"),

@@ -177,7 +177,7 @@ tests/diagnosis/test_measurement.py tests/diagnosis/test_report.py
     diagnosis _Batches._highest_finite: high - low > 1 -> high - low > 2
     diagnosis _Batches._backward: max(predicted, second) -> _HIGHEST
     diagnosis _differing: error > _SAME -> False
-    diagnosis _Batches._correct_reference: lower[name] <= self._tolerance -> True
+    diagnosis _Batches._correct_reference: lower[name] <= TOLERANCE -> True
     diagnosis _Batches._worst: filter(math.isfinite, beyond) -> beyond
     diagnosis _Batches._worst: best[name] < NOISE -> True
     diagnosis _is_finite: (found.losses, *found.gradients.values())

@@ -27,7 +27,6 @@ def diagnose(
     parameters: Iterable[Any] | None = None,
     max_batches: int = 2,
     batch_size: int = 32,
-    tolerance: float = 0.1,
 ) -> Report:
     """Measures how accurate a Keras model's gradients are in float16, and which rule they need.
 
@@ -54,7 +53,6 @@ def diagnose(
             random, always the same ones.
         batch_size: Rows in each batch from arrays. It matters: a loss is averaged over the batch,
             so a larger batch has smaller gradients. Use the batch size of training.
-        tolerance: The largest accepted error of a gradient, relative to its norm.
 
     Returns:
         The report. Print it, or read `verdict` and `rule`.
@@ -80,8 +78,7 @@ def diagnose(
 
     run = KerasGradientFunction(model, loss_fn, parameters)
     batches = batches_of(x, y, sample_weight, batch_size)
-    options = {"max_batches": max_batches, "tolerance": tolerance}
-    return make_report(run, batches, model=model.name, setting=run.setting, **options)
+    return make_report(run, batches, model.name, run.setting, max_batches)
 
 
 def explain(

@@ -35,7 +35,6 @@ def diagnose(
     *,
     parameters: Iterable[str] | None = None,
     max_batches: int = 2,
-    tolerance: float = 0.1,
 ) -> Report:
     """Measures how accurate gradients are in float16, and which rule they need.
 
@@ -62,7 +61,6 @@ def diagnose(
         parameters: The parameters that the optimizer of this loss trains, if not all: named as in
             the report, or by the beginning of their path, such as `["critic"]`.
         max_batches: The largest number of batches to measure on.
-        tolerance: The largest accepted error of a gradient, relative to its norm.
 
     Returns:
         The report. Print it, or read `verdict` and `rule`.
@@ -82,14 +80,9 @@ def diagnose(
     """
     run = JaxGradientFunction(params, _checked(loss_fn), parameters)
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    return make_report(
-        run,
-        batches,
-        model="this loss" if name == "<lambda>" else name,
-        setting=f"JAX, {jax.default_backend()}, compiled, by the loss with dtype=float16",
-        max_batches=max_batches,
-        tolerance=tolerance,
-    )
+    name = "this loss" if name == "<lambda>" else name
+    setting = f"JAX, {jax.default_backend()}, compiled, by the loss with dtype=float16"
+    return make_report(run, batches, name, setting, max_batches)
 
 
 def _checked(loss_fn: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from lossscale.checks import checked_count, checked_number
+from lossscale.checks import checked_count
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError, first_line
 from lossscale.monitoring.explanation import LARGEST, Cause, Explanation
 
@@ -139,7 +139,6 @@ class Measurement:
         explanation: Why it is not, if the operation was found.
         reference: The exponent of the loss scale at which the float32 gradients were computed: 0,
             or higher for a model that casts to float16 itself.
-        tolerance: The largest accepted error.
         batches: The number of batches.
         passes: The number of forward and backward passes.
         unknown: The reason why there is no verdict; "" if there is one.
@@ -151,7 +150,6 @@ class Measurement:
     overflows_at: str = ""
     explanation: Explanation | None = None
     reference: int = 0
-    tolerance: float = TOLERANCE
     batches: int = 0
     passes: int = 0
     unknown: str = ""
@@ -172,7 +170,7 @@ class Measurement:
         """The errors at the best scale that are above the tolerance, by gradient."""
         judged = [each for each in self.gradients if not each.is_wrong]
         best = {each.name: min(each.errors.values()) for each in judged}
-        return {name: error for name, error in best.items() if error > self.tolerance}
+        return {name: error for name, error in best.items() if error > TOLERANCE}
 
     @property
     def worst_error(self) -> float:
@@ -180,30 +178,18 @@ class Measurement:
         return max((each.excess_error(0) for each in self.ranked), default=0.0)
 
 
-def measure(
-    run: GradientFunction,
-    batches: Iterable[Any],
-    *,
-    max_batches: int = 2,
-    tolerance: float = TOLERANCE,
-) -> Measurement:
+def measure(run: GradientFunction, batches: Iterable[Any], max_batches: int = 2) -> Measurement:
     """Measures a loss; the worst of all batches counts.
 
     Args:
         run: Computes a pass.
         batches: The batches to measure on.
         max_batches: The largest number of batches.
-        tolerance: The largest accepted error of a gradient.
 
     Raises:
         ArgumentTypeError: If `batches` is a batch, or not an iterable.
         ArgumentError: If it is empty, or another argument is out of range.
     """
-    if not 0 < checked_number("tolerance", tolerance) < 1:
-        raise ArgumentError(
-            "`tolerance` must be a number between 0 and 1, such as 0.1 for 10%. "
-            f"Received: tolerance={tolerance!r}."
-        )
     parts = batches if isinstance(batches, tuple) else [batches]
     is_batch = isinstance(batches, Mapping) or any(hasattr(part, "shape") for part in parts)
     if is_batch or not hasattr(batches, "__iter__"):
@@ -217,7 +203,7 @@ def measure(
             "`batches` must contain at least one batch. Received: an empty "
             f"{type(batches).__name__}."
         )
-    return _Batches(run, taken, tolerance).measured()
+    return _Batches(run, taken).measured()
 
 
 class _Batches:
@@ -226,8 +212,8 @@ class _Batches:
     A gradient is known by its name and the number of the batch.
     """
 
-    def __init__(self, run: GradientFunction, batches: Sequence[Any], tolerance: float) -> None:
-        self._run, self._batches, self._tolerance = run, batches, tolerance
+    def __init__(self, run: GradientFunction, batches: Sequence[Any]) -> None:
+        self._run, self._batches = run, batches
         self._errors: dict[int, dict[_Key, float]] = {}
         self._passes = self._reference_exponent = 0
 
@@ -264,7 +250,7 @@ class _Batches:
         least = _ROUNDING * _largest(self._reference)
         measured = [g for g in found.gradients if g.errors and g.largest > least]
         wrong = [g.name for g in measured if g.is_wrong]
-        is_right = all(min(g.errors.values()) <= self._tolerance for g in measured)
+        is_right = all(min(g.errors.values()) <= TOLERANCE for g in measured)
         if is_right or found.unknown:
             return found
         # An overflow that a later operation hides does no harm unless gradients are wrong. If it is
@@ -292,7 +278,7 @@ class _Batches:
             return self._found(unknown="every gradient is 0")
         predicted = _predicted_highest(largest)
         self._try_higher(NOISE)
-        is_right = self._worst(0) <= self._tolerance
+        is_right = self._worst(0) <= TOLERANCE
         if is_right and second >= MARGIN and self._is_finite(second):
             return self._found(highest_exponent=max(predicted, second))
         highest = self._highest_finite(predicted)
@@ -302,8 +288,8 @@ class _Batches:
         if broken := [key for key in overflowing if best[key] >= NOISE]:
             where = f"the gradient of {broken[-1][0]}"
             return self._found(overflows_at=where, explanation=self._explained())
-        self._try_higher(NOISE if is_right else self._tolerance)
-        lowest = 0 if self._worst(0) <= self._tolerance else self._find_lowest()
+        self._try_higher(NOISE if is_right else TOLERANCE)
+        lowest = 0 if self._worst(0) <= TOLERANCE else self._find_lowest()
         return self._found(lowest_exponent=lowest, highest_exponent=highest)
 
     def _explained(self, *, half: bool = True, exponent: int = 0) -> Explanation | None:
@@ -328,7 +314,6 @@ class _Batches:
         return Measurement(
             tuple(GradientAccuracy(name, largest[name], errors[name]) for name in largest),
             reference=self._reference_exponent,
-            tolerance=self._tolerance,
             batches=len(self._batches),
             passes=self._passes,
             **fields,
@@ -374,7 +359,7 @@ class _Batches:
         """
         wide = self._reference
         is_doubtful = any(not np.any(g) for g in wide.gradients.values()) or any(
-            self._tolerance < e < math.inf for each in self._errors.values() for e in each.values()
+            TOLERANCE < e < math.inf for each in self._errors.values() for e in each.values()
         )
         if not is_doubtful:
             return ""
@@ -390,7 +375,7 @@ class _Batches:
                 return ""
             # If a scale is accurate, the scale two bits lower is nearly so.
             lower = _errors(raised, self._pass(exponent - 2, half=False))
-            if all(lower[name] <= self._tolerance for name in changed):
+            if all(lower[name] <= TOLERANCE for name in changed):
                 self._reference, self._reference_exponent = raised, exponent
                 tried = list(self._errors)
                 self._errors.clear()
@@ -434,7 +419,7 @@ class _Batches:
         """The lowest exponent at which no gradient is wrong by more than the tolerance."""
         while True:
             tried = [each for each in self._errors if each >= 0]
-            low = max(each for each in tried if self._worst(each) > self._tolerance)
+            low = max(each for each in tried if self._worst(each) > TOLERANCE)
             high = min((each for each in tried if each > low), default=_HIGHEST)
             if high - low <= 1:
                 return high

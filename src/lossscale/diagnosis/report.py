@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from lossscale.diagnosis.measurement import (
     MARGIN,
     TARGETS,
+    TOLERANCE,
     GradientAccuracy,
     GradientFunction,
     Measurement,
@@ -85,7 +86,7 @@ def recommend(found: Measurement) -> Recommendation:
         return _cannot_help(found)
     if lowest > 0 and lowest > highest - 1:
         return _no_single_scale(found)
-    is_right = found.worst_error <= found.tolerance
+    is_right = found.worst_error <= TOLERANCE
     if is_right and highest >= MARGIN:
         reason = f"without scaling, {_accurate(found)} in float16 and far from overflow"
         return Recommendation(Verdict.NOT_NEEDED, None, reason)
@@ -104,7 +105,7 @@ def recommend(found: Measurement) -> Recommendation:
 
 def _no_single_scale(found: Measurement) -> Recommendation:
     def last_wrong(each: GradientAccuracy) -> int:
-        wrong = [e for e in each.errors if found.tolerance < each.excess_error(e) < math.inf]
+        wrong = [e for e in each.errors if TOLERANCE < each.excess_error(e) < math.inf]
         return max(wrong, default=-1)
 
     small = max(found.ranked, key=last_wrong)
@@ -185,7 +186,7 @@ class Report:
                 yield (
                     "small",
                     f"without scaling, the worst gradient, of {found.ranked[0].name}, is wrong by "
-                    f"{_percent(found.worst_error)} (limit {_percent(found.tolerance)})",
+                    f"{_percent(found.worst_error)} (limit {_percent(TOLERANCE)})",
                 )
             if lowest > 0:
                 yield "range", f"{_accurate(found)} from a loss scale of 2**{lowest}"
@@ -238,7 +239,7 @@ _TITLES = {
 
 
 def make_report(
-    run: GradientFunction, batches: Iterable[Any], *, model: str, setting: str, **options: Any
+    run: GradientFunction, batches: Iterable[Any], model: str, setting: str, max_batches: int = 2
 ) -> Report:
     """Measures a model, and returns the report.
 
@@ -247,9 +248,9 @@ def make_report(
         batches: The batches to measure on.
         model: The name of the model.
         setting: The framework, device and format, such as "PyTorch, cpu, autocast to float16".
-        **options: `max_batches` and `tolerance`, as for `measure`.
+        max_batches: The largest number of batches.
     """
-    return Report(model, setting, measure(run, batches, **options))
+    return Report(model, setting, measure(run, batches, max_batches))
 
 
 def line_to_copy(rule: DynamicScale) -> str:

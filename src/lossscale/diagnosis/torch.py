@@ -39,7 +39,6 @@ def diagnose(
     *,
     parameters: Iterable[torch.nn.Parameter] | None = None,
     max_batches: int = 2,
-    tolerance: float = 0.1,
 ) -> Report:
     """Measures how accurate a PyTorch model's gradients are in float16, and which rule they need.
 
@@ -66,7 +65,6 @@ def diagnose(
             gradients. Use the batch size of training.
         parameters: The parameters that the optimizer of this loss trains, if not all.
         max_batches: The largest number of batches to measure on.
-        tolerance: The largest accepted error of a gradient, relative to its norm.
 
     Returns:
         The report. Print it, or read `verdict` and `rule`.
@@ -86,8 +84,7 @@ def diagnose(
     """
     run = TorchGradientFunction(model, loss_fn, parameters)
     name = type(getattr(model, "_orig_mod", model)).__name__
-    options = {"max_batches": max_batches, "tolerance": tolerance}
-    return make_report(run, batches, model=name, setting=run.setting, **options)
+    return make_report(run, batches, name, run.setting, max_batches)
 
 
 class TorchGradientFunction:
