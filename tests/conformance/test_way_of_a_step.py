@@ -193,7 +193,7 @@ def test_a_step_passes_through_the_files_that_the_design_names():
     for column in STEPS.keys() & columns.keys():
         way = Way()
         entered = passed_through(STEPS[column](way))
-    assert [name for name in entered if name not in way.files] == columns[column]
+        assert [name for name in entered if name not in way.files] == columns[column]
 
 
 # How many of ours are loaded by a program that makes an optimizer. Of TensorFlow's arrays a wrapper

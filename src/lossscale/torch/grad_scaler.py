@@ -6,6 +6,7 @@ and gradients: `scale` multiplies, `unscale_` and `step` divide.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import weakref
@@ -165,14 +166,18 @@ class GradScaler(torch.amp.GradScaler):
 
     def _forget(self) -> None:
         """Forgets optimizers and hooks, which a copy does not share."""
-        self._known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
+        self._known: dict[int, _Known] = {}
         self._skipped_hooks: dict[int, Any] = OrderedDict()
 
     def _known_of(self, optimizer: Any) -> _Known:
         """The record of an optimizer."""
-        known, parameters = self._known.get(optimizer), parameters_of(optimizer)
+        key, parameters = id(optimizer), parameters_of(optimizer)
+        known = self._known.get(key)
         if known is None:
-            known = self._known[optimizer] = _Known(parameters, self._process_group)
+            known = self._known[key] = _Known(parameters, self._process_group)
+            # With `__slots__` it cannot be referred to weakly.
+            with contextlib.suppress(TypeError):
+                weakref.finalize(optimizer, self._known.pop, key, None).atexit = False
         elif not known.info.is_of(parameters):
             known.info = ParameterInfo(parameters, self._process_group)
         return known
@@ -387,7 +392,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         device = self._scale.device
         joined = gradients.any_overflow(dict(enumerate(found)), device).to(device)
-        groups = [known.info.groups for each, known in self._known.items() if id(each) in some]
+        groups = [self._known[key].info.groups for key in some if key in self._known]
         union = tuple(dict.fromkeys(itertools.chain(*groups)))
         if any(len(own) < len(union) for own in groups):
             # One optimizer may be sharded over more processes than another.

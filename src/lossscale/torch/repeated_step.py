@@ -425,7 +425,7 @@ def _as_it_was(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, dict[
                 watch.mark(tensor, name, is_weight=True)
                 known[id(tensor)] = tensor.data
         for name, value in vars(module).items():
-            if name.endswith("_hooks"):
+            if name.endswith("_hooks") and isinstance(value, OrderedDict):
                 known[id(value)] = OrderedDict(h for h in value.items() if _is_torchs(h[1]))
             elif name == "_trainer" or isinstance(value, types.ModuleType):
                 # Lightning's trainer holds the data.

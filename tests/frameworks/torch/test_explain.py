@@ -70,7 +70,7 @@ class Eventful(nn.Module):
         self.old_spectral = nn.utils.spectral_norm(nn.Linear(8, 8))
         self.dropout, self.last = nn.Dropout(0.3), nn.Linear(8, 1)
         self.renormed = nn.Embedding(3, 8, max_norm=0.5)
-        self.calls, self.sizes, self.by_name, self.seen = 0, [], {"deep": [[], {}]}, set()
+        self.calls, self.sizes, self.by_name, self.own_hooks = 0, [], {"deep": [[], {}]}, set()
         self.total = torch.zeros(8)
         self.generator, self.own_random = torch.Generator(), random.Random(3)
         self.own_numpy, self.own_old_numpy = np.random.default_rng(3), np.random.RandomState(3)
@@ -86,7 +86,7 @@ class Eventful(nn.Module):
         self.sizes.append(len(x))
         self.by_name["deep"][0].append(self.calls)
         self.by_name["deep"][1][self.calls] = True
-        self.seen.add(self.calls)
+        self.own_hooks.add(self.calls)
         with torch.no_grad():
             self.total += hidden.float().nan_to_num(0, 0, 0).mean(0)
             self.codes = self.codes + 1

@@ -523,7 +523,7 @@ def test_mistakes_are_answered_before_anything_changes(case):
         ({"clip_norm": 0.0}, "clip_norm"),
         ({"clip_norm": "1"}, "clip_norm"),
         ({"decide": "gpu"}, "'host' or 'device'"),
-        ({"decide": "device"}, "with parameters"),
+        ({"decide": "device"}, "without parameters"),
         ({"dynamic": False}, "initial_scale"),
         ({"initial_scale": -1}, "initial_scale"),
         ({"process_group": "world"}, "process_group"),
