@@ -14,7 +14,6 @@ import lossscale
 from benchmarks.methods import MONITORS, SCALE, SKIPPED, method
 from benchmarks.rows import Row
 from benchmarks.timing import Program
-from lossscale.callbacks import LossScaleMonitor
 
 CLASSES = 10
 OPTIMIZERS: dict[str, tuple[str, dict[str, float]]] = {
@@ -160,7 +159,8 @@ class Epoch(Program):
         settings = MONITORS[name]
         if settings:
             path = pathlib.Path(tempfile.mkdtemp(), "run.jsonl")
-            monitor = LossScaleMonitor(path, append=True, framework=keras.__name__, **settings)
+            part = importlib.import_module(f"lossscale.{keras.__name__}")
+            monitor = part.LossScaleMonitor(path, append=True, **settings)
             self._callbacks = [monitor]
 
     def step(self) -> None:

@@ -137,7 +137,7 @@ def checked_truth(name: str, value: Any, error: type[LossScaleError] = ArgumentE
 
 _OTHER_SETTINGS = (
     "Other settings of a scale belong to a rule, rule=lossscale.DynamicScale(growth_interval=500) "
-    "or rule=lossscale.FixedScale(128), and those of the optimizer to the inner optimizer."
+    "or rule=lossscale.FixedScale(128). Set those of the optimizer on the `inner_optimizer`."
 )
 
 
@@ -160,11 +160,11 @@ def checks_keywords(
 
         @functools.wraps(function)
         def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            unknown = [f"{name}={value!r}" for name, value in kwargs.items() if name not in taken]
+            unknown = [f"`{name}`" for name in kwargs if name not in taken]
             if unknown:
                 raise error(
-                    f"{owner} takes {', '.join(taken)}. Received: {', '.join(unknown)}. "
-                    f"{_OTHER_SETTINGS}"
+                    f"{owner} takes {', '.join(taken)}. Received other arguments: "
+                    f"{', '.join(unknown)}. {_OTHER_SETTINGS}"
                 )
             return function(*args, **kwargs)
 

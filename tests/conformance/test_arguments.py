@@ -19,7 +19,7 @@ def test_an_unknown_keyword_is_answered_with_what_is_taken_and_where_settings_be
     with pytest.raises((TypeError, ValueError)) as raised:
         wrapper.wrap(inner, **{keyword: 500})
     said = str(raised.value)
-    assert re.search(rf" takes inner.*, rule.*Received: {keyword}=500\. Other settings of", said)
+    assert re.search(rf" takes inner.*, rule.*Received other arguments: `{keyword}`\. Other", said)
     # The class by the name that users know it by.
     assert not any(private in said for private in ("Torch", "AroundKeras", "__init__"))
 

@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
@@ -270,6 +270,13 @@ class GradScaler(torch.amp.GradScaler):
         # A step in which no process has a gradient does not count.
         entry["is_empty"] = not here
         return {device: found if here else torch.zeros_like(found)}
+
+    @overload
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None: ...
+    @overload
+    def step(  # type: ignore[overload-cannot-match]
+        self, optimizer: Sequence[torch.optim.Optimizer], *args: Any, **kwargs: Any
+    ) -> list[float | None]: ...
 
     @uncompiled
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 
@@ -16,7 +16,13 @@ from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
-Scheduler = TypeVar("Scheduler")
+class HasStep(Protocol):
+    """A scheduler, for type checkers."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+Scheduler = TypeVar("Scheduler", bound=HasStep)
 
 
 class GuardedScheduler:
