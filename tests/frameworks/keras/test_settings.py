@@ -237,7 +237,7 @@ def test_loss_scale_factor_of_the_inner_optimizer_is_an_error_that_keeps_it():
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"clipnorm": 1.0}, ValueError, "Received: clipnorm=1.0"),
+        ({"clipnorm": 1.0}, ValueError, "arguments: `clipnorm`"),
         ({"loss_scale_factor": 8}, ValueError, "loss_scale_factor"),
         ({"rule": 128}, TypeError, "must be a scaling rule"),
         ({"rule": lossscale.DynamicScale}, TypeError, "must be a scaling rule"),
