@@ -6,7 +6,6 @@ scale is on the device.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -31,7 +30,6 @@ from lossscale.torch.scaled_gradients import (
 )
 from lossscale.torch.scaling import CPU, filled, read, read_all, scalar
 
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _LARGEST = torch.finfo(torch.float32).max
 _SMALLEST_NORM = 2.0**-40
 """Above it all elements together whose squares are 0 in float32 do not matter."""
@@ -344,7 +342,7 @@ class Engine:
         unchecked = not (self.rule.checks_gradients or clips or self.scale.on_device)
         # A check divides them in the same pass, except for float16, which would flush to 0.
         wants_kernel = not in_place and (clips or unchecked or info.has_half)
-        of_kernel: Any = self._of_kernel(info) if wants_kernel and mine is not None else None
+        of_kernel: Any = self._of_kernel(info, mine) if wants_kernel and mine is not None else None
         if clips and measured is None and self._norm_checks(info, by):
             decision = self._decide_by_norm(info, mine, is_scaled, of_kernel)
             if decision is not None:
@@ -381,13 +379,12 @@ class Engine:
         self.settle(sets)
         return None
 
-    def _of_kernel(self, info: ParameterInfo) -> Any:
+    def _of_kernel(self, info: ParameterInfo, mine: ScaledGradients) -> Any:
         """The gradients, if the optimizer's kernel may divide them; else None."""
-        if not fused.can_unscale(self.inner):
-            return None
-        grads = info.gradients()
         # A kernel must not change one that is part of a graph.
-        return grads if grads and not any(map(_REQUIRES_GRAD, grads)) else None
+        if mine.has_graph or not fused.can_unscale(self.inner):
+            return None
+        return info.gradients() or None
 
     def _agreed(
         self, info: ParameterInfo, by: Any, overflow: Any, here: bool, is_scaled: bool

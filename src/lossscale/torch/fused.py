@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from lossscale.common.checks import signature_of
+from lossscale.torch import ranks
 from lossscale.torch.optimizer_list import OptimizerList
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -33,8 +35,8 @@ def can_unscale(inner: Any) -> bool:
     if isinstance(inner, OptimizerList):
         return not _has_pre_hooks(inner) and all(map(can_unscale, inner.optimizers))
     return (
-        can_skip(inner)
-        and steps_as_torch(inner)
+        steps_as_torch(inner)
+        and all(group.get("fused") for group in inner.param_groups)
         and not _has_pre_hooks(inner)
         and not torch_optimizer._global_optimizer_pre_hooks
     )
@@ -126,10 +128,14 @@ def makes_state(optimizers: Iterable[Any]) -> bool:
         if not isinstance(each, FUSED):
             continue
         is_sgd = isinstance(each, torch.optim.SGD)
-        states = each.state.items()
-        made = {id(p) for p, s in states if (s.get("momentum_buffer") is not None if is_sgd else s)}
+        states, parameters = each.state.items(), ranks.parameters_of(each)
+        made = [p for p, s in states if (s.get("momentum_buffer") is not None if is_sgd else s)]
+        # As after the first step. The rest takes five times as long.
+        if len(made) == len(parameters) and all(map(operator.is_, made, parameters)):
+            continue
+        ids = set(map(id, made))
         for group in each.param_groups:
-            lacking = (p for p in group["params"] if id(p) not in made)
+            lacking = (p for p in group["params"] if id(p) not in ids)
             if (not is_sgd or group["momentum"]) and any(p.grad is not None for p in lacking):
                 return True
     return False

@@ -118,18 +118,21 @@ class ScaledGradients:
         left: If the device may have skipped a step and left these gradients behind: whether it
             has, 1 or 0, and the engine of the loss, which such an overflow does not concern.
         task: The last backward pass that has begun.
+        has_graph: Whether a pass may have given gradients a graph.
     """
 
     def __init__(self, by: Any) -> None:
         self.by, self.info = by, _NOTHING
         self.left: tuple[Any, Any] | None = None
-        self.task = -1
+        self.task, self.has_graph = -1, False
         self._before: dict[int, int] = {}
 
     def begin_pass(self, task: int) -> None:
         """A backward pass is about to add to them: notes those that are there, once for a pass."""
         if task == -1 or task != self.task:
             self.task = task
+            # In a pass with `create_graph`.
+            self.has_graph |= task != -1 and torch.is_grad_enabled()
             self._before = _versions(self.info)
 
     def add(self, info: ranks.ParameterInfo) -> None:
@@ -139,6 +142,7 @@ class ScaledGradients:
             return
         new, before = info.without(mine.ids), None
         for each in holding(new):
+            self.has_graph |= each.has_graph
             if each.task == self.task != -1:
                 raise GradientsError(
                     "One backward pass reaches the same parameters by losses with different "

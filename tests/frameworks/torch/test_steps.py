@@ -282,6 +282,16 @@ def test_a_gradient_with_a_graph_stays_if_another_is_refused():
     assert bits([weight.grad]) == before
 
 
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+def test_a_kernel_does_not_divide_a_gradient_that_has_a_graph():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = wrapped(torch.optim.SGD([weight], lr=0.5, fused=True), rule=FixedScale(8.0))
+    optimizer.scale_loss((weight**2).sum()).backward(create_graph=True)
+    gradient = weight.grad
+    optimizer.step()
+    assert (gradient.tolist(), weight.tolist()) == ([16.0, 16.0], [0.0, 0.0])
+
+
 class Raises(torch.optim.SGD):
     handed_over = None
 
