@@ -87,8 +87,8 @@ class Engine:
         self.clip_norm, self.process_group = clip_norm, process_group
         self._info = ParameterInfo(ranks.parameters_of(self.inner), process_group)
         self._first_steps = FirstSteps()
-        self._forget = register(self, self._info)
         self.record = GradientRecord()
+        self._forget = register(self, self._info)
 
     def info(self) -> ParameterInfo:
         """Facts about the parameters that the optimizer has now."""
@@ -125,7 +125,11 @@ class Engine:
 
     def check_unscaled(self, name: str, optimizer: Any) -> None:
         """Checks that a method of an inner optimizer finds no scaled gradients."""
-        if self.record.is_scaled and self.info().first_gradient() is not None:
+        record, info = self.record, self.info()
+        if not record.is_scaled or info.first_gradient() is None:
+            return
+        # A set may be left that holds none of them: another optimizer has cleared those they share.
+        if record.unseen or holding(info):
             raise CallOrderError(
                 f"{name}() of {type(optimizer).__name__} would use gradients that are multiplied "
                 "by the loss scale. Call optimizer.backward(loss) in place of "
@@ -297,7 +301,7 @@ class Engine:
             each.leave(info)
         record.reset()
         self.hold(info, Multiplier(scalar(number, CPU), self.rule, number))
-        record.has_own_loss = True
+        record.has_own_loss, record.known = True, info
 
     def _check_arrived(self, sets: Sequence[ScaledGradients]) -> None:
         """Checks that a step within a backward pass finds no gradient that is still scaled."""

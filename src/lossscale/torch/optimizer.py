@@ -31,6 +31,7 @@ from lossscale.torch.engine import Engine, StepDecision
 from lossscale.torch.optimizer_list import OptimizerList, with_parts, zero_grad
 from lossscale.torch.scale import DeviceLossScale, LossScale
 from lossscale.torch.scaled_gradients import (
+    OF_THE_VERB,
     ONE_FOR_SEVERAL,
     is_seen,
     prepare_backward,
@@ -218,7 +219,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         check_backpropagated(loss, engine.info())
         self._adopt_written()
         by = engine.scale.multiplier
-        sets = prepare_backward(loss, by, engine, inputs=inputs)
+        outer = torch._C._current_graph_task_id()
+        sets = prepare_backward(loss, by, engine, inputs=inputs, outer=outer)
+        for each in sets:
+            each.task = OF_THE_VERB
         record.in_backward = True
         try:
             _backpropagate(loss, by, gradient, retain_graph, create_graph, inputs)

@@ -25,6 +25,9 @@ from lossscale.torch.scaling import real_parts
 lock = threading.RLock()
 """Held while gradients join or leave a set: autograd runs hooks in a thread for each device."""
 
+OF_THE_VERB = -2
+"""In the place of a backward pass: one that `backward` runs, which then settles the gradients."""
+
 ONE_FOR_SEVERAL = "Make one for both: LossScaleOptimizer([optimizer, other])."
 
 _MARK = "_is_scaled_by_lossscale"
@@ -53,12 +56,9 @@ _changes = [0]
 
 def register(engine: Any, info: ranks.ParameterInfo) -> Callable[[], None]:
     """Remembers whose parameters those of an engine are; returns what forgets it."""
-    ids = info.ids
+    ids, record = info.ids, engine.record
 
     def forget(ref: weakref.ref[Any]) -> None:
-        if lock is None:
-            # Python is ending, and has cleared this module.
-            return  # type: ignore[unreachable]
         with lock:
             _changes[0] += 1
             _living.pop(ref, None)
@@ -69,9 +69,18 @@ def register(engine: Any, info: ranks.ParameterInfo) -> Callable[[], None]:
                 else:
                     _owners.pop(key, None)
 
+    def died(ref: weakref.ref[Any]) -> None:
+        if lock is None:
+            # Python is ending, and has cleared this module.
+            return  # type: ignore[unreachable]
+        forget(ref)
+        # Nobody else knows that they are scaled.
+        for each in record.sets:
+            each.settle(whole=True)
+
     with lock:
         _changes[0] += 1
-        ref = weakref.ref(engine, forget)
+        ref = weakref.ref(engine, died)
         _living[ref] = info.is_sharded
         for key in ids:
             _owners[key] = (*_owners.get(key, ()), ref)
@@ -382,6 +391,8 @@ def is_seen(loss: Any) -> bool:
 
 def watch(scaled: Any, loss: Any, by: Multiplier, own: Any) -> None:
     """Has `prepare_backward` called when the `backward` of a scaled loss starts."""
+    # A hook of a pass may scale a loss of its own.
+    outer = torch._C._current_graph_task_id()
 
     def starts(_: Any) -> None:
         if own.record.in_backward:
@@ -390,14 +401,15 @@ def watch(scaled: Any, loss: Any, by: Multiplier, own: Any) -> None:
                 "unscaled losses to optimizer.backward(loss)."
             )
         task = torch._C._current_graph_task_id()
-        prepare_backward(loss if len(_living) > 1 else None, by, own, task=task)
+        given = loss if len(_living) > 1 else None
+        prepare_backward(given, by, own, task=task, outer=outer)
 
     # On the node, which takes less time than on the tensor.
     scaled.grad_fn.register_prehook(starts)
 
 
 def prepare_backward(
-    loss: Any, by: Multiplier, own: Any, *, inputs: Any = None, task: int = -1
+    loss: Any, by: Multiplier, own: Any, *, inputs: Any = None, task: int = -1, outer: int = -1
 ) -> list[ScaledGradients]:
     """Gradients of a loss are about to be added: multiplies those that are there.
 
@@ -407,6 +419,7 @@ def prepare_backward(
         own: The engine that scaled it.
         inputs: The only tensors that are reached, as in `torch.Tensor.backward`; None for all.
         task: The backward pass; -1 before it, if what it adds to is settled after it.
+        outer: The backward pass in which this one runs, in a hook; -1 if there is none.
 
     Returns:
         The sets that they are in, with one of the tensors of no optimizer if these are settled.
@@ -415,6 +428,8 @@ def prepare_backward(
     concerned = [(own, own.info(), True), *others]
     for each, info, _ in concerned:
         each.check_known(info if each is own else each.info())
+        if outer != -1:
+            _check_idle(info, outer, None if task == -1 else by)
     for each, _, _ in concerned:
         each.account_for_cleared(by)
     with lock:
@@ -426,6 +441,16 @@ def prepare_backward(
         sets.append(ScaledGradients(by))
         sets[-1].add(ranks.ParameterInfo(unowned, []))
     return sets
+
+
+def _check_idle(info: ranks.ParameterInfo, outer: int, by: Multiplier | None) -> None:
+    """Checks that a pass within another one takes no gradients that the outer one will add to."""
+    for each in holding(info):
+        if each.task in (outer, OF_THE_VERB) and each.by is not by:
+            raise GradientsError(
+                "A backward pass that is still running adds to gradients that this loss reaches. "
+                "Call backward() of this loss after that pass."
+            )
 
 
 def reached(

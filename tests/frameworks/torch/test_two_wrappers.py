@@ -235,13 +235,19 @@ def test_a_group_whose_gradients_another_wrapper_has_brought(shares, unscales, o
     assert_same_without_scaling(run)
 
 
-@pytest.mark.parametrize("unscales", [False, True])
-def test_a_refused_group_changes_nothing_and_zero_grad_goes_on(unscales):
+WITHIN_A_STEP = {
+    "unscales": lambda optimizer: optimizer.unscale_(),
+    "loads": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "nothing": lambda optimizer: None,
+}
+
+
+@pytest.mark.parametrize("does", WITHIN_A_STEP)
+def test_a_refused_group_changes_nothing_and_zero_grad_goes_on(does):
     trained, late = parameter(), parameter()
     optimizer = wrapped(sgd(trained, lr=0.5))
     optimizer.scale_loss((trained * late).sum()).backward()
-    if unscales:
-        optimizer.unscale_()
+    WITHIN_A_STEP[does](optimizer)
     optimizer.add_param_group({"params": [late]})
     before = [t.tolist() for p in (trained, late) for t in (p, p.grad)]
     for call in (optimizer.step, lambda: optimizer.scale_loss((trained * late).sum()).backward()):
@@ -266,6 +272,63 @@ def test_a_step_asks_no_wrapper_that_its_loss_does_not_reach(way, monkeypatch):
     optimizer.zero_grad()
     assert set(asked) == {optimizer._engine}
     assert len(others) == 20
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_that_another_wrapper_clears_in_place_are_zeros_to_apply(way):
+    given, (first, second) = pair("host")
+    other = wrapped(sgd(given[0], fused=True))
+    derive(first, loss_of(given, None), way)
+    other.zero_grad(set_to_none=False)
+    for each in (first, second):
+        each.step()
+    assert [p.tolist() for p in given] == [[1.0, 1.0], [1.0 - 2.0**-10] * 2]
+
+
+@pytest.mark.parametrize("decide", DECIDES)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_wrapper_that_is_replaced_between_its_losses(way, decide):
+    weight = parameter()
+    optimizer = wrapped(sgd(weight, lr=0.25, fused=True), decide=decide)
+    derive(optimizer, weight.sum(), way)
+    del optimizer
+    optimizer = wrapped(sgd(weight, lr=0.25, fused=True), initial_scale=8.0)
+    derive(optimizer, weight.sum(), way)
+    optimizer.step()
+    assert weight.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("decide", DECIDES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("other_way", WAYS)
+@pytest.mark.parametrize("reaches", [0, 1, 2])
+def test_a_loss_within_the_backward_pass_of_another_is_right_or_refused(
+    reaches, other_way, way, decide
+):
+    """A hook computes a loss: of its own parameter, one of both wrappers, or the first's."""
+
+    def run(wrap):
+        own, shared, other = (parameter() for _ in range(3))
+        first = wrap(sgd(own, shared, lr=0.5, fused=True))
+        second = wrap(sgd(other, *[shared] * (reaches > 0), lr=0.5, fused=True))
+
+        def hook(_):
+            with torch.enable_grad():
+                parts = [other.sum(), shared.sum() + other.sum(), own.square().sum()]
+                derive(second if reaches < 2 else first, parts[reaches], other_way)
+
+        hidden = own.tanh()
+        hidden.register_hook(hook)
+        derive(first, (hidden * shared).sum(), way)
+        first.step()
+        second.step()
+        return [p.tolist() for p in (own, shared, other)]
+
+    if reaches == 0 or (reaches == 2 and way == other_way == "scale_loss"):
+        assert run(lambda inner: wrapped(inner, decide=decide)) == run(alone)
+        return
+    with pytest.raises(lossscale.errors.GradientsError, match=r"still running|already scaled"):
+        run(lambda inner: wrapped(inner, decide=decide))
 
 
 HOOKS = {
