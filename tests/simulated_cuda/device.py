@@ -109,6 +109,16 @@ def start() -> None:
         return torch.empty(*args, dtype=torch.uint8, device=device).untyped_storage()
 
     torch.UntypedStorage.__new__ = made
+    # A pickle holds a file in PyTorch's old format.
+    write, read = torch.UntypedStorage._write_file, torch.UntypedStorage._set_from_file
+
+    def read_on_host(storage: Any, file: Any, *args: Any) -> Any:
+        if storage.device.type == "cpu":
+            return read(storage, file, *args)
+        return storage.copy_(read(torch.UntypedStorage(storage.nbytes()), file, *args))
+
+    torch.UntypedStorage._write_file = lambda storage, *args: write(storage.cpu(), *args)
+    torch.UntypedStorage._set_from_file = read_on_host
 
 
 def _replaced(torch: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Beside each stands the program without the fault, in which nothing may be found.
 """
 
 import io
+import pickle
 import threading
 
 import pytest
@@ -49,6 +50,8 @@ def test_files_keep_device_type_and_numbers():
         assert type(loaded["parameter"]) is nn.Parameter
         assert {str(each.device) for each in loaded.values()} == {expected}
         assert [each.tolist() for each in loaded.values()] == [[2.0] * 3, [2.0] * 2]
+    copied = pickle.loads(pickle.dumps(parameter))
+    assert (copied.device, copied.tolist()) == (parameter.device, [2.0] * 3)
 
 
 WAITS = {

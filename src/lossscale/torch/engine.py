@@ -139,15 +139,16 @@ class Engine:
 
     def check_known(self, info: ParameterInfo) -> None:
         """Checks that no gradient came with a group that was added after the last loss."""
-        known = self.record.known
-        if known is None or info is known:
+        record = self.record
+        known = record.known or record.known_before
+        if known is None or info is known or not (record.known or record.is_nothing()):
             return
         if unheld(info.without(known.ids)).first_gradient() is None:
             return
         raise CallOrderError(
             "A parameter group with gradients was added after a loss was scaled. It is unknown "
-            "whether these gradients are scaled. Add the group after step(), or call zero_grad() "
-            "before you add it."
+            "whether these gradients are scaled. Clear them before you add the group, for example "
+            "by model.zero_grad()."
         )
 
     def account_for_cleared(self, by: Any = None) -> None:
@@ -208,6 +209,8 @@ class Engine:
         record.has_own_loss = record.has_own_loss or own is self
         if task != -1 or record.known is not None:
             record.known = info if own is self else self.info()
+        if task != -1:
+            record.known_before = record.known
         record.decision, record.is_cleared = None, False
         return target
 

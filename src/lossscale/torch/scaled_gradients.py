@@ -74,9 +74,11 @@ def register(engine: Any, info: ranks.ParameterInfo) -> Callable[[], None]:
             # Python is ending, and has cleared this module.
             return  # type: ignore[unreachable]
         forget(ref)
-        # Nobody else knows that they are scaled.
+        # An optimizer in its place knows what multiplies their gradients.
         for each in record.sets:
-            each.settle(whole=True)
+            for engine in owners(each.info):
+                if each not in engine.record.sets:
+                    engine.record.sets.append(each)
 
     with lock:
         _changes[0] += 1
@@ -269,10 +271,13 @@ class GradientRecord:
         by_hand: Whether `get_scaled_loss` was called, and `get_unscaled_gradients` was not.
         divided: The gradients that `get_unscaled_gradients` was given, if it was called.
         warned: Whether the user was warned of a step without a scaled loss.
+        known_before: The parameters when a pass last left gradients of others scaled, which a later
+            group may bring; None if none has.
     """
 
     def __init__(self) -> None:
         self.warned = self.in_backward = False
+        self.known_before: Any = None
         self.sets: list[ScaledGradients] = []
         self.reset()
 

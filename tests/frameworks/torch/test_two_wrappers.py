@@ -235,6 +235,26 @@ def test_a_group_whose_gradients_another_wrapper_has_brought(shares, unscales, o
     assert_same_without_scaling(run)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_group_whose_gradients_came_in_earlier_steps(way):
+    """They are scaled by `scale_loss`, and `zero_grad` of the optimizer has not cleared them."""
+    trained, late = parameter(), parameter()
+    optimizer = wrapped(sgd(trained, lr=0.125))
+    for _ in range(2):
+        derive(optimizer, (trained + late).sum(), way)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.add_param_group({"params": [late]})
+    if way == "scale_loss":
+        with pytest.raises(lossscale.errors.CallOrderError, match="group with gradients was added"):
+            optimizer.step()
+        late.grad = None
+    derive(optimizer, (trained + late).sum(), way)
+    optimizer.step()
+    # With `backward` those of three steps are applied.
+    assert [trained[0].item(), late[0].item()] == [0.625, 0.875 if way == "scale_loss" else 0.625]
+
+
 WITHIN_A_STEP = {
     "unscales": lambda optimizer: optimizer.unscale_(),
     "loads": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
@@ -287,12 +307,18 @@ def test_gradients_that_another_wrapper_clears_in_place_are_zeros_to_apply(way):
 
 @pytest.mark.parametrize("decide", DECIDES)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_wrapper_that_is_replaced_between_its_losses(way, decide):
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_wrapper_that_is_replaced_between_its_losses(loads, way, decide):
+    def made(scale):
+        return wrapped(sgd(weight, lr=0.25, fused=True), decide=decide, initial_scale=scale)
+
     weight = parameter()
-    optimizer = wrapped(sgd(weight, lr=0.25, fused=True), decide=decide)
+    optimizer = made(2.0**15)
     derive(optimizer, weight.sum(), way)
-    del optimizer
-    optimizer = wrapped(sgd(weight, lr=0.25, fused=True), initial_scale=8.0)
+    state = optimizer.state_dict()
+    optimizer = made(8.0)
+    if loads:
+        optimizer.load_state_dict(state)
     derive(optimizer, weight.sum(), way)
     optimizer.step()
     assert weight.tolist() == [0.5, 0.5]
