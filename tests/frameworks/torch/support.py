@@ -1,6 +1,8 @@
 """A small model, gradients that are given, and what is left of a step."""
 
 import copy
+import functools
+import inspect
 import io
 
 import torch
@@ -100,9 +102,16 @@ def alone(inner, **_):
     return inner
 
 
-def assert_same_without_scaling(run):
-    """Whether a run ends alike with what it is given: what wraps an optimizer, or leaves it."""
-    assert run(wrapped) == run(alone)
+def ends_as_without_scaling(program):
+    """A test: a program ends alike with what it is given, which wraps an optimizer or leaves it."""
+
+    @functools.wraps(program)
+    def test(**row):
+        assert program(wrapped, **row) == program(alone, **row)
+
+    signature = inspect.signature(program)
+    test.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
+    return test
 
 
 def bits(value):

@@ -1,17 +1,24 @@
-"""The drop-in takes the way of PyTorch's scaler, bit for bit."""
+"""The drop-in: it takes the way of PyTorch's scaler, and refuses what PyTorch's refuses."""
 
 import collections
 import copy
+import importlib
+import itertools
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.amp.grad_scaler import OptState
 
+import lossscale.torch
 from core.oracle import trace
 from frameworks.torch.scaling import (
+    MAKERS,
     OPTIMIZERS,
     made,
     numbers,
@@ -19,9 +26,11 @@ from frameworks.torch.scaling import (
     parameters,
     scale_and_tracker,
 )
-from frameworks.torch.support import through_a_file
-from lossscale import DynamicScale, FixedScale
+from frameworks.torch.support import bits, through_a_file
+from lossscale import DynamicScale, FixedScale, LossScaleError
+from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
 from lossscale.torch.grad_scaler import GradScaler
+from lossscale.torch.installation import _PLACES, _SHARDED
 
 
 @settings(max_examples=60, deadline=None)
@@ -72,20 +81,6 @@ def moved_as_by_torch(rule, finite):
     return shown
 
 
-def test_which_step_was_skipped():
-    good, bad = parameters(1), parameters(1)
-    first, second = OPTIMIZERS["sgd"](good), OPTIMIZERS["adamw-fused"](bad)
-    scaler = GradScaler("cpu", init_scale=8.0)
-    assert not scaler.last_step_skipped
-    scaler.scale(good[0].sum() + (bad[0] * torch.inf).sum()).backward()
-    scaler.step(second)
-    assert scaler.last_step_skipped
-    scaler.step(first)
-    scaler.update()
-    assert not scaler.last_step_skipped
-    assert scaler.steps_skipped == 1
-
-
 Pair = collections.namedtuple("Pair", "a b")
 
 
@@ -106,33 +101,25 @@ def test_nests_of_losses():
     assert fresh._scale is None
 
 
-def test_gradient_penalty():
-    weight = torch.nn.Parameter(torch.tensor([2.0, 3.0]))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = GradScaler("cpu", init_scale=2.0**20)
-    loss = (weight**2).sum()
-    (scaled,) = torch.autograd.grad(scaler.scale(loss), weight, create_graph=True)
-    penalty = (scaled / scaler.get_scale()).pow(2).sum()
-    scaler.scale(loss + penalty).backward()
-    scaler.step(optimizer)
-    # d/dw of w^2 + (2w)^2
-    assert weight.tolist() == [2.0 - 20.0, 3.0 - 30.0]
-
-
-def test_step_returns_what_the_optimizer_returns():
+def test_a_step_returns_what_the_optimizer_returns_and_which_was_skipped_is_counted():
     class Returning(torch.optim.SGD):
         def step(self, word, *, closure=None, number):
             super().step(closure)
             return word, number
 
-    weights = parameters(1)
-    optimizer = Returning(weights, lr=1.0)
-    scaler = GradScaler("cpu")
-    scaler.scale(weights[0].sum()).backward()
-    assert scaler.step(optimizer, "word", number=3) == ("word", 3)
+    good, bad = parameters(2)
+    first, second = Returning([good], lr=1.0), OPTIMIZERS["adamw-fused"]([bad])
+    scaler = GradScaler("cpu", init_scale=8.0)
+    assert not scaler.last_step_skipped
+    scaler.scale(good.sum() + (bad * torch.inf).sum()).backward()
+    scaler.step(second)
+    assert scaler.last_step_skipped
+    assert scaler.step(first, "word", number=3) == ("word", 3)
     scaler.update()
-    weights[0].grad.fill_(torch.inf)
-    assert scaler.step(optimizer, "word", number=3) is None
+    assert (scaler.last_step_skipped, scaler.steps_skipped) == (False, 1)
+    good.grad.fill_(torch.inf)
+    assert scaler.step(first, "word", number=3) is None
+    assert (scaler.last_step_skipped, scaler.steps_skipped) == (True, 2)
 
 
 def test_the_tensors_are_changed_in_place():
@@ -149,51 +136,43 @@ def test_the_tensors_are_changed_in_place():
     assert scale.item() == 2
 
 
-def test_a_count_that_others_write_counts():
+def test_other_code_reads_and_writes_its_numbers_in_any_mode():
     weights, optimizer, scaler = made(init_scale=8.0, growth_interval=3)
+    with torch.inference_mode():
+        assert scaler.scale(torch.ones(())) == 8
     one_step(scaler, optimizer, weights)
     scaler._growth_tracker.fill_(2)
     one_step(scaler, optimizer, weights)
     assert scale_and_tracker(scaler) == (16.0, 0)
+    for slope in (4.0, torch.inf):
+        # Before anything was scaled.
+        weights, optimizer, scaler = made()
+        weights[0].grad = torch.full((3,), slope)
+        inverse, found = torch.tensor(0.25), torch.zeros(1)
+        by_device = scaler._unscale_grads_(optimizer, inverse, found, False)
+        assert [bool(each) for each in by_device.values()] == [slope == torch.inf]
+        assert weights[0].grad.tolist() == [slope / 4.0] * 3
 
 
-def test_made_in_inference_mode_and_used_outside():
-    weights, optimizer, scaler = made(init_scale=8.0)
-    with torch.inference_mode():
-        assert scaler.scale(torch.ones(())) == 8
-    one_step(scaler, optimizer, weights, torch.inf)
-    assert scaler._scale.item() == 4
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda scaler: pickle.loads(pickle.dumps(scaler)),
+    "torch.save": lambda scaler: through_a_file(scaler, weights_only=False),
+}
 
 
-@pytest.mark.parametrize("copied", ["deepcopy", "pickle", "torch.save"])
-@pytest.mark.parametrize("used", [False, True])
-def test_copies(copied, used):
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("slopes", [(), (torch.inf, 1.0, 1.0)])
+def test_copies(how, slopes):
     weights, optimizer, scaler = made(init_scale=8.0, growth_interval=5, min_scale=2.0)
-    if used:
-        for slope in (torch.inf, 1.0, 1.0):
-            one_step(scaler, optimizer, weights, slope)
-    if copied == "deepcopy":
-        other = copy.deepcopy(scaler)
-    elif copied == "pickle":
-        other = pickle.loads(pickle.dumps(scaler))
-    else:
-        other = through_a_file(scaler, weights_only=False)
-    assert other.rule == scaler.rule
-    assert other.state_dict() == scaler.state_dict()
+    for slope in slopes:
+        one_step(scaler, optimizer, weights, slope)
+    other = COPIES[how](scaler)
+    assert (other.rule, other.state_dict()) == (scaler.rule, scaler.state_dict())
     for slope in (1.0, torch.inf):
         one_step(other, optimizer, weights, slope)
     assert other.state_dict() != scaler.state_dict()
-    assert other.get_scale() == (2.0 if used else 4.0)
-
-
-@pytest.mark.parametrize("slope", [4.0, torch.inf])
-def test_gradients_that_other_code_unscales_before_anything_was_scaled(slope):
-    weights, optimizer, scaler = made()
-    weights[0].grad = torch.full((3,), slope)
-    inverse, found = torch.tensor(0.25), torch.zeros(1)
-    by_device = scaler._unscale_grads_(optimizer, inverse, found, False)
-    assert [bool(each) for each in by_device.values()] == [slope == torch.inf]
-    assert weights[0].grad.tolist() == [slope / 4.0] * 3
+    assert other.get_scale() == (2.0 if slopes else 4.0)
 
 
 def test_disabled():
@@ -204,16 +183,13 @@ def test_disabled():
     loss.backward()
     scaler.unscale_(optimizer)
     scaler.step(optimizer, closure=lambda: 1.0)
-    scaler.update()
-    scaler.update(3.0)
+    for number in ((), (3.0,)):
+        scaler.update(*number)
     scaler.load_state_dict({})
     assert numbers(weights) == [[0.5] * 3]
-    assert scaler.get_scale() == 1
-    assert scaler.state_dict() == {}
-    assert not scaler.is_enabled()
-    assert scaler.get_growth_interval() == 7
+    assert (scaler.get_scale(), scaler.state_dict(), scaler.is_enabled()) == (1, {}, False)
     assert (scaler.get_growth_factor(), scaler.get_backoff_factor()) == (2.0, 0.5)
-    assert not scaler.last_step_skipped
+    assert (scaler.get_growth_interval(), scaler.last_step_skipped) == (7, False)
     assert copy.deepcopy(scaler).state_dict() == {}
 
 
@@ -221,18 +197,255 @@ def test_disabled():
 def test_a_fixed_scale(skips):
     rule = FixedScale(128.0, skip_nonfinite=skips)
     weights, optimizer, scaler = made("adamw-fused", rule=rule)
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(scaler.state_dict())
+    for misuse in (lambda: scaler.set_growth_factor(3.0), lambda: scaler.update(4.0)):
+        with pytest.raises(LossScaleError, match="rule"):
+            misuse()
     one_step(scaler, optimizer, weights)
     assert weights[0].tolist() == pytest.approx([0.899] * 3, abs=1e-3)
-    assert scaler.get_scale() == 128
     one_step(scaler, optimizer, weights, torch.inf)
-    assert scaler.get_scale() == 128
-    assert scaler.last_step_skipped is skips
+    assert (scaler.get_scale(), scaler.last_step_skipped) == (128, skips)
     assert bool(weights[0].isfinite().all()) is skips
+    if not skips:
+        # Also if PyTorch's class has read it.
+        weights, optimizer, _ = made()
+        for slope in (1.0, torch.inf, 1.0):
+            one_step(theirs, optimizer, weights, slope)
+            assert theirs.get_scale() == 128
 
 
-def test_a_fixed_scale_read_by_torch_stays_fixed():
-    weights, optimizer, theirs = made(make=torch.amp.GradScaler)
-    theirs.load_state_dict(GradScaler("cpu", rule=FixedScale(128.0)).state_dict())
-    for slope in (1.0, torch.inf, 1.0):
-        one_step(theirs, optimizer, weights, slope)
-        assert theirs.get_scale() == 128
+# What is refused: with the type that PyTorch raises, and nothing is changed.
+
+
+def scaled(make):
+    weights, optimizer, scaler = made("sgd", make)
+    scaler.scale(weights[0].sum()).backward()
+    return scaler, optimizer, weights
+
+
+def of_float16():
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    weight.grad = torch.ones(2, dtype=torch.float16)
+    return torch.optim.SGD([weight], lr=1.0)
+
+
+MISUSES = {
+    "unscale_ twice": ("unscale_", lambda s, o: s.unscale_(o)),
+    "unscale_ after step": ("step", lambda s, o: s.unscale_(o)),
+    "step twice": ("step", lambda s, o: s.step(o)),
+    "float16": (None, lambda s, o: s.step(of_float16())),
+    "pickle in between": ("step", lambda s, o: pickle.dumps(s)),
+    "copy in between": ("unscale_", lambda s, o: copy.deepcopy(s)),
+    "update alone": (None, lambda s, o: s.update()),
+    "closure": (None, lambda s, o: s.step(o, closure=lambda: 1.0)),
+    "number": (None, lambda s, o: s.scale(3)),
+    "two scales": (None, lambda s, o: s.update(torch.ones(2))),
+    "gradient": (None, lambda s, o: s.update(torch.ones(1, requires_grad=True))),
+    "empty state": (None, lambda s, o: s.load_state_dict({})),
+    "first step": (None, lambda s, o: type(s)("cpu").step(o)),
+    "first unscale_": (None, lambda s, o: type(s)("cpu").unscale_(o)),
+    "first update": (None, lambda s, o: type(s)("cpu").update()),
+    "first look": (None, lambda s, o: type(s)("cpu")._check_inf_per_device(o)),
+    "no growth": (None, lambda s, o: type(s)("cpu", growth_factor=1.0)),
+}
+"""What is called before it, and the misuse."""
+
+OF_TORCH = {
+    *("unscale_ after step", "step twice"),
+    "pickle in between",
+    "copy in between",
+    "update alone",
+    *("first step", "first unscale_", "first update", "first look"),
+}
+"""Misuses that PyTorch's own methods refuse."""
+
+
+def state_of(scaler):
+    stages = [state["stage"] for state in scaler._per_optimizer_states.values()]
+    return scaler.state_dict(), [stage for stage in stages if stage is not OptState.READY]
+
+
+@pytest.mark.parametrize("case", MISUSES)
+def test_what_torch_raises_is_caught_by_the_same_clause_and_nothing_changes(case):
+    errors, (first, misuse) = [], MISUSES[case]
+    for make in MAKERS.values():
+        scaler, optimizer, weights = scaled(make)
+        if first:
+            getattr(scaler, first)(optimizer)
+        before = state_of(scaler), bits([weights, weights[0].grad])
+        with pytest.raises(Exception) as caught:
+            misuse(scaler, optimizer)
+        errors.append(caught.value)
+    theirs, ours = errors
+    assert isinstance(ours, type(theirs))
+    assert isinstance(ours, LossScaleError) == (case not in OF_TORCH)
+    assert str(ours) == str(theirs) or case not in OF_TORCH
+    assert (state_of(scaler), bits([weights, weights[0].grad])) == before
+
+
+WRAPPER = lossscale.torch.LossScaleOptimizer
+OF_LISTS = {
+    "one has stepped": (lambda s, a, b: s.step(b), lambda s, a, b: s.step([a, b])),
+    "unscaled, one has stepped": (
+        lambda s, a, b: (s.unscale_(a), s.step(b)),
+        lambda s, a, b: s.step([a, b]),
+    ),
+    "twice in it": (None, lambda s, a, b: s.step([a, b, a])),
+    "closure": (None, lambda s, a, b: s.step([a, b], closure=None)),
+    "closure by place": (None, lambda s, a, b: s.step([a, b], lambda: 1.0)),
+    "float16": (None, lambda s, a, b: s.step([a, b, of_float16()])),
+    "no optimizer": (None, lambda s, a, b: s.step([a, b, 3])),
+    "list": (None, lambda s, a, b: s.step([a, [b]])),
+    "wrapper": (None, lambda s, a, b: s.step([a, WRAPPER(of_float16())])),
+    "unscale_": (None, lambda s, a, b: s.unscale_([a, b])),
+}
+"""What is called before it, and the misuse."""
+
+
+@pytest.mark.parametrize("case", OF_LISTS)
+@pytest.mark.parametrize(
+    "names", list(itertools.product(["sgd-momentum", "adamw-fused"], repeat=2))
+)
+def test_what_one_of_several_optimizers_raises_changes_none(names, case):
+    first, misuse = OF_LISTS[case]
+    weights, scaler = parameters(2), GradScaler("cpu", init_scale=8.0)
+    optimizers = [OPTIMIZERS[name]([w]) for name, w in zip(names, weights, strict=True)]
+    scaler.scale(sum(w.sum() for w in weights)).backward()
+    if first:
+        first(scaler, *optimizers)
+
+    def shown():
+        stages = {key: state["stage"] for key, state in scaler._per_optimizer_states.items()}
+        states = [each.state_dict() for each in (*optimizers, scaler)]
+        return bits([weights, [w.grad for w in weights], states]), stages
+
+    before = shown()
+    with pytest.raises(LossScaleError):
+        misuse(scaler, *optimizers)
+    assert shown() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"process_group": "world"}, "process_group"),
+        ({"rule": 8.0}, "scaling rule"),
+        ({"device": 65536.0}, r"torch\.cuda\.amp\.GradScaler"),
+        ({"enabled": 1}, "`enabled`"),
+        ({"min_scale": 2.0, "init_scale": 1.0}, "`initial_scale` must be between"),
+        ({"max_scale": 2.0**127}, "`max_scale`"),
+        ({"init_scale": "8"}, "`initial_scale` must be a number"),
+        ({"rule": FixedScale(8.0), "growth_factor": 3.0}, "`rule` already says.*growth_factor=3.0"),
+        ({"rule": DynamicScale(), "min_scale": 2.0}, "`rule` already says.*min_scale=2.0"),
+    ],
+    ids=str,
+)
+def test_arguments(arguments, message):
+    with pytest.raises((AssertionError, ArgumentTypeError), match=message) as caught:
+        GradScaler(**{"device": "cpu", **arguments})
+    assert isinstance(caught.value, (ValueError, ArgumentTypeError))
+
+
+class WithoutHooks:
+    """What looks like an optimizer, and has no hooks."""
+
+    def __init__(self, weights):
+        self.param_groups = [{"params": weights}]
+
+    def step(self):
+        with torch.no_grad():
+            for weight in self.param_groups[0]["params"]:
+                weight -= 0.5 * weight.grad
+
+
+def test_what_is_stepped_is_checked():
+    scaler, _, weights = scaled(GradScaler)
+    wrapper = WRAPPER(torch.optim.SGD(weights, lr=1.0))
+    for call in (scaler.step, scaler.unscale_):
+        with pytest.raises(AlreadyWrappedError, match="its inner optimizer"):
+            call(wrapper)
+        with pytest.raises(ArgumentTypeError, match=r"steps an optimizer.*Linear"):
+            call(torch.nn.Linear(1, 1))
+    assert not scaler._per_optimizer_states
+    scaler.step(WithoutHooks(weights))
+    assert numbers(weights) == [[0.5] * 3]
+
+
+# In the places of PyTorch's scaler, and out of them again.
+
+
+PLACES = [(place, "GradScaler") for place in _PLACES] + [(_SHARDED, "ShardedGradScaler")]
+
+
+def now():
+    return {place: getattr(importlib.import_module(place), name) for place, name in PLACES}
+
+
+def test_in_every_place_and_out_again():
+    before = now()
+    with lossscale.torch.install():
+        for place, scaler in now().items():
+            assert issubclass(scaler, lossscale.torch.GradScaler), place
+        assert torch.amp.GradScaler is torch.GradScaler is lossscale.torch.GradScaler
+    assert now() == before
+    assert not any(issubclass(scaler, lossscale.torch.GradScaler) for scaler in before.values())
+
+
+def test_pytorchs_own_classes_are_not_made_of_what_stands_in_their_places():
+    """Also where install() is the first that imports one of them."""
+    program = (
+        "import lossscale.torch; lossscale.torch.install().undo();"
+        "import torch.distributed.fsdp.sharded_grad_scaler as sharded;"
+        "print([cls.__module__ for cls in sharded.ShardedGradScaler.__mro__[:2]])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == str([_SHARDED, "torch.amp.grad_scaler"])
+
+
+def test_as_plain_calls_in_any_order_and_out_again_after_an_error():
+    before = now()
+    first, second = lossscale.torch.install(), lossscale.torch.install()
+    for each in (first, first, second):
+        assert torch.amp.GradScaler is lossscale.torch.GradScaler
+        each.undo()
+    assert now() == before
+    with pytest.raises(OSError), lossscale.torch.install():
+        raise OSError
+    assert now() == before
+
+
+def test_a_program_that_runs_unedited():
+    with lossscale.torch.install():
+        weights = parameters(1)
+        optimizer = OPTIMIZERS["adamw-fused"](weights)
+        scaler = torch.cpu.amp.GradScaler(8.0, growth_interval=1)
+        one_step(scaler, optimizer, weights, torch.inf)
+        assert scaler.get_scale() == 4
+        assert numbers(weights) == [[1.0] * 3]
+    one_step(scaler, optimizer, weights)
+    assert scaler.get_scale() == 8
+    assert isinstance(scaler, torch.amp.GradScaler)
+
+
+def test_the_others_have_their_own_order_of_arguments():
+    sharded = importlib.import_module(_SHARDED)
+    with lossscale.torch.install():
+        scaler = sharded.ShardedGradScaler("cpu", 8.0, 0.25, 4.0, 7)
+        if not torch.cuda.is_available():
+            with pytest.warns(UserWarning, match="Disabling"):
+                assert not torch.cuda.amp.GradScaler(2.0**10).is_enabled()
+    assert (scaler.get_backoff_factor(), scaler.get_growth_factor()) == (0.25, 4)
+    assert scaler.get_growth_interval() == 7
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+def test_without_cuda_it_disables_itself_with_a_warning():
+    with pytest.warns(UserWarning, match="CUDA is not available. *Disabling"):
+        scaler = GradScaler()
+    assert not scaler.is_enabled()
+    weights = parameters(1)
+    one_step(scaler, OPTIMIZERS["sgd"](weights), weights)
+    assert numbers(weights) == [[0.5] * 3]

@@ -1,10 +1,7 @@
-"""Inner methods, strange optimizers and gradients, copies and files at any moment of a step.
-
-The oracle is plain training, unless an error is what is wanted.
-"""
+"""Inner methods, strange optimizers and strange gradients, beside plain training."""
 
 import copy
-import pickle
+import functools
 import warnings
 import weakref
 
@@ -14,9 +11,9 @@ import torch
 import lossscale
 from frameworks.torch.support import (
     alone,
-    assert_same_without_scaling,
     bits,
     derive,
+    ends_as_without_scaling,
     scaler,
     train_step,
     wrapped,
@@ -53,19 +50,17 @@ METHODS = ["first_step", "update_hessian", "train", "eval"]
 
 @pytest.mark.parametrize("way", ["verb", "unscaled"])
 @pytest.mark.parametrize("several", [False, True])
-def test_inner_methods_find_true_gradients(way, several):
-    def run(wrap):
-        a, b = leaf(), leaf(3.0)
-        parts = [Methods([a]), Methods([b])] if several else Methods([a, b])
-        optimizer = wrap(parts)
-        called = parts if several and optimizer is parts else [optimizer]
-        derive(optimizer, (a * a).sum() + (b**3).sum(), way)
-        for name in (*METHODS, "step"):
-            for each in called:
-                getattr(each, name)()
-        return bits([a, b, [each.found for each in (parts if several else [parts])]])
-
-    assert_same_without_scaling(run)
+@ends_as_without_scaling
+def test_inner_methods_find_true_gradients(wrap, way, several):
+    a, b = leaf(), leaf(3.0)
+    parts = [Methods([a]), Methods([b])] if several else Methods([a, b])
+    optimizer = wrap(parts)
+    called = parts if several and optimizer is parts else [optimizer]
+    derive(optimizer, (a * a).sum() + (b**3).sum(), way)
+    for name in (*METHODS, "step"):
+        for each in called:
+            getattr(each, name)()
+    return bits([a, b, [each.found for each in (parts if several else [parts])]])
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -185,90 +180,69 @@ def test_no_gradient_in_ten_steps_is_warned_of_once(kind):
     assert "No parameter of SGD has had a gradient in 10 steps" in said[9][0]
 
 
-# Numbers that others write.
-
-WRITES = {
-    "data.fill_": lambda s: s._scale.data.fill_(64.0),
-    "data =": lambda s: setattr(s._scale, "data", torch.tensor(64.0)),
-    "numpy": lambda s: s._scale.numpy().fill(64.0),
-    "dlpack": lambda s: torch.from_dlpack(s._scale.detach()).fill_(64.0),
-}
-
-
-@pytest.mark.parametrize("way", WRITES)
-@pytest.mark.parametrize("moment", [0, 1, 2])
-def test_a_scale_that_is_written_at_any_moment_is_that_of_torch(way, moment):
-    def run(make):
-        a, scaler = leaf(), make("cpu", init_scale=1024.0)
-        optimizer, losses = SGD([a], lr=0.5), []
-        calls = [
-            lambda: losses.append(scaler.scale(a.sum())),
-            lambda: losses.pop().backward(),
-            lambda: scaler.step(optimizer),
-        ]
-        for step in range(3):
-            optimizer.zero_grad()
-            for number, call in enumerate(calls):
-                if (step, number) == (1, moment):
-                    WRITES[way](scaler)
-                call()
-            scaler.update()
-        return a.tolist(), scaler.get_scale()
-
-    assert run(GradScaler) == run(torch.amp.GradScaler)
-
-
 # Gradients that are not tensors of their own.
 
 X = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.25, -4.0]])
+WAYS = ["verb", "scaled", "unscaled", "scaler"]
 LOSSES = {
     # Autograd hands one tensor to both terms.
     "summed": lambda a, b: ((a + b) * X).sum(),
     "expanded": lambda a, b: a.sum() * 3 + b.sum(),
     "negated": lambda a, b: (torch.view_as_complex(torch.stack([a, b], -1)).conj().imag * X).sum(),
     "conjugated": lambda a, b: (torch.complex(a, b).conj() * torch.complex(X, -X)).real.sum(),
-    "transposed": lambda a, b: (a.T @ b).square().sum(),
+    "transposed": lambda a, b: (a.T @ b).square().mean() / 2**12,
+    "squared": lambda a, b: (a + b).square().sum(),
 }
 
 
-def as_views(given):
+def overlap(a, b):
     """Both share the rows in the middle."""
-    whole = torch.cat(given)
-    return whole[:2], whole[1:3]
+    whole = torch.cat([a, b])
+    return whole[: len(a)], whole[1 : len(a) + 1]
 
 
 PLACES = {
-    "own": lambda given: given,
-    "one tensor": lambda given: (given[0], given[0]),
-    "views": as_views,
+    "of its own": lambda a, b: (a, b),
+    "one tensor": lambda a, b: (a, a),
+    "a view": lambda a, b: (a, a.view(a.shape)),
+    "detached": lambda a, b: (a, a.detach()),
+    "overlap": overlap,
 }
+SETTINGS = {
+    "host": {},
+    "device": {"decide": "device"},
+    "fixed": {"rule": lossscale.FixedScale(8.0)},
+    "needs": {"rule": lossscale.FixedScale(8.0, skip_nonfinite=True)},
+}
+SHARED = [
+    *((name, place, way, "host", 0) for name in LOSSES for place in PLACES for way in WAYS),
+    # In a later step, too, when much is known of the gradients.
+    *(
+        ("squared", place, way, each, 6)
+        for place in PLACES
+        for way in WAYS[:3]
+        for each in SETTINGS
+    ),
+]
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("place", ["by backward", *PLACES])
-@pytest.mark.parametrize("way", ["verb", "scaled", "unscaled", "scaler"])
-def test_gradients_that_share_memory_or_are_views(name, place, way):
-    if way == "verb" and place != "by backward":
-        pytest.skip("the verb fills `.grad` itself")
-
-    def run(way):
+@pytest.mark.parametrize(("name", "place", "way", "settings", "first"), SHARED)
+def test_gradients_that_share_memory_or_are_views(name, place, way, settings, first):
+    def run(wrap):
         a, b = torch.arange(6.0).reshape(2, 3).requires_grad_(), torch.ones(2, 3).requires_grad_()
-        optimizer = SGD([a, b], lr=0.125, momentum=0.5)
-        training = {"plain": alone, "scaler": scaler}.get(way, wrapped)(optimizer)
-        for _ in range(3):
-            training.zero_grad()
-            loss = LOSSES[name](a, b)
-            if place == "by backward":
-                derive(training, loss, way)
-            else:
-                scaled = loss if way == "plain" else training.scale_loss(loss)
-                a.grad, b.grad = PLACES[place](torch.autograd.grad(scaled, [a, b]))
-                if way == "unscaled":
-                    training.unscale_()
-            training.step()
+        optimizer = wrap(SGD([a, b], lr=0.0625, momentum=0.5, fused=name == "squared"))
+        for number in range(first + 3):
+            optimizer.zero_grad()
+            derive(optimizer, LOSSES[name](a, b), "scaled" if way == "unscaled" else way)
+            if number >= first:
+                a.grad, b.grad = PLACES[place](a.grad, b.grad)
+            if way == "unscaled" and wrap is not alone:
+                optimizer.unscale_()
+            optimizer.step()
         return bits([a, b])
 
-    assert run(way) == run("plain")
+    ours = scaler if way == "scaler" else functools.partial(wrapped, **SETTINGS[settings])
+    assert run(ours) == run(alone)
 
 
 def test_get_unscaled_gradients_keeps_none_of_them():
@@ -282,85 +256,3 @@ def test_get_unscaled_gradients_keeps_none_of_them():
         del loss, given, found
         assert len(optimizer._record.divided) <= 4
     assert not any(reference() is not None for reference in kept)
-
-
-# Copies and files at any moment.
-
-MOMENTS = {
-    "before": lambda o, a: None,
-    "scaled": lambda o, a: o.scale_loss(a.sum()),
-    "derived": lambda o, a: o.scale_loss((a * a).sum()).backward(),
-    "unscaled": lambda o, a: (o.scale_loss((a * a).sum()).backward(), o.unscale_()),
-    "verb": lambda o, a: o.backward((a * a).sum()),
-    "overflowed": lambda o, a: o.backward((a * torch.inf).sum()),
-    "stepped": lambda o, a: (o.scale_loss((a * a).sum()).backward(), o.step()),
-    "left out": lambda o, a: (o.backward((a * torch.inf).sum()), setattr(a, "grad", None)),
-}
-MAKERS = {
-    "SGD": lambda a: SGD([a], lr=0.25, momentum=0.5),
-    "fused": lambda a: torch.optim.AdamW([a], lr=0.25, fused=True),
-}
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("make", MAKERS)
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "load_state_dict"])
-def test_a_copy_or_file_at_any_moment_goes_on_as_plain_training(moment, make, how):
-    a = leaf()
-    optimizer = wrapped(MAKERS[make](a), process_group=[] if how == "deepcopy" else None)
-    MOMENTS[moment](optimizer, a)
-    if how == "deepcopy":
-        a, optimizer = copy.deepcopy((a, optimizer))
-    elif how == "pickle":
-        a, optimizer = pickle.loads(pickle.dumps((a, optimizer)))
-    else:
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    plain = a.detach().clone().requires_grad_()
-    bare = MAKERS[make](plain)
-    bare.load_state_dict(copy.deepcopy(optimizer.inner_optimizer.state_dict()))
-    for p, each in ((a, optimizer), (plain, bare)):
-        train_step(each, (p * p).sum(), "verb")
-    assert bits(a) == bits(plain)
-
-
-SETTINGS = {
-    "host": {},
-    "device": {"decide": "device"},
-    "fixed": {"rule": lossscale.FixedScale(8.0)},
-    "needs": {"rule": lossscale.FixedScale(8.0, skip_nonfinite=True)},
-}
-
-
-def overlap(gradient):
-    """Of two parameters, a part of which lies in one place."""
-    whole = torch.cat([gradient, gradient])
-    return whole[:2], whole[1:3]
-
-
-SHARES = {
-    "one tensor": lambda g: (g, g),
-    "a view": lambda g: (g, g.view(2)),
-    "detached": lambda g: (g, g.detach()),
-    "overlap": overlap,
-}
-
-
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("way", ["verb", "scaled", "unscaled"])
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("first", [0, 6])
-def test_one_tensor_becomes_the_gradient_of_two_parameters_later(first, share, way, settings):
-    def run(wrap):
-        a, b = leaf(), leaf(3.0, 1.0)
-        optimizer = wrap(SGD([a, b], lr=0.0625, fused=True))
-        for number in range(9):
-            optimizer.zero_grad()
-            derive(optimizer, ((a + b) ** 2).sum(), "scaled" if way == "unscaled" else way)
-            if number >= first:
-                a.grad, b.grad = SHARES[share](a.grad)
-            if way == "unscaled" and wrap is not alone:
-                optimizer.unscale_()
-            optimizer.step()
-        return bits([a, b])
-
-    assert run(lambda inner: wrapped(inner, **settings)) == run(alone)

@@ -53,14 +53,6 @@ def test_the_front_makes_it_too_and_it_is_all_that_is_asked_for():
     assert not hasattr(optimizer, "variables")
 
 
-def test_a_parameter_that_joins_late_is_decided_on_by_the_host():
-    given, optimizer = made("device")
-    step(optimizer, given, [ONES[0], None])
-    step(optimizer, given, spoiled(torch.inf, 0))
-    assert given[1] not in optimizer.state
-    assert bool(optimizer.last_step_skipped)
-
-
 @pytest.mark.parametrize("how", ["load", "clear"])
 @pytest.mark.parametrize(
     "make",
@@ -99,24 +91,18 @@ def test_hooks_run_once_and_only_on_applied_steps(kind):
         optimizer.register_step_pre_hook(lambda opt, *_: called.append(("pre", opt))),
         optimizer.register_step_post_hook(lambda opt, *_: called.append(("post", opt))),
         register_optimizer_step_post_hook(lambda opt, *_: called.append(("global", opt))),
+        optimizer.register_state_dict_post_hook(lambda *_: called.append("save")),
+        optimizer.register_load_state_dict_pre_hook(lambda *_: called.append("load")),
     ]
     try:
         for finite in (False, True, False):
             step(optimizer, given, ONES if finite else spoiled(torch.nan, 1))
+        optimizer.load_state_dict(optimizer.state_dict())
     finally:
         for handle in handles:
             handle.remove()
     inner = optimizer.inner_optimizer
-    assert called == [("pre", inner), ("post", inner), ("global", inner)]
-
-
-def test_hooks_of_the_state_dictionary_run_once():
-    _, optimizer = made()
-    called = []
-    optimizer.register_state_dict_post_hook(lambda *_: called.append("save"))
-    optimizer.register_load_state_dict_pre_hook(lambda *_: called.append("load"))
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert called == ["save", "load"]
+    assert called == [("pre", inner), ("post", inner), ("global", inner), "save", "load"]
 
 
 def test_a_step_whose_loss_nobody_scaled_hands_over_what_it_gets():
@@ -161,21 +147,17 @@ def test_what_breaks_after_unscaling_reaches_the_parameters(by, kind):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_loss_is_scaled_in_float32_or_wider(dtype, shape, by):
     run = OURS[by](sgd(parameter()), rule=FixedScale(2.0**20))
+    if by == "wrapper":
+        # Numbers and functions, too.
+        scaled = run.scale_loss(1000)
+        assert (scaled.dtype, float(scaled)) == (torch.float32, 1000 * 2.0**20)
+        assert run.scale_loss(lambda: torch.tensor(2.0))() == 2.0**21
     loss = torch.full(shape, 1000.0, dtype=dtype, requires_grad=True)
     scaled = run.scale_loss(loss)
     assert scaled.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert (scaled == 1000 * 2.0**20).all()
     scaled.sum().backward()
     assert loss.grad.dtype == dtype
-
-
-def test_numbers_and_functions_are_scaled_too():
-    _, optimizer = made(rule=FixedScale(2.0**20))
-    scaled = optimizer.scale_loss(1000)
-    assert (scaled.dtype, float(scaled)) == (torch.float32, 1000 * 2.0**20)
-    assert optimizer.scale_loss(lambda: torch.tensor(2.0))() == 2.0**21
-    with pytest.raises(TypeError, match="must be a tensor, a number, or a callable"):
-        optimizer.scale_loss([torch.ones(())])
 
 
 def test_the_learning_rate_is_an_attribute_and_other_settings_are_in_the_groups():
@@ -201,22 +183,6 @@ def test_the_learning_rate_is_an_attribute_and_other_settings_are_in_the_groups(
     optimizer.add_param_group({"params": parameters((2,)), "lr": 0.125})
     with pytest.raises(AttributeError, match="different values of 'lr'"):
         optimizer.lr  # noqa: B018
-
-
-def test_a_group_that_is_added_is_scaled_and_looked_at():
-    given, optimizer = made()
-    backward(optimizer, given, ONES)
-    optimizer.step()
-    optimizer.zero_grad()
-    added = parameters((4,), dtype=torch.float64)
-    optimizer.add_param_group({"params": added})
-    everything = [*given, *added]
-    gradients = [*ONES, torch.ones(4, dtype=torch.float64)]
-    step(optimizer, everything, [*ONES, torch.full((4,), torch.inf, dtype=torch.float64)])
-    assert optimizer.last_step_skipped
-    step(optimizer, everything, gradients)
-    assert not optimizer.last_step_skipped
-    assert bits(added[0].grad) == bits(gradients[-1])
 
 
 @pytest.mark.parametrize("bad", [False, True])
@@ -403,10 +369,9 @@ class Counting(lossscale.torch.LossScaleOptimizer):
         return super().apply_gradients(grads_and_vars, **kwargs)
 
 
-def test_minimize_calls_what_a_subclass_overrides():
+def test_the_documented_verbs_and_what_a_subclass_overrides():
     given = parameters((3,))
     optimizer = Counting(torch.optim.SGD(given, lr=0.5))
-    assert isinstance(optimizer, lossscale.torch.LossScaleOptimizer)
     before = given[0].detach().clone()
     assert optimizer.minimize(lambda: given[0].sum()) == 1
     assert optimizer.calls == ["scaled", "unscaled", "applied"]
@@ -415,21 +380,14 @@ def test_minimize_calls_what_a_subclass_overrides():
     other = pickle.loads(pickle.dumps(optimizer))
     assert isinstance(other, Counting)
     assert other.calls == optimizer.calls
-
-
-def test_the_documented_verbs():
-    given, optimizer = made()
-    before = [p.detach().clone() for p in given]
-    scaled_loss = optimizer.get_scaled_loss(sum(p.sum() for p in given))
-    scaled = torch.autograd.grad(scaled_loss, given)
+    scaled = torch.autograd.grad(optimizer.get_scaled_loss(given[0].sum()), given)
     unscaled = optimizer.get_unscaled_gradients([*scaled, None])
     assert unscaled.pop() is None
-    assert bits(unscaled) == bits(ONES)
-    assert optimizer.apply_gradients(zip(unscaled, given, strict=True)) == 1
-    assert bits(given) == bits([p - 0.5 for p in before])
-    assert optimizer.get_unscaled_gradients([torch.tensor([2.0**15], dtype=torch.float16)]) == [
-        torch.ones(1)
-    ]
+    assert bits(unscaled) == bits([torch.ones(3)])
+    assert optimizer.apply_gradients(zip(unscaled, given, strict=True)) == 2
+    assert bits(given[0]) == bits(before - 1.0)
+    half = torch.tensor([2.0**15], dtype=torch.float16)
+    assert optimizer.get_unscaled_gradients([half]) == [torch.ones(1)]
 
 
 @pytest.mark.parametrize("overflows", [False, True])
@@ -485,57 +443,6 @@ def test_putting_back_the_unscaled_gradients_of_some_is_an_error():
     assert snapshot(given, optimizer) == before
 
 
-MISTAKES = {
-    "no pair": (lambda o: o.apply_gradients([3]), TypeError, r"\(gradient, variable\) pairs"),
-    "a stranger": (
-        lambda o: o.apply_gradients([(ONES[0], parameters((3,))[0])]),
-        ValueError,
-        "in no parameter group",
-    ),
-    "another shape": (
-        lambda o: o.apply_gradients([(ONES[1], o.param_groups[0]["params"][0])]),
-        ValueError,
-        "must have the shape",
-    ),
-    "a loss": (lambda o: o.minimize(torch.ones(())), TypeError, "must be a callable"),
-    "a constant": (lambda o: o.minimize(lambda: torch.ones(())), ValueError, "does not depend"),
-    "a tape": (lambda o: o.minimize(lambda: 0, tape=1), ValueError, "for TensorFlow"),
-    "no list": (lambda o: o.get_unscaled_gradients(3), TypeError, "list of gradients"),
-    "get_config": (lambda o: o.get_config(), AttributeError, "LossScaleOptimizer has no"),
-    "from_config": (lambda o: o.from_config({}), AttributeError, "LossScaleOptimizer has no"),
-}
-
-
-@pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_are_answered_before_anything_changes(case):
-    call, error, words = MISTAKES[case]
-    given, optimizer = made()
-    before = snapshot(given, optimizer)
-    with pytest.raises(error, match=words):
-        call(optimizer)
-    assert snapshot(given, optimizer) == before
-    assert optimizer.iterations == 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"clip_norm": 0.0}, "clip_norm"),
-        ({"clip_norm": "1"}, "clip_norm"),
-        ({"decide": "gpu"}, "'host' or 'device'"),
-        ({"decide": "device"}, "without parameters"),
-        ({"dynamic": False}, "initial_scale"),
-        ({"initial_scale": -1}, "initial_scale"),
-        ({"process_group": "world"}, "process_group"),
-    ],
-)
-def test_arguments_are_checked(settings, words):
-    inner = torch.optim.SGD([{"params": []}], lr=0.1)
-    with pytest.raises(TypeError if "process_group" in settings else ValueError, match=words):
-        wrapped(inner, **settings)
-    wrapped(inner)
-
-
 def momentum_on(inner):
     inner.param_groups[0]["momentum"] = 0.9
 
@@ -546,19 +453,22 @@ def states_emptied(inner):
 
 
 @pytest.mark.parametrize("make", [scaler, lambda o: wrapper(o, decide="device")], ids=["s", "w"])
-@pytest.mark.parametrize("change", [momentum_on, states_emptied])
+@pytest.mark.parametrize("change", [momentum_on, states_emptied, "joins late"])
 def test_no_kernel_makes_a_momentum_on_a_skip(make, change):
     # It would be uninitialized memory.
-    weight = parameter()
-    inner = sgd(weight, momentum=0.9 * (change is states_emptied), fused=True)
+    given = weight, late = [parameter(), parameter()]
+    inner = sgd(*given, momentum=0.9 * (change is not momentum_on), fused=True)
     optimizer = make(inner)
     for _ in range(2):
+        weight.grad = late.grad = None
         backward(optimizer, [weight], [torch.ones(2)])
         optimizer.step()
-        weight.grad = None
-    before = bits(weight)
-    change(inner)
-    backward(optimizer, [weight], [torch.full((2,), torch.inf)])
+    weight.grad = None
+    before = bits(given)
+    if change != "joins late":
+        change(inner)
+    backward(optimizer, given, [torch.full((2,), torch.inf)] * 2)
     optimizer.step()
-    assert not any(inner.state.values())
-    assert bits(weight) == before
+    assert not inner.state[late]
+    assert change == "joins late" or not any(inner.state.values())
+    assert bits(given) == before

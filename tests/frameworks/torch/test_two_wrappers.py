@@ -9,8 +9,9 @@ from torch.utils.checkpoint import checkpoint
 import lossscale
 from frameworks.torch.support import (
     alone,
-    assert_same_without_scaling,
+    bits,
     derive,
+    ends_as_without_scaling,
     parameter,
     sgd,
     wrapped,
@@ -80,29 +81,18 @@ def test_gradients_of_another_wrapper_that_are_cleared_are_no_step(way, decide, 
 
 @pytest.mark.parametrize("decide", DECIDES)
 @pytest.mark.parametrize("way", WAYS)
-def test_an_overflow_that_a_skipped_step_left_behind_is_none_of_a_later_loss(way, decide):
-    """The generator's loss reaches the critic, whose own loss has overflowed."""
+@pytest.mark.parametrize("critic_steps", ["before it", "first", "last"])
+def test_an_overflow_of_the_critics_loss_is_none_of_a_later_loss_of_the_generator(
+    critic_steps, way, decide
+):
     given, (generator, critic) = pair(decide)
-    for factor in (1.0, torch.inf, 1.0):
-        critic.zero_grad()
-        derive(critic, given[1].sum() * factor, way)
-        critic.step()
-        generator.zero_grad()
-        derive(generator, loss_of(given, None), way)
-        generator.step()
-    assert [int(each.steps_skipped) for each in (generator, critic)] == [0, 1]
-    assert given[0].tolist() == [1.0 - 3 / 2**10] * 2
-
-
-@pytest.mark.parametrize("decide", DECIDES)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("steps_first", [0, 1])
-def test_an_overflow_whose_step_is_still_to_come_is_none_of_a_later_loss(steps_first, way, decide):
-    """The critic has not yet skipped its step when the generator's loss reaches it."""
-    given, (generator, critic) = pair(decide)
+    steps = {"first": [critic, generator], "last": [generator, critic]}.get(critic_steps)
     derive(critic, given[1].sum() * torch.inf, way)
+    if steps is None:
+        # It leaves the infinity behind, which the generator's loss reaches.
+        critic.step()
     derive(generator, loss_of(given, None), way)
-    for each in (generator, critic) if steps_first == 0 else (critic, generator):
+    for each in steps or [generator]:
         each.step()
     assert [int(each.steps_skipped) for each in (generator, critic)] == [0, 1]
     assert [p.tolist() for p in given] == [[1.0 - 1 / 2**10] * 2, [1.0, 1.0]]
@@ -183,75 +173,62 @@ INPUT = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("has_gradients", [False, True])
 @pytest.mark.parametrize("added", ["before backward", "before unscale_", "before step"])
-def test_a_group_that_is_added_within_a_step_trains_right_or_is_refused(added, has_gradients, way):
-    def run(wrap):
-        trained, late = parameter(), parameter()
-        optimizer = wrap(sgd(trained, lr=0.5))
+@ends_as_without_scaling
+def test_a_group_that_is_added_within_a_step_trains_right_or_is_refused(
+    wrap, added, has_gradients, way
+):
+    """What is refused changes nothing, and goes on after `zero_grad`."""
+    trained, late = parameter(), parameter()
+    optimizer = wrap(sgd(trained, lr=0.5))
+    early = added == "before unscale_" and way == "scale_loss"
+    refused = has_gradients and (early or added == "before step")
 
-        def adds(now):
-            if now == added:
-                optimizer.add_param_group({"params": [late]})
+    def adds(now):
+        if now == added:
+            optimizer.add_param_group({"params": [late]})
 
-        adds("before backward")
-        loss = (trained * (late if has_gradients else late.detach())).sum() * 5.0
-        loss.backward() if wrap is alone else derive(optimizer, loss, way)
-        adds("before unscale_")
-        if wrap is not alone:
-            optimizer.unscale_()
-        adds("before step")
-        optimizer.step()
-        return [p.tolist() for p in (trained, late)]
+    def backpropagate():
+        derive(optimizer, (trained * (late if has_gradients else late.detach())).sum() * 5.0, way)
 
-    refused = has_gradients and (
-        added == "before step" or (added == "before unscale_" and way == "scale_loss")
-    )
-    if not refused:
-        assert run(wrapped) == run(alone)
-        return
-    with pytest.raises(lossscale.errors.CallOrderError, match="group with gradients was added"):
-        run(wrapped)
+    adds("before backward")
+    backpropagate()
+    adds("before unscale_")
+    if wrap is not alone and not (refused and early):
+        optimizer.unscale_()
+    adds("before step")
+    if refused:
+        before = bits([trained, late, trained.grad, late.grad])
+        calls = [optimizer.step, backpropagate, *[getattr(optimizer, "unscale_", None)] * early]
+        for call in calls if wrap is not alone else ():
+            with pytest.raises(lossscale.errors.CallOrderError, match="group with gradients"):
+                call()
+            assert bits([trained, late, trained.grad, late.grad]) == before
+        optimizer.zero_grad()
+        backpropagate()
+    optimizer.step()
+    return [p.tolist() for p in (trained, late)]
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("other_way", WAYS)
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("shares", [False, True])
-def test_a_group_whose_gradients_another_wrapper_has_brought(shares, unscales, other_way, way):
+@ends_as_without_scaling
+def test_a_group_whose_gradients_another_wrapper_has_brought(
+    wrap, shares, unscales, other_way, way
+):
     """Its own loss is still scaled when the group comes."""
-
-    def run(wrap):
-        first, late, other = (parameter() for _ in range(3))
-        optimizer = wrap(sgd(first, lr=0.5))
-        another = wrap(sgd(other, *[late] * shares, lr=0.25), initial_scale=8.0)
-        derive(optimizer, (first * first).sum(), way)
-        optimizer.add_param_group({"params": [late]})
-        derive(another, (first * late * other).sum(), other_way)
-        if unscales and wrap is not alone:
-            optimizer.unscale_()
-        optimizer.step()
-        another.step()
-        return [p.tolist() for p in (first, late, other)]
-
-    assert_same_without_scaling(run)
-
-
-@pytest.mark.parametrize("unscales", [False, True])
-def test_a_refused_group_changes_nothing_and_zero_grad_goes_on(unscales):
-    trained, late = parameter(), parameter()
-    optimizer = wrapped(sgd(trained, lr=0.5))
-    optimizer.scale_loss((trained * late).sum()).backward()
-    if unscales:
-        optimizer.unscale_()
+    first, late, other = (parameter() for _ in range(3))
+    optimizer = wrap(sgd(first, lr=0.5))
+    another = wrap(sgd(other, *[late] * shares, lr=0.25), initial_scale=8.0)
+    derive(optimizer, (first * first).sum(), way)
     optimizer.add_param_group({"params": [late]})
-    before = [t.tolist() for p in (trained, late) for t in (p, p.grad)]
-    for call in (optimizer.step, lambda: optimizer.scale_loss((trained * late).sum()).backward()):
-        with pytest.raises(lossscale.errors.CallOrderError, match="group with gradients was added"):
-            call()
-        assert [t.tolist() for p in (trained, late) for t in (p, p.grad)] == before
-    optimizer.zero_grad()
-    optimizer.scale_loss((trained * late).sum()).backward()
+    derive(another, (first * late * other).sum(), other_way)
+    if unscales and wrap is not alone:
+        optimizer.unscale_()
     optimizer.step()
-    assert (trained.tolist(), late.tolist()) == ([0.5, 0.5], [0.5, 0.5])
+    another.step()
+    return [p.tolist() for p in (first, late, other)]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -306,34 +283,3 @@ def test_wrappers_of_each_parameter_that_step_in_the_backward_pass(
         return [p.tolist() for p in model.parameters()]
 
     assert run(lambda inner: wrapped(inner, decide=decide)) == run(alone)
-
-
-def trained_with(kind, given, steps, **settings):
-    """The parameters, and the scales, after steps of two optimizers with a scaler each."""
-    inners = [sgd(each, lr=2.0**-10) for each in given]
-    scalers = [kind("cpu", init_scale=scale, **settings) for scale in (2.0**16, 2.0**10)]
-    for number, loss in steps:
-        inners[number].zero_grad()
-        scalers[number].scale(loss()).backward()
-        scalers[number].step(inners[number])
-        scalers[number].update()
-    return [p.tolist() for p in given], [each.get_scale() for each in scalers]
-
-
-@pytest.mark.parametrize("kept", [0, 1])
-def test_scalers_of_optimizers_that_share_parameters_train_as_plain_ones(kept):
-    def run(kind):
-        weight = parameter()
-        steps = [(number, lambda: (weight**2).sum()) for number in (kept, 1 - kept, kept)]
-        return trained_with(kind, [weight, weight], steps)
-
-    assert run(lossscale.torch.GradScaler) == run(torch.amp.GradScaler)
-
-
-def test_two_scalers_decide_each_by_its_own_gradients_as_those_of_pytorch():
-    def run(kind):
-        given = [parameter(), parameter()]
-        steps = [(n % 2, lambda n=n: loss_of(given, n % 3)) for n in range(24)]
-        return trained_with(kind, given, steps, growth_interval=3)
-
-    assert run(lossscale.torch.GradScaler) == run(torch.amp.GradScaler)
