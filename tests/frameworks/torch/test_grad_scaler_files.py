@@ -87,15 +87,10 @@ def test_states_of_other_scalers_are_taken_over_by_both(state, decide):
     assert scale_and_tracker(scaler) == (512.0, 7)
 
 
-@pytest.mark.parametrize(
-    ("name", "lost"), [("Megatron", "hysteresis_tracker"), ("DeepSpeed", "delayed_shift")]
-)
-def test_what_cannot_be_taken_over_is_named(name, lost):
-    with pytest.warns(LossScaleWarning, match=f"hysteresis .{lost}=2.*is not loaded"):
-        GradScaler("cpu").load_state_dict(OF_OTHERS[name] | {lost: 2})
-
-
-def test_an_interval_that_cannot_be_taken_over_is_named():
+def test_what_cannot_be_taken_over_is_named():
+    for name, lost in (("Megatron", "hysteresis_tracker"), ("DeepSpeed", "delayed_shift")):
+        with pytest.warns(LossScaleWarning, match=f"hysteresis .{lost}=2.*is not loaded"):
+            GradScaler("cpu").load_state_dict(OF_OTHERS[name] | {lost: 2})
     optimizer = wrapped(sgd(parameter()))
     words = r"growth_interval=500.*rule=lossscale.DynamicScale"
     with pytest.warns(LossScaleWarning, match=words) as warned:
@@ -114,15 +109,6 @@ def test_states_go_between_rules_that_wait_and_that_do_not(saves, loads):
     assert other.state_dict().get("rule_state", {}).get("overflows") == {1: None, 2: 0}[loads]
 
 
-def test_an_apex_state_of_several_scalers_says_which_to_load():
-    scalers = {f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(2)}
-    scaler = GradScaler("cpu")
-    with pytest.raises(StateDictError, match=r"2 loss scalers.*state\['loss_scaler0'\]"):
-        scaler.load_state_dict(scalers)
-    scaler.load_state_dict(scalers["loss_scaler1"])
-    assert scale_and_tracker(scaler) == (2.0, 1)
-
-
 class Saved:
     """DeepSpeed saves its scaler as an object."""
 
@@ -131,15 +117,17 @@ class Saved:
         self.scale_factor, self.scale_window, self.delayed_shift = 2.0, 1000, 1
 
 
-def test_a_scaler_that_was_saved_itself():
+APEX = {f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(2)}
+
+
+def test_a_scaler_that_was_saved_itself_and_one_of_several():
     scaler = GradScaler("cpu")
     scaler.load_state_dict({"loss_scaler": Saved(), "dynamic_loss_scale": True})
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (512.0, 7)
-    with pytest.raises(StateDictError, match="not the state of a gradient scaler"):
-        scaler.load_state_dict({"loss_scaler": 5})
-    o = wrapped(sgd(parameter()))
+    scaler.load_state_dict(APEX["loss_scaler1"])
+    assert scale_and_tracker(scaler) == (2.0, 1)
     with pytest.raises(ArgumentError, match="must be a number"):
-        o.loss_scale_state.load_state_dict({"loss_scale": 10**400})
+        wrapped(sgd(parameter())).loss_scale_state.load_state_dict({"loss_scale": 10**400})
 
 
 @pytest.mark.parametrize("key", sorted(KEYS))
@@ -160,6 +148,8 @@ BAD = {
     "empty": ({}, StateDictError, "empty"),
     "none": (None, StateDictError, "dictionary"),
     "another kind": ({"state": {}, "param_groups": []}, StateDictError, "'state', 'param_groups'"),
+    "no scaler": ({"loss_scaler": 5}, StateDictError, "not the state of a gradient scaler"),
+    "several": (APEX, StateDictError, r"2 loss scalers.*state\['loss_scaler0'\]"),
     "no number": ({"scale": "high"}, StateDictError, "'scale'.*'high'"),
     "growth": ({"scale": 2.0, "growth_factor": 0.5}, ArgumentError, "growth_factor"),
     "interval": ({"scale": 2.0, "growth_interval": 0}, ArgumentError, "growth_interval"),
