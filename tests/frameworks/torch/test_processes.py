@@ -43,7 +43,8 @@ def test_several_processes(found, size, case):
         error, result = process[case]
         assert error is None, error
         results.append(result)
-    if case.startswith("pipeline") or case == "mesh_2x2":
+    if case.startswith("pipeline"):
+        # The stages have different parts, which `pipeline_on_one` puts together.
         return
     assert all(result == results[0] for result in results)
     if case in LIKE_ONE:
@@ -51,21 +52,3 @@ def test_several_processes(found, size, case):
         for ours, expected in zip(flat(results[0]), of_one, strict=True):
             is_number = not isinstance(expected, str) and rel
             assert ours == (pytest.approx(expected, rel=rel, abs=1e-9) if is_number else expected)
-
-
-def test_a_mesh_in_every_order_of_placements(found):
-    by_case = [process["mesh_2x2"][1] for process in found[4]]
-    assert len(by_case[0]) == 72
-    disagree = {
-        name: sum(len({process[case][name][0] for process in by_case}) > 1 for case in by_case[0])
-        for name in ("torch", *cases.OURS)
-    }
-    # D5: PyTorch reduces over the mesh and placements of the first gradient.
-    assert disagree == {"torch": 54, "scaler": 0, "wrapper": 0}
-    for name in cases.OURS:
-        assert {tuple(p[case][name]) for p in by_case for case in p} == {(4.0, 2)}
-
-
-@pytest.mark.parametrize("kind", cases.KINDS)
-def test_a_checkpoint_is_loaded_by_one_process_bit_for_bit(found, kind):
-    assert found[1][0]["on_one"][1][kind] == found[2][0]["whole_and_resumed"][1][kind]
