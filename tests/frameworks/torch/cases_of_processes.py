@@ -34,8 +34,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lossscale
 from frameworks.torch import cases_of_parallel
-from frameworks.torch.expected_stats import expected, noted
-from frameworks.torch.support import OURS, WithScaler, Wrapper, scaler, theirs, wrapper
+from frameworks.torch.support import (
+    OURS,
+    WithScaler,
+    Wrapper,
+    expected_stats,
+    noted,
+    scaler,
+    theirs,
+    wrapper,
+)
 from lossscale.rules import StatsRequest
 from lossscale.torch import LossScaleOptimizer, ranks
 from lossscale.torch.installation import (
@@ -346,7 +354,7 @@ def seen_of_sums(folder):
         parameter.grad = of_parts(16.0, layout)
         run.step()
         # The two parts of 16, divided by a scale of 8, are a gradient of 4.
-        assert noted(run.saved()) == expected([torch.full((4,), 4.0)], 8.0)
+        assert noted(run.saved()) == expected_stats([torch.full((4,), 4.0)], 8.0)
 
 
 # What one process would see and clip, of parameters that are spread in every way.
@@ -414,7 +422,7 @@ def seen(folder):
         # Once for each of the two dimensions, in each step.
         dimensions = 2 * distributed.is_initialized()
         assert sent == [2 if name == "largest" else 4] * dimensions * len(trace)
-        largest, *counts = expected(good, 8.0)
+        largest, *counts = expected_stats(good, 8.0)
         assert trace[0] == [8.0, 1, [largest, *([0.0] * 3 if name == "largest" else counts)]]
         found[name] = trace
     assert found["wrapper"] == found["device"] == found["scaler"]
@@ -460,7 +468,7 @@ def seen_by_hand(folder):
             weight.grad = one * (rank() + 1) * factor if rank() < processes else None
             run.step()
             every = [one * (number + 1) for number in range(processes)]
-            assert noted(run.saved()) == expected(every, 8.0)
+            assert noted(run.saved()) == expected_stats(every, 8.0)
 
 
 def clipped(folder):

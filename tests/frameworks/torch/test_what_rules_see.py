@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import lossscale
-from frameworks.torch.expected_stats import expected, noted
 from frameworks.torch.scaling import OPTIMIZERS, parameters
-from frameworks.torch.support import WithScaler, fill, scaler, step, wrapped
+from frameworks.torch.support import WithScaler, expected_stats, fill, noted, scaler, step, wrapped
 from lossscale import StatsRequest
 from lossscale.torch.grad_scaler import GradScaler
 from recording_rule import EDGES, RecordingRule
@@ -33,7 +32,7 @@ def test_a_scaler_sees_what_the_wrapper_sees(name, unscale):
             torch.nn.utils.clip_grad_norm_(weights, 0.001)
         run.step()
         given = [gradient for gradient in gradients if gradient is not None]
-        assert noted(run.saved()) == expected(given, scale)
+        assert noted(run.saved()) == expected_stats(given, scale)
     assert run.scaler.get_scale() == 4
     assert run.scaler.steps_skipped == 1
     # What it saw is saved, loaded and copied.
@@ -48,7 +47,7 @@ def test_a_scaler_sees_what_the_wrapper_sees(name, unscale):
     assert run.saved() == other.state_dict()
 
 
-def test_a_scaler_sees_all_of_its_optimizers_together():
+def test_a_scaler_sees_all_of_its_optimizers_together_and_what_a_kernel_divides():
     weights = parameters(2)
     seeing = GradScaler("cpu", rule=RecordingRule())
     # One of them has no gradient.
@@ -58,24 +57,34 @@ def test_a_scaler_sees_all_of_its_optimizers_together():
     for run in runs:
         seeing.step(run.optimizer)
     seeing.update()
-    assert noted(seeing.state_dict()) == expected(GRADIENTS, 8.0)
-
-
-def test_a_scaler_sees_float16_gradients_that_a_fused_optimizer_divides():
+    assert noted(seeing.state_dict()) == expected_stats(GRADIENTS, 8.0)
     weights = [torch.nn.Parameter(weight.detach().half()) for weight in parameters(2)]
     run = scaler(OPTIMIZERS["adamw-fused"](weights), rule=RecordingRule())
     step(run, weights, GRADIENTS)
-    assert noted(run.saved()) == expected(GRADIENTS, 8.0)
+    assert noted(run.saved()) == expected_stats(GRADIENTS, 8.0)
 
 
-def test_a_rule_of_the_user_counts_beyond_its_interval():
-    class Following(RecordingRule):
-        growth_interval = 1
+class Counting(lossscale.FixedScale):
+    """A fixed scale that counts finite steps all the same."""
 
+    def update(self, state, seen, *, xp):
+        return state._replace(good_steps=xp.where(seen.finite, state.good_steps + 1, 0))
+
+
+class Following(RecordingRule):
+    growth_interval = 1
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
+def test_a_rule_of_the_user_remembers_and_counts_beyond_its_interval(name):
     weights = parameters(2)
-    run = scaler(OPTIMIZERS["sgd"](weights), rule=Following())
+    optimizer = wrapped(OPTIMIZERS[name](weights), rule=Counting(8.0))
+    run = scaler(OPTIMIZERS[name](weights), rule=Following())
     for _ in range(3):
+        step(optimizer, weights, GRADIENTS)
         step(run, weights, GRADIENTS)
+    assert int(optimizer._engine.scale.state.good_steps) == 3
+    assert float(optimizer.loss_scale) == 8.0
     assert run.saved()["_growth_tracker"] == 3
 
 
@@ -94,24 +103,7 @@ def test_a_rule_that_does_not_check_is_moved_all_the_same(needs, decide, clip):
     for _ in range(2):
         step(optimizer, weights, GRADIENTS)
     assert int(optimizer.dynamic_counter) == 2
-    largest, low, high, elements = expected(GRADIENTS, 8.0)
+    largest, low, high, elements = expected_stats(GRADIENTS, 8.0)
     counts = [low, high, elements] if needs.counts_from else [0.0] * 3
     saved = noted(optimizer.state_dict())
     assert saved == [largest if needs.largest else 0.0, *counts]
-
-
-class Counting(lossscale.FixedScale):
-    """A fixed scale that counts finite steps all the same."""
-
-    def update(self, state, seen, *, xp):
-        return state._replace(good_steps=xp.where(seen.finite, state.good_steps + 1, 0))
-
-
-@pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
-def test_a_fixed_scale_may_remember_something(name):
-    weights = parameters(2)
-    optimizer = wrapped(OPTIMIZERS[name](weights), rule=Counting(8.0))
-    for _ in range(3):
-        step(optimizer, weights, GRADIENTS)
-    assert int(optimizer._engine.scale.state.good_steps) == 3
-    assert float(optimizer.loss_scale) == 8.0
