@@ -1,6 +1,7 @@
-"""Passes of a model of PyTorch beside what is computed by hand, and the report on it."""
+"""Passes of a model of PyTorch beside what is computed by hand, the report, what is left behind."""
 
 import copy
+import random
 import types
 
 import numpy as np
@@ -138,7 +139,7 @@ def test_what_no_scale_helps_has_its_operation_and_its_advice(name):
     assert advice in said(report)
 
 
-def test_a_loss_is_judged_by_what_it_trains():
+def test_a_loss_is_judged_by_what_it_trains_and_no_more_batches_are_taken_than_asked_for():
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(6, 1), "b": torch.nn.Linear(6, 1)})
 
     def loss(model, batch):
@@ -148,18 +149,9 @@ def test_a_loss_is_judged_by_what_it_trains():
     assert [g.name for g in report.measurement.gradients] == ["b.weight", "b.bias"]
     with pytest.raises(ArgumentError, match="The loss depends on no trainable parameter"):
         diagnose(model, loss, batches_of("linear", 1), parameters=[])
-
-
-def test_no_more_batches_are_taken_than_asked_for():
-    taken = []
-
-    def endless():
-        while True:
-            taken.append(1)
-            yield torch.ones(2, 6)
-
-    report = diagnose(model_of("own function"), loss_fn, endless(), max_batches=3)
-    assert report.measurement.batches == len(taken) == 3
+    endless = iter(lambda: torch.ones(2, 6), None)
+    report = diagnose(model_of("own function"), loss_fn, endless, max_batches=3)
+    assert report.measurement.batches == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -175,13 +167,11 @@ def test_a_model_in_16_bits_is_measured_as_it_is_beside_a_wide_copy(dtype):
     found = {name: p.grad for name, p in wide.named_parameters()}
     for gradient in report.measurement.gradients:
         assert gradient.largest == pytest.approx(float(found[gradient.name].abs().max()))
-
-
-def test_a_loss_that_casts_to_float16_itself_is_measured_beside_a_high_scale():
-    model, batches = model_of("linear").half(), batches_of("linear", 2)
-    report = diagnose(model, lambda model, batch: loss_fn(model, batch.half()) / 2**8, batches)
-    assert report.verdict == "needed"
-    assert report.rule.min_scale > 2**6
+    if dtype == torch.float16:
+        # A loss that casts to float16 itself is measured beside a high scale.
+        report = diagnose(model, lambda m, b: loss_fn(m, b.half()) / 2**8, batches_of("linear", 2))
+        assert report.verdict == "needed"
+        assert report.rule.min_scale > 2**6
 
 
 def test_random_numbers_are_drawn_alike_in_both_precisions():
@@ -294,56 +284,144 @@ def test_functions_of_functions_nested_tensors_and_scripts_are_measured(case):
     assert report.verdict == "cannot help"
 
 
+# --- What it leaves behind: nothing -------------------------------------------------------------
+
+
+class Counting(torch.nn.Module):
+    """Counts its calls, replaces a buffer, and draws from every generator there is."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(6, 6)
+        self.calls = 0
+        self.register_buffer("last", torch.zeros(6))
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = x.detach().mean((0, 1))
+        self.cache = x
+        return self.inner(x) * torch.rand(()) * np.random.rand() * random.random()
+
+
+def everything(model):
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    return (
+        bits({name: (tensor, tensor.grad) for name, tensor in model.named_parameters()}),
+        bits(dict(model.named_buffers())),
+        [(id(tensor), tensor.requires_grad) for tensor in (*model.parameters(), *model.buffers())],
+        [(id(m), m.training, sorted(vars(m)), len(m._forward_hooks)) for m in model.modules()],
+        [part.tolist() if hasattr(part, "tolist") else str(part) for part in generators],
+        (
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.autocast.__enter__,
+        ),
+    )
+
+
+@pytest.mark.parametrize("kind", [*MODELS, "counting"])
+@pytest.mark.parametrize("ends", ["well", "by an exception"])
+def test_nothing_is_left_behind(kind, ends):
+    model = Counting() if kind == "counting" else model_of(kind)
+    batches = batches_of("linear" if kind == "counting" else kind, 1)
+    model.train(kind != "batch norm")
+    loss_fn(model, batches[0]).backward()
+    before, data = everything(model), bits(batches)
+    calls = []
+
+    def loss(model, batch):
+        calls.append(model.training)
+        if ends != "well" and len(calls) > 2:
+            raise KeyboardInterrupt
+        return loss_fn(model, batch.mul_(2))
+
+    try:
+        with kernels_of(kind):
+            diagnose(model, loss, batches)
+    except KeyboardInterrupt:
+        assert ends != "well"
+    assert everything(model) == before
+    assert bits(batches) == data
+    assert all(calls)
+    assert len(calls) > 2
+    if kind == "counting":
+        assert model.calls == 1
+
+
+def test_modes_within_a_model_are_kept_and_hooks_that_step_at_once_are_not_called():
+    scripted = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(6, 1), torch.nn.ReLU())).eval()
+    diagnose(scripted, loss_fn, batches_of("linear", 1))
+    assert not any(module.training for module in scripted.modules())
+    model, seen = model_of("batch norm"), set()
+    model[1].eval()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: p.data.zero_())
+    before = bits(model.state_dict())
+
+    def loss(model, batch):
+        seen.add((model.training, model[1].training))
+        return loss_fn(model, batch)
+
+    diagnose(model, loss, batches_of("batch norm", 1))
+    assert seen == {(True, False)}
+    assert bits(model.state_dict()) == before
+
+
+@pytest.mark.parametrize(
+    "around",
+    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["no_grad", "inference_mode", "autocast"],
+)
+def test_it_finds_the_same_wherever_it_is_asked(around):
+    model, batches = model_of("linear"), batches_of("linear", 1)
+    expected = diagnose(model, loss_fn, batches)
+    with around():
+        assert diagnose(model, loss_fn, batches) == expected
+
+
 # --- Mistakes -----------------------------------------------------------------------------------
 
 LINEAR = torch.nn.Linear(6, 1)
+ONE = [torch.ones(2, 6)]
+
+
+def loss(call):
+    return lambda: diagnose(LINEAR, call, ONE)
+
+
+def given(batches):
+    return lambda: diagnose(LINEAR, loss_fn, batches)
+
+
+META = torch.nn.Linear(6, 1, device="meta")
+TYPE, VALUE = ArgumentTypeError, ArgumentError
 MISTAKES = {
-    "a list": (
-        lambda m, b: [m(b).mean()],
-        ArgumentTypeError,
-        "a list. Return the loss alone",
+    "a list": (loss(lambda m, b: [m(b).mean()]), TYPE, "a list. Return the loss alone"),
+    "outputs": (loss(lambda m, b: types.SimpleNamespace(loss=m(b))), TYPE, r"`output\.loss`"),
+    "nothing": (loss(lambda m, b: None), TYPE, "a NoneType"),
+    "a number": (loss(lambda m, b: m(b).mean().item()), TYPE, "a float"),
+    "no mean": (loss(lambda m, b: m(b)), VALUE, r"shape \(2, 1\) .*Take the mean"),
+    "detached": (loss(lambda m, b: m(b).mean().detach()), VALUE, "no trainable parameter"),
+    "of another": (
+        loss(lambda m, b: torch.nn.Linear(6, 1)(b).mean()),
+        VALUE,
+        "depends on no train",
     ),
-    "outputs": (
-        lambda m, b: types.SimpleNamespace(loss=m(b).mean()),
-        ArgumentTypeError,
-        r"`output\.loss`",
-    ),
-    "nothing": (lambda m, b: None, ArgumentTypeError, "a NoneType"),
-    "a number": (lambda m, b: m(b).mean().item(), ArgumentTypeError, "a float"),
-    "no mean": (lambda m, b: m(b), ArgumentError, r"shape \(2, 1\) .*Take the mean"),
-    "detached": (lambda m, b: m(b).mean().detach(), ArgumentError, "no trainable parameter"),
-    "another model": (
-        lambda m, b: torch.nn.Linear(6, 1)(b).mean(),
-        ArgumentError,
-        "depends on no trainable parameter",
-    ),
+    "one batch": (given(ONE[0]), TYPE, r"one batch is \[batch\]"),
+    "one in a tuple": (given((ONE[0],)), TYPE, r"one batch is \[batch\]"),
+    "one dictionary": (given({"x": 1}), TYPE, r"one batch is \[batch\]"),
+    "one number": (given(3), TYPE, r"one batch is \[batch\]"),
+    "no batch": (given([]), VALUE, "at least one batch"),
+    "no module": (lambda: diagnose(loss_fn, LINEAR, ONE), TYPE, r"must be a torch\.nn\.Module"),
+    "no function": (lambda: diagnose(LINEAR, 1, ONE), TYPE, "`loss_fn` must be a function"),
+    "Keras'": (lambda: lossscale.diagnosis.diagnose(LINEAR, ONE), TYPE, r"torch\.diagnose\(model"),
+    "no parameter": (lambda: diagnose(torch.nn.ReLU(), loss_fn, ONE), VALUE, "no trainable param"),
+    "on meta": (lambda: diagnose(META, loss_fn, ONE), UnsupportedError, "nor models on the meta"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_loss_that_cannot_be_derived_is_named(mistake):
-    loss, error, message = MISTAKES[mistake]
+def test_a_mistake_has_one_sentence(mistake):
+    call, error, message = MISTAKES[mistake]
     with pytest.raises(error, match=message):
-        diagnose(LINEAR, loss, [torch.ones(2, 6)])
-
-
-@pytest.mark.parametrize("batches", [torch.ones(2, 6), (torch.ones(2, 6),), {"x": 1}, 3])
-def test_one_batch_is_no_iterable_of_batches(batches):
-    with pytest.raises(ArgumentTypeError, match=r"one batch is \[batch\]"):
-        diagnose(LINEAR, loss_fn, batches)
-
-
-def test_other_mistakes_have_one_sentence():
-    one = [torch.ones(2, 6)]
-    with pytest.raises(ArgumentError, match="at least one batch"):
-        diagnose(LINEAR, loss_fn, [])
-    with pytest.raises(ArgumentTypeError, match=r"must be a torch\.nn\.Module"):
-        diagnose(loss_fn, LINEAR, one)
-    with pytest.raises(ArgumentTypeError, match="`loss_fn` must be a function"):
-        diagnose(LINEAR, torch.ones(()), one)
-    with pytest.raises(ArgumentTypeError, match=r"lossscale\.torch\.diagnose\(model, loss_fn"):
-        lossscale.diagnosis.diagnose(LINEAR, one)
-    with pytest.raises(ArgumentError, match="has no trainable parameter"):
-        diagnose(torch.nn.ReLU(), loss_fn, one)
-    with pytest.raises(UnsupportedError, match="nor models on the meta device"):
-        diagnose(torch.nn.Linear(6, 1, device="meta"), loss_fn, one)
+        call()

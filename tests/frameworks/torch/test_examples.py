@@ -22,14 +22,11 @@ FLOAT32, UNSCALED, FIXED, DYNAMIC = NAMES = (
 STEPS_OF_AN_EPOCH = 22
 
 
-def test_the_loop_takes_its_four_steps(capsys):
+def test_the_loop_takes_its_four_steps_and_the_policy_learns_the_best_action(capsys):
     runpy.run_path(str(FOLDER / "plain.py"))
     *steps, last = capsys.readouterr().out.splitlines()
     assert last == "8 4 4 8 - steps skipped: 1"
     assert [step.rpartition(" ")[2] for step in steps] == ["0.009", "0.009", "0.0081", "0.00729"]
-
-
-def test_the_policy_learns_the_best_action(capsys):
     runpy.run_path(str(FOLDER / "policy_gradient.py"))
     share, skipped = re.search(r"(\d+)%, steps skipped: (\d+)$", capsys.readouterr().out).groups()
     assert (int(share) > 95, skipped) == (True, "0")
@@ -86,37 +83,25 @@ def check_claims(text, steps):
     assert 40 - int(skipped) <= int(rows[DYNAMIC][3].removeprefix("2**")) < 40
 
 
-def test_float16_learns_only_with_a_loss_scale(printed):
-    check_claims(printed[0], 4 * STEPS_OF_AN_EPOCH)
-
-
-def test_the_table_of_readme_shows_the_same():
-    text = (ROOT / "README.md").read_text()
-    check_claims(text, 15 * STEPS_OF_AN_EPOCH)
-
-
-def test_it_shows_where_it_is_and_what_it_wrote(printed):
+def test_float16_learns_only_with_a_loss_scale_as_readme_shows(printed):
     text, picture = printed
-    assert [
-        line.partition(" [")[0].strip() for line in text.splitlines() if " epoch 4/4" in line
-    ] == [*NAMES]
+    check_claims(text, 4 * STEPS_OF_AN_EPOCH)
+    check_claims((ROOT / "README.md").read_text(), 15 * STEPS_OF_AN_EPOCH)
+    ends = [line.partition(" [")[0].strip() for line in text.splitlines() if " epoch 4/4" in line]
+    assert ends == [*NAMES]
     assert f"Picture: {picture}\n" in text
     from matplotlib.image import imread
 
-    height, width, _ = imread(picture).shape
-    assert (width, height) == (1320, 960)
+    assert imread(picture).shape[:2] == (960, 1320)
 
 
-def test_without_the_average_float16_learns_without_a_loss_scale(demo):
-    # The control: the size of the gradients stops the second run, and not float16.
-    run = demo.train(demo.digits(), True, None, epochs=2, outputs=1)
+def test_the_average_is_why_float16_does_not_learn_and_changes_nothing_in_float32(demo):
+    # The size of the gradients stops the second run, and not float16.
+    data = demo.digits()
+    run = demo.train(data, True, None, epochs=2, outputs=1)
     assert run.accuracy[-1] > 0.8
     assert run.flushed[-1] < 0.05
-
-
-def test_the_average_changes_nothing_in_float32(demo):
-    data = demo.digits()
-    assert (
-        demo.train(data, False, None, epochs=1).accuracy
-        == demo.train(data, False, None, epochs=1, outputs=1).accuracy
+    plain, averaged = (
+        demo.train(data, False, None, epochs=1, **settings) for settings in ({"outputs": 1}, {})
     )
+    assert plain.accuracy == averaged.accuracy
