@@ -7,6 +7,7 @@ float16, and clip and log unscaled gradients.
 """
 
 import contextlib
+import functools
 import io
 import re
 import warnings
@@ -134,44 +135,35 @@ def module(lightning, clip, *, manual):
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.net = Net()
-            self.automatic_optimization = not manual
+            self.net, self.automatic_optimization, self.logged = Net(), not manual, []
 
         def configure_optimizers(self):
-            self.made = made(self.net, clip)
-            optimizer, scheduler = self.made
+            self.made = optimizer, scheduler = made(self.net, clip)
             each = {"scheduler": scheduler, "interval": "step"}
             return {"optimizer": optimizer, "lr_scheduler": each}
 
-        def loss(self):
-            # A loader starts anew where training goes on in the middle of an epoch.
-            return self.net(data()[self.trainer.global_step])
-
-    class Automatic(Module):
-        def training_step(self, batch, index):
-            return self.loss()
-
-        def backward(self, loss):
-            self.optimizers().scale_loss(loss).backward()
-
-    class Manual(Module):
         def on_train_start(self):
             # What `self.optimizers()` returns is a look-alike, whose `step` is the wrapper's.
-            self.logged = []
             self.monitor = lossscale.torch.Monitor(self.optimizers(), self, log=self.logged.append)
 
+        def backward(self, loss):
+            (loss if manual else self.optimizers().scale_loss(loss)).backward()
+
         def training_step(self, batch, index):
-            optimizer, loss = self.optimizers(), self.loss()
-            self.manual_backward(optimizer.scale_loss(loss))
-            optimizer.step()
-            self.lr_schedulers().step()
-            optimizer.zero_grad()
-            self.monitor.step(loss)
+            # A loader starts anew where training goes on in the middle of an epoch.
+            optimizer, loss = self.optimizers(), self.net(data()[self.trainer.global_step])
+            if manual:
+                self.manual_backward(optimizer.scale_loss(loss))
+                optimizer.step()
+                self.lr_schedulers().step()
+                optimizer.zero_grad()
+                self.monitor.step(loss)
+            return loss
 
         def on_train_end(self):
             self.monitor.close()
 
-    return (Manual if manual else Automatic)()
+    return Module()
 
 
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
@@ -198,69 +190,46 @@ def test_lightning(lightning, tmp_path, plain, manual):
     assert compared(resumed.net, *resumed.made) == expected
 
 
-def test_fabric(lightning, tmp_path, plain):
+# Fabric and Accelerate: what prepares a model, its optimizer and its schedule, saves and loads.
+
+
+def by_fabric(net, wrapper, scheduler):
+    lightning = pytest.importorskip("lightning")
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="32-true")
+    model, optimizer = fabric.setup(net, wrapper)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    save, load = (functools.partial(call, state=state) for call in (fabric.save, fabric.load))
+    return fabric, model, optimizer, scheduler, save, load
+
+
+def by_accelerate(net, wrapper, scheduler):
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    prepared = accelerator.prepare(net, wrapper, scheduler)
+    return accelerator, *prepared, accelerator.save_state, accelerator.load_state
+
+
+@pytest.mark.parametrize("prepare", [by_fabric, by_accelerate])
+def test_fabric_and_accelerate(prepare, tmp_path, plain):
     expected, clip = plain
-
-    def start():
-        fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="32-true")
+    path = str(tmp_path / "saved")
+    for batches in (data()[:SAVED], data()[SAVED:]):
         net = Net()
-        wrapper, scheduler = made(net, clip)
-        model, optimizer = fabric.setup(net, wrapper)
-        return fabric, net, model, wrapper, optimizer, scheduler
-
-    def train(started, batches):
-        fabric, _, model, wrapper, optimizer, scheduler = started
+        run = made(net, clip)
+        by, model, optimizer, scheduler, save, load = prepare(net, *run)
+        if len(list(tmp_path.iterdir())):
+            load(path)
         for batch in batches:
-            fabric.backward(wrapper.scale_loss(model(batch)))
+            by.backward(run[0].scale_loss(model(batch)))
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-
-    def state(started):
-        _, _, model, _, optimizer, scheduler = started
-        return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-
-    first = start()
-    train(first, data()[:SAVED])
-    first[0].save(path := tmp_path / "fabric.ckpt", state(first))
-    resumed = start()
-    resumed[0].load(path, state(resumed))
-    train(resumed, data()[SAVED:])
-    assert compared(resumed[1], resumed[3], resumed[5]) == expected
-
-
-# Accelerate
+        save(path)
+    assert compared(net, *run) == expected
 
 
 @pytest.fixture
 def accelerate():
     return pytest.importorskip("accelerate")
-
-
-def test_accelerate(accelerate, tmp_path, plain):
-    expected, clip = plain
-
-    def start():
-        accelerator = accelerate.Accelerator(cpu=True)
-        net = Net()
-        wrapper, scheduler = made(net, clip)
-        return accelerator, net, wrapper, *accelerator.prepare(net, wrapper, scheduler), scheduler
-
-    def train(started, batches):
-        accelerator, _, wrapper, model, optimizer, prepared, _ = started
-        for batch in batches:
-            accelerator.backward(wrapper.scale_loss(model(batch)))
-            optimizer.step()
-            prepared.step()
-            optimizer.zero_grad()
-
-    first = start()
-    train(first, data()[:SAVED])
-    first[0].save_state(str(tmp_path))
-    resumed = start()
-    resumed[0].load_state(str(tmp_path))
-    train(resumed, data()[SAVED:])
-    assert compared(resumed[1], resumed[2], resumed[-1]) == expected
 
 
 def test_accelerate_is_told_of_a_step_that_is_skipped(accelerate):
