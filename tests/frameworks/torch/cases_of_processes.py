@@ -512,25 +512,6 @@ def clipped(folder):
     return found
 
 
-def fsdp_clipped(folder):
-    """A model of which some processes hold nothing of some parameters."""
-    found = {}
-    for inner in OF_DTENSORS:
-        net = model()
-        if distributed.is_initialized():
-            net = fully_shard(net, mesh=mesh_of_all())
-        optimizer = OPTIMIZERS[inner](net.parameters())
-        made = LossScaleOptimizer(optimizer, initial_scale=8.0, clip_norm=0.05)
-        for number in range(2):
-            made.zero_grad()
-            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
-            made.scale_loss(net(x).square().mean()).backward()
-            made.step()
-        found[inner] = whole(p.grad for p in net.parameters())
-        assert abs(sum(number**2 for number in found[inner]) ** 0.5 - 0.05) < 1e-6
-    return found
-
-
 # Parameters that are spread by other means: the group is given.
 
 
@@ -669,7 +650,6 @@ CASES = {
         as_given,
         minimized,
         clipped,
-        fsdp_clipped,
         sharded_scaler,
     ),
     2: (
@@ -677,13 +657,12 @@ CASES = {
         guarded,
         explained,
         fsdp,
-        fsdp_clipped,
         uneven,
         compressed,
         in_zero,
         monitored,
     ),
-    1: (seen, clipped, fsdp_clipped, minimized),
+    1: (seen, clipped, minimized),
 }
 CASES = {size: (*cases_of_parallel.CASES[size], *cases) for size, cases in CASES.items()}
 """Of each size of a set, in the order in which they run: what was saved is gone on from."""

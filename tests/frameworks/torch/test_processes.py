@@ -7,7 +7,7 @@ import pytest
 from forks import Program
 from frameworks.torch import cases_of_processes as cases
 
-LIKE_ONE = {"seen": 0.0, "clipped": 1e-5, "minimized": 1e-4, "fsdp_clipped": 1e-4}
+LIKE_ONE = {"seen": 0.0, "clipped": 1e-5, "minimized": 1e-4}
 """What one process without the others has, too, and how closely."""
 
 

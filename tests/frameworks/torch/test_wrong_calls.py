@@ -3,7 +3,6 @@
 import copy
 import functools
 import pickle
-import warnings
 import weakref
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 import lossscale
 from frameworks.torch.support import (
-    OURS,
     bits,
     derive,
     ends_as_without_scaling,
@@ -139,27 +137,6 @@ def test_a_step_left_out_on_an_overflow_is_a_skipped_step(inner, cleared_by, way
     assert optimizer.iterations == times
 
 
-@pytest.mark.parametrize("rule", [lossscale.DynamicScale(), lossscale.FixedScale(8)])
-def test_steps_whose_loss_nobody_scaled_are_counted_and_followed_by_a_schedule(rule):
-    given, optimizer = made("momentum", rule=rule)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    scheduler = lossscale.torch.guard(scheduler, optimizer)
-    applied = []
-    finite = [True, False, True] if rule.checks_gradients else [True] * 3
-    for is_finite in finite:
-        optimizer.zero_grad()
-        (loss_of(given) * (1.0 if is_finite else torch.inf)).backward()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", LossScaleWarning)
-            optimizer.step()
-        scheduler.step()
-        applied.append(not optimizer.last_step_skipped)
-    assert applied == finite
-    assert optimizer.iterations == 3
-    assert scheduler.get_last_lr() == [0.5 ** (1 + sum(finite))]
-    assert float(optimizer.loss_scale) == float(rule.init().scale)
-
-
 # Sparse gradients with several values at one index.
 
 SPARSE = {
@@ -177,30 +154,24 @@ def of_the_same_index(scale, *values):
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("name", SPARSE)
-def test_values_of_one_index_whose_sum_overflows(name):
+def test_values_of_one_index_are_summed_before_they_are_checked_and_clipped(name):
     given = parameters((3, 1))
-    run = OURS["wrapper"](SPARSE[name](given), rule=lossscale.DynamicScale(1.0))
-    before = snapshot(given, run.optimizer)
-    run.scale_loss(torch.zeros(()))
+    optimizer = wrapped(SPARSE[name](given), rule=lossscale.DynamicScale(1.0))
+    before = snapshot(given, optimizer)
+    optimizer.scale_loss(torch.zeros(()))
     # Half of the largest number, three times.
     given[0].grad = of_the_same_index(1.0, *[1.7e38] * 3)
-    run.step()
-    assert run.shown() == [1.0, 0]
-    assert snapshot(given, run.optimizer) == before
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("name", SPARSE)
-def test_the_norm_of_values_of_one_index(name, by_hand):
-    given = parameters((3, 1))
-    optimizer = wrapped(SPARSE[name](given), clip_norm=0.5)
-    scale = optimizer.scale_loss(torch.ones(()))
-    given[0].grad = of_the_same_index(scale, 1.0, 2.0, 3.0)
-    if by_hand:
-        optimizer.unscale_()
     optimizer.step()
-    assert given[0].grad.to_dense().flatten().tolist() == pytest.approx([0.5, 0.0, 0.0])
+    assert (float(optimizer.loss_scale), optimizer.last_step_skipped) == (1.0, True)
+    assert snapshot(given, optimizer) == before
+    optimizer.clip_norm = 0.5
+    for by_hand in (False, True):
+        scale = optimizer.scale_loss(torch.ones(()))
+        given[0].grad = of_the_same_index(scale, 1.0, 2.0, 3.0)
+        if by_hand:
+            optimizer.unscale_()
+        optimizer.step()
+        assert given[0].grad.to_dense().flatten().tolist() == pytest.approx([0.5, 0.0, 0.0])
 
 
 # Names, rules and files.
