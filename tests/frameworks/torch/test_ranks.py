@@ -28,39 +28,26 @@ def spread(mesh, placements):
     return DTensor.from_local(torch.ones(2), mesh, [PLACEMENTS[p] for p in placements])
 
 
-@pytest.mark.parametrize(
-    ("layouts", "dimensions"),
-    [
-        (["RR"], ""),
-        (["RS"], "b"),
-        (["SR"], "a"),
-        (["SS"], "ab"),
-        (["RP"], "b"),
-        *(([*order], "ab") for order in itertools.permutations(["RR", "RS", "SR"])),
-        *(([*order], "b") for order in itertools.permutations(["RR", "RS", "RS"])),
-    ],
-)
-def test_one_group_for_each_dimension_that_a_tensor_is_spread_over(mesh, layouts, dimensions):
-    tensors = [spread(mesh, placements) for placements in layouts]
-    groups = groups_of([torch.ones(1), None, *tensors])
-    assert sorted(groups, key=id) == sorted(map(mesh.get_group, dimensions), key=id)
-
-
-def test_the_groups_in_order_and_with_those_that_are_given(mesh):
+def test_one_group_for_each_dimension_that_a_tensor_is_spread_over_in_order(mesh):
     a, b, world = mesh.get_group("a"), mesh.get_group("b"), distributed.group.WORLD
-    first, second = spread(mesh, "RS"), spread(mesh, "SR")
-    assert groups_of([first, second]) == (b, a)
-    assert groups_of([second, first]) == (a, b)
-    # A given group comes first, and what is derived is left out if it is inside of it.
-    assert groups_of([first], a) == (a, b)
-    assert groups_of([first], [world, a]) == (world, a)
-    assert groups_of([], a) == (a,)
-    assert groups_of([first], []) == ()
-    # A process that is not in the group has nothing to send, nor one that is alone along it.
-    assert groups_of([], distributed.GroupMember.NON_GROUP_MEMBER) == ()
-    thin = init_device_mesh("cpu", (4, 1))
-    assert groups_of([spread(thin, "SS")]) == (thin.get_group(0),)
-    assert groups_of([spread(thin, "RS")]) == ()
+    first, second, thin = spread(mesh, "RS"), spread(mesh, "SR"), init_device_mesh("cpu", (4, 1))
+    for tensors, given, expected in (
+        ([torch.ones(1), None, spread(mesh, "RR")], None, ()),
+        ([first, second], None, (b, a)),
+        ([second, first], None, (a, b)),
+        ([spread(mesh, "SS"), first], None, (a, b)),
+        ([spread(mesh, "RP")], None, (b,)),
+        # A given group comes first, and what is derived is left out if it is inside of it.
+        ([first], a, (a, b)),
+        ([first], [world, a], (world, a)),
+        ([], a, (a,)),
+        ([first], [], ()),
+        # A process that is not in the group has nothing to send, nor one that is alone along it.
+        ([], distributed.GroupMember.NON_GROUP_MEMBER, ()),
+        ([spread(thin, "SS")], None, (thin.get_group(0),)),
+        ([spread(thin, "RS")], None, ()),
+    ):
+        assert groups_of(tensors, given) == expected
 
 
 def test_something_else_than_a_group_is_refused(mesh):
@@ -71,20 +58,17 @@ def test_something_else_than_a_group_is_refused(mesh):
         groups_of([], mesh)
 
 
-def test_what_is_local(mesh):
+def test_what_is_local_and_without_a_group_the_number_is_the_one_found(mesh):
     plain = torch.ones(3)
     assert local(plain) is plain
     assert local(None) is None
     for placements in itertools.product(PLACEMENTS, repeat=2):
         part = local(spread(mesh, placements))
-        assert type(part) is torch.Tensor
-        assert part.tolist() == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("overflow", "has_gradients", "expected"),
-    [(1.0, True, 1.0), (0.0, True, 0.0), (0.0, False, -1.0)],
-)
-def test_without_a_group_the_number_is_the_one_found(overflow, has_gradients, expected):
-    found, is_scaled = agreed(torch.tensor(overflow), has_gradients, False, ())
-    assert (found.item(), is_scaled.item()) == (expected, 0.0)
+        assert (type(part), part.tolist()) == (torch.Tensor, [1, 1])
+    for overflow, has_gradients, expected in (
+        (1.0, True, 1.0),
+        (0.0, True, 0.0),
+        (0.0, False, -1.0),
+    ):
+        found, is_scaled = agreed(torch.tensor(overflow), has_gradients, False, ())
+        assert (found.item(), is_scaled.item()) == (expected, 0.0)
