@@ -417,19 +417,6 @@ def test_as_plain_calls_in_any_order_and_out_again_after_an_error():
     assert now() == before
 
 
-def test_a_program_that_runs_unedited():
-    with lossscale.torch.install():
-        weights = parameters(1)
-        optimizer = OPTIMIZERS["adamw-fused"](weights)
-        scaler = torch.cpu.amp.GradScaler(8.0, growth_interval=1)
-        one_step(scaler, optimizer, weights, torch.inf)
-        assert scaler.get_scale() == 4
-        assert numbers(weights) == [[1.0] * 3]
-    one_step(scaler, optimizer, weights)
-    assert scaler.get_scale() == 8
-    assert isinstance(scaler, torch.amp.GradScaler)
-
-
 def test_the_others_have_their_own_order_of_arguments():
     sharded = importlib.import_module(_SHARDED)
     with lossscale.torch.install():

@@ -302,9 +302,6 @@ def test_transformers(tmp_path, plain):
 # The drop-in.
 
 
-TRACE = [(8.0, 1), (4.0, 0), (4.0, 1), (4.0, 2)]
-
-
 def four_batches():
     """The second one makes the gradients infinite."""
     batches = torch.ones(4, 2)
@@ -323,103 +320,12 @@ class Weight(torch.nn.Module):
         return (self.weight * x).sum()
 
 
-def module_with_a_scaler(lightning, name, trace):
-    class Module(lightning.LightningModule):
-        monitor = None
-
-        def __init__(self):
-            super().__init__()
-            self.net = Weight()
-
-        def training_step(self, batch, index):
-            return self.net(batch[0])
-
-        def configure_optimizers(self):
-            return OPTIMIZERS[name](self.parameters())
-
-        def on_train_batch_end(self, outputs, *_):
-            trace.append(scale_and_tracker(self.trainer.precision_plugin.scaler))
-            if self.monitor is not None:
-                self.monitor.step(outputs["loss"])
-
-    return Module()
-
-
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-@pytest.mark.parametrize(
-    ("name", "clip"), [("sgd", None), ("sgd", 0.1), ("adamw-fused", None), ("adamw-foreach", 0.1)]
-)
-def test_lightning_trains_with_a_scaler(lightning, tmp_path, make, name, clip):
-    trace, path = [], tmp_path / "run.jsonl"
-    scaler = make("cpu", init_scale=8.0)
-    plugin = lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
-    runner = lightning_trainer(
-        lightning, tmp_path, plugins=[plugin], max_epochs=1, gradient_clip_val=clip
-    )
-    model, is_ours = module_with_a_scaler(lightning, name, trace), make is GradScaler
-    model.monitor = lossscale.torch.Monitor(scaler, model, path) if is_ours else None
-    dataset = torch.utils.data.TensorDataset(four_batches())
-    runner.fit(model, torch.utils.data.DataLoader(dataset, batch_size=1))
-    assert trace == TRACE
-    assert bool(model.net.weight.isfinite().all())
-    assert not torch.equal(model.net.weight.detach(), torch.ones(2))
-    if is_ours:
-        model.monitor.close()
-        assert column(path, "step") == [1, 2, 3, 4]
-        assert column(path, "scale") == [8.0, 8.0, 4.0, 4.0]
-        assert column(path, "steps_skipped") == [0, 1, 1, 1]
-        bad = read_records(path)[1]
-        # A trainer that clips before the step makes NaN of infinities.
-        counts = [(tensor.name, tensor.infs + tensor.nans) for tensor in bad.nonfinite]
-        # The loss of the second batch is infinite, as its gradients are.
-        assert (counts, str(bad.reason)) == ([("net.weight", 2)], "loss")
-        assert column(path, "loss")[0] == 2.0
-
-
-@pytest.fixture
-def accelerator():
-    return pytest.importorskip("accelerate").Accelerator(cpu=True)
-
-
-def use(accelerator, scaler):
+def test_accelerate_4289_a_step_that_only_makes_state(accelerate, make):
+    """torch.distributed.checkpoint makes the state of an optimizer by a step, here a scaled one."""
+    accelerator, scaler, net = accelerate.Accelerator(cpu=True), make("cpu"), Weight()
     # Accelerate makes no scaler of its own on the CPU.
     accelerator.scaler, accelerator.native_amp = scaler, True
-
-
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-@pytest.mark.parametrize("name", ["adam", "adam-fused"])
-def test_d8_accelerates_schedule_follows_the_applied_steps(accelerator, make, name):
-    use(accelerator, make("cpu", init_scale=8.0))
-    net = Weight()
-    optimizer = OPTIMIZERS[name](net.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    net, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
-    skipped, rates, trace = [], [], []
-    for batch in four_batches()[:3]:
-        accelerator.backward(net(batch))
-        accelerator.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        skipped.append(optimizer.step_was_skipped)
-        rates.append(scheduler.get_last_lr()[0])
-        trace.append(scale_and_tracker(accelerator.scaler))
-    assert trace == TRACE[:3]
-    if name == "adam":
-        assert skipped == [False, True, False]
-        assert rates == [0.05, 0.05, 0.025]
-    else:
-        # A scaler calls a fused optimizer for a step that it skips.
-        assert skipped == [False, False, False]
-        assert rates == [0.05, 0.025, 0.0125]
-
-
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_accelerate_4289_a_step_that_only_makes_state(accelerator, make):
-    """torch.distributed.checkpoint makes the state of an optimizer by a step, here a scaled one."""
-    scaler = make("cpu", init_scale=8.0)
-    use(accelerator, scaler)
-    net = Weight()
     net, optimizer = accelerator.prepare(net, OPTIMIZERS["adam"](net.parameters()))
     scaler.load_state_dict({**scaler.state_dict(), "scale": 4.0, "_growth_tracker": 7})
     # As Accelerate does it, before it loads the optimizer of a sharded model.
@@ -430,7 +336,8 @@ def test_accelerate_4289_a_step_that_only_makes_state(accelerator, make):
     assert net.weight.tolist() == [1.0, 1.0]
 
 
-def test_what_accelerate_prepares_is_watched(accelerator, tmp_path):
+def test_what_accelerate_prepares_is_watched(accelerate, tmp_path):
+    accelerator = accelerate.Accelerator(cpu=True)
     path, model = tmp_path / "run.jsonl", Weight()
     inner = OPTIMIZERS["sgd"](model.parameters())
     wrapper = lossscale.torch.LossScaleOptimizer(inner, initial_scale=8.0)
