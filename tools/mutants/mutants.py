@@ -320,7 +320,7 @@ tests/frameworks/torch/test_clipping.py
 tests/frameworks/torch/test_guard.py
     torch GuardedScheduler._holds: now[0] > made and now[1] == applied -> False
     torch GuardedScheduler._holds: now >= self._seen -> True
-tests/frameworks/torch/test_grad_scaler_defects.py
+tests/frameworks/torch/test_grad_scaler.py
     torch unscale_and_check_: recheck -> False  -k d20
     torch GradScaler._move_as_torch: scale.clamp_(...) -> pass  -k put_back
     torch GradScaler._move_as_torch: scale.nan_to_num_(...) -> pass  -k put_back

@@ -14,19 +14,21 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import lossscale
-from frameworks.torch.scaling import MAKERS, one_step, scale_and_tracker
-from frameworks.torch.scaling import made as scaler_made
 from frameworks.torch.support import (
+    MAKERS,
     ONES,
     SHAPES,
     bits,
+    one_step,
     parameter,
     parameters,
+    scale_and_tracker,
     sgd,
     snapshot,
     step,
     through_a_file,
     train_step,
+    with_scaler,
     wrapped,
 )
 from lossscale import DynamicScale, FixedScale, LossScaleWarning
@@ -272,7 +274,7 @@ SCALER_KEYS = {"scale", "_growth_tracker", *SCALER_SETTINGS}
 
 
 def used(make):
-    weights, optimizer, scaler = scaler_made("sgd", make, init_scale=64.0, **SCALER_SETTINGS)
+    weights, optimizer, scaler = with_scaler("sgd", make, init_scale=64.0, **SCALER_SETTINGS)
     for slope in (torch.inf, 0.0, 0.0):
         one_step(scaler, optimizer, weights, slope)
     return scaler, weights, optimizer

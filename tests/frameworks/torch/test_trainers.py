@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.modules.module import register_module_forward_hook
 
 import lossscale.torch
-from frameworks.torch.scaling import MAKERS, OPTIMIZERS, scale_and_tracker
-from frameworks.torch.support import snapshot
+from frameworks.torch.support import MAKERS, OPTIMIZERS, scale_and_tracker, snapshot
 from lossscale.monitoring import read_records
 from lossscale.torch.grad_scaler import GradScaler
 from pages import programs
