@@ -329,8 +329,7 @@ def partial(folder):
     """
     makers = [*OURS.values(), functools.partial(wrapper, decide="device")]
     for make, layout in itertools.product(makers, ("RR", "SR", "RS")):
-        weight = distribute_tensor(torch.ones(4), mesh_of_four(), LAYOUTS[layout])
-        parameter = torch.nn.Parameter(weight)
+        parameter = torch.nn.Parameter(placed(torch.ones(4), layout))
         run = make(torch.optim.AdamW([parameter], lr=0.5, fused=True))
         trace = []
         for value in (INF if rank() >= 2 else 0.0, 3e38, 2.0, 2.0):
@@ -347,8 +346,7 @@ def partial(folder):
 def seen_of_sums(folder):
     """What a rule sees of gradients that are parts of a sum."""
     for make, layout in itertools.product(OURS.values(), ("RR", "SR", "RS")):
-        weight = distribute_tensor(torch.ones(4), mesh_of_four(), LAYOUTS[layout])
-        parameter = torch.nn.Parameter(weight)
+        parameter = torch.nn.Parameter(placed(torch.ones(4), layout))
         run = make(fused([parameter]), rule=RecordingRule())
         run.scale_loss(torch.zeros(()))
         parameter.grad = of_parts(16.0, layout)
@@ -575,12 +573,10 @@ def uneven(folder):
                     if scales:
                         # The process that has run out of data hears of an overflow, too.
                         optimizer.backward(loss * (INF if step == 5 else 1.0))
-                    elif step != 5:
-                        loss.backward()
                     else:
                         loss.backward()
-                        continue
-                    optimizer.step()
+                    if scales or step != 5:
+                        optimizer.step()
             if scales:
                 shown.append([float(optimizer.loss_scale), optimizer.steps_skipped])
         return shown, [p.detach().flatten().tolist() for p in model.parameters()]

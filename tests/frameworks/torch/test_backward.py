@@ -325,24 +325,23 @@ def test_a_closure_is_evaluated_once_and_its_loss_returned(cls):
 # Mistakes.
 
 
-WRONG_CLOSURES = {
-    "none": (lambda o, p: None, TypeError, "closure"),
-    "returns the scaled loss": (
-        lambda o, p: closure_of(o.inner_optimizer, lambda: o.scale_loss(rosenbrock(p))),
-        GradientsError,
-        "returned the scaled loss.*LBFGS",
-    ),
-    "returns nothing": (
-        lambda o, p: lambda: o.scale_loss(rosenbrock(p)).backward(),
-        ArgumentTypeError,
-        "must return the loss: LBFGS",
-    ),
-}
+def returning_the_scaled_loss(o, p):
+    return closure_of(o.inner_optimizer, lambda: o.scale_loss(rosenbrock(p)))
 
 
-@pytest.mark.parametrize("case", WRONG_CLOSURES)
-def test_lbfgs_and_a_wrong_closure(case):
-    make, error, words = WRONG_CLOSURES[case]
+def returning_nothing(o, p):
+    return lambda: o.scale_loss(rosenbrock(p)).backward()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda o, p: None, TypeError, "closure"),
+        (returning_the_scaled_loss, GradientsError, "returned the scaled loss.*LBFGS"),
+        (returning_nothing, ArgumentTypeError, "must return the loss: LBFGS"),
+    ],
+)
+def test_lbfgs_and_a_wrong_closure(make, error, words):
     point = starting_point()
     optimizer = wrapped(torch.optim.LBFGS([point]))
     before = bits(point)

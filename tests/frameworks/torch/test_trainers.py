@@ -79,54 +79,6 @@ def plain(request):
     return result, request.param
 
 
-# Trainers, on the CPU and quiet.
-
-
-def lightning_trainer(lightning, folder, **arguments):
-    return lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **arguments,
-    )
-
-
-class _Model(torch.nn.Module):
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, x, labels=None):
-        return {"loss": self.net(x)}
-
-
-def hugging_face_trainer(net, optimizers, batches, folder, callbacks=(), **arguments):
-    """Hugging Face's Trainer, which takes a step on each of the batches in turn."""
-    transformers = pytest.importorskip("transformers")
-    given = transformers.TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=1,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        logging_strategy="no",
-        dataloader_pin_memory=False,
-        train_sampling_strategy="sequential",
-        **{"save_strategy": "no", **arguments},
-    )
-    return transformers.Trainer(
-        _Model(net),
-        given,
-        data_collator=lambda samples: samples[0],
-        train_dataset=[{"x": batch} for batch in batches],
-        optimizers=optimizers,
-        callbacks=list(callbacks),
-    )
-
-
 # Lightning
 
 
@@ -170,7 +122,10 @@ def test_lightning(lightning, tmp_path, plain, manual):
     expected, clip = plain
 
     def runner(steps):
-        return lightning_trainer(lightning, tmp_path, precision="32-true", max_steps=steps)
+        names = "logger", "enable_progress_bar", "enable_model_summary"
+        quiet = dict.fromkeys(names, False)
+        where = {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path}
+        return lightning.Trainer(**quiet, **where, precision="32-true", max_steps=steps)
 
     loader = torch.utils.data.DataLoader(torch.zeros(STEPS))
     whole = module(lightning, clip, manual=manual)
@@ -271,29 +226,53 @@ def test_accelerate_accumulates(accelerate):
 # Hugging Face's Trainer
 
 
+class WithLabels(torch.nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x, labels=None):
+        return {"loss": self.net(x)}
+
+
 def test_transformers(tmp_path, plain):
     expected, clip = plain
+    transformers = pytest.importorskip("transformers")
 
-    saves = {"save_strategy": "steps", "save_steps": SAVED}
-
-    def start(steps, folder):
+    def start(folder):
         net = Net()
-        optimizer, scheduler = run = made(net, clip)
-        trainer = hugging_face_trainer(
-            net, run, data(), folder, max_steps=steps, max_grad_norm=0.0, **saves
+        optimizer, scheduler = made(net, clip)
+        arguments = transformers.TrainingArguments(
+            output_dir=str(folder),
+            max_steps=STEPS,
+            max_grad_norm=0.0,
+            per_device_train_batch_size=1,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            logging_strategy="no",
+            dataloader_pin_memory=False,
+            train_sampling_strategy="sequential",
+            save_strategy="steps",
+            save_steps=SAVED,
+        )
+        trainer = transformers.Trainer(
+            WithLabels(net),
+            arguments,
+            data_collator=lambda samples: samples[0],
+            train_dataset=[{"x": batch} for batch in data()],
+            optimizers=(optimizer, scheduler),
         )
         backward = trainer.accelerator.backward
-
-        def scaled_backward(loss, **more):
-            backward(optimizer.scale_loss(loss), **more)
-
-        trainer.accelerator.backward = scaled_backward
+        trainer.accelerator.backward = lambda loss, **more: backward(
+            optimizer.scale_loss(loss), **more
+        )
         return trainer, net, optimizer, scheduler
 
-    whole, *run = start(STEPS, tmp_path)
+    whole, *run = start(tmp_path)
     whole.train()
     assert compared(*run) == expected
-    resumed, *run = start(STEPS, tmp_path / "resumed")
+    resumed, *run = start(tmp_path / "resumed")
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVED}"))
     assert compared(*run) == expected
 
