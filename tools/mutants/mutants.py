@@ -332,8 +332,8 @@ tests/frameworks/torch/test_processes.py
         -k shards_by_hand
     torch measure_everywhere: here[1:] / copies -> here[1:]  -k seen
     torch grad_norm: info.copies(gradient) -> 1  -k clipped
-tests/frameworks/torch/test_ranks.py
     torch _groups_along: placement.is_replicate() -> not placement.is_shard()
+        -k spread_over
 tests/frameworks/torch/test_wrong_calls.py
     torch _dense: not gradient.is_coalesced() -> False  -k one_index
     torch LossScaleOptimizer._unscale_: if decision.empty: return decision

@@ -1,11 +1,18 @@
 """Several processes take every decision alike; they run once for all tests."""
 
+import itertools
 import json
 
 import pytest
+import torch
+from torch import distributed
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forks import Program
 from frameworks.torch import cases_of_processes as cases
+from lossscale.errors import ArgumentTypeError
+from lossscale.torch.ranks import agreed, groups_of, local
 
 LIKE_ONE = {"seen": 0.0, "clipped": 1e-5, "minimized": 1e-4}
 """What one process without the others has, too, and how closely."""
@@ -52,3 +59,68 @@ def test_several_processes(found, size, case):
         for ours, expected in zip(flat(results[0]), of_one, strict=True):
             is_number = not isinstance(expected, str) and rel
             assert ours == (pytest.approx(expected, rel=rel, abs=1e-9) if is_number else expected)
+
+
+# Which processes have to agree: process 1 of 4, in this process.
+
+PLACEMENTS = {"R": Replicate(), "S": Shard(0), "P": Partial()}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """Process 1 of 4 in a mesh of 2 x 2; nothing that is sent arrives anywhere."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    finally:
+        distributed.destroy_process_group()
+
+
+def spread(mesh, placements):
+    return DTensor.from_local(torch.ones(2), mesh, [PLACEMENTS[p] for p in placements])
+
+
+def test_one_group_for_each_dimension_that_a_tensor_is_spread_over_in_order(mesh):
+    a, b, world = mesh.get_group("a"), mesh.get_group("b"), distributed.group.WORLD
+    first, second, thin = spread(mesh, "RS"), spread(mesh, "SR"), init_device_mesh("cpu", (4, 1))
+    for tensors, given, expected in (
+        ([torch.ones(1), None, spread(mesh, "RR")], None, ()),
+        ([first, second], None, (b, a)),
+        ([second, first], None, (a, b)),
+        ([spread(mesh, "SS"), first], None, (a, b)),
+        ([spread(mesh, "RP")], None, (b,)),
+        # A given group comes first, and what is derived is left out if it is inside of it.
+        ([first], a, (a, b)),
+        ([first], [world, a], (world, a)),
+        ([], a, (a,)),
+        ([first], [], ()),
+        # A process that is not in the group has nothing to send, nor one that is alone along it.
+        ([], distributed.GroupMember.NON_GROUP_MEMBER, ()),
+        ([spread(thin, "SS")], None, (thin.get_group(0),)),
+        ([spread(thin, "RS")], None, ()),
+    ):
+        assert groups_of(tensors, given) == expected
+
+
+def test_something_else_than_a_group_is_refused(mesh):
+    for wrong in ("world", 1, True, [None]):
+        with pytest.raises(ArgumentTypeError, match=r"ProcessGroup.*Received.*None derives"):
+            groups_of([], wrong)
+    with pytest.raises(ArgumentTypeError, match=r"mesh\.get_group"):
+        groups_of([], mesh)
+
+
+def test_what_is_local_and_without_a_group_the_number_is_the_one_found(mesh):
+    plain = torch.ones(3)
+    assert local(plain) is plain
+    assert local(None) is None
+    for placements in itertools.product(PLACEMENTS, repeat=2):
+        part = local(spread(mesh, placements))
+        assert (type(part), part.tolist()) == (torch.Tensor, [1, 1])
+    for overflow, has_gradients, expected in (
+        (1.0, True, 1.0),
+        (0.0, True, 0.0),
+        (0.0, False, -1.0),
+    ):
+        found, is_scaled = agreed(torch.tensor(overflow), has_gradients, False, ())
+        assert (found.item(), is_scaled.item()) == (expected, 0.0)
