@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from frameworks.torch.support import Reads, bits, scaler, wrapped, wrapper
-from lossscale import DynamicScale, FixedScale
+from frameworks.torch.support import bits, scaler, wrapper
+from lossscale import DynamicScale
 
 RULE = DynamicScale(2.0**3, growth_interval=1, max_scale=2.0**8)
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
@@ -129,28 +129,3 @@ def test_the_optimizer_inside_may_be_compiled(counter):
         run(training_step(model, loop), loop)
     assert counter.frame_count == 1
     assert bits(list(model.parameters())) == bits(eager(without_momentum))
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, 1),
-        ({"clip_norm": 1.0}, 1),
-        ({"decide": "device"}, 0),
-        ({"decide": "device", "clip_norm": 1.0}, 0),
-        ({"rule": FixedScale(8.0)}, 0),
-    ],
-    ids=str,
-)
-def test_a_step_waits_for_one_number_or_for_none(settings, expected):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
-    inner = torch.optim.AdamW(model.parameters(), fused=True)
-    optimizer = wrapped(inner, **{"rule": RULE, **settings})
-    for number in range(4):
-        optimizer.zero_grad()
-        optimizer.scale_loss(model(X).square().sum()).backward()
-        with Reads() as reads:
-            optimizer.step()
-        # A parameter's first step is decided by the host.
-        assert number == 0 or reads.count == expected

@@ -363,6 +363,15 @@ def test_in_every_place_and_out_again():
         assert torch.amp.GradScaler is torch.GradScaler is lossscale.torch.GradScaler
     assert now() == before
     assert not any(issubclass(scaler, lossscale.torch.GradScaler) for scaler in before.values())
+    # By plain calls in any order, and after an error.
+    first, second = lossscale.torch.install(), lossscale.torch.install()
+    for each in (first, first, second):
+        assert torch.amp.GradScaler is lossscale.torch.GradScaler
+        each.undo()
+    assert now() == before
+    with pytest.raises(OSError), lossscale.torch.install():
+        raise OSError
+    assert now() == before
 
 
 def test_pytorchs_own_classes_are_not_made_of_what_stands_in_their_places():
@@ -376,18 +385,6 @@ def test_pytorchs_own_classes_are_not_made_of_what_stands_in_their_places():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert ran.stdout.strip() == str([_SHARDED, "torch.amp.grad_scaler"])
-
-
-def test_as_plain_calls_in_any_order_and_out_again_after_an_error():
-    before = now()
-    first, second = lossscale.torch.install(), lossscale.torch.install()
-    for each in (first, first, second):
-        assert torch.amp.GradScaler is lossscale.torch.GradScaler
-        each.undo()
-    assert now() == before
-    with pytest.raises(OSError), lossscale.torch.install():
-        raise OSError
-    assert now() == before
 
 
 def test_the_others_have_their_own_order_of_arguments():

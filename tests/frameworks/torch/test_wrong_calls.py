@@ -25,7 +25,6 @@ from frameworks.torch.support import (
 )
 from lossscale import LossScaleWarning, errors
 from lossscale.errors import CallOrderError, UnsupportedError
-from lossscale.torch import scaling
 from lossscale.torch.grad_scaler import GradScaler
 
 INNER = {
@@ -283,20 +282,6 @@ def test_half_after_wrapping():
     o.scale_loss(model(torch.ones(1, 2).half()).sum()).backward()
     o.step()
     assert torch.equal(model.bias, before - 1.0)
-
-
-def test_a_cuda_graph_that_would_wait_for_the_host_is_refused_in_words(monkeypatch):
-    class OnGpu:
-        is_cuda = True
-
-        def item(self):
-            return 1.0
-
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(errors.UnsupportedError, match=r"CUDA graph is captured.*decide='device'"):
-        scaling.read(OnGpu())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert scaling.read(OnGpu()) == 1.0
 
 
 # Strange optimizers and gradients: the oracle is plain training, or an error is what is wanted.
