@@ -70,15 +70,6 @@ def test_forward_passes_of_other_kinds(kind):
     torch.testing.assert_close(run(wrapped), run(alone), rtol=0, atol=close)
 
 
-@ends_as_without_scaling
-def test_leaves_that_are_not_of_the_optimizer(wrap):
-    trained, other, x = model(), model(), batch(1).requires_grad_()
-    optimizer = wrap(sgd(trained.parameters()))
-    for _ in range(2):
-        derive(optimizer, (trained(x) * other(x)).mean())
-    return gradients_of([*trained.parameters(), *other.parameters(), x])
-
-
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -89,19 +80,7 @@ class Fails(torch.autograd.Function):
         raise RuntimeError("no")
 
 
-def test_an_error_in_backward_leaves_true_gradients():
-    net, x = model(), torch.ones(2, 8)
-    optimizer = wrapped(sgd(net.parameters()))
-    optimizer.backward(net(x).sum())
-    before = gradients_of(net.parameters())
-    with pytest.raises(RuntimeError, match="no"):
-        optimizer.backward(Fails.apply(net(x)).sum())
-    assert gradients_of(net.parameters()) == before
-    optimizer.step()
-    assert optimizer.iterations == 1
-
-
-def test_gradient_and_inputs():
+def test_gradient_and_inputs_and_an_error_that_leaves_true_gradients():
     net, x, given = model(), torch.ones(2, 8), torch.ones(2, 4)
     weights = list(net.parameters())
     optimizer = wrapped(sgd(weights))
@@ -113,6 +92,10 @@ def test_gradient_and_inputs():
     optimizer.zero_grad()
     optimizer.backward(net(x).sum(), inputs=weights[:2])
     assert weights[2].grad is None
+    before = gradients_of(weights)
+    with pytest.raises(RuntimeError, match="no"):
+        optimizer.backward(Fails.apply(net(x)).sum())
+    assert gradients_of(weights) == before
     assert optimizer.step() is None
     assert optimizer.iterations == 1
 
@@ -139,15 +122,17 @@ def test_retained_and_second_derivatives():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @ends_as_without_scaling
-def test_sparse_complex_wide_and_shared(wrap, dtype):
+def test_sparse_complex_wide_and_shared_and_leaves_that_are_not_of_the_optimizer(wrap, dtype):
     torch.manual_seed(0)
     table = torch.nn.Embedding(10, 3, sparse=True, dtype=dtype)
     number = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    other, x = model(), batch(1).requires_grad_()
     optimizer = wrap(sgd([*table.parameters(), number]))
     for _ in range(2):
         rows = table(torch.tensor([1, 1, 2])).float()
-        derive(optimizer, rows.square().mean() + (number * number).abs().sum())
-    return gradients_of([table.weight, number])
+        loss = rows.square().mean() + (number * number).abs().sum()
+        derive(optimizer, loss * other(x).square().mean())
+    return gradients_of([table.weight, number, *other.parameters(), x])
 
 
 def test_only_the_last_gradient_is_kept_until_the_step():
@@ -287,6 +272,12 @@ def test_lbfgs_is_not_stepped_where_no_scale_helps():
     optimizer.step(nan)
     assert len(evaluations) == 1
     assert snapshot([point], optimizer) == before
+    # An evaluation that scales nothing does not lower the scale.
+    optimizer = wrapped(inner := torch.optim.LBFGS([point]))
+    with pytest.warns(LossScaleWarning, match=r"optimizer.backward\(loss\)"):
+        optimizer.step(closure_of(inner, lambda: without_a_finite_gradient(point)))
+    assert float(optimizer.loss_scale) == 2.0**15
+    assert point.tolist() == pytest.approx([-1.2, 1.0])
 
 
 def test_lbfgs_lowers_the_scale_by_a_rule_that_looks():
@@ -358,12 +349,3 @@ def test_lbfgs_and_a_closure_that_scales_nothing(wrap):
     with contextlib.nullcontext() if optimizer is inner else warns:
         optimizer.step(closure_of(inner, lambda: rosenbrock(point)))
     return bits(point)
-
-
-def test_an_evaluation_that_scales_nothing_does_not_lower_the_scale():
-    point = starting_point()
-    optimizer = wrapped(inner := torch.optim.LBFGS([point]))
-    with pytest.warns(LossScaleWarning, match=r"optimizer.backward\(loss\)"):
-        optimizer.step(closure_of(inner, lambda: without_a_finite_gradient(point)))
-    assert float(optimizer.loss_scale) == 2.0**15
-    assert point.tolist() == pytest.approx([-1.2, 1.0])

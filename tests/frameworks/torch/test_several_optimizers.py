@@ -138,6 +138,9 @@ def test_plain_optimizers_load_it_by_name():
     assert wrapped(parts).loss_scale_state.state_dict() == optimizer.loss_scale_state.state_dict()
 
 
+WHICH = "optimizers.i..*0 is SGD, 1 is AdamW"
+
+
 def test_they_are_seen_one_by_one():
     model = Model()
     sgd, adam = parts = optimizers(model, ("SGD", "AdamW"))
@@ -157,6 +160,19 @@ def test_they_are_seen_one_by_one():
     for call in (len, iter):
         with pytest.raises(TypeError):
             call(one)
+    # What does not say which of them.
+    optimizer.lr = 0.25
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+    saved = optimizer.state_dict()
+    smaller, before = {**saved, "param_groups": saved["param_groups"][:1]}, bits(saved)
+    for misuse, given, error, words in (
+        (optimizer.add_param_group, {"params": [parameter()]}, errors.UnsupportedError, WHICH),
+        (optimizer.load_state_dict, [{}] * 3, errors.StateDictError, "each of 2 .*Received: 3"),
+        (optimizer.load_state_dict, smaller, errors.ArgumentError, "do not match the optimizers"),
+    ):
+        with pytest.raises(error, match=words):
+            misuse(given)
+    assert bits(optimizer.state_dict()) == before
 
 
 def test_schedules_and_hooks():
@@ -199,23 +215,6 @@ def test_what_cannot_be_wrapped_together(case):
     given, error, words = CANNOT[case]
     with pytest.raises(error, match=words):
         wrapped(given(optimizers(Model(), ("SGD", "AdamW"))))
-
-
-def test_what_does_not_say_which_of_them():
-    optimizer = wrapped(optimizers(Model(), ("SGD", "AdamW")))
-    which = "optimizers.i..*0 is SGD, 1 is AdamW"
-    with pytest.raises(errors.UnsupportedError, match=which):
-        optimizer.add_param_group({"params": [parameter()]})
-    optimizer.lr = 0.25
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
-    with pytest.raises(errors.StateDictError, match=r"each of 2 optimizers.*Received: 3"):
-        optimizer.load_state_dict([{}, {}, {}])
-    before = bits(optimizer.state_dict())
-    smaller = optimizer.state_dict()
-    smaller["param_groups"] = smaller["param_groups"][:1]
-    with pytest.raises(errors.ArgumentError, match="do not match the optimizers"):
-        optimizer.load_state_dict(smaller)
-    assert bits(optimizer.state_dict()) == before
 
 
 # With one gradient scaler.
