@@ -29,20 +29,22 @@ def ones(*shape, at=CUDA):
     return torch.ones(shape, device=at)
 
 
-def test_tensors_are_ordinary_ones_with_numbers():
+def test_tensors_are_ordinary_ones_with_numbers_in_files_too():
     x = torch.arange(6.0, device="cuda:1").reshape(2, 3)
     assert (type(x), x.device, x.is_cuda) == (torch.Tensor, torch.device("cuda:1"), True)
     assert (x @ x.T).tolist() == [[5.0, 14.0], [14.0, 50.0]]
-    view = x[1]
-    view.mul_(2)
+    x[1].mul_(2)
     assert x.tolist() == [[0.0, 1.0, 2.0], [6.0, 8.0, 10.0]]
     with pytest.raises(TypeError, match="can't convert cuda"):
         x.numpy()
-
-
-def test_files_keep_device_type_and_numbers():
-    file = io.BytesIO()
-    parameter = nn.Parameter(ones(3, at="cuda:1") * 2)
+    # Numbers of the host may take part.
+    assert (ones(2) * torch.tensor(3.0)).tolist() == [3.0, 3.0]
+    torch._foreach_mul_([ones(2)], [2.0])
+    # As trainers do for each device.
+    states = torch.cuda.random.get_rng_state_all()
+    assert len(states) == torch.cuda.device_count()
+    torch.cuda.random.set_rng_state_all(states)
+    file, parameter = io.BytesIO(), nn.Parameter(ones(3, at="cuda:1") * 2)
     torch.save({"parameter": parameter, "view": parameter.detach()[1:]}, file)
     for where, expected in ((None, "cuda:1"), ("cpu", "cpu"), ("cuda:0", "cuda:0")):
         file.seek(0)
@@ -72,16 +74,22 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("kind", WAITS)
-def test_a_wait_is_counted_and_an_error_if_it_is_forbidden(kind):
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_a_wait_is_counted_and_an_error_if_it_is_forbidden_or_a_graph_is_captured(wait):
     x = ones(4)
     device.taken()
-    WAITS[kind](x)
+    wait(x)
     # `tolist` and masks wait once or more.
     assert device.taken()
+    words = "not permitted when stream is capturing"
+    with (
+        pytest.raises(RuntimeError, match=words),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        wait(x)
     torch.cuda.set_sync_debug_mode("error")
     with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
-        WAITS[kind](x)
+        wait(x)
 
 
 def test_what_does_not_wait_is_not_counted():
@@ -119,11 +127,6 @@ def test_two_devices_in_one_operator_are_an_error(kind):
         DEVICES_MIX[kind](ones(4))
 
 
-def test_numbers_of_the_host_may_take_part():
-    assert (ones(2) * torch.tensor(3.0)).tolist() == [3.0, 3.0]
-    torch._foreach_mul_([ones(2)], [2.0])
-
-
 def on_two_streams(waits):
     """The races of operators on two streams that wait for each other, or do not."""
     first, second = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -140,42 +143,26 @@ def on_two_streams(waits):
     return device.taken(of_races=True)
 
 
-def test_a_stream_that_does_not_wait_for_the_producer_is_a_race():
+def test_what_uses_a_tensor_without_waiting_for_another_stream_is_a_race():
     assert on_two_streams(("producer", "event")) == []
     assert on_two_streams(("producer", "host")) == []
     [*_, found] = on_two_streams(("producer",))
     assert found.startswith("add_ on stream 0:0 uses the unfinished result of mul_ on stream 0:")
     assert "mul_ on stream" in on_two_streams(("event",))[0]
-
-
-def test_writing_what_another_stream_still_reads_is_a_race():
-    x, side = ones(4), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        x + 1
-    x.zero_()
-    assert "zero_ on stream 0:0 overwrites what is read by add" in device.taken(of_races=True)[0]
-
-
-def test_autograd_waits_between_streams_and_devices():
     x, side = ones(4).requires_grad_(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         y = (x * 2).to("cuda:1").sum()
     torch.cuda.current_stream().wait_stream(side)
+    # Autograd waits between streams and devices.
     y.backward()
     assert (x.grad * 1).tolist() == [2.0] * 4
     assert device.taken(of_races=True) == []
-
-
-@pytest.mark.parametrize("kind", WAITS)
-def test_a_wait_while_a_graph_is_captured_is_an_error(kind):
-    x = ones(4)
-    with (
-        pytest.raises(RuntimeError, match="not permitted when stream is capturing"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
-        WAITS[kind](x)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.detach() + 1
+    x.detach().zero_()
+    assert "zero_ on stream 0:0 overwrites what is read by add" in device.taken(of_races=True)[0]
 
 
 def test_a_graph_changes_nothing_until_it_is_replayed():

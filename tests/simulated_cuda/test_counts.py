@@ -104,31 +104,18 @@ def test_the_host_waits_once_after_the_scale_has_changed_too(name, optimizer, cl
     assert way.scales() == [2.0**14]
 
 
-def named(way):
-    """The parameters with names, as a monitor takes them."""
-    return [
-        (str(number), parameter)
-        for number, parameter in enumerate(
-            parameter
-            for inner in way.inners
-            for group in inner.param_groups
-            for parameter in group["params"]
-        )
-    ]
-
-
 def then(way, further):
     """Has something done after each step."""
     before = way.step
     way.step = lambda: (before(), further())
 
 
-def hook_of_skips(way):
-    way.scaler.register_step_skipped_hook(lambda optimizer: None)
-
-
 def monitor(way):
-    way.monitor = lossscale.torch.Monitor(way.scaler, named(way), every=100)
+    parameters = [
+        p for inner in way.inners for group in inner.param_groups for p in group["params"]
+    ]
+    named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
+    way.monitor = lossscale.torch.Monitor(way.scaler, named, every=100)
     then(way, way.monitor.step)
 
 
@@ -153,35 +140,26 @@ def step_of_a_list(way):
     way.step = lambda: (way.scaler.step(way.inners), way.scaler.update())
 
 
-def number_that_is_read(way):
-    then(way, way.scaler.get_scale)
+WAITS = {
+    "nothing": (lambda way: None, 0),
+    "a repr": (lambda way: then(way, lambda: repr(way.scaler)), 0),
+    "a list": (step_of_a_list, 0),
+    # Once for each optimizer.
+    "a hook of skips": (
+        lambda way: way.scaler.register_step_skipped_hook(lambda optimizer: None),
+        2,
+    ),
+    # And once more for the scale, which it tells.
+    "a monitor": (monitor, 3),
+    "a guard": (guard, 1),
+    # The device chooses.
+    "guarded buffers": (guarded_buffers, 0),
+    "a rule of another kind": (rule_of_another_kind, 1),
+    "a number": (lambda way: then(way, way.scaler.get_scale), 1),
+}
 
 
-def repr_that_is_shown(way):
-    then(way, lambda: repr(way.scaler))
-
-
-def nothing(way):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("before", "waits"),
-    [
-        (nothing, 0),
-        (repr_that_is_shown, 0),
-        (step_of_a_list, 0),
-        # Once for each optimizer.
-        (hook_of_skips, 2),
-        # And once more for the scale, which it tells.
-        (monitor, 3),
-        (guard, 1),
-        # The device chooses.
-        (guarded_buffers, 0),
-        (rule_of_another_kind, 1),
-        (number_that_is_read, 1),
-    ],
-)
+@pytest.mark.parametrize(("before", "waits"), WAITS.values(), ids=WAITS)
 def test_what_makes_the_drop_in_wait(before, waits):
     found = counted("drop-in", "AdamW fused", SMALL[:4], optimizers=2, prepare=before)
     assert len(found.waits) == waits

@@ -72,16 +72,24 @@ def test_a_model_on_two_devices(flags, order):
             assert races == [], name
 
 
+def way_of(name, *parameters, **flags):
+    inner = torch.optim.AdamW(parameters, lr=0.1, **(flags or {"fused": True}))
+    return Way(name, [inner], interval=2, scale=8.0)
+
+
+def train(way, loss_fn, steps=STEPS):
+    for _ in range(steps):
+        way.zero_grad()
+        way.backward(loss_fn())
+        way.step()
+
+
 def on_a_side_stream(name):
     """A whole step on another stream."""
     p, side = ones(), torch.cuda.Stream()
-    way = Way(name, [torch.optim.AdamW([p], lr=0.1, fused=True)], interval=2, scale=8.0)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(STEPS):
-            way.zero_grad()
-            way.backward((p * 2).sum())
-            way.step()
+        train(way_of(name, p), lambda: (p * 2).sum())
     torch.cuda.current_stream().wait_stream(side)
     return p.tolist()
 
@@ -89,7 +97,7 @@ def on_a_side_stream(name):
 def forward_pass_on_a_side_stream(name):
     """Losses of two micro-batches come from another stream, and their backward passes, too."""
     p, side = ones(), torch.cuda.Stream()
-    way = Way(name, [torch.optim.AdamW([p], lr=0.1, fused=True)], interval=2, scale=8.0)
+    way = way_of(name, p)
     for _ in range(STEPS):
         way.zero_grad()
         for _ in range(2):
@@ -108,56 +116,43 @@ def forward_pass_on_a_side_stream(name):
 def on_two_side_streams_in_turn(name):
     """Each step on the other of two streams."""
     p = ones()
-    way = Way(name, [torch.optim.AdamW([p], lr=0.1, fused=True)], interval=2, scale=8.0)
-    pair = [torch.cuda.Stream(), torch.cuda.Stream()]
+    way, pair = way_of(name, p), [torch.cuda.Stream(), torch.cuda.Stream()]
     for each in pair:
         each.wait_stream(torch.cuda.current_stream())
     for number in range(STEPS):
         now, other = pair[number % 2], pair[1 - number % 2]
         now.wait_stream(other)
         with torch.cuda.stream(now):
-            way.zero_grad()
-            way.backward((p * 2).sum())
-            way.step()
+            train(way, lambda: (p * 2).sum(), 1)
     torch.cuda.synchronize()
     return p.tolist()
 
 
-@pytest.mark.parametrize(
-    "run", [on_a_side_stream, forward_pass_on_a_side_stream, on_two_side_streams_in_turn]
-)
-def test_streams(run):
-    expected = run("bare")
-    for name in ways():
-        found, _, races = waits_and_races(run, name)
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-        assert races == [], name
-
-
 def loss_on_the_host(name):
     p = ones()
-    way = Way(name, [torch.optim.AdamW([p], lr=0.1, fused=True)], interval=2, scale=8.0)
-    for _ in range(STEPS):
-        way.zero_grad()
-        way.backward((p * 2).sum().cpu())
-        way.step()
+    train(way_of(name, p), lambda: (p * 2).sum().cpu())
     return p.tolist()
 
 
 def parameters_on_the_host_too(name):
     p, q = ones(), ones("cpu")
-    way = Way(name, [torch.optim.AdamW([p, q], lr=0.1, foreach=False)], interval=2, scale=8.0)
-    for _ in range(STEPS):
-        way.zero_grad()
-        way.backward((p * 2).sum().cpu() + (q * 3).sum())
-        way.step()
+    train(way_of(name, p, q, foreach=False), lambda: (p * 2).sum().cpu() + (q * 3).sum())
     return [p.tolist(), q.tolist()]
 
 
-@pytest.mark.parametrize("run", [loss_on_the_host, parameters_on_the_host_too])
-def test_a_part_of_the_program_on_the_host(run):
+@pytest.mark.parametrize(
+    "run",
+    [
+        on_a_side_stream,
+        forward_pass_on_a_side_stream,
+        on_two_side_streams_in_turn,
+        loss_on_the_host,
+        parameters_on_the_host_too,
+    ],
+)
+def test_streams_and_a_part_of_the_program_on_the_host(run):
     expected = run("bare")
-    for name in ways(run is loss_on_the_host):
+    for name in ways(run is not parameters_on_the_host_too):
         found, _, races = waits_and_races(run, name)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
         assert races == [], name
@@ -179,12 +174,6 @@ def test_the_default_device_is_not_asked_for(name):
             torch.set_default_device(None)
         assert p.tolist() == [0.0] * 4
         assert name not in SCALERS or way.scales() == [2 * 8.0]
-
-
-def test_trainers_save_the_random_states_of_each_device():
-    states = torch.cuda.random.get_rng_state_all()
-    assert len(states) == torch.cuda.device_count()
-    torch.cuda.random.set_rng_state_all(states)
 
 
 @pytest.mark.parametrize("name", WAYS)

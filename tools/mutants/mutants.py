@@ -283,23 +283,22 @@ tests/frameworks/jax/test_leaves.py tests/frameworks/jax/test_loops.py
     optax _check_and_unscale: finite & usable -> finite
 tests/frameworks/torch/test_steps.py
     torch makes_state: any(p.grad is not None for p in lacking) -> False
-        -k joins_late
+        -k on_a_skip
     torch attributes: vars(each).pop -> vars(each).setdefault  -k raises
     torch GradientRecord.are_scaled: any(as_they_were) and not all(as_they_were) -> False
         -k gradients_of_some
 tests/frameworks/torch/test_monitor.py
     torch OverflowTracker._track: number == self.last_step == self._skip[0] -> False
         -k share_a_scaler
-tests/frameworks/torch/test_recipes.py
+tests/frameworks/torch/test_trainers.py
     torch wrapper_in: isinstance(...) -> False  -k accelerate_prepares
     torch GradScaler._only_makes_state: fused.is_dummy_step(optimizer) -> False
         -k only_makes_state
-tests/frameworks/torch/test_closures.py
+tests/frameworks/torch/test_backward.py
     torch _evaluate: engine.scale.update(decision.stats) -> pass
-tests/frameworks/torch/test_two_wrappers.py
+tests/frameworks/torch/test_scaled_gradients.py
     torch ScaledGradients.settle: self in each.record.sets -> False  -k the_scale_falls
     torch LossScaleOptimizer._leave_out: not record.has_own_loss -> False  -k no_step
-tests/frameworks/torch/test_scaled_gradients.py
     torch ScaledGradients.add: each.settle(whole=True) -> pass  -k all_sequences_of
     torch holding: not each.info.ids.isdisjoint(info.ids) -> False  -k random_programs
     torch Engine.put_into_set: each.record.decision = None -> pass  -k random_programs
@@ -314,14 +313,14 @@ tests/frameworks/torch/test_beside_torch.py
     torch GradScaler._move_as_torch: super().update() -> pass  -k four_calls
     torch GradScaler._step_that_skips_by_itself: entry['stage'] = OptState.STEPPED; return result
         -> return result  -k four_calls
-tests/frameworks/torch/test_grad_scaler_misuse.py
+tests/frameworks/torch/test_grad_scaler.py
     torch GradScaler.unscale_: self._stage_of(optimizer) is OptState.UNSCALED -> False
 tests/frameworks/torch/test_clipping.py
     torch coefficient: 1.0 -> 2.0
 tests/frameworks/torch/test_guard.py
     torch GuardedScheduler._holds: now[0] > made and now[1] == applied -> False
     torch GuardedScheduler._holds: now >= self._seen -> True
-tests/frameworks/torch/test_grad_scaler_defects.py
+tests/frameworks/torch/test_grad_scaler.py
     torch unscale_and_check_: recheck -> False  -k d20
     torch GradScaler._move_as_torch: scale.clamp_(...) -> pass  -k put_back
     torch GradScaler._move_as_torch: scale.nan_to_num_(...) -> pass  -k put_back
@@ -330,11 +329,11 @@ tests/frameworks/torch/test_grad_scaler_defects.py
         -> fused.attributes([optimizer], divisor, None)  -k d25
 tests/frameworks/torch/test_processes.py
     torch GradScaler._unscale_grads_: found.item() >= 0 -> False
-        -k given_group
-    torch measure_everywhere: here[1:] / copies -> here[1:]  -k on_a_mesh
-    torch grad_norm: info.copies(gradient) -> 1  -k the_norm
-tests/frameworks/torch/test_ranks.py
+        -k shards_by_hand
+    torch measure_everywhere: here[1:] / copies -> here[1:]  -k seen
+    torch grad_norm: info.copies(gradient) -> 1  -k clipped
     torch _groups_along: placement.is_replicate() -> not placement.is_shard()
+        -k spread_over
 tests/frameworks/torch/test_wrong_calls.py
     torch _dense: not gradient.is_coalesced() -> False  -k one_index
     torch LossScaleOptimizer._unscale_: if decision.empty: return decision

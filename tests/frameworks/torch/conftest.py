@@ -2,14 +2,12 @@
 
 import contextlib
 import importlib
-import json
 import pkgutil
 import sys
 
 import pytest
 
 import lossscale.torch
-from forks import Program
 
 _PREFIX = f"{lossscale.torch.__name__}."
 
@@ -39,22 +37,3 @@ def _new_accelerate():
 @pytest.fixture(scope="session")
 def lightning():
     return pytest.importorskip("lightning")
-
-
-@pytest.fixture(scope="session")
-def found(tmp_path_factory):
-    """What each process of each set found in each case, by the size of the set."""
-    # The lowest release, on which other tests of this folder run, lacks what these cases use.
-    from frameworks.torch import cases_of_processes as cases
-
-    run = f"import sys; from {cases.__name__} import main; main(*sys.argv[1:])"
-    folder, sets = tmp_path_factory.mktemp("processes"), {}
-    for size in cases.CASES:
-        programs = [
-            Program(run, number, size, folder, module=cases.__name__) for number in range(size)
-        ]
-        for program in programs:
-            done = program.finished()
-            assert done.returncode == 0, done.stderr[-3000:]
-        sets[size] = [json.loads((folder / f"{size}-{n}.json").read_text()) for n in range(size)]
-    return sets

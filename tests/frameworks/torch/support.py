@@ -1,6 +1,8 @@
 """A small model, gradients that are given, and what is left of a step."""
 
 import copy
+import functools
+import inspect
 import io
 
 import torch
@@ -8,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lossscale
 from lossscale.torch.grad_scaler import GradScaler
+from recording_rule import EDGES, RecordedStats
 
 SHAPES = ((3,), (2, 2))
 ONES = [torch.ones(shape) for shape in SHAPES]
@@ -100,9 +103,16 @@ def alone(inner, **_):
     return inner
 
 
-def assert_same_without_scaling(run):
-    """Whether a run ends alike with what it is given: what wraps an optimizer, or leaves it."""
-    assert run(wrapped) == run(alone)
+def ends_as_without_scaling(program):
+    """A test: a program ends alike with what it is given, which wraps an optimizer or leaves it."""
+
+    @functools.wraps(program)
+    def test(**row):
+        assert program(wrapped, **row) == program(alone, **row)
+
+    signature = inspect.signature(program)
+    test.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
+    return test
 
 
 def bits(value):
@@ -210,3 +220,70 @@ def wrapper(optimizer, **arguments):
 
 
 OURS = {"scaler": scaler, "wrapper": wrapper}
+
+
+# What a rule that notes is to see of PyTorch's gradients, and what it saw.
+
+
+def expected_stats(gradients, scale):
+    """What is to be seen of unscaled gradients: the largest, two counts, the elements."""
+    flat = torch.cat([gradient.detach().flatten().abs() for gradient in gradients])
+    finite = bool(flat.isfinite().all())
+    counts = [float((flat * scale >= edge).sum()) for edge in EDGES]
+    return [float(flat.max()) if finite else torch.inf, *counts, float(flat.numel())]
+
+
+def noted(saved):
+    """The same from the state dictionary of a wrapper or of a scaler."""
+    if "rule_state" in saved:
+        found = saved["rule_state"]
+    else:
+        first = saved["param_groups"][0]
+        found = {name: first[f"loss_scale_{name}"] for name in RecordedStats._fields[1:]}
+    return [found[name] for name in ("largest", "low", "high", "elements")]
+
+
+# The scaler alone: a few weights, steps with chosen gradients.
+
+MAKERS = {"torch": torch.amp.GradScaler, "lossscale": GradScaler}
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9, foreach=True),
+    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, foreach=False),
+    "adam-fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adagrad-fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+}
+
+
+def weights_of(count=2):
+    return [torch.nn.Parameter(torch.full((3,), float(i + 1))) for i in range(count)]
+
+
+def with_scaler(name="sgd", make=GradScaler, **settings):
+    """A parameter, an optimizer of it, and a scaler."""
+    weights = weights_of(1)
+    return weights, OPTIMIZERS[name](weights), make("cpu", **settings)
+
+
+def one_step(scaler, optimizer, parameters, slope=1.0, *, unscale=False, update=True):
+    """A step whose gradients are `slope` everywhere; returns what the step returned."""
+    optimizer.zero_grad()
+    scaler.scale(sum((p * slope).sum() for p in parameters)).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    returned = scaler.step(optimizer)
+    if update:
+        scaler.update()
+    return returned
+
+
+def numbers(parameters):
+    return [p.detach().tolist() for p in parameters]
+
+
+def scale_and_tracker(scaler):
+    return scaler.get_scale(), scaler._get_growth_tracker()

@@ -1,9 +1,10 @@
-"""`optimizer.backward(loss)` leaves the gradients of plain training, bit for bit.
+"""`optimizer.backward(loss)` leaves the gradients of plain training, bit for bit; closures.
 
 With every optimizer it trains in test_every_optimizer.py, in every order of calls in
 test_scaled_gradients.py.
 """
 
+import contextlib
 import warnings
 import weakref
 
@@ -13,12 +14,17 @@ from torch.utils.checkpoint import checkpoint
 
 from frameworks.torch.support import (
     alone,
-    assert_same_without_scaling,
     bits,
     derive,
+    ends_as_without_scaling,
     parameter,
+    parameters,
+    snapshot,
     wrapped,
 )
+from lossscale import DynamicScale, LossScaleWarning
+from lossscale.errors import ArgumentTypeError, GradientsError
+from recording_rule import RecordingRule
 
 
 def model():
@@ -64,17 +70,6 @@ def test_forward_passes_of_other_kinds(kind):
     torch.testing.assert_close(run(wrapped), run(alone), rtol=0, atol=close)
 
 
-def test_leaves_that_are_not_of_the_optimizer():
-    def run(wrap):
-        trained, other, x = model(), model(), batch(1).requires_grad_()
-        optimizer = wrap(sgd(trained.parameters()))
-        for _ in range(2):
-            derive(optimizer, (trained(x) * other(x)).mean())
-        return gradients_of([*trained.parameters(), *other.parameters(), x])
-
-    assert_same_without_scaling(run)
-
-
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -85,19 +80,7 @@ class Fails(torch.autograd.Function):
         raise RuntimeError("no")
 
 
-def test_an_error_in_backward_leaves_true_gradients():
-    net, x = model(), torch.ones(2, 8)
-    optimizer = wrapped(sgd(net.parameters()))
-    optimizer.backward(net(x).sum())
-    before = gradients_of(net.parameters())
-    with pytest.raises(RuntimeError, match="no"):
-        optimizer.backward(Fails.apply(net(x)).sum())
-    assert gradients_of(net.parameters()) == before
-    optimizer.step()
-    assert optimizer.iterations == 1
-
-
-def test_gradient_and_inputs():
+def test_gradient_and_inputs_and_an_error_that_leaves_true_gradients():
     net, x, given = model(), torch.ones(2, 8), torch.ones(2, 4)
     weights = list(net.parameters())
     optimizer = wrapped(sgd(weights))
@@ -109,6 +92,10 @@ def test_gradient_and_inputs():
     optimizer.zero_grad()
     optimizer.backward(net(x).sum(), inputs=weights[:2])
     assert weights[2].grad is None
+    before = gradients_of(weights)
+    with pytest.raises(RuntimeError, match="no"):
+        optimizer.backward(Fails.apply(net(x)).sum())
+    assert gradients_of(weights) == before
     assert optimizer.step() is None
     assert optimizer.iterations == 1
 
@@ -134,18 +121,18 @@ def test_retained_and_second_derivatives():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_sparse_complex_wide_and_shared(dtype):
-    def run(wrap):
-        torch.manual_seed(0)
-        table = torch.nn.Embedding(10, 3, sparse=True, dtype=dtype)
-        number = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
-        optimizer = wrap(sgd([*table.parameters(), number]))
-        for _ in range(2):
-            rows = table(torch.tensor([1, 1, 2])).float()
-            derive(optimizer, rows.square().mean() + (number * number).abs().sum())
-        return gradients_of([table.weight, number])
-
-    assert_same_without_scaling(run)
+@ends_as_without_scaling
+def test_sparse_complex_wide_and_shared_and_leaves_that_are_not_of_the_optimizer(wrap, dtype):
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(10, 3, sparse=True, dtype=dtype)
+    number = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    other, x = model(), batch(1).requires_grad_()
+    optimizer = wrap(sgd([*table.parameters(), number]))
+    for _ in range(2):
+        rows = table(torch.tensor([1, 1, 2])).float()
+        loss = rows.square().mean() + (number * number).abs().sum()
+        derive(optimizer, loss * other(x).square().mean())
+    return gradients_of([table.weight, number, *other.parameters(), x])
 
 
 def test_only_the_last_gradient_is_kept_until_the_step():
@@ -181,25 +168,21 @@ class Sam(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(("scale", "overflow"), [(2.0**15, None), (2.0**126, None), (2.0**15, 1)])
-def test_a_closure_that_moves_first_is_evaluated_lower_or_skipped(scale, overflow):
-    def run(wrap):
-        net = model()
-        optimizer = wrap(Sam(net.parameters(), lr=0.1), initial_scale=scale)
-        for number in range(3):
-            if number == overflow and wrap is alone:
-                continue
+@ends_as_without_scaling
+def test_a_closure_that_moves_first_is_evaluated_lower_or_skipped(wrap, scale, overflow):
+    net = model()
+    optimizer = wrap(Sam(net.parameters(), lr=0.1), initial_scale=scale)
+    for number in range(3):
+        if number == overflow and wrap is alone:
+            continue
+        factor = torch.inf if number == overflow else 1.0
 
-            def closure(number=number):
-                optimizer.zero_grad()
-                loss = net(batch(number)).square().mean()
-                derive(optimizer, loss * (torch.inf if number == overflow else 1.0))
-                return loss
+        def loss_fn(number=number, factor=factor):
+            return net(batch(number)).square().mean() * factor
 
-            optimizer.step(closure)
-        assert wrap is alone or optimizer.steps_skipped == (overflow is not None)
-        return bits(list(net.parameters()))
-
-    assert_same_without_scaling(run)
+        optimizer.step(closure_of(optimizer, loss_fn, "verb"))
+    assert wrap is alone or optimizer.steps_skipped == (overflow is not None)
+    return bits(list(net.parameters()))
 
 
 @pytest.mark.parametrize("overflows", [False, True])
@@ -217,3 +200,152 @@ def test_gradients_that_are_combined_after_zero_grad_are_applied_without_a_warni
     assert weight.tolist() == ([1.0, 1.0] if overflows else [-0.5, -0.5])
     # Each overflow lowers the scale once, when `zero_grad` clears it.
     assert float(optimizer.loss_scale) == 2.0 ** (15 - overflows)
+
+
+# Steps with a closure: evaluated once, or by LBFGS as often as it likes.
+
+
+def closure_of(optimizer, loss_fn, way="scale_loss"):
+    """A closure; that of an optimizer which is not wrapped scales nothing."""
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_fn()
+        derive(optimizer, loss, way)
+        return loss
+
+    return closure
+
+
+def starting_point():
+    return torch.nn.Parameter(torch.tensor([-1.2, 1.0]))
+
+
+def rosenbrock(point):
+    x, y = point
+    return (1 - x) ** 2 + 100 * (y - x**2) ** 2
+
+
+def without_a_finite_gradient(point):
+    """A loss of 0."""
+    return (point - point.detach()).abs().sum().sqrt()
+
+
+@pytest.mark.parametrize("line_search", ["strong_wolfe", None])
+@pytest.mark.parametrize("scale", [2.0**15, 2.0**124])
+@pytest.mark.parametrize("way", ["verb", "scale_loss"])
+def test_lbfgs_ends_bit_identical_to_no_loss_scaling(scale, line_search, way):
+    def run(wrap):
+        point, evaluations = starting_point(), []
+        inner = torch.optim.LBFGS([point], lr=0.5, line_search_fn=line_search, max_iter=5)
+        optimizer = wrap(inner, rule=DynamicScale(scale))
+        closure = closure_of(optimizer, lambda: evaluations.append(1) or rosenbrock(point), way)
+        losses = [optimizer.step(closure).detach() for _ in range(8)]
+        return snapshot([point], optimizer), bits(losses), len(evaluations), optimizer
+
+    *ours, evaluations, optimizer = run(wrapped)
+    *plain, plain_evaluations, _ = run(alone)
+    assert ours == plain
+    again = evaluations - plain_evaluations
+    assert (again > 0) is (scale == 2.0**124)
+    # An evaluation that was made again is no skipped step.
+    assert optimizer.steps_skipped == 0
+    assert optimizer.iterations == 8
+    assert float(optimizer.loss_scale) == scale / 2.0**again
+
+
+def test_lbfgs_is_not_stepped_where_no_scale_helps():
+    point, scales = starting_point(), []
+    optimizer = wrapped(torch.optim.LBFGS([point]), initial_scale=4)
+    before = snapshot([point], optimizer)
+
+    def loss_fn():
+        scales.append(float(optimizer.loss_scale))
+        return without_a_finite_gradient(point)
+
+    optimizer.step(closure_of(optimizer, loss_fn))
+    assert snapshot([point], optimizer) == before
+    assert scales == [4.0, 2.0, 1.0]
+    assert (optimizer.steps_skipped, optimizer.last_step_skipped) == (1, True)
+    evaluations = []
+    nan = closure_of(optimizer, lambda: evaluations.append(1) or (point * torch.nan).sum())
+    optimizer.step(nan)
+    assert len(evaluations) == 1
+    assert snapshot([point], optimizer) == before
+    # An evaluation that scales nothing does not lower the scale.
+    optimizer = wrapped(inner := torch.optim.LBFGS([point]))
+    with pytest.warns(LossScaleWarning, match=r"optimizer.backward\(loss\)"):
+        optimizer.step(closure_of(inner, lambda: without_a_finite_gradient(point)))
+    assert float(optimizer.loss_scale) == 2.0**15
+    assert point.tolist() == pytest.approx([-1.2, 1.0])
+
+
+def test_lbfgs_lowers_the_scale_by_a_rule_that_looks():
+    point, scales = starting_point(), []
+    inner = torch.optim.LBFGS([point], line_search_fn="strong_wolfe")
+    optimizer = wrapped(inner, rule=RecordingRule())
+
+    def loss_fn():
+        scales.append(float(optimizer.loss_scale))
+        loss = point.square().sum()
+        return loss if len(scales) > 2 else loss + without_a_finite_gradient(point)
+
+    optimizer.step(closure_of(optimizer, loss_fn))
+    assert scales[:4] == [8.0, 4.0, 2.0, 2.0]
+    assert optimizer.steps_skipped == 0
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam])
+def test_a_closure_is_evaluated_once_and_its_loss_returned(cls):
+    def run(wrap, factors):
+        given, left = parameters((3,)), list(factors)
+        optimizer = wrap(cls(given, lr=0.1))
+
+        def loss_fn():
+            assert torch.is_grad_enabled()
+            return given[0].square().sum() * left.pop(0)
+
+        with torch.no_grad():
+            losses = [optimizer.step(closure_of(optimizer, loss_fn)) for _ in factors]
+        assert left == []
+        return bits([losses[0], losses[-1]]), snapshot(given, optimizer)
+
+    assert run(wrapped, (1, torch.inf, 1)) == run(alone, (1, 1))
+
+
+# Mistakes.
+
+
+def returning_the_scaled_loss(o, p):
+    return closure_of(o.inner_optimizer, lambda: o.scale_loss(rosenbrock(p)))
+
+
+def returning_nothing(o, p):
+    return lambda: o.scale_loss(rosenbrock(p)).backward()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda o, p: None, TypeError, "closure"),
+        (returning_the_scaled_loss, GradientsError, "returned the scaled loss.*LBFGS"),
+        (returning_nothing, ArgumentTypeError, "must return the loss: LBFGS"),
+    ],
+)
+def test_lbfgs_and_a_wrong_closure(make, error, words):
+    point = starting_point()
+    optimizer = wrapped(torch.optim.LBFGS([point]))
+    before = bits(point)
+    with pytest.raises(error, match=words):
+        optimizer.step(make(optimizer, point))
+    assert bits(point) == before
+
+
+@ends_as_without_scaling
+def test_lbfgs_and_a_closure_that_scales_nothing(wrap):
+    point = starting_point()
+    optimizer = wrap(inner := torch.optim.LBFGS([point]))
+    warns = pytest.warns(LossScaleWarning, match="^The optimizer has scaled no loss")
+    with contextlib.nullcontext() if optimizer is inner else warns:
+        optimizer.step(closure_of(inner, lambda: rosenbrock(point)))
+    return bits(point)

@@ -35,6 +35,14 @@ OPTIMIZERS = {
 }
 
 
+WRITES = {
+    "fill_": lambda scale, number: scale.fill_(number),
+    "data =": lambda scale, number: setattr(scale, "data", number),
+    "numpy": lambda scale, number: scale.numpy().fill(number),
+    "dlpack": lambda scale, number: torch.from_dlpack(scale.detach()).fill_(number),
+}
+
+
 # --- Subclasses, of either class ---------------------------------------------------------------
 
 
@@ -162,9 +170,9 @@ class Run:
     def update(self, scaler, *number):
         self.scalers[scaler].update(*number)
 
-    def write(self, scaler, number):
+    def write(self, scaler, number, way):
         if self.scalers[scaler]._scale is not None:
-            self.scalers[scaler]._scale.fill_(number)
+            WRITES[way](self.scalers[scaler]._scale, torch.tensor(number))
 
     def replace(self, scaler, number):
         if self.scalers[scaler]._scale is not None:
@@ -359,7 +367,7 @@ calls = st.one_of(
     of("unscale", TWO, TWO),
     of("update", TWO),
     of("update", TWO, [*NUMBERS, 0.0, torch.inf, torch.nan, 2.0**-130, 2.0**127]),
-    of("write", TWO, NUMBERS),
+    of("write", TWO, NUMBERS, list(WRITES)),
     of("replace", TWO, NUMBERS),
     of("set_factors", TWO, [4.0, 1.25], [0.25, 0.9]),
     of("clear", TWO, [True, False]),

@@ -12,7 +12,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lossscale
-from frameworks.torch.support import WithScaler, Wrapper, bits, train_step, wrapped
+from frameworks.torch.support import WithScaler, Wrapper, bits, scaled, train_step, wrapped
 from lossscale import DynamicScale
 
 DEVICE = os.environ.get("LOSSSCALE_TEST_DEVICE", "cpu")
@@ -37,34 +37,29 @@ def arrays(seed):
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def on_the_device():
-    return [nn.Parameter(value.to(DEVICE)) for value in arrays(0)]
+def parameters_on(device):
+    return [nn.Parameter(value.to(device)) for value in arrays(0)]
 
 
-def trained_plainly(name):
-    """The parameters after the finite steps alone, on the CPU."""
-    cls, settings = INNER[name]
-    parameters = [nn.Parameter(value) for value in arrays(0)]
-    optimizer = cls(parameters, **settings, foreach=False)
-    for number in range(STEPS):
-        if number not in OVERFLOWS:
-            for parameter, gradient in zip(parameters, arrays(number + 1), strict=True):
-                parameter.grad = gradient
-            optimizer.step()
-    return parameters
+def steps(run, parameters, numbers=range(STEPS)):
+    """Steps with given gradients, times the scale if there is one; an overflow is one infinity."""
+    for number in numbers:
+        factor = scaled(run, torch.ones((), device=parameters[0].device))
+        for parameter, gradient in zip(parameters, arrays(number + 1), strict=True):
+            parameter.grad = gradient.to(parameter.device) * factor
+        if number in OVERFLOWS:
+            parameters[1].grad[0, 7] = torch.inf
+        run.step()
+        yield run
 
 
-def give_gradients(parameters, number, factor):
-    """Puts the gradients of a step in place, times the scale; an overflow is one infinity."""
-    for parameter, gradient in zip(parameters, arrays(number + 1), strict=True):
-        parameter.grad = gradient.to(parameter.device) * factor
-    if number in OVERFLOWS:
-        parameters[1].grad[0, 7] = torch.inf
-
-
-def assert_like_the_plain(parameters, name):
-    for found, expected in zip(parameters, trained_plainly(name), strict=True):
-        assert found.device.type == torch.device(DEVICE).type
+def assert_like_the_plain(parameters, name, device=DEVICE):
+    """As after the finite steps alone, of the plain optimizer on the CPU."""
+    (cls, settings), plain = INNER[name], parameters_on("cpu")
+    good = [number for number in range(STEPS) if number not in OVERFLOWS]
+    list(steps(cls(plain, **settings, foreach=False), plain, good))
+    for found, expected in zip(parameters, plain, strict=True):
+        assert found.device.type == torch.device(device).type
         # Fused kernels of a GPU may contract a product and a sum, which the plain one rounds apart.
         torch.testing.assert_close(found.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
 
@@ -87,14 +82,9 @@ def test_each_way_ends_as_the_plain_optimizer_and_the_drop_in_as_pytorchs_scaler
         if way == "device" and flags != "fused":
             # It does not skip by itself.
             continue
-        parameters = on_the_device()
+        parameters = parameters_on(DEVICE)
         run = make(cls(parameters, **settings, **FLAGS[flags]))
-        scales = []
-        for number in range(STEPS):
-            give_gradients(parameters, number, run.scale_loss(torch.ones((), device=DEVICE)))
-            run.step()
-            scales.append(run.shown()[0])
-        assert scales == SCALES
+        assert [each.shown()[0] for each in steps(run, parameters)] == SCALES
         if isinstance(run, Wrapper):
             assert int(run.optimizer.steps_skipped) == len(OVERFLOWS)
         assert_like_the_plain(parameters, name)
@@ -138,28 +128,18 @@ def test_float16_training_is_that_of_pytorchs_scaler_bit_for_bit(way):
 
 
 def test_state_of_one_device_goes_on_on_the_other():
-    def made(device):
-        parameters = [nn.Parameter(value.to(device)) for value in arrays(0)]
-        inner = torch.optim.Adam(parameters, lr=0.01)
-        return parameters, lossscale.torch.LossScaleOptimizer(inner, rule=RULE)
-
-    def steps(parameters, optimizer, numbers):
-        for number in numbers:
-            factor = optimizer.scale_loss(torch.ones((), device=parameters[0].device))
-            give_gradients(parameters, number, factor)
-            optimizer.step()
-
-    parameters, optimizer = made(DEVICE)
-    steps(parameters, optimizer, range(4))
-    on_the_cpu, other = made("cpu")
+    parameters, on_the_cpu = parameters_on(DEVICE), parameters_on("cpu")
+    optimizer, other = (
+        wrapped(torch.optim.Adam(given, lr=0.01), rule=RULE) for given in (parameters, on_the_cpu)
+    )
+    list(steps(optimizer, parameters, range(4)))
     with torch.no_grad():
         for to, of in zip(on_the_cpu, parameters, strict=True):
             to.copy_(of)
     other.load_state_dict(optimizer.state_dict())
-    steps(on_the_cpu, other, range(4, STEPS))
+    list(steps(other, on_the_cpu, range(4, STEPS)))
     assert (float(other.loss_scale), int(other.steps_skipped)) == (SCALES[-1], len(OVERFLOWS))
-    for found, expected in zip(on_the_cpu, trained_plainly("adam"), strict=True):
-        torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-5, atol=1e-6)
+    assert_like_the_plain(on_the_cpu, "adam", "cpu")
 
 
 def test_a_compiled_forward_pass():
@@ -183,12 +163,11 @@ def test_a_compiled_forward_pass():
 
 
 def test_the_device_decides_without_a_wait():
-    parameters = on_the_device()
+    parameters = parameters_on(DEVICE)
     inner = torch.optim.AdamW(parameters, fused=True)
     optimizer = lossscale.torch.LossScaleOptimizer(inner, rule=RULE, decide="device")
     one = torch.ones((), device=DEVICE)
-    give_gradients(parameters, 0, optimizer.scale_loss(one))
-    optimizer.step()
+    list(steps(optimizer, parameters, [0]))
     try:
         if ON_A_GPU:
             torch.cuda.set_sync_debug_mode("error")
@@ -204,7 +183,7 @@ def test_the_device_decides_without_a_wait():
 
 @only_on_a_gpu
 def test_a_step_in_a_cuda_graph():
-    parameters = on_the_device()
+    parameters = parameters_on(DEVICE)
     inner = torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, fused=True, capturable=True)
     optimizer = lossscale.torch.LossScaleOptimizer(inner, rule=RULE, decide="device")
     static = [torch.zeros_like(parameter) for parameter in parameters]

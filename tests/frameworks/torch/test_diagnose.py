@@ -1,21 +1,172 @@
-"""Passes of a model of PyTorch beside what is computed by hand, and the report on it."""
+"""Passes of a model of PyTorch beside what is computed by hand, the report, what is left behind."""
 
+import contextlib
 import copy
+import functools
+import random
 import types
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lossscale
-from frameworks.torch.modules import LOSES, MODELS, batches_of, kernels_of, loss_fn, model_of
 from frameworks.torch.support import bits
 from lossscale.diagnosis.torch import TorchGradientFunction
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.torch.scaling import stored
 
 diagnose = lossscale.torch.diagnose
+
+
+# Small models of many kinds, each with a loss on a batch that float16 loses something of.
+
+LOSES = 2.0**-17
+"""What a loss is multiplied by, as a mean over so many more outputs would."""
+
+
+class Cubed(torch.autograd.Function):
+    """A function with a derivative of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, slope):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * slope
+
+
+class Through(nn.Module):
+    """A layer, and how it is called."""
+
+    def __init__(self, inner, call):
+        super().__init__()
+        self.inner, self.call = inner, call
+
+    def forward(self, x):
+        return self.call(self.inner, x)
+
+
+def _recurrent(kind):
+    return Through(kind(6, 5, batch_first=True), lambda layer, x: layer(x)[0][:, -1])
+
+
+def _casts_by_itself(layer, x):
+    """In float16 whatever it is told to."""
+    with torch.autocast("cpu", enabled=False):
+        return (x.half() @ layer.weight.T.half()).to(x.dtype)
+
+
+def _own_autocast(layers, x):
+    """Switches automatic casting on by itself, and off for a part."""
+    first, second = layers
+    with torch.autocast("cpu", torch.bfloat16):
+        x = first(x)
+        with torch.autocast("cpu", enabled=False):
+            return second(x.to(second.weight.dtype))
+
+
+def _two(*sizes):
+    return nn.ModuleList(nn.Linear(6, size) for size in sizes)
+
+
+class Tied(nn.Module):
+    """One table for what goes in and what comes out."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 6)
+        self.out = nn.Linear(6, 9, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, tokens):
+        return self.out(self.table(tokens))
+
+
+def _frozen():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+def _embedded(**settings):
+    return nn.Sequential(nn.Embedding(9, 6, **settings), nn.Linear(6, 4))
+
+
+MODELS = {
+    "linear": lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)),
+    "convolution": lambda: nn.Sequential(nn.Conv1d(4, 3, 3), nn.GELU(), nn.Conv1d(3, 2, 1)),
+    "embedding": _embedded,
+    "sparse embedding": lambda: _embedded(sparse=True),
+    "embedding that writes": lambda: _embedded(max_norm=0.5),
+    "lstm": lambda: _recurrent(nn.LSTM),
+    "gru": lambda: _recurrent(nn.GRU),
+    "layer norm": lambda: nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 2)),
+    "batch norm": lambda: nn.Sequential(
+        nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4), nn.Dropout(0.4), nn.Flatten(), nn.Linear(24, 2)
+    ),
+    "attention": lambda: Through(
+        nn.MultiheadAttention(6, 2, dropout=0.3, batch_first=True),
+        lambda layer, x: layer(x, x, x, need_weights=False)[0],
+    ),
+    "shared": Tied,
+    "frozen": _frozen,
+    "own function": lambda: Through(nn.Linear(6, 6), lambda layer, x: Cubed.apply(layer(x))),
+    "casts by itself": lambda: Through(nn.Linear(6, 6, bias=False), _casts_by_itself),
+    "own autocast": lambda: Through(_two(6, 6), _own_autocast),
+    "several losses": lambda: Through(_two(3, 2), lambda heads, x: tuple(h(x) for h in heads)),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4)),
+}
+
+
+def model_of(kind):
+    torch.manual_seed(1)
+    return MODELS[kind]()
+
+
+def batches_of(kind, count=2):
+    """Batches for a model, each alike but for the numbers in it."""
+    made = torch.Generator().manual_seed(2)
+    if "embedding" in kind or kind == "shared":
+        # Tokens that recur.
+        return [torch.randint(0, 5, (3, 4), generator=made) for _ in range(count)]
+    return [torch.randn(3, 4, 6, generator=made) for _ in range(count)]
+
+
+def loss_fn(model, batch):
+    """Small enough that float16 loses a part of the gradients, and not all of them."""
+    found = model(batch)
+    outputs = found if isinstance(found, tuple) else [found]
+    return sum((_widened(each) ** 2).mean() for each in outputs) * LOSES
+
+
+@functools.cache
+def _onednn_has_float16_lstm():
+    with torch.random.fork_rng(), torch.autocast("cpu", torch.float16):
+        try:
+            nn.LSTM(2, 2)(torch.zeros(1, 1, 2))
+        except RuntimeError:
+            return False
+    return True
+
+
+def kernels_of(kind):
+    """Within it a model of the kind runs in float16 on this processor."""
+    if kind == "lstm" and not _onednn_has_float16_lstm():
+        return torch.backends.mkldnn.flags(enabled=False, allow_tf32=None)
+    return contextlib.nullcontext()
+
+
+def _widened(tensor):
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+# --- Passes and reports -------------------------------------------------------------------------
 
 
 def said(report):
@@ -44,7 +195,7 @@ def gradients_by_hand(model, batch, scale, *, wide):
     return {name: None if g is None else stored(g).numpy() for name, g in pairs}
 
 
-RIGHT = ("shared", "own function", "casts by itself", "several losses")
+RIGHT = ("shared", "own function", "several losses")
 """Where float16 loses less than 10 % of each gradient."""
 
 
@@ -73,18 +224,7 @@ def test_a_pass_has_the_gradients_of_training_and_the_report_says_what_it_loses(
     assert not all(np.isfinite(g).all() for each in found for g in each.values())
 
 
-def test_an_operation_of_the_forward_pass_that_overflows_is_named():
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
-
-    def loss(model, batch):
-        return (model[0](batch) * 1e6).float().mean()
-
-    report = diagnose(model, loss, [torch.ones(2, 4)])
-    assert report.verdict == "cannot help"
-    assert "mul overflows in the forward pass: its input reaches" in said(report)
-
-
-class Norm(torch.nn.Module):
+class Norm(nn.Module):
     def __init__(self, eps):
         super().__init__()
         self.eps = eps
@@ -94,16 +234,21 @@ class Norm(torch.nn.Module):
 
 
 def normed(eps, size):
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), Norm(eps), torch.nn.Linear(4, 1))
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), Norm(eps), nn.Linear(4, 1))
     return model, lambda model, batch: (model(batch * size).float() - 1).square().mean()
 
 
 def in_the_loss(function):
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4))
     return model, lambda model, batch: function(model(batch)).float().mean()
 
 
 BROKEN = {
+    "an operation that overflows": (
+        in_the_loss(lambda x: x * 1e6),
+        "cannot help",
+        "mul overflows in the forward pass: its input reaches",
+    ),
     "an epsilon that is 0 in float16": (
         normed(1e-8, 1e-4),
         "cannot help: 1 (rsqrt) divides by a square root of 0",
@@ -138,8 +283,8 @@ def test_what_no_scale_helps_has_its_operation_and_its_advice(name):
     assert advice in said(report)
 
 
-def test_a_loss_is_judged_by_what_it_trains():
-    model = torch.nn.ModuleDict({"a": torch.nn.Linear(6, 1), "b": torch.nn.Linear(6, 1)})
+def test_a_loss_is_judged_by_what_it_trains_and_no_more_batches_are_taken_than_asked_for():
+    model = nn.ModuleDict({"a": nn.Linear(6, 1), "b": nn.Linear(6, 1)})
 
     def loss(model, batch):
         return (model["b"](batch) + model["a"](batch)).float().mean() / 2**30
@@ -148,18 +293,9 @@ def test_a_loss_is_judged_by_what_it_trains():
     assert [g.name for g in report.measurement.gradients] == ["b.weight", "b.bias"]
     with pytest.raises(ArgumentError, match="The loss depends on no trainable parameter"):
         diagnose(model, loss, batches_of("linear", 1), parameters=[])
-
-
-def test_no_more_batches_are_taken_than_asked_for():
-    taken = []
-
-    def endless():
-        while True:
-            taken.append(1)
-            yield torch.ones(2, 6)
-
-    report = diagnose(model_of("own function"), loss_fn, endless(), max_batches=3)
-    assert report.measurement.batches == len(taken) == 3
+    endless = iter(lambda: torch.ones(2, 6), None)
+    report = diagnose(model_of("own function"), loss_fn, endless, max_batches=3)
+    assert report.measurement.batches == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -175,13 +311,11 @@ def test_a_model_in_16_bits_is_measured_as_it_is_beside_a_wide_copy(dtype):
     found = {name: p.grad for name, p in wide.named_parameters()}
     for gradient in report.measurement.gradients:
         assert gradient.largest == pytest.approx(float(found[gradient.name].abs().max()))
-
-
-def test_a_loss_that_casts_to_float16_itself_is_measured_beside_a_high_scale():
-    model, batches = model_of("linear").half(), batches_of("linear", 2)
-    report = diagnose(model, lambda model, batch: loss_fn(model, batch.half()) / 2**8, batches)
-    assert report.verdict == "needed"
-    assert report.rule.min_scale > 2**6
+    if dtype == torch.float16:
+        # A loss that casts to float16 itself is measured beside a high scale.
+        report = diagnose(model, lambda m, b: loss_fn(m, b.half()) / 2**8, batches_of("linear", 2))
+        assert report.verdict == "needed"
+        assert report.rule.min_scale > 2**6
 
 
 def test_random_numbers_are_drawn_alike_in_both_precisions():
@@ -240,19 +374,19 @@ def test_checkpoints_within_the_model_change_nothing(reentrant):
     assert diagnose(model, loss, batches).measurement.gradients == expected
 
 
-class Ensemble(torch.nn.Module):
+class Ensemble(nn.Module):
     def __init__(self):
         super().__init__()
-        self.weights = torch.nn.Parameter(torch.randn(3, 1, 6))
+        self.weights = nn.Parameter(torch.randn(3, 1, 6))
 
     def forward(self, x):
-        return torch.vmap(lambda weight: torch.nn.functional.linear(x, weight))(self.weights)
+        return torch.vmap(lambda weight: nn.functional.linear(x, weight))(self.weights)
 
 
-class Nested(torch.nn.Module):
+class Nested(nn.Module):
     def __init__(self, layout):
         super().__init__()
-        self.layer, self.layout = torch.nn.Linear(6, 1), layout
+        self.layer, self.layout = nn.Linear(6, 1), layout
 
     def forward(self, x):
         nested = torch.nested.nested_tensor([x[:1], x[1:]], layout=self.layout)
@@ -262,21 +396,21 @@ class Nested(torch.nn.Module):
 WITHIN = {
     "an ensemble": (Ensemble, lambda m, b: m(b)),
     "weights": (
-        lambda: torch.nn.Linear(6, 1),
+        lambda: nn.Linear(6, 1),
         lambda m, b: torch.vmap(lambda weight: m(b) * weight)(torch.ones(3)),
     ),
     "a jacobian": (
-        lambda: torch.nn.Linear(6, 1),
+        lambda: nn.Linear(6, 1),
         lambda m, b: torch.func.jacrev(m)(b[0]).sum() * m(b),
     ),
     "nested": (lambda: Nested(torch.strided), lambda m, b: m(b)),
     "jagged": (lambda: Nested(torch.jagged), lambda m, b: m(b)),
     "scripted": (
-        lambda: torch.jit.script(torch.nn.Linear(6, 1)),
+        lambda: torch.jit.script(nn.Linear(6, 1)),
         lambda m, b: m(b),
     ),
     "scripted within": (
-        lambda: torch.nn.Sequential(torch.jit.script(torch.nn.Linear(6, 6)), torch.nn.Linear(6, 1)),
+        lambda: nn.Sequential(torch.jit.script(nn.Linear(6, 6)), nn.Linear(6, 1)),
         lambda m, b: m(b),
     ),
 }
@@ -294,56 +428,144 @@ def test_functions_of_functions_nested_tensors_and_scripts_are_measured(case):
     assert report.verdict == "cannot help"
 
 
+# --- What it leaves behind: nothing -------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Counts its calls, replaces a buffer, and draws from every generator there is."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.calls = 0
+        self.register_buffer("last", torch.zeros(6))
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = x.detach().mean((0, 1))
+        self.cache = x
+        return self.inner(x) * torch.rand(()) * np.random.rand() * random.random()
+
+
+def everything(model):
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    return (
+        bits({name: (tensor, tensor.grad) for name, tensor in model.named_parameters()}),
+        bits(dict(model.named_buffers())),
+        [(id(tensor), tensor.requires_grad) for tensor in (*model.parameters(), *model.buffers())],
+        [(id(m), m.training, sorted(vars(m)), len(m._forward_hooks)) for m in model.modules()],
+        [part.tolist() if hasattr(part, "tolist") else str(part) for part in generators],
+        (
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.autocast.__enter__,
+        ),
+    )
+
+
+@pytest.mark.parametrize("kind", [*MODELS, "counting"])
+@pytest.mark.parametrize("ends", ["well", "by an exception"])
+def test_nothing_is_left_behind(kind, ends):
+    model = Counting() if kind == "counting" else model_of(kind)
+    batches = batches_of("linear" if kind == "counting" else kind, 1)
+    model.train(kind != "batch norm")
+    loss_fn(model, batches[0]).backward()
+    before, data = everything(model), bits(batches)
+    calls = []
+
+    def loss(model, batch):
+        calls.append(model.training)
+        if ends != "well" and len(calls) > 2:
+            raise KeyboardInterrupt
+        return loss_fn(model, batch.mul_(2))
+
+    try:
+        with kernels_of(kind):
+            diagnose(model, loss, batches)
+    except KeyboardInterrupt:
+        assert ends != "well"
+    assert everything(model) == before
+    assert bits(batches) == data
+    assert all(calls)
+    assert len(calls) > 2
+    if kind == "counting":
+        assert model.calls == 1
+
+
+def test_modes_within_a_model_are_kept_and_hooks_that_step_at_once_are_not_called():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(6, 1), nn.ReLU())).eval()
+    diagnose(scripted, loss_fn, batches_of("linear", 1))
+    assert not any(module.training for module in scripted.modules())
+    model, seen = model_of("batch norm"), set()
+    model[1].eval()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: p.data.zero_())
+    before = bits(model.state_dict())
+
+    def loss(model, batch):
+        seen.add((model.training, model[1].training))
+        return loss_fn(model, batch)
+
+    diagnose(model, loss, batches_of("batch norm", 1))
+    assert seen == {(True, False)}
+    assert bits(model.state_dict()) == before
+
+
+@pytest.mark.parametrize(
+    "around",
+    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["no_grad", "inference_mode", "autocast"],
+)
+def test_it_finds_the_same_wherever_it_is_asked(around):
+    model, batches = model_of("linear"), batches_of("linear", 1)
+    expected = diagnose(model, loss_fn, batches)
+    with around():
+        assert diagnose(model, loss_fn, batches) == expected
+
+
 # --- Mistakes -----------------------------------------------------------------------------------
 
-LINEAR = torch.nn.Linear(6, 1)
+LINEAR = nn.Linear(6, 1)
+ONE = [torch.ones(2, 6)]
+
+
+def loss(call):
+    return lambda: diagnose(LINEAR, call, ONE)
+
+
+def given(batches):
+    return lambda: diagnose(LINEAR, loss_fn, batches)
+
+
+META = nn.Linear(6, 1, device="meta")
+TYPE, VALUE = ArgumentTypeError, ArgumentError
 MISTAKES = {
-    "a list": (
-        lambda m, b: [m(b).mean()],
-        ArgumentTypeError,
-        "a list. Return the loss alone",
+    "a list": (loss(lambda m, b: [m(b).mean()]), TYPE, "a list. Return the loss alone"),
+    "outputs": (loss(lambda m, b: types.SimpleNamespace(loss=m(b))), TYPE, r"`output\.loss`"),
+    "nothing": (loss(lambda m, b: None), TYPE, "a NoneType"),
+    "a number": (loss(lambda m, b: m(b).mean().item()), TYPE, "a float"),
+    "no mean": (loss(lambda m, b: m(b)), VALUE, r"shape \(2, 1\) .*Take the mean"),
+    "detached": (loss(lambda m, b: m(b).mean().detach()), VALUE, "no trainable parameter"),
+    "of another": (
+        loss(lambda m, b: nn.Linear(6, 1)(b).mean()),
+        VALUE,
+        "depends on no train",
     ),
-    "outputs": (
-        lambda m, b: types.SimpleNamespace(loss=m(b).mean()),
-        ArgumentTypeError,
-        r"`output\.loss`",
-    ),
-    "nothing": (lambda m, b: None, ArgumentTypeError, "a NoneType"),
-    "a number": (lambda m, b: m(b).mean().item(), ArgumentTypeError, "a float"),
-    "no mean": (lambda m, b: m(b), ArgumentError, r"shape \(2, 1\) .*Take the mean"),
-    "detached": (lambda m, b: m(b).mean().detach(), ArgumentError, "no trainable parameter"),
-    "another model": (
-        lambda m, b: torch.nn.Linear(6, 1)(b).mean(),
-        ArgumentError,
-        "depends on no trainable parameter",
-    ),
+    "one batch": (given(ONE[0]), TYPE, r"one batch is \[batch\]"),
+    "one in a tuple": (given((ONE[0],)), TYPE, r"one batch is \[batch\]"),
+    "one dictionary": (given({"x": 1}), TYPE, r"one batch is \[batch\]"),
+    "one number": (given(3), TYPE, r"one batch is \[batch\]"),
+    "no batch": (given([]), VALUE, "at least one batch"),
+    "no module": (lambda: diagnose(loss_fn, LINEAR, ONE), TYPE, r"must be a torch\.nn\.Module"),
+    "no function": (lambda: diagnose(LINEAR, 1, ONE), TYPE, "`loss_fn` must be a function"),
+    "Keras'": (lambda: lossscale.diagnosis.diagnose(LINEAR, ONE), TYPE, r"torch\.diagnose\(model"),
+    "no parameter": (lambda: diagnose(nn.ReLU(), loss_fn, ONE), VALUE, "no trainable param"),
+    "on meta": (lambda: diagnose(META, loss_fn, ONE), UnsupportedError, "nor models on the meta"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_loss_that_cannot_be_derived_is_named(mistake):
-    loss, error, message = MISTAKES[mistake]
+def test_a_mistake_has_one_sentence(mistake):
+    call, error, message = MISTAKES[mistake]
     with pytest.raises(error, match=message):
-        diagnose(LINEAR, loss, [torch.ones(2, 6)])
-
-
-@pytest.mark.parametrize("batches", [torch.ones(2, 6), (torch.ones(2, 6),), {"x": 1}, 3])
-def test_one_batch_is_no_iterable_of_batches(batches):
-    with pytest.raises(ArgumentTypeError, match=r"one batch is \[batch\]"):
-        diagnose(LINEAR, loss_fn, batches)
-
-
-def test_other_mistakes_have_one_sentence():
-    one = [torch.ones(2, 6)]
-    with pytest.raises(ArgumentError, match="at least one batch"):
-        diagnose(LINEAR, loss_fn, [])
-    with pytest.raises(ArgumentTypeError, match=r"must be a torch\.nn\.Module"):
-        diagnose(loss_fn, LINEAR, one)
-    with pytest.raises(ArgumentTypeError, match="`loss_fn` must be a function"):
-        diagnose(LINEAR, torch.ones(()), one)
-    with pytest.raises(ArgumentTypeError, match=r"lossscale\.torch\.diagnose\(model, loss_fn"):
-        lossscale.diagnosis.diagnose(LINEAR, one)
-    with pytest.raises(ArgumentError, match="has no trainable parameter"):
-        diagnose(torch.nn.ReLU(), loss_fn, one)
-    with pytest.raises(UnsupportedError, match="nor models on the meta device"):
-        diagnose(torch.nn.Linear(6, 1, device="meta"), loss_fn, one)
+        call()

@@ -1,14 +1,20 @@
-"""Every optimizer that torch.optim has, in each of its implementations, found by looking."""
+"""Every optimizer that torch.optim has, in each of its implementations, and several of them."""
 
+import copy
 import inspect
+import itertools
+import pickle
 
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict as dcp
 
+import lossscale
 from frameworks.torch.support import (
     Reads,
     alone,
     bits,
+    parameter,
     parameters,
     scaled,
     scaler,
@@ -16,7 +22,9 @@ from frameworks.torch.support import (
     through_a_file,
     wrapped,
 )
+from lossscale import errors
 from lossscale.errors import UnsupportedError
+from lossscale.torch import GradScaler
 
 STEPS = (torch.inf, 1.0, 0.5, torch.inf, -3.0, torch.nan, 0.75, -torch.inf, 1.25)
 _STATEFUL = {"momentum": 0.5, "amsgrad": True, "centered": True, "weight_decay": 0.125}
@@ -119,16 +127,10 @@ def test_it_trains_as_without_loss_scaling_and_a_skip_changes_no_byte(cls, setti
         assert int(ours.optimizer.steps_skipped) == 4
 
 
-@pytest.mark.parametrize(
-    ("cls", "settings"), [case for case in CASES if not case.values[1].get("fused")]
-)
-def test_the_device_decides_for_optimizers_alone_that_skip_by_themselves(cls, settings):
-    with pytest.raises(UnsupportedError, match=rf"{cls.__name__} .*fused=True"):
-        Run(cls, settings, decide="device")
-
-
-@pytest.mark.parametrize(("cls", "settings"), FUSED)
-def test_the_device_decides_without_the_host(cls, settings):
+@pytest.mark.parametrize(("cls", "settings"), CASES)
+def test_the_device_decides_without_the_host_for_optimizers_alone_that_skip_by_themselves(
+    cls, settings
+):
     """Once each parameter has its state, nothing is read by us; torch's single ones read a step."""
 
     def reads(run):
@@ -138,7 +140,12 @@ def test_the_device_decides_without_the_host(cls, settings):
             run.optimizer.step()
         return found.count
 
-    assert reads(Run(cls, settings, decide="device")) == reads(Run(cls, settings, alone))
+    if settings.get("fused"):
+        assert cls.__name__ in ("Adam", "AdamW", "SGD", "Adagrad")
+        assert reads(Run(cls, settings, decide="device")) == reads(Run(cls, settings, alone))
+        return
+    with pytest.raises(UnsupportedError, match=rf"{cls.__name__} .*fused=True"):
+        Run(cls, settings, decide="device")
 
 
 @pytest.mark.parametrize(("cls", "settings"), CASES)
@@ -168,8 +175,254 @@ def test_its_state_is_saved_and_loaded_exactly(cls, settings):
     assert loaded.snapshot() == plain.snapshot()
 
 
-def test_the_fused_ones_are_those_that_are_expected():
-    assert {case.values[0].__name__ for case in FUSED} == {"Adam", "AdamW", "SGD", "Adagrad"}
-    for case in FUSED:
-        cls, settings = case.values
-        assert cls(parameters((2, 2)), lr=0.1, **settings)._step_supports_amp_scaling
+# Several optimizers: behind one wrapper, and with one gradient scaler.
+
+
+KINDS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+}
+if hasattr(torch.optim, "Muon"):
+    KINDS["Muon"] = lambda p: torch.optim.Muon(p, lr=0.1)
+
+PAIRS = pytest.mark.parametrize("pair", list(itertools.combinations_with_replacement(KINDS, 2)))
+BAD = [torch.inf, torch.nan]
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = torch.nn.Linear(4, 4, bias=False)
+        self.other = torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.other(self.one(x))
+
+
+def optimizers(model, pair):
+    return [
+        KINDS[kind](part.parameters()) for kind, part in zip(pair, model.children(), strict=True)
+    ]
+
+
+def loss_of(model, seed):
+    torch.manual_seed(seed)
+    return model(torch.randn(3, 4)).square().mean()
+
+
+def train(model, optimizer, seeds, *, spoil=()):
+    """Steps; in those of `spoil` the gradient of the second part has a bad number."""
+    for seed in seeds:
+        optimizer.zero_grad()
+        optimizer.scale_loss(loss_of(model, seed)).backward()
+        if seed in spoil:
+            model.other.weight.grad[-1, -1] = BAD[seed % 2]
+        optimizer.step()
+
+
+def train_plain(model, parts, seeds, clip_norm=None):
+    for seed in seeds:
+        for part in parts:
+            part.zero_grad()
+        loss_of(model, seed).backward()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        for part in parts:
+            part.step()
+
+
+@PAIRS
+@pytest.mark.parametrize("settings", [{}, {"decide": "device"}, {"clip_norm": 0.01}], ids=str)
+def test_all_step_or_none_and_as_the_plain_ones(pair, settings):
+    if "decide" in settings and not all("fused" in kind for kind in pair):
+        pytest.skip("they do not skip by themselves")
+    plain = Model()
+    train_plain(plain, optimizers(plain, pair), (0, 2, 4), settings.get("clip_norm"))
+    model = Model()
+    optimizer = wrapped(optimizers(model, pair), **settings)
+    # The first step of a parameter is decided on by the host.
+    train(model, optimizer, range(5), spoil=(1, 3))
+    if "clip_norm" in settings:
+        torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+    else:
+        assert bits(model.state_dict()) == bits(plain.state_dict())
+    assert (int(optimizer.steps_skipped), int(optimizer.iterations)) == (2, 5)
+    assert float(optimizer.loss_scale) == 2.0**13
+
+
+def copied(how, model, optimizer, pair):
+    """Another model and optimizer that go on from a copy."""
+    if how == "deepcopy":
+        return copy.deepcopy((model, optimizer))
+    if how == "pickle":
+        return pickle.loads(pickle.dumps((model, optimizer)))
+    other = Model()
+    other.load_state_dict(model.state_dict())
+    made = wrapped(optimizers(other, pair))
+    if how == "torch.save":
+        made.load_state_dict(through_a_file(optimizer.state_dict()))
+    elif how == "list":
+        plain = copy.deepcopy([part.state_dict() for part in optimizer])
+        made.load_state_dict(plain)
+        made.loss_scale_state.load_state_dict(optimizer.loss_scale_state.state_dict())
+    else:
+        options = dcp.StateDictOptions(flatten_optimizer_state_dict=how == "flat")
+        saved = copy.deepcopy(dcp.get_optimizer_state_dict(model, optimizer, options=options))
+        dcp.set_optimizer_state_dict(other, made, saved, options=options)
+    return other, made
+
+
+@PAIRS
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save", "list", "by name", "flat"])
+def test_resumed(pair, how):
+    model = Model()
+    optimizer = wrapped(optimizers(model, pair))
+    train(model, optimizer, range(3), spoil=(1,))
+    other, resumed = copied(how, model, optimizer, pair)
+    for each in ((model, optimizer), (other, resumed)):
+        train(*each, range(3, 6), spoil=(4,))
+    assert bits(other.state_dict()) == bits(model.state_dict())
+    assert resumed.loss_scale_state.state_dict() == optimizer.loss_scale_state.state_dict()
+    assert (int(resumed.steps_skipped), float(resumed.loss_scale)) == (2, 2.0**13)
+
+
+def test_plain_optimizers_load_it_by_name():
+    model = Model()
+    optimizer = wrapped(optimizers(model, ("SGD", "AdamW")))
+    train(model, optimizer, range(2))
+    other = Model()
+    parts = optimizers(other, ("SGD", "AdamW"))
+    saved = dcp.get_optimizer_state_dict(model, optimizer)
+    dcp.set_optimizer_state_dict(other, parts, saved)
+    for part, loaded in zip(optimizer.optimizers, parts, strict=True):
+        assert bits(loaded.state_dict()["state"]) == bits(part.state_dict()["state"])
+    # And what these have loaded goes into a wrapper, scale and all.
+    assert wrapped(parts).loss_scale_state.state_dict() == optimizer.loss_scale_state.state_dict()
+
+
+WHICH = "optimizers.i..*0 is SGD, 1 is AdamW"
+
+
+def test_they_are_seen_one_by_one():
+    model = Model()
+    sgd, adam = parts = optimizers(model, ("SGD", "AdamW"))
+    optimizer = lossscale.LossScaleOptimizer(parts)
+    assert type(optimizer) is lossscale.torch.LossScaleOptimizer
+    assert len(optimizer) == 2
+    assert list(optimizer) == optimizer.optimizers == parts
+    assert optimizer.param_groups == [*sgd.param_groups, *adam.param_groups]
+    optimizer.param_groups[1]["lr"] = 0.25
+    assert adam.param_groups[0]["lr"] == 0.25
+    train(model, optimizer, [0])
+    assert optimizer.state[model.one.weight] is sgd.state[model.one.weight]
+    assert len(optimizer.state) == 2
+    assert optimizer
+    one = wrapped(torch.optim.SGD([parameter()], lr=0.5))
+    assert one
+    for call in (len, iter):
+        with pytest.raises(TypeError):
+            call(one)
+    # What does not say which of them.
+    optimizer.lr = 0.25
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+    saved = optimizer.state_dict()
+    smaller, before = {**saved, "param_groups": saved["param_groups"][:1]}, bits(saved)
+    for misuse, given, error, words in (
+        (optimizer.add_param_group, {"params": [parameter()]}, errors.UnsupportedError, WHICH),
+        (optimizer.load_state_dict, [{}] * 3, errors.StateDictError, "each of 2 .*Received: 3"),
+        (optimizer.load_state_dict, smaller, errors.ArgumentError, "do not match the optimizers"),
+    ):
+        with pytest.raises(error, match=words):
+            misuse(given)
+    assert bits(optimizer.state_dict()) == before
+
+
+def test_schedules_and_hooks():
+    model = Model()
+    optimizer = wrapped(parts := optimizers(model, ("SGD", "AdamW fused")))
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    schedules += [torch.optim.lr_scheduler.ExponentialLR(part, 0.5) for part in parts]
+    schedules = [lossscale.torch.guard(each, optimizer) for each in schedules]
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("all"))
+    parts[0].register_step_post_hook(lambda *_: called.append("SGD"))
+    optimizer.register_step_skipped_hook(lambda given: called.append(given.steps_skipped))
+    for seed in range(3):
+        train(model, optimizer, [seed], spoil=(1,))
+        for schedule in schedules:
+            schedule.step()
+    assert called == ["all", "SGD", 1, "all", "SGD"]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5 / 16, 0.1 / 16]
+
+
+CANNOT = {
+    "none": (lambda parts: [], errors.ArgumentError, "empty"),
+    "one twice": (lambda parts: [parts[0], parts[0]], errors.ArgumentError, "0 and 1|in two"),
+    "a wrapper": (
+        lambda parts: [wrapped(parts[0]), parts[1]],
+        errors.AlreadyWrappedError,
+        "LossScaleOptimizer",
+    ),
+    "a name": (lambda parts: [parts[0], "adam"], TypeError, "adam"),
+    "LBFGS": (
+        lambda parts: [parts[0], torch.optim.LBFGS([parameter()])],
+        errors.UnsupportedError,
+        "LBFGS evaluates a closure",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CANNOT)
+def test_what_cannot_be_wrapped_together(case):
+    given, error, words = CANNOT[case]
+    with pytest.raises(error, match=words):
+        wrapped(given(optimizers(Model(), ("SGD", "AdamW"))))
+
+
+# With one gradient scaler.
+
+
+@PAIRS
+@pytest.mark.parametrize("clip_norm", [None, 0.01])
+def test_those_unscaled_together_or_in_a_list_are_all_stepped_or_none(pair, clip_norm):
+    plain = Model()
+    train_plain(plain, optimizers(plain, pair), (0, 2), clip_norm)
+    model, scaler = Model(), GradScaler("cpu", init_scale=8.0)
+    parts = optimizers(model, pair)
+    for seed in range(3):
+        for part in parts:
+            part.zero_grad()
+        scaler.scale(loss_of(model, seed)).backward()
+        if seed == 1:
+            model.other.weight.grad[0, 0] = torch.nan
+        if clip_norm is None:
+            scaler.step(parts)
+        else:
+            for part in parts:
+                scaler.unscale_(part)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            for part in parts:
+                scaler.step(part)
+        scaler.update()
+        assert scaler.last_step_skipped is (seed == 1)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+    assert (scaler.get_scale(), scaler.steps_skipped) == (4.0, 2)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_zero_grad_without_arguments_is_called_without(count):
+    class Own(torch.optim.SGD):
+        def zero_grad(self):
+            super().zero_grad()
+
+    weights = [parameter() for _ in range(count)]
+    inner = [Own([weight], lr=0.5) for weight in weights]
+    optimizer = lossscale.LossScaleOptimizer(inner if count > 1 else inner[0])
+    for left in (0.5, 0.0):
+        optimizer.zero_grad()
+        optimizer.backward(sum(weight.sum() for weight in weights))
+        optimizer.step()
+        assert all(weight.tolist() == [left, left] for weight in weights)

@@ -1,27 +1,40 @@
-"""The drop-in takes the way of PyTorch's scaler, bit for bit."""
+"""The drop-in takes the way of PyTorch's scaler, refuses what that refuses, has no defect of it."""
 
 import collections
+import contextlib
 import copy
+import importlib
+import itertools
+import pathlib
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.amp.grad_scaler import OptState
 
+import lossscale
+import lossscale.torch
 from core.oracle import trace
-from frameworks.torch.scaling import (
+from frameworks.torch.support import (
+    MAKERS,
     OPTIMIZERS,
-    made,
+    bits,
     numbers,
     one_step,
-    parameters,
     scale_and_tracker,
+    through_a_file,
+    weights_of,
+    with_scaler,
 )
-from frameworks.torch.support import through_a_file
-from lossscale import DynamicScale, FixedScale
+from lossscale import DynamicScale, FixedScale, LossScaleError
+from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError, LossScaleWarning
 from lossscale.torch.grad_scaler import GradScaler
+from lossscale.torch.installation import _PLACES, _SHARDED
 
 
 @settings(max_examples=60, deadline=None)
@@ -43,7 +56,7 @@ def test_the_scale_takes_the_way_of_the_rule(finite, init, growth, backoff, inte
         "min_scale": lowest,
         "max_scale": highest,
     }
-    weights, optimizer, scaler = made(init_scale=first, **arguments)
+    weights, optimizer, scaler = with_scaler(init_scale=first, **arguments)
     scaler.scale(torch.zeros(1))
     shown = []
     for good in finite:
@@ -72,20 +85,6 @@ def moved_as_by_torch(rule, finite):
     return shown
 
 
-def test_which_step_was_skipped():
-    good, bad = parameters(1), parameters(1)
-    first, second = OPTIMIZERS["sgd"](good), OPTIMIZERS["adamw-fused"](bad)
-    scaler = GradScaler("cpu", init_scale=8.0)
-    assert not scaler.last_step_skipped
-    scaler.scale(good[0].sum() + (bad[0] * torch.inf).sum()).backward()
-    scaler.step(second)
-    assert scaler.last_step_skipped
-    scaler.step(first)
-    scaler.update()
-    assert not scaler.last_step_skipped
-    assert scaler.steps_skipped == 1
-
-
 Pair = collections.namedtuple("Pair", "a b")
 
 
@@ -106,37 +105,29 @@ def test_nests_of_losses():
     assert fresh._scale is None
 
 
-def test_gradient_penalty():
-    weight = torch.nn.Parameter(torch.tensor([2.0, 3.0]))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = GradScaler("cpu", init_scale=2.0**20)
-    loss = (weight**2).sum()
-    (scaled,) = torch.autograd.grad(scaler.scale(loss), weight, create_graph=True)
-    penalty = (scaled / scaler.get_scale()).pow(2).sum()
-    scaler.scale(loss + penalty).backward()
-    scaler.step(optimizer)
-    # d/dw of w^2 + (2w)^2
-    assert weight.tolist() == [2.0 - 20.0, 3.0 - 30.0]
-
-
-def test_step_returns_what_the_optimizer_returns():
+def test_a_step_returns_what_the_optimizer_returns_and_which_was_skipped_is_counted():
     class Returning(torch.optim.SGD):
         def step(self, word, *, closure=None, number):
             super().step(closure)
             return word, number
 
-    weights = parameters(1)
-    optimizer = Returning(weights, lr=1.0)
-    scaler = GradScaler("cpu")
-    scaler.scale(weights[0].sum()).backward()
-    assert scaler.step(optimizer, "word", number=3) == ("word", 3)
+    good, bad = weights_of(2)
+    first, second = Returning([good], lr=1.0), OPTIMIZERS["adamw-fused"]([bad])
+    scaler = GradScaler("cpu", init_scale=8.0)
+    assert not scaler.last_step_skipped
+    scaler.scale(good.sum() + (bad * torch.inf).sum()).backward()
+    scaler.step(second)
+    assert scaler.last_step_skipped
+    assert scaler.step(first, "word", number=3) == ("word", 3)
     scaler.update()
-    weights[0].grad.fill_(torch.inf)
-    assert scaler.step(optimizer, "word", number=3) is None
+    assert (scaler.last_step_skipped, scaler.steps_skipped) == (False, 1)
+    good.grad.fill_(torch.inf)
+    assert scaler.step(first, "word", number=3) is None
+    assert (scaler.last_step_skipped, scaler.steps_skipped) == (True, 2)
 
 
 def test_the_tensors_are_changed_in_place():
-    weights, optimizer, scaler = made(init_scale=8.0, growth_interval=1)
+    weights, optimizer, scaler = with_scaler(init_scale=8.0, growth_interval=1)
     one_step(scaler, optimizer, weights)
     scale, tracker = scaler._scale, scaler._growth_tracker
     assert scale.dtype == torch.float32
@@ -149,90 +140,569 @@ def test_the_tensors_are_changed_in_place():
     assert scale.item() == 2
 
 
-def test_a_count_that_others_write_counts():
-    weights, optimizer, scaler = made(init_scale=8.0, growth_interval=3)
+def test_other_code_reads_and_writes_its_numbers_in_any_mode():
+    weights, optimizer, scaler = with_scaler(init_scale=8.0, growth_interval=3)
+    with torch.inference_mode():
+        assert scaler.scale(torch.ones(())) == 8
     one_step(scaler, optimizer, weights)
     scaler._growth_tracker.fill_(2)
     one_step(scaler, optimizer, weights)
     assert scale_and_tracker(scaler) == (16.0, 0)
+    for slope in (4.0, torch.inf):
+        # Before anything was scaled.
+        weights, optimizer, scaler = with_scaler()
+        weights[0].grad = torch.full((3,), slope)
+        inverse, found = torch.tensor(0.25), torch.zeros(1)
+        by_device = scaler._unscale_grads_(optimizer, inverse, found, False)
+        assert [bool(each) for each in by_device.values()] == [slope == torch.inf]
+        assert weights[0].grad.tolist() == [slope / 4.0] * 3
 
 
-def test_made_in_inference_mode_and_used_outside():
-    weights, optimizer, scaler = made(init_scale=8.0)
-    with torch.inference_mode():
-        assert scaler.scale(torch.ones(())) == 8
-    one_step(scaler, optimizer, weights, torch.inf)
-    assert scaler._scale.item() == 4
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda scaler: pickle.loads(pickle.dumps(scaler)),
+    "torch.save": lambda scaler: through_a_file(scaler, weights_only=False),
+}
 
 
-@pytest.mark.parametrize("copied", ["deepcopy", "pickle", "torch.save"])
-@pytest.mark.parametrize("used", [False, True])
-def test_copies(copied, used):
-    weights, optimizer, scaler = made(init_scale=8.0, growth_interval=5, min_scale=2.0)
-    if used:
-        for slope in (torch.inf, 1.0, 1.0):
-            one_step(scaler, optimizer, weights, slope)
-    if copied == "deepcopy":
-        other = copy.deepcopy(scaler)
-    elif copied == "pickle":
-        other = pickle.loads(pickle.dumps(scaler))
-    else:
-        other = through_a_file(scaler, weights_only=False)
-    assert other.rule == scaler.rule
-    assert other.state_dict() == scaler.state_dict()
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("slopes", [(), (torch.inf, 1.0, 1.0)])
+def test_copies(how, slopes):
+    weights, optimizer, scaler = with_scaler(init_scale=8.0, growth_interval=5, min_scale=2.0)
+    for slope in slopes:
+        one_step(scaler, optimizer, weights, slope)
+    other = COPIES[how](scaler)
+    assert (other.rule, other.state_dict()) == (scaler.rule, scaler.state_dict())
     for slope in (1.0, torch.inf):
         one_step(other, optimizer, weights, slope)
     assert other.state_dict() != scaler.state_dict()
-    assert other.get_scale() == (2.0 if used else 4.0)
-
-
-@pytest.mark.parametrize("slope", [4.0, torch.inf])
-def test_gradients_that_other_code_unscales_before_anything_was_scaled(slope):
-    weights, optimizer, scaler = made()
-    weights[0].grad = torch.full((3,), slope)
-    inverse, found = torch.tensor(0.25), torch.zeros(1)
-    by_device = scaler._unscale_grads_(optimizer, inverse, found, False)
-    assert [bool(each) for each in by_device.values()] == [slope == torch.inf]
-    assert weights[0].grad.tolist() == [slope / 4.0] * 3
+    assert other.get_scale() == (2.0 if slopes else 4.0)
 
 
 def test_disabled():
-    weights, optimizer, scaler = made(enabled=False, growth_interval=7)
+    weights, optimizer, scaler = with_scaler(enabled=False, growth_interval=7)
     loss = weights[0].sum()
     assert scaler.scale(loss) is loss
     assert scaler.scale("anything") == "anything"
     loss.backward()
     scaler.unscale_(optimizer)
     scaler.step(optimizer, closure=lambda: 1.0)
-    scaler.update()
-    scaler.update(3.0)
+    for number in ((), (3.0,)):
+        scaler.update(*number)
     scaler.load_state_dict({})
     assert numbers(weights) == [[0.5] * 3]
-    assert scaler.get_scale() == 1
-    assert scaler.state_dict() == {}
-    assert not scaler.is_enabled()
-    assert scaler.get_growth_interval() == 7
+    assert (scaler.get_scale(), scaler.state_dict(), scaler.is_enabled()) == (1, {}, False)
     assert (scaler.get_growth_factor(), scaler.get_backoff_factor()) == (2.0, 0.5)
-    assert not scaler.last_step_skipped
+    assert (scaler.get_growth_interval(), scaler.last_step_skipped) == (7, False)
     assert copy.deepcopy(scaler).state_dict() == {}
 
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_a_fixed_scale(skips):
     rule = FixedScale(128.0, skip_nonfinite=skips)
-    weights, optimizer, scaler = made("adamw-fused", rule=rule)
+    weights, optimizer, scaler = with_scaler("adamw-fused", rule=rule)
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(scaler.state_dict())
+    for misuse in (lambda: scaler.set_growth_factor(3.0), lambda: scaler.update(4.0)):
+        with pytest.raises(LossScaleError, match="rule"):
+            misuse()
     one_step(scaler, optimizer, weights)
     assert weights[0].tolist() == pytest.approx([0.899] * 3, abs=1e-3)
-    assert scaler.get_scale() == 128
     one_step(scaler, optimizer, weights, torch.inf)
-    assert scaler.get_scale() == 128
-    assert scaler.last_step_skipped is skips
+    assert (scaler.get_scale(), scaler.last_step_skipped) == (128, skips)
     assert bool(weights[0].isfinite().all()) is skips
+    if not skips:
+        # Also if PyTorch's class has read it.
+        weights, optimizer, _ = with_scaler()
+        for slope in (1.0, torch.inf, 1.0):
+            one_step(theirs, optimizer, weights, slope)
+            assert theirs.get_scale() == 128
 
 
-def test_a_fixed_scale_read_by_torch_stays_fixed():
-    weights, optimizer, theirs = made(make=torch.amp.GradScaler)
-    theirs.load_state_dict(GradScaler("cpu", rule=FixedScale(128.0)).state_dict())
+# What is refused: with the type that PyTorch raises, and nothing is changed.
+
+
+def scaled(make):
+    weights, optimizer, scaler = with_scaler("sgd", make)
+    scaler.scale(weights[0].sum()).backward()
+    return scaler, optimizer, weights
+
+
+def of_float16():
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    weight.grad = torch.ones(2, dtype=torch.float16)
+    return torch.optim.SGD([weight], lr=1.0)
+
+
+MISUSES = {
+    "unscale_ twice": ("unscale_", lambda s, o: s.unscale_(o)),
+    "float16": (None, lambda s, o: s.step(of_float16())),
+    "closure": (None, lambda s, o: s.step(o, closure=lambda: 1.0)),
+    "number": (None, lambda s, o: s.scale(3)),
+    "two scales": (None, lambda s, o: s.update(torch.ones(2))),
+    "gradient": (None, lambda s, o: s.update(torch.ones(1, requires_grad=True))),
+    "empty state": (None, lambda s, o: s.load_state_dict({})),
+    "no growth": (None, lambda s, o: type(s)("cpu", growth_factor=1.0)),
+}
+"""What is called before it, and the misuse. test_beside_torch.py has those that PyTorch refuses."""
+
+
+def state_of(scaler):
+    stages = [state["stage"] for state in scaler._per_optimizer_states.values()]
+    return scaler.state_dict(), [stage for stage in stages if stage is not OptState.READY]
+
+
+@pytest.mark.parametrize("case", MISUSES)
+def test_what_torch_raises_is_caught_by_the_same_clause_and_nothing_changes(case):
+    errors, (first, misuse) = [], MISUSES[case]
+    for make in MAKERS.values():
+        scaler, optimizer, weights = scaled(make)
+        if first:
+            getattr(scaler, first)(optimizer)
+        before = state_of(scaler), bits([weights, weights[0].grad])
+        with pytest.raises(Exception) as caught:
+            misuse(scaler, optimizer)
+        errors.append(caught.value)
+    theirs, ours = errors
+    assert isinstance(ours, type(theirs))
+    assert isinstance(ours, LossScaleError)
+    assert (state_of(scaler), bits([weights, weights[0].grad])) == before
+
+
+WRAPPER = lossscale.torch.LossScaleOptimizer
+OF_LISTS = {
+    "one has stepped": (lambda s, a, b: s.step(b), lambda s, a, b: s.step([a, b])),
+    "unscaled, one has stepped": (
+        lambda s, a, b: (s.unscale_(a), s.step(b)),
+        lambda s, a, b: s.step([a, b]),
+    ),
+    "twice in it": (None, lambda s, a, b: s.step([a, b, a])),
+    "closure": (None, lambda s, a, b: s.step([a, b], closure=None)),
+    "closure by place": (None, lambda s, a, b: s.step([a, b], lambda: 1.0)),
+    "float16": (None, lambda s, a, b: s.step([a, b, of_float16()])),
+    "no optimizer": (None, lambda s, a, b: s.step([a, b, 3])),
+    "list": (None, lambda s, a, b: s.step([a, [b]])),
+    "wrapper": (None, lambda s, a, b: s.step([a, WRAPPER(of_float16())])),
+    "unscale_": (None, lambda s, a, b: s.unscale_([a, b])),
+}
+"""What is called before it, and the misuse."""
+
+
+@pytest.mark.parametrize("case", OF_LISTS)
+@pytest.mark.parametrize(
+    "names", list(itertools.product(["sgd-momentum", "adamw-fused"], repeat=2))
+)
+def test_what_one_of_several_optimizers_raises_changes_none(names, case):
+    first, misuse = OF_LISTS[case]
+    weights, scaler = weights_of(2), GradScaler("cpu", init_scale=8.0)
+    optimizers = [OPTIMIZERS[name]([w]) for name, w in zip(names, weights, strict=True)]
+    scaler.scale(sum(w.sum() for w in weights)).backward()
+    if first:
+        first(scaler, *optimizers)
+
+    def shown():
+        stages = {key: state["stage"] for key, state in scaler._per_optimizer_states.items()}
+        states = [each.state_dict() for each in (*optimizers, scaler)]
+        return bits([weights, [w.grad for w in weights], states]), stages
+
+    before = shown()
+    with pytest.raises(LossScaleError):
+        misuse(scaler, *optimizers)
+    assert shown() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"process_group": "world"}, "process_group"),
+        ({"rule": 8.0}, "scaling rule"),
+        ({"device": 65536.0}, r"torch\.cuda\.amp\.GradScaler"),
+        ({"enabled": 1}, "`enabled`"),
+        ({"min_scale": 2.0, "init_scale": 1.0}, "`initial_scale` must be between"),
+        ({"max_scale": 2.0**127}, "`max_scale`"),
+        ({"init_scale": "8"}, "`initial_scale` must be a number"),
+        ({"rule": FixedScale(8.0), "growth_factor": 3.0}, "`rule` already says.*growth_factor=3.0"),
+        ({"rule": DynamicScale(), "min_scale": 2.0}, "`rule` already says.*min_scale=2.0"),
+    ],
+    ids=str,
+)
+def test_arguments(arguments, message):
+    with pytest.raises((AssertionError, ArgumentTypeError), match=message) as caught:
+        GradScaler(**{"device": "cpu", **arguments})
+    assert isinstance(caught.value, (ValueError, ArgumentTypeError))
+
+
+def test_what_is_stepped_is_checked():
+    scaler, optimizer, weights = scaled(GradScaler)
+    wrapper = WRAPPER(torch.optim.SGD(weights, lr=1.0))
+    for call in (scaler.step, scaler.unscale_):
+        with pytest.raises(AlreadyWrappedError, match="its inner optimizer"):
+            call(wrapper)
+        with pytest.raises(ArgumentTypeError, match=r"steps an optimizer.*Linear"):
+            call(torch.nn.Linear(1, 1))
+    assert not scaler._per_optimizer_states
+    scaler.step(optimizer)
+    assert numbers(weights) == [[0.5] * 3]
+
+
+# In the places of PyTorch's scaler, and out of them again.
+
+
+PLACES = [(place, "GradScaler") for place in _PLACES] + [(_SHARDED, "ShardedGradScaler")]
+
+
+def now():
+    return {place: getattr(importlib.import_module(place), name) for place, name in PLACES}
+
+
+def test_in_every_place_and_out_again():
+    before = now()
+    with lossscale.torch.install():
+        for place, scaler in now().items():
+            assert issubclass(scaler, lossscale.torch.GradScaler), place
+        assert torch.amp.GradScaler is torch.GradScaler is lossscale.torch.GradScaler
+    assert now() == before
+    assert not any(issubclass(scaler, lossscale.torch.GradScaler) for scaler in before.values())
+    # By plain calls in any order, and after an error.
+    first, second = lossscale.torch.install(), lossscale.torch.install()
+    for each in (first, first, second):
+        assert torch.amp.GradScaler is lossscale.torch.GradScaler
+        each.undo()
+    assert now() == before
+    with pytest.raises(OSError), lossscale.torch.install():
+        raise OSError
+    assert now() == before
+
+
+def test_pytorchs_own_classes_are_not_made_of_what_stands_in_their_places():
+    """Also where install() is the first that imports one of them."""
+    program = (
+        "import lossscale.torch; lossscale.torch.install().undo();"
+        "import torch.distributed.fsdp.sharded_grad_scaler as sharded;"
+        "print([cls.__module__ for cls in sharded.ShardedGradScaler.__mro__[:2]])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == str([_SHARDED, "torch.amp.grad_scaler"])
+
+
+def test_the_others_have_their_own_order_of_arguments():
+    sharded = importlib.import_module(_SHARDED)
+    with lossscale.torch.install():
+        scaler = sharded.ShardedGradScaler("cpu", 8.0, 0.25, 4.0, 7)
+        if not torch.cuda.is_available():
+            with pytest.warns(UserWarning, match="Disabling"):
+                assert not torch.cuda.amp.GradScaler(2.0**10).is_enabled()
+    assert (scaler.get_backoff_factor(), scaler.get_growth_factor()) == (0.25, 4)
+    assert scaler.get_growth_interval() == 7
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+def test_without_cuda_it_disables_itself_with_a_warning():
+    with pytest.warns(UserWarning, match="CUDA is not available. *Disabling"):
+        scaler = GradScaler()
+    assert not scaler.is_enabled()
+    weights = weights_of(1)
+    one_step(scaler, OPTIMIZERS["sgd"](weights), weights)
+    assert numbers(weights) == [[0.5] * 3]
+
+
+# Each defect of PyTorch's scaler: what it does where that is cheap to show, and what ours does.
+
+
+both = pytest.mark.parametrize(
+    ("make", "mended"), [(make, name == "lossscale") for name, make in MAKERS.items()], ids=MAKERS
+)
+
+
+def is_finite(weights):
+    return all(bool(p.isfinite().all()) for p in weights)
+
+
+# D1, overflows without end: test_the_scale_takes_the_way_of_the_rule.
+
+
+@both
+@pytest.mark.parametrize("unscale", [False, True])
+def test_d2_an_overflow_on_the_first_step_of_fused_sgd(make, mended, unscale):
+    right = []
+    for _ in range(4):
+        weights = [torch.nn.Parameter(torch.ones(4096))]
+        optimizer = OPTIMIZERS["sgd-fused"](weights)
+        scaler = make("cpu", init_scale=8.0)
+        scaler.scale((weights[0] * torch.inf).sum()).backward()
+        # Memory that was in use before: what is not written to is not zero.
+        used = [torch.full((4096,), torch.nan) for _ in range(8)]
+        if unscale:
+            scaler.unscale_(optimizer)
+        del used
+        scaler.step(optimizer)
+        scaler.update()
+        one_step(scaler, optimizer, weights)
+        right.append(torch.equal(weights[0].detach(), torch.full((4096,), 0.5)))
+    assert all(right) == mended
+
+
+@both
+def test_d3_overflows_on_two_devices_are_one_overflow(make, mended):
+    """Two devices are two entries; that of a second one is put there by hand."""
+    weights, optimizer, scaler = with_scaler("adamw-fused", make, init_scale=8.0)
+    one_step(scaler, optimizer, weights)
+    before, steps = numbers(weights), int(optimizer.state[weights[0]]["step"])
+    scaler.scale((weights[0] * torch.inf).sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler._found_inf_per_device(optimizer)[torch.device("meta")] = torch.ones(())
+    scaler.step(optimizer)
+    scaler.update()
+    assert (numbers(weights) == before) == mended
+    assert (int(optimizer.state[weights[0]]["step"]) == steps) == mended
+    assert scaler.get_scale() == 4
+
+
+# D4 and D5 need several processes: test_processes.py; D23 is in test_compile.py.
+
+
+SHORTEN = {
+    "set": lambda scaler: scaler.set_growth_interval(3),
+    "load": lambda scaler: scaler.load_state_dict({**scaler.state_dict(), "growth_interval": 3}),
+    "write": lambda scaler: setattr(scaler, "_growth_interval", 3),
+}
+
+
+@both
+@pytest.mark.parametrize("how", SHORTEN)
+def test_d6_a_shorter_interval_takes_effect(make, mended, how):
+    weights, optimizer, scaler = with_scaler("sgd", make, init_scale=8.0, growth_interval=100)
+    for _ in range(5):
+        one_step(scaler, optimizer, weights, 0.0)
+    SHORTEN[how](scaler)
+    for _ in range(4):
+        one_step(scaler, optimizer, weights, 0.0)
+    # The next step, and three after it.
+    assert scaler.get_scale() == (32.0 if mended else 8.0)
+
+
+REFUSED_BY_TORCH = [{"growth_factor": 1.0}, {"backoff_factor": 1.0}]
+ARGUMENTS = [
+    *({"backoff_factor": value} for value in (0.0, -0.5)),
+    *({"growth_interval": value} for value in (0, -1)),
+    *({"init_scale": value} for value in (0.0, -1.0, float("nan"), float("inf"))),
+    *({"growth_factor": value} for value in (float("inf"), float("nan"))),
+]
+
+
+@both
+@pytest.mark.parametrize("arguments", [*ARGUMENTS, *REFUSED_BY_TORCH], ids=str)
+def test_d7_useless_numbers_are_refused(make, mended, arguments):
+    if not mended and arguments in ARGUMENTS:
+        make("cpu", **arguments)
+        return
+    name = next(iter(arguments)).replace("init_scale", "initial_scale")
+    words = rf"`{name}` must .*Received" if mended else "factor"
+    with pytest.raises(AssertionError, match=words) as caught:
+        make("cpu", **arguments)
+    assert isinstance(caught.value, ArgumentError) == mended
+
+
+SETS = {
+    "growth_factor": (1.0, "2"),
+    "backoff_factor": (1.5, 0.0),
+    "growth_interval": (0, 2.5),
+    "new_scale": (0, -1.0, float("nan"), float("inf"), 2.0**127, "4", [4.0], True),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in SETS.items() for value in values]
+)
+def test_d7_a_useless_number_that_is_set_changes_nothing(name, value):
+    scaler = GradScaler("cpu")
+    before = scaler.state_dict()
+    calls = [scaler.update]
+    if name != "new_scale":
+        calls = [getattr(scaler, f"set_{name}"), lambda value: setattr(scaler, f"_{name}", value)]
+    for call in calls:
+        with pytest.raises(ArgumentError, match=name):
+            call(value)
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("new", [4, 4.0, torch.tensor(4.0), torch.tensor([4])])
+def test_d7_update_takes_every_number(new):
+    scaler = GradScaler("cpu")
+    scaler.update(new)
+    assert scaler.get_scale() == scaler.scale(torch.ones(())) == 4
+    scaler.update(2)
+    assert scaler._scale == 2
+
+
+@both
+@pytest.mark.parametrize("optimizer", ["LBFGS", "SGD"])
+def test_d7_d24_a_closure_by_place_is_refused(make, mended, optimizer):
+    weights = weights_of(1)
+    inner = getattr(torch.optim, optimizer)(weights, lr=0.1)
+    scaler = make("cpu", init_scale=8.0)
+    seen = []
+
+    def closure():
+        inner.zero_grad()
+        loss = scaler.scale((weights[0] ** 2).sum())
+        loss.backward()
+        seen.append(float(loss.detach()))
+        return loss
+
+    closure()
+    if mended:
+        before = numbers(weights)
+        for arguments in ({"closure": closure}, {}):
+            with pytest.raises(RuntimeError, match="takes no closure"):
+                scaler.step(inner, *(() if arguments else (closure,)), **arguments)
+        assert numbers(weights) == before
+        # As Accelerate and torch.distributed.checkpoint call it.
+        scaler.step(inner, None) if optimizer == "SGD" else None
+    else:
+        # It trains on losses that are 8 times too large.
+        scaler.step(inner, closure)
+        assert seen[1] == 24.0
+
+
+@both
+@pytest.mark.parametrize("name", ["adam", "adam-fused", "sgd-fused", "adagrad-fused"])
+def test_only_an_optimizer_that_skips_by_itself_is_called_on_a_skip(make, mended, name):
+    weights, optimizer, scaler = with_scaler(name, make)
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
     for slope in (1.0, torch.inf, 1.0):
-        one_step(theirs, optimizer, weights, slope)
-        assert theirs.get_scale() == 128
+        before = numbers(weights)
+        one_step(scaler, optimizer, weights, slope)
+        assert (numbers(weights) == before) == (slope == torch.inf)
+    assert len(calls) == (2 if name == "adam" else 3)
+
+
+@both
+def test_d20_a_scale_below_one_lets_no_infinity_through(make, mended):
+    weights, optimizer, scaler = with_scaler("sgd", make, init_scale=2.0**-20)
+    scaler.scale(weights[0].sum()).backward()
+    weights[0].grad = torch.full((3,), 3e38)
+    scaler.step(optimizer)
+    scaler.update()
+    assert is_finite(weights) == mended
+    if mended:
+        assert numbers(weights) == [[1.0] * 3]
+        assert scaler.get_scale() == 2.0**-21
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("name", ["sgd-fused", "adamw-fused"])
+def test_a_grad_scale_of_the_user_divides_too_and_is_used_up(make, name):
+    weights, optimizer, scaler = with_scaler(name, make, init_scale=8.0)
+    same, plain, _ = with_scaler(name)
+    # PyTorch's class cannot multiply None.
+    for divides in (4.0, 4.0, *[None] * (make is GradScaler)):
+        optimizer.grad_scale = divides and torch.tensor(divides)
+        one_step(scaler, optimizer, weights)
+        assert not hasattr(optimizer, "grad_scale")
+        same[0].grad = torch.full((3,), 1 / (divides or 1))
+        plain.step()
+    assert numbers(weights) == numbers(same)
+
+
+@both
+def test_d25_a_step_that_fails_leaves_nothing_on_the_optimizer(make, mended):
+    class Failing(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None):
+            assert isinstance(self.grad_scale, torch.Tensor)
+            assert isinstance(self.found_inf, torch.Tensor)
+            raise OSError
+
+    weights = weights_of(1)
+    optimizer = Failing(weights)
+    optimizer._step_supports_amp_scaling = True
+    scaler = make("cpu")
+    scaler.scale(weights[0].sum()).backward()
+    with pytest.raises(OSError):
+        scaler.step(optimizer)
+    assert hasattr(optimizer, "grad_scale") != mended
+    assert hasattr(optimizer, "found_inf") != mended
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
+def test_no_gradients_are_neither_a_good_nor_a_bad_step_where_pytorchs_class_raises(name):
+    for make in MAKERS.values():
+        _, optimizer, scaler = with_scaler(name, make, init_scale=8.0, growth_interval=1)
+        scaler.scale(torch.ones(()))
+        mended = make is GradScaler
+        with contextlib.nullcontext() if mended else pytest.raises(AssertionError):
+            scaler.step(optimizer)
+            scaler.update()
+        assert not mended or not scaler.last_step_skipped
+        assert scale_and_tracker(scaler) == (8.0, 0)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_overflows_at_the_lowest_scale_are_warned_of_once(on_host):
+    """When the host knows of them; a step that only a GPU knows of, when the scale is read."""
+    weights, optimizer, scaler = with_scaler(
+        "sgd" if on_host else "adamw-fused", init_scale=4.0, min_scale=2.0
+    )
+    if not on_host:
+        one_step(scaler, optimizer, weights)
+        scaler._warn_at_floor, warns = lambda number: None, scaler._warn_at_floor
+    one_step(scaler, optimizer, weights, torch.inf)
+    assert scaler.get_scale() == 2.0
+    if not on_host:
+        one_step(scaler, optimizer, weights, torch.inf)
+        scaler._warn_at_floor = warns
+    with pytest.warns(
+        LossScaleWarning, match=r"minimum loss scale, 2:.* GradScaler\(min_scale=2.0\*\*-24\)"
+    ) as warned:
+        one_step(scaler, optimizer, weights, torch.inf) if on_host else scaler.get_scale()
+    package = pathlib.Path(lossscale.__file__).parent
+    assert not pathlib.Path(warned[0].filename).is_relative_to(package)
+    one_step(scaler, optimizer, weights, torch.inf) if on_host else scaler.get_scale()
+
+
+@pytest.mark.parametrize("names", [("adamw-fused", "sgd-fused"), ("adamw-fused", "sgd")])
+def test_a_list_of_optimizers_with_float16_parameters_of_fused_ones(names):
+    weights = [
+        torch.nn.Parameter(torch.ones(3, dtype=torch.float16 if "fused" in name else torch.float32))
+        for name in names
+    ]
+    optimizers = [OPTIMIZERS[name]([w]) for name, w in zip(names, weights, strict=True)]
+    scaler = GradScaler("cpu", init_scale=16.0)
+    for slope, number in ((1.0, 0), (torch.inf, 1), (torch.inf, 0), (1.0, 0)):
+        before = numbers(weights)
+        for each in optimizers:
+            each.zero_grad()
+        loss = sum(w.float().sum() * (slope if n == number else 1.0) for n, w in enumerate(weights))
+        scaler.scale(loss).backward()
+        scaler.step(optimizers)
+        scaler.update()
+        moved = [one != other for one, other in zip(before, numbers(weights), strict=True)]
+        assert moved == [slope == 1.0] * 2
+    assert (scaler.get_scale(), scaler.steps_skipped) == (4.0, 4)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0, -1.0])
+def test_a_number_that_other_code_wrote_is_put_back_into_the_range_by_a_skip(value):
+    weights, optimizer, scaler = with_scaler(init_scale=8.0, min_scale=0.5)
+    one_step(scaler, optimizer, weights)
+    scaler._scale.fill_(value)
+    one_step(scaler, optimizer, weights, torch.nan)
+    assert scaler.get_scale() == (2.0**126 if value == torch.inf else 0.5)
+    one_step(scaler, optimizer, weights, 0.0)
+    assert is_finite(weights)
+
+
+@both
+def test_a_replaced_unscale_grads_allows_float16_parameters_as_trainers_write_it(make, mended):
+    weights = [torch.nn.Parameter(torch.ones(3, dtype=torch.float16))]
+    optimizer, scaler = torch.optim.SGD(weights, lr=0.5), make("cpu", init_scale=16.0)
+    replaced = scaler._unscale_grads_
+    scaler._unscale_grads_ = lambda *given: replaced(*given[:3], True)
+    for _ in range(2):
+        one_step(scaler, optimizer, weights, unscale=True)
+    assert numbers(weights) == [[0.0] * 3]

@@ -1,6 +1,7 @@
-"""State dictionaries: into and out of the plain optimizer, damaged, flattened, with a scheduler."""
+"""State dictionaries: into and out of the plain optimizer and other scalers, damaged, flattened."""
 
 import copy
+import json
 import warnings
 
 import pytest
@@ -13,18 +14,24 @@ from torch.distributed.checkpoint.state_dict import (
 
 import lossscale
 from frameworks.torch.support import (
+    MAKERS,
     ONES,
     SHAPES,
     bits,
+    one_step,
+    parameter,
     parameters,
+    scale_and_tracker,
+    sgd,
     snapshot,
     step,
     through_a_file,
-    train_step,
+    with_scaler,
     wrapped,
 )
 from lossscale import DynamicScale, FixedScale, LossScaleWarning
-from lossscale.errors import ArgumentError, CallOrderError
+from lossscale.errors import ArgumentError, CallOrderError, StateDictError
+from lossscale.torch.grad_scaler import GradScaler
 
 KEYS = ("loss_scale", "loss_scale_good_steps", "loss_scale_iterations", "loss_scale_steps_skipped")
 
@@ -69,56 +76,19 @@ def test_a_number_that_is_written_into_the_live_group_is_heard():
         optimizer.backward(given[0].sum())
 
 
-def test_a_plain_optimizer_loads_it_and_it_loads_a_plain_one():
+def test_a_plain_optimizer_loads_it_and_from_that_of_a_plain_one_the_scale_stays():
     _, optimizer = trained()
     plain = torch.optim.Adam(parameters(*SHAPES), fused=True)
+    _, other = trained(steps=(False, False))
+    other.load_state_dict(plain.state_dict())
+    assert float(other.loss_scale) == 2.0**13
     plain.load_state_dict(optimizer.state_dict())
     assert bits(plain.state_dict()["state"]) == bits(optimizer.state_dict()["state"])
-    _, other = trained(steps=(False,))
     other.load_state_dict(plain.state_dict())
     assert float(other.loss_scale) == 2.0**14
-    del plain.param_groups[0]["loss_scale"]
-    bare = torch.optim.Adam(parameters(*SHAPES), fused=True)
-    _, kept = trained(steps=(False, False))
-    kept.load_state_dict(bare.state_dict())
-    assert float(kept.loss_scale) == 2.0**13
 
 
-def test_what_does_not_fit_changes_nothing():
-    _, optimizer = trained()
-    before = bits(optimizer.state_dict())
-    saved = copy.deepcopy(optimizer.state_dict())
-    for change, words in (
-        ({"loss_scale": "high"}, "must be a number"),
-        ({"loss_scale_good_steps": float("nan")}, "must be finite"),
-        ({"params": [0]}, "parameter group"),
-    ):
-        wrong = {**saved, "param_groups": [{**saved["param_groups"][0], **change}]}
-        with pytest.raises(ValueError, match=words):
-            optimizer.load_state_dict(wrong)
-        assert bits(optimizer.state_dict()) == before
-
-
-def test_a_fixed_scale_comes_from_the_code():
-    _, optimizer = trained(rule=FixedScale(8.0))
-    state = optimizer.state_dict()
-    state["param_groups"][0]["loss_scale"] = 64.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.load_state_dict(state)
-    assert float(optimizer.loss_scale) == 8.0
-
-
-def test_a_shorter_interval_takes_effect_on_resume():
-    # torch.amp.GradScaler compares for equality, and would never grow again.
-    _, optimizer = trained(steps=[True] * 5, rule=DynamicScale(8.0, growth_interval=10))
-    given, other = trained(steps=(), rule=DynamicScale(8.0, growth_interval=3))
-    other.load_state_dict(optimizer.state_dict())
-    step(other, given, ONES)
-    assert float(other.loss_scale) == 16.0
-
-
-def test_the_state_of_the_loss_scale_by_itself():
+def test_the_state_of_the_loss_scale_by_itself_and_a_fixed_scale_that_comes_from_the_code():
     _, optimizer = trained()
     saved = optimizer.loss_scale_state.state_dict()
     assert saved == dict(zip(KEYS, (2.0**14, 2, 4, 1), strict=True))
@@ -129,40 +99,11 @@ def test_the_state_of_the_loss_scale_by_itself():
     other.iterations = 40
     assert other.iterations == 40
     assert other.loss_scale_state.state_dict() == {**saved, "loss_scale_iterations": 40}
-
-
-def test_the_state_dictionary_functions_of_distributed_checkpoint():
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
-
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
-    optimizer = wrapped(torch.optim.AdamW(model.parameters()), initial_scale=8)
-    for factor in (torch.inf, 1.0):
-        train_step(optimizer, model(torch.ones(1, 3)).sum() * factor)
-    optimizer.zero_grad()
-    parameters_before = bits(list(model.parameters()))
-    for flatten in (False, True):
-        options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-        saved = get_optimizer_state_dict(model, optimizer, options=options)
-        other_model = copy.deepcopy(model)
-        other = wrapped(torch.optim.AdamW(other_model.parameters()), initial_scale=8)
-        before = other.loss_scale_state.state_dict()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", LossScaleWarning)
-            # It makes a step of its own if there is no state yet, which moves nothing of ours.
-            get_optimizer_state_dict(other_model, other, options=options)
-            assert other.loss_scale_state.state_dict() == before
-            set_optimizer_state_dict(other_model, other, saved, options=options)
-        if flatten:
-            other.loss_scale_state.load_state_dict(optimizer.loss_scale_state.state_dict())
-        assert snapshot(other_model.parameters(), other) == snapshot(model.parameters(), optimizer)
-        assert float(other.loss_scale) == 4.0
-        assert (other.steps_skipped, other.iterations) == (1, 2)
-    assert bits(list(model.parameters())) == parameters_before
+    _, fixed = trained(steps=(), rule=FixedScale(8.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fixed.load_state_dict(optimizer.state_dict())
+    assert (float(fixed.loss_scale), fixed.iterations) == (8.0, 4)
 
 
 # States that are saved between `backward` and `step`, with the gradients.
@@ -175,67 +116,37 @@ VERBS = {
 }
 
 
-def by_files(model, optimizer, folder):
-    file = {"m": model.state_dict(), "o": optimizer.state_dict()}
-    return through_a_file(file | {"g": [p.grad for p in model.parameters()]})
-
-
-def by_distributed_checkpoint(model, optimizer, folder):
-    state = {"m": model.state_dict(), "o": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(
-        state | {"g": [p.grad for p in model.parameters()]}, checkpoint_id=folder, no_dist=True
-    )
-
-
 def small():
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     return model, wrapped(torch.optim.Adam(model.parameters(), lr=0.1), initial_scale=1024.0)
 
 
-def load_files(saved, model, optimizer, folder):
-    model.load_state_dict(saved["m"])
-    optimizer.load_state_dict(saved["o"])
-    return saved["g"]
-
-
-def load_distributed_checkpoint(_, model, optimizer, folder):
+def state_of(model, optimizer, gradients):
     state = {"m": model.state_dict(), "o": get_optimizer_state_dict(model, optimizer)}
-    state["g"] = [torch.zeros_like(p) for p in model.parameters()]
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
-    model.load_state_dict(state["m"])
-    set_optimizer_state_dict(model, optimizer, state["o"])
-    return state["g"]
-
-
-def by_pickle(model, optimizer, folder):
-    grads = [p.grad for p in model.parameters()]
-    return through_a_file((model, optimizer, grads), weights_only=False)
-
-
-WAYS_OF_SAVING = {
-    "torch.save": (by_files, load_files),
-    "torch.distributed.checkpoint": (by_distributed_checkpoint, load_distributed_checkpoint),
-    "pickle": (by_pickle, None),
-}
+    return state | {"g": gradients}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("verbs", [(a, b) for a in VERBS for b in VERBS], ids="-".join)
-@pytest.mark.parametrize("how", WAYS_OF_SAVING)
-def test_a_run_that_is_saved_within_a_step_goes_on_as_it_would_have(how, verbs, tmp_path):
+def test_a_run_that_is_saved_within_a_step_goes_on_as_it_would_have(verbs, tmp_path):
+    """By torch.distributed.checkpoint; test_scaled_gradients.py has files and pickles."""
+
     def run(resumes):
         model, optimizer = small()
         for number, batch in enumerate(BATCHES):
             if number == 3 and resumes:
-                save, load = WAYS_OF_SAVING[how]
-                saved = save(model, optimizer, tmp_path)
-                if load is None:
-                    model, optimizer, gradients = saved
-                else:
-                    model, optimizer = small()
-                    gradients = load(saved, model, optimizer, tmp_path)
-                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                gradients = [p.grad for p in model.parameters()]
+                saved = state_of(model, optimizer, gradients)
+                dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+                model, optimizer = small()
+                # A step that only makes the optimizer's state moves nothing of ours.
+                loaded = state_of(model, optimizer, [torch.zeros_like(g) for g in gradients])
+                assert (optimizer.iterations, float(optimizer.loss_scale)) == (0, 1024.0)
+                dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+                model.load_state_dict(loaded["m"])
+                set_optimizer_state_dict(model, optimizer, loaded["o"])
+                for parameter, gradient in zip(model.parameters(), loaded["g"], strict=True):
                     parameter.grad = gradient
             VERBS[verbs[number % 2]](optimizer, model(batch).square().mean())
             if number in (1, 4):
@@ -296,3 +207,211 @@ def test_a_key_of_the_users_own_that_is_named_as_ours_is_an_error_that_names_it(
     with pytest.raises(ValueError, match=rf"keys \['{key}'\]"):
         lossscale.LossScaleOptimizer(inner)
     assert inner.param_groups[group][key] == 2.0
+
+
+# Those of scalers go both ways between the drop-in and the scalers of others.
+
+SCALER_SETTINGS = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
+SCALER_KEYS = {"scale", "_growth_tracker", *SCALER_SETTINGS}
+
+
+def used(make):
+    weights, optimizer, scaler = with_scaler("sgd", make, init_scale=64.0, **SCALER_SETTINGS)
+    for slope in (torch.inf, 0.0, 0.0):
+        one_step(scaler, optimizer, weights, slope)
+    return scaler, weights, optimizer
+
+
+@pytest.mark.parametrize("saves", MAKERS)
+@pytest.mark.parametrize("loads", MAKERS)
+@pytest.mark.parametrize("before_first_use", [True, False])
+def test_both_ways(saves, loads, before_first_use):
+    scaler, weights, optimizer = used(MAKERS[saves])
+    state = through_a_file(scaler.state_dict())
+    assert set(state) - {"steps_skipped"} == SCALER_KEYS
+    assert all(type(value) in (int, float) for value in state.values())
+    other = MAKERS[loads]("cpu")
+    if not before_first_use:
+        other.scale(torch.ones(()))
+    other.load_state_dict(state)
+    assert scale_and_tracker(other) == scale_and_tracker(scaler) == (16.0, 2)
+    for slope in (0.0, 0.0, torch.inf):
+        one_step(other, optimizer, weights, slope)
+        one_step(scaler, optimizer, weights, slope)
+        assert scale_and_tracker(other) == scale_and_tracker(scaler)
+    assert "torch" in (saves, loads) or other.steps_skipped == 2
+
+
+OF_OTHERS = {
+    "PyTorch": {
+        "scale": 512.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 7,
+    },
+    "Apex, amp.state_dict()": {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}},
+    "Apex, one scaler": {"loss_scale": 512.0, "unskipped": 7},
+    "Megatron": {"scale": torch.tensor([512.0]), "growth_tracker": 7, "hysteresis_tracker": 1},
+    "DeepSpeed": {
+        "dynamic_loss_scale": True,
+        "cur_scale": 512.0,
+        "cur_iter": 20,
+        "last_overflow_iter": 12,
+        "scale_factor": 2.0,
+        "scale_window": 2000,
+        "clip_grad": 0.0,
+    },
+}
+
+
+@pytest.mark.parametrize("decide", ["host", "device"])
+@pytest.mark.parametrize("state", OF_OTHERS.values(), ids=OF_OTHERS)
+def test_states_of_other_scalers_are_taken_over_by_both(state, decide):
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.load_state_dict(state)
+    assert scale_and_tracker(scaler) == (512.0, 7)
+    inner = torch.optim.SGD([parameter()], lr=1.0, fused=True)
+    optimizer = wrapped(inner, decide=decide)
+    optimizer.loss_scale_state.load_state_dict(state)
+    assert (float(optimizer.loss_scale), optimizer.dynamic_counter) == (512.0, 7)
+    # And back: the wrapper's, as PyTorch's scaler and the drop-in read it.
+    for make in (torch.amp.GradScaler, GradScaler):
+        theirs = make("cpu")
+        saved = optimizer.loss_scale_state.scaler_state_dict()
+        theirs.load_state_dict(json.loads(json.dumps(saved)))
+        theirs.scale(torch.ones(()))
+        assert scale_and_tracker(theirs) == (512.0, 7)
+    scaler.load_state_dict(optimizer.loss_scale_state.state_dict())
+    assert scale_and_tracker(scaler) == (512.0, 7)
+
+
+def test_what_cannot_be_taken_over_is_named():
+    for name, lost in (("Megatron", "hysteresis_tracker"), ("DeepSpeed", "delayed_shift")):
+        with pytest.warns(LossScaleWarning, match=f"hysteresis .{lost}=2.*is not loaded"):
+            GradScaler("cpu").load_state_dict(OF_OTHERS[name] | {lost: 2})
+    optimizer = wrapped(sgd(parameter()))
+    words = r"growth_interval=500.*rule=lossscale.DynamicScale"
+    with pytest.warns(LossScaleWarning, match=words) as warned:
+        optimizer.loss_scale_state.load_state_dict(OF_OTHERS["PyTorch"] | {"growth_interval": 500})
+    assert warned[0].filename == __file__
+    assert float(optimizer.loss_scale) == 512.0
+
+
+@pytest.mark.parametrize(("saves", "loads"), [(1, 2), (2, 1), (2, 2)])
+def test_states_go_between_rules_that_wait_and_that_do_not(saves, loads):
+    scaler, other = (
+        GradScaler("cpu", rule=lossscale.DynamicScale(8.0, overflows_before_backoff=waits))
+        for waits in (saves, loads)
+    )
+    other.load_state_dict(scaler.state_dict())
+    assert other.state_dict().get("rule_state", {}).get("overflows") == {1: None, 2: 0}[loads]
+
+
+class Saved:
+    """DeepSpeed saves its scaler as an object."""
+
+    def __init__(self):
+        self.cur_scale, self.cur_iter, self.last_overflow_iter = 512.0, 8, 0
+        self.scale_factor, self.scale_window, self.delayed_shift = 2.0, 1000, 1
+
+
+APEX = {f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(2)}
+
+
+def test_a_scaler_that_was_saved_itself_and_one_of_several():
+    scaler = GradScaler("cpu")
+    scaler.load_state_dict({"loss_scaler": Saved(), "dynamic_loss_scale": True})
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (512.0, 7)
+    scaler.load_state_dict(APEX["loss_scaler1"])
+    assert scale_and_tracker(scaler) == (2.0, 1)
+    with pytest.raises(ArgumentError, match="must be a number"):
+        wrapped(sgd(parameter())).loss_scale_state.load_state_dict({"loss_scale": 10**400})
+
+
+@pytest.mark.parametrize("key", sorted(SCALER_KEYS))
+def test_what_a_partial_state_does_not_say_stays(key):
+    scaler, _, _ = used(GradScaler)
+    state = scaler.state_dict()
+    del state[key]
+    theirs = torch.amp.GradScaler("cpu")
+    with pytest.raises(KeyError):
+        theirs.load_state_dict(state)
+    other = GradScaler("cpu")
+    fresh = other.state_dict()
+    other.load_state_dict(state)
+    assert other.state_dict() == {**state, key: fresh[key]}
+
+
+def changed(**change):
+    """The wrapper's state, with something else in its first group."""
+
+    def made(optimizer):
+        saved = copy.deepcopy(optimizer.state_dict())
+        return {**saved, "param_groups": [{**saved["param_groups"][0], **change}]}
+
+    return made
+
+
+NO_SCALER, NO_NUMBER = "not the state of a gradient scaler", "must be a number"
+BAD = {
+    "empty": ({}, StateDictError, "empty"),
+    "none": (None, StateDictError, "dictionary"),
+    "another kind": ({"state": {}, "param_groups": []}, StateDictError, "'state', 'param_groups'"),
+    "no scaler": ({"loss_scaler": 5}, StateDictError, NO_SCALER),
+    "several": (APEX, StateDictError, r"2 loss scalers.*state\['loss_scaler0'\]"),
+    "no number": ({"scale": "high"}, StateDictError, "'scale'.*'high'"),
+    "growth": ({"scale": 2.0, "growth_factor": 0.5}, ArgumentError, "growth_factor"),
+    "interval": ({"scale": 2.0, "growth_interval": 0}, ArgumentError, "growth_interval"),
+    "wrapper, no number": (changed(loss_scale="high"), ArgumentError, NO_NUMBER),
+    "wrapper, NaN": (changed(loss_scale_good_steps=float("nan")), ArgumentError, "must be finite"),
+    "wrapper, groups": (changed(params=[0]), ValueError, "parameter group"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_state_that_cannot_be_loaded_changes_nothing(case):
+    state, error, message = BAD[case]
+    if callable(state):
+        _, loads = trained()
+        state = state(loads)
+    else:
+        loads, _, _ = used(GradScaler)
+    before = bits(loads.state_dict())
+    with pytest.raises(error, match=message) as caught:
+        loads.load_state_dict(state)
+    assert bits(loads.state_dict()) == before
+    # As PyTorch's class does it.
+    assert isinstance(caught.value, RuntimeError) or case != "empty"
+
+
+@pytest.mark.parametrize(
+    ("scale", "becomes"),
+    [(0.0, 8.0), (float("nan"), 8.0), (float("inf"), 8.0), (-1.0, 8.0), (0.5, 2.0), (1e9, 1024.0)],
+)
+@pytest.mark.parametrize("by", ["new scaler", "scaler", "wrapper"])
+def test_a_scale_outside_of_the_range_is_brought_into_it(scale, becomes, by):
+    rule = lossscale.DynamicScale(8.0, min_scale=2.0, max_scale=1024.0)
+    loads = (
+        wrapped(sgd(parameter()), rule=rule) if by == "wrapper" else GradScaler("cpu", rule=rule)
+    )
+    state = {"scale": scale, "_growth_tracker": -3}
+    if by == "scaler":
+        loads.scale(torch.ones(()))
+    if by == "wrapper":
+        state = loads.state_dict()
+        state["param_groups"][0].update(loss_scale=scale, loss_scale_good_steps=-3)
+    with pytest.warns(LossScaleWarning, match="outside the range.*continues with"):
+        loads.load_state_dict(state)
+    multiply = loads.scale_loss if by == "wrapper" else loads.scale
+    assert multiply(torch.ones(())) == becomes
+    assert (loads.dynamic_counter if by == "wrapper" else loads._get_growth_tracker()) == 0
+
+
+def test_the_number_of_a_fixed_scale_stands_and_a_tracker_is_brought_before_the_interval():
+    fixed = GradScaler("cpu", rule=FixedScale(128.0))
+    fixed.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
+    assert (fixed.get_scale(), fixed.rule) == (128.0, FixedScale(128.0))
+    scaler = GradScaler("cpu", growth_interval=5)
+    scaler.load_state_dict({"scale": 8.0, "_growth_tracker": 100})
+    assert scale_and_tracker(scaler) == (8.0, 4)

@@ -1,9 +1,8 @@
-"""What somebody new to the wrapper gets wrong, and what the wrapper answers."""
+"""What somebody new to the wrapper gets wrong; strange optimizers and strange gradients."""
 
 import copy
 import functools
 import pickle
-import re
 import warnings
 import weakref
 
@@ -12,10 +11,10 @@ import torch
 
 import lossscale
 from frameworks.torch.support import (
-    OURS,
-    assert_same_without_scaling,
+    alone,
     bits,
     derive,
+    ends_as_without_scaling,
     parameters,
     scaler,
     sgd,
@@ -25,7 +24,7 @@ from frameworks.torch.support import (
     wrapper,
 )
 from lossscale import LossScaleWarning, errors
-from lossscale.torch import scaling
+from lossscale.errors import CallOrderError, UnsupportedError
 from lossscale.torch.grad_scaler import GradScaler
 
 INNER = {
@@ -140,27 +139,6 @@ def test_a_step_left_out_on_an_overflow_is_a_skipped_step(inner, cleared_by, way
     assert optimizer.iterations == times
 
 
-@pytest.mark.parametrize("rule", [lossscale.DynamicScale(), lossscale.FixedScale(8)])
-def test_steps_whose_loss_nobody_scaled_are_counted_and_followed_by_a_schedule(rule):
-    given, optimizer = made("momentum", rule=rule)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    scheduler = lossscale.torch.guard(scheduler, optimizer)
-    applied = []
-    finite = [True, False, True] if rule.checks_gradients else [True] * 3
-    for is_finite in finite:
-        optimizer.zero_grad()
-        (loss_of(given) * (1.0 if is_finite else torch.inf)).backward()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", LossScaleWarning)
-            optimizer.step()
-        scheduler.step()
-        applied.append(not optimizer.last_step_skipped)
-    assert applied == finite
-    assert optimizer.iterations == 3
-    assert scheduler.get_last_lr() == [0.5 ** (1 + sum(finite))]
-    assert float(optimizer.loss_scale) == float(rule.init().scale)
-
-
 # Sparse gradients with several values at one index.
 
 SPARSE = {
@@ -178,105 +156,105 @@ def of_the_same_index(scale, *values):
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("name", SPARSE)
-def test_values_of_one_index_whose_sum_overflows(name):
+def test_values_of_one_index_are_summed_before_they_are_checked_and_clipped(name):
     given = parameters((3, 1))
-    run = OURS["wrapper"](SPARSE[name](given), rule=lossscale.DynamicScale(1.0))
-    before = snapshot(given, run.optimizer)
-    run.scale_loss(torch.zeros(()))
+    optimizer = wrapped(SPARSE[name](given), rule=lossscale.DynamicScale(1.0))
+    before = snapshot(given, optimizer)
+    optimizer.scale_loss(torch.zeros(()))
     # Half of the largest number, three times.
     given[0].grad = of_the_same_index(1.0, *[1.7e38] * 3)
-    run.step()
-    assert run.shown() == [1.0, 0]
-    assert snapshot(given, run.optimizer) == before
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("name", SPARSE)
-def test_the_norm_of_values_of_one_index(name, by_hand):
-    given = parameters((3, 1))
-    optimizer = wrapped(SPARSE[name](given), clip_norm=0.5)
-    scale = optimizer.scale_loss(torch.ones(()))
-    given[0].grad = of_the_same_index(scale, 1.0, 2.0, 3.0)
-    if by_hand:
-        optimizer.unscale_()
     optimizer.step()
-    assert given[0].grad.to_dense().flatten().tolist() == pytest.approx([0.5, 0.0, 0.0])
-
-
-@each_inner
-def test_a_loss_in_the_place_of_a_closure(inner):
-    given, optimizer = made(inner)
-    loss = optimizer.scale_loss(loss_of(given))
-    loss.backward()
-    before = snapshot(given, optimizer)
-    with pytest.raises(
-        errors.ArgumentTypeError, match=r"Received: Tensor.*optimizer.backward\(loss\)"
-    ):
-        optimizer.step(loss)
+    assert (float(optimizer.loss_scale), optimizer.last_step_skipped) == (1.0, True)
     assert snapshot(given, optimizer) == before
-    optimizer.step()
-    assert optimizer.iterations == 1
+    optimizer.clip_norm = 0.5
+    for by_hand in (False, True):
+        scale = optimizer.scale_loss(torch.ones(()))
+        given[0].grad = of_the_same_index(scale, 1.0, 2.0, 3.0)
+        if by_hand:
+            optimizer.unscale_()
+        optimizer.step()
+        assert given[0].grad.to_dense().flatten().tolist() == pytest.approx([0.5, 0.0, 0.0])
 
 
 # Names, rules and files.
 
 
-@each_inner
-def test_clipping_that_is_set_later(inner):
-    runs = []
-    for first in (None, 0.5):
-        given, optimizer = made(inner, clip_norm=first)
-        assert optimizer.clip_norm == first
-        optimizer.clip_norm = 0.5
-        for _ in range(2):
-            train_step(optimizer, loss_of(given))
-        runs.append(snapshot(given, optimizer))
-    assert runs[0] == runs[1]
-    assert float(given[0].grad.norm()) == pytest.approx(0.5)
-    with pytest.raises(ValueError, match=r"`clip_norm` must be .* above 0"):
-        optimizer.clip_norm = 0
-    assert optimizer.clip_norm == 0.5
-    optimizer.clip_norm = None
-    train_step(optimizer, 100 * loss_of(given))
-    assert float(given[0].grad.norm()) > 1
+NO_STATE = r"'state' and 'param_groups', as state_dict\(\) returns it\. Received: .*load the optim"
+STATES = {
+    "nothing": None,
+    "empty": {},
+    "list": [],
+    "whole checkpoint": {"model": {}, "optimizer": {}},
+    "no groups": {"state": {}, "param_groups": []},
+    "scaler": GradScaler("cpu").state_dict(),
+}
 
 
-@pytest.mark.parametrize(("name", "value"), [("decide", "host"), ("process_group", None)])
-def test_what_cannot_be_set_later(name, value):
-    _, optimizer = made()
-    assert getattr(optimizer, name) == value
-    with pytest.raises(AttributeError, match=f"'{name}'.*no setter"):
-        setattr(optimizer, name, "device")
+def apply(gradient, variable=None):
+    def call(o):
+        o.apply_gradients(
+            [(gradient, o.param_groups[0]["params"][0] if variable is None else variable)]
+        )
+
+    return call
 
 
-@pytest.mark.parametrize("rule", [lossscale.DynamicScale, lossscale.FixedScale])
-def test_the_class_of_a_rule(rule):
-    for make in (made, lambda rule: GradScaler("cpu", rule=rule)):
-        with pytest.raises(errors.ArgumentTypeError, match="a class: create an instance first"):
-            make(rule=rule)
+LOSS = torch.ones(())
+MISTAKES = {
+    "no pair": (lambda o: o.apply_gradients([3]), TypeError, r"\(gradient, variable\) pairs"),
+    "a stranger": (apply(torch.ones(3), torch.ones(3)), ValueError, "in no parameter group"),
+    "another shape": (apply(torch.ones(2)), ValueError, "must have the shape"),
+    "several losses": (lambda o: o.scale_loss([LOSS]), TypeError, "a number, or a callable"),
+    "a loss": (lambda o: o.minimize(LOSS), TypeError, "must be a callable"),
+    "a constant": (lambda o: o.minimize(lambda: LOSS), ValueError, "does not depend"),
+    "a tape": (lambda o: o.minimize(lambda: 0, tape=1), ValueError, "for TensorFlow"),
+    "no list": (lambda o: o.get_unscaled_gradients(3), TypeError, "list of gradients"),
+    "get_config": (lambda o: o.get_config(), AttributeError, "LossScaleOptimizer has no"),
+    "from_config": (lambda o: o.from_config({}), AttributeError, "LossScaleOptimizer has no"),
+    "no closure": (lambda o: o.step(LOSS), TypeError, r"Received: Tensor.*optimizer.backward\("),
+    "decide later": (lambda o: setattr(o, "decide", "device"), AttributeError, "no setter"),
+    "a group later": (lambda o: setattr(o, "process_group", 1), AttributeError, "no setter"),
+    "no clipping": (lambda o: setattr(o, "clip_norm", 0), ValueError, "`clip_norm` .* above 0"),
+    **{
+        f"a state, {kind}": (lambda o, found=found: o.load_state_dict(found), KeyError, NO_STATE)
+        for kind, found in STATES.items()
+    },
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_answered_before_anything_changes(case):
+    call, error, words = MISTAKES[case]
+    given, optimizer = made("momentum")
+    before = snapshot(given, optimizer), bits(optimizer.state_dict())
+    with pytest.raises(error, match=words):
+        call(optimizer)
+    assert (snapshot(given, optimizer), bits(optimizer.state_dict())) == before
+    assert (optimizer.decide, optimizer.process_group, optimizer.clip_norm) == ("host", None, None)
 
 
 @pytest.mark.parametrize(
-    "found",
+    ("settings", "words"),
     [
-        None,
-        {},
-        [],
-        {"model": {}, "optimizer": {}},
-        {"state": {}, "param_groups": []},
-        GradScaler("cpu").state_dict(),
+        ({"clip_norm": 0.0}, "clip_norm"),
+        ({"clip_norm": "1"}, "clip_norm"),
+        ({"decide": "gpu"}, "'host' or 'device'"),
+        ({"decide": "device"}, "without parameters"),
+        ({"dynamic": False}, "initial_scale"),
+        ({"initial_scale": -1}, "initial_scale"),
+        ({"process_group": "world"}, "process_group"),
+        ({"rule": lossscale.FixedScale}, "a class: create an instance first"),
     ],
-    ids=["nothing", "empty", "list", "whole checkpoint", "no groups", "scaler"],
 )
-def test_what_is_no_state_of_an_optimizer(found):
-    given, optimizer = made("momentum")
-    before = snapshot(given, optimizer)
-    expected = re.escape("'state' and 'param_groups', as state_dict() returns it. Received: ")
-    with pytest.raises(errors.StateDictError, match=f"{expected}.*load the optimizer") as caught:
-        optimizer.load_state_dict(found)
-    assert isinstance(caught.value, KeyError)
-    assert snapshot(given, optimizer) == before
+def test_arguments_are_checked(settings, words):
+    inner = torch.optim.SGD([{"params": []}], lr=0.1)
+    error = TypeError if settings.keys() & {"process_group", "rule"} else ValueError
+    with pytest.raises(error, match=words):
+        wrapped(inner, **settings)
+    wrapped(inner)
+    if "rule" in settings:
+        with pytest.raises(error, match=words):
+            GradScaler("cpu", **settings)
 
 
 # Mistakes that PyTorch allows end as they do there.
@@ -284,18 +262,16 @@ def test_what_is_no_state_of_an_optimizer(found):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @each_inner
-def test_a_model_that_is_cast_after_it_was_wrapped(inner, dtype):
-    def run(wrap):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(3, 1)
-        optimizer = wrap(INNER[inner](model.parameters()))
-        model.to(dtype)
-        for _ in range(3):
-            # bfloat16 divides as exactly, for the scale is a power of two.
-            train_step(optimizer, model(torch.ones(2, 3, dtype=dtype)).square().sum())
-        return snapshot(model.parameters(), optimizer)
-
-    assert_same_without_scaling(run)
+@ends_as_without_scaling
+def test_a_model_that_is_cast_after_it_was_wrapped(wrap, inner, dtype):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = wrap(INNER[inner](model.parameters()))
+    model.to(dtype)
+    for _ in range(3):
+        # bfloat16 divides as exactly, for the scale is a power of two.
+        train_step(optimizer, model(torch.ones(2, 3, dtype=dtype)).square().sum())
+    return snapshot(model.parameters(), optimizer)
 
 
 def test_half_after_wrapping():
@@ -308,15 +284,241 @@ def test_half_after_wrapping():
     assert torch.equal(model.bias, before - 1.0)
 
 
-def test_a_cuda_graph_that_would_wait_for_the_host_is_refused_in_words(monkeypatch):
-    class OnGpu:
-        is_cuda = True
+# Strange optimizers and gradients: the oracle is plain training, or an error is what is wanted.
 
-        def item(self):
-            return 1.0
 
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(errors.UnsupportedError, match=r"CUDA graph is captured.*decide='device'"):
-        scaling.read(OnGpu())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert scaling.read(OnGpu()) == 1.0
+SGD = torch.optim.SGD
+
+
+def leaf(*values, dtype=torch.float32):
+    """A tensor to train. A copy of an `nn.Parameter` would lose its gradient."""
+    return torch.tensor(values or (1.0, 2.0), dtype=dtype, requires_grad=True)
+
+
+# Methods of the inner optimizer.
+
+
+class Methods(SGD):
+    """Has the methods of SAM, Sophia and Schedule-Free, and notes the gradients they find."""
+
+    def __init__(self, given):
+        super().__init__(given, lr=0.5)
+        self.found = []
+
+    def first_step(self):
+        self.found.append([p.grad.clone() for g in self.param_groups for p in g["params"]])
+
+    update_hessian = train = eval = first_step
+
+
+METHODS = ["first_step", "update_hessian", "train", "eval"]
+
+
+@pytest.mark.parametrize("way", ["verb", "unscaled"])
+@pytest.mark.parametrize("several", [False, True])
+@ends_as_without_scaling
+def test_inner_methods_find_true_gradients(wrap, way, several):
+    a, b = leaf(), leaf(3.0)
+    parts = [Methods([a]), Methods([b])] if several else Methods([a, b])
+    optimizer = wrap(parts)
+    called = parts if several and optimizer is parts else [optimizer]
+    derive(optimizer, (a * a).sum() + (b**3).sum(), way)
+    for name in (*METHODS, "step"):
+        for each in called:
+            getattr(each, name)()
+    return bits([a, b, [each.found for each in (parts if several else [parts])]])
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("overflows", [False, True])
+def test_inner_methods_on_scaled_or_overflowed_gradients_are_an_error(name, several, overflows):
+    a = leaf()
+    inner = Methods([a])
+    optimizer = wrapped([inner, Methods([leaf()])] if several else inner)
+    factor, way, words = (torch.inf, "verb", "overflowed") if overflows else (1, "scaled", "scale")
+    derive(optimizer, (a * factor).sum(), way)
+    with pytest.raises(CallOrderError, match=rf"{name}\(\) of .* would use gradients .*{words}"):
+        getattr(optimizer, name)()
+    assert inner.found == []
+    if not overflows:
+        # A step by the inner name, alone.
+        with pytest.raises(CallOrderError, match=r"step\(\) of Methods .*optimizer.backward\("):
+            inner.step()
+    optimizer.step()
+    assert a.tolist() == ([1.0, 2.0] if overflows else [0.5, 1.5])
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_step_by_the_inner_name_of_a_copy_is_an_error_on_scaled_gradients_alone(several):
+    inner = SGD([leaf()], lr=0.5, fused=True)
+    optimizer = copy.deepcopy(wrapped([inner, SGD([leaf()], lr=0.5)] if several else inner))
+    inner = optimizer.optimizers[0] if several else optimizer.inner_optimizer
+    [a] = inner.param_groups[0]["params"]
+    optimizer.scale_loss(a.sum()).backward()
+    with pytest.raises(CallOrderError, match=r"step\(\) of SGD .*optimizer.backward\(loss\)"):
+        inner.step()
+    assert a.tolist() == [1.0, 2.0]
+    optimizer.unscale_()
+    inner.step()
+    assert a.tolist() == [0.5, 1.5]
+
+
+# Optimizers that cannot be wrapped, or are of a strange kind.
+
+
+class PostLocalSGDOptimizer(SGD):
+    """PyTorch's communicates in its step."""
+
+
+def test_what_steps_inside_of_backward_or_alone_is_refused():
+    a = leaf()
+    inner = SGD([a], lr=0.5)
+    local = PostLocalSGDOptimizer([leaf()], lr=0.5)
+    for each in (local, [local, inner]):
+        with pytest.raises(UnsupportedError, match=r"process_group=torch\.distributed\.group"):
+            wrapped(each)
+    wrapped(local, process_group=[])
+    for owner, name, words in (
+        (inner, "_overlap_with_ddp", "ZeroRedundancyOptimizer"),
+        (a, "_in_backward_optimizers", "_apply_optimizer_in_backward"),
+    ):
+        setattr(owner, name, True)
+        with pytest.raises(UnsupportedError, match=f"{words}.* inside backward"):
+            wrapped(inner)
+        delattr(owner, name)
+
+
+class Unhashable(SGD):
+    __hash__ = None
+
+
+class Equal(SGD):
+    __hash__ = SGD.__hash__
+
+    def __eq__(self, other):
+        return isinstance(other, Equal)
+
+
+class Slots:
+    """An optimizer of somebody's own, which cannot be referred to weakly."""
+
+    __slots__ = ("param_groups", "state")
+
+    def __init__(self, given, lr):
+        self.param_groups, self.state = [{"params": list(given), "lr": lr}], {}
+
+    def step(self):
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad, alpha=0.5)
+
+
+@pytest.mark.parametrize("cls", [Unhashable, Equal, Slots])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_scaler_tells_optimizers_apart_that_are_equal_or_have_no_hash(cls, as_list):
+    """The first of two overflows once: it is skipped by itself, or both are in a list."""
+    a, b = leaf(), leaf()
+    parts, scaler = [cls([a], lr=0.5), cls([b], lr=0.5)], GradScaler("cpu", init_scale=8.0)
+    for factor in (torch.inf, 1.0):
+        a.grad = b.grad = None
+        scaler.scale((a * factor).sum() + b.sum()).backward()
+        for each in [parts] if as_list else parts:
+            scaler.step(each)
+        scaler.update()
+    assert (a.tolist(), b.tolist()) == ([0.5, 1.5], [0.5, 1.5] if as_list else [0.0, 1.0])
+
+
+@pytest.mark.parametrize("kind", ["verb", "scale_loss", "device", "scaler"])
+def test_no_gradient_in_ten_steps_is_warned_of_once(kind):
+    trained, inner = leaf(), SGD([leaf()], lr=0.5, fused=True)
+    if kind == "scaler":
+        optimizer = scaler(inner)
+    else:
+        optimizer = wrapped(inner, decide="device" if kind == "device" else "host")
+    said = []
+    for _ in range(22):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train_step(optimizer, trained.sum(), kind)
+        said.append([str(each.message) for each in caught])
+    assert [number for number, each in enumerate(said) if each] == [9]
+    assert "No parameter of SGD has had a gradient in 10 steps" in said[9][0]
+
+
+# Gradients that are not tensors of their own.
+
+X = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.25, -4.0]])
+WAYS = ["verb", "scaled", "unscaled", "scaler"]
+LOSSES = {
+    # Autograd hands one tensor to both terms.
+    "summed": lambda a, b: ((a + b) * X).sum(),
+    "expanded": lambda a, b: a.sum() * 3 + b.sum(),
+    "negated": lambda a, b: (torch.view_as_complex(torch.stack([a, b], -1)).conj().imag * X).sum(),
+    "conjugated": lambda a, b: (torch.complex(a, b).conj() * torch.complex(X, -X)).real.sum(),
+    "transposed": lambda a, b: (a.T @ b).square().mean() / 2**12,
+    "squared": lambda a, b: (a + b).square().sum(),
+}
+
+
+def overlap(a, b):
+    """Both share the rows in the middle."""
+    whole = torch.cat([a, b])
+    return whole[: len(a)], whole[1 : len(a) + 1]
+
+
+PLACES = {
+    "of its own": lambda a, b: (a, b),
+    "one tensor": lambda a, b: (a, a),
+    "a view": lambda a, b: (a, a.view(a.shape)),
+    "detached": lambda a, b: (a, a.detach()),
+    "overlap": overlap,
+}
+SETTINGS = {
+    "host": {},
+    "device": {"decide": "device"},
+    "fixed": {"rule": lossscale.FixedScale(8.0)},
+    "needs": {"rule": lossscale.FixedScale(8.0, skip_nonfinite=True)},
+}
+SHARED = [
+    *((name, place, way, "host", 0) for name in LOSSES for place in PLACES for way in WAYS),
+    # In a later step, too, when much is known of the gradients.
+    *(
+        ("squared", place, way, each, 6)
+        for place in PLACES
+        for way in WAYS[:3]
+        for each in SETTINGS
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "place", "way", "settings", "first"), SHARED)
+def test_gradients_that_share_memory_or_are_views(name, place, way, settings, first):
+    def run(wrap):
+        a, b = torch.arange(6.0).reshape(2, 3).requires_grad_(), torch.ones(2, 3).requires_grad_()
+        optimizer = wrap(SGD([a, b], lr=0.0625, momentum=0.5, fused=name == "squared"))
+        for number in range(first + 3):
+            optimizer.zero_grad()
+            derive(optimizer, LOSSES[name](a, b), "scaled" if way == "unscaled" else way)
+            if number >= first:
+                a.grad, b.grad = PLACES[place](a.grad, b.grad)
+            if way == "unscaled" and wrap is not alone:
+                optimizer.unscale_()
+            optimizer.step()
+        return bits([a, b])
+
+    ours = scaler if way == "scaler" else functools.partial(wrapped, **SETTINGS[settings])
+    assert run(ours) == run(alone)
+
+
+def test_get_unscaled_gradients_keeps_none_of_them():
+    model, kept = torch.nn.Linear(4, 3), []
+    optimizer = wrapped(SGD(model.parameters(), lr=0.5))
+    for _ in range(8):
+        loss = optimizer.get_scaled_loss(model(torch.ones(1, 4)).sum())
+        given = torch.autograd.grad(loss, list(model.parameters()))
+        found = optimizer.get_unscaled_gradients(given)
+        kept += map(weakref.ref, (*given, *found))
+        del loss, given, found
+        assert len(optimizer._record.divided) <= 4
+    assert not any(reference() is not None for reference in kept)

@@ -1,0 +1,237 @@
+"""Rules that look at gradients, and a scale that the device moves."""
+
+import copy
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import lossscale
+from frameworks.torch.support import (
+    OPTIMIZERS,
+    WithScaler,
+    expected_stats,
+    fill,
+    noted,
+    scaler,
+    step,
+    weights_of,
+    wrapped,
+)
+from lossscale import DynamicScale, FixedScale, StatsRequest
+from lossscale.rules import GradientStats
+from lossscale.torch.grad_scaler import GradScaler
+from lossscale.torch.scale import Counts, DeviceLossScale
+from recording_rule import EDGES, RecordingRule
+
+GRADIENTS = [torch.tensor([0.5, -1.0, 2.0]), torch.tensor([-4.0, -0.125, 0.0])]
+SPOILED = [GRADIENTS[0], torch.tensor([-4.0, torch.inf, 0.0])]
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
+def test_a_scaler_sees_what_the_wrapper_sees(name, unscale):
+    weights = weights_of(2)
+    run = scaler(OPTIMIZERS[name](weights), rule=RecordingRule())
+    for gradients in (GRADIENTS, SPOILED, [None, GRADIENTS[0]], GRADIENTS):
+        fill(run, weights, gradients)
+        scale = run.scaler.get_scale()
+        if unscale:
+            run.unscale()
+            torch.nn.utils.clip_grad_norm_(weights, 0.001)
+        run.step()
+        given = [gradient for gradient in gradients if gradient is not None]
+        assert noted(run.saved()) == expected_stats(given, scale)
+    assert run.scaler.get_scale() == 4
+    assert run.scaler.steps_skipped == 1
+    # What it saw is saved, loaded and copied.
+    other = GradScaler("cpu", rule=RecordingRule())
+    other.load_state_dict(run.saved())
+    assert other.state_dict() == run.saved() == copy.deepcopy(run.scaler).state_dict()
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(run.saved())
+    assert theirs.get_scale() == 4
+    fill(run, weights, [None, None])
+    run.step()
+    assert run.saved() == other.state_dict()
+
+
+def test_a_scaler_sees_all_of_its_optimizers_together_and_what_a_kernel_divides():
+    weights = weights_of(2)
+    seeing = GradScaler("cpu", rule=RecordingRule())
+    # One of them has no gradient.
+    groups = ([weights[0]], [weights[1]], weights_of(1))
+    runs = [WithScaler(OPTIMIZERS["sgd"](given), seeing) for given in groups]
+    fill(runs[0], weights, GRADIENTS)
+    for run in runs:
+        seeing.step(run.optimizer)
+    seeing.update()
+    assert noted(seeing.state_dict()) == expected_stats(GRADIENTS, 8.0)
+    weights = [torch.nn.Parameter(weight.detach().half()) for weight in weights_of(2)]
+    run = scaler(OPTIMIZERS["adamw-fused"](weights), rule=RecordingRule())
+    step(run, weights, GRADIENTS)
+    assert noted(run.saved()) == expected_stats(GRADIENTS, 8.0)
+
+
+class Counting(lossscale.FixedScale):
+    """A fixed scale that counts finite steps all the same."""
+
+    def update(self, state, seen, *, xp):
+        return state._replace(good_steps=xp.where(seen.finite, state.good_steps + 1, 0))
+
+
+class Following(RecordingRule):
+    growth_interval = 1
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
+def test_a_rule_of_the_user_remembers_and_counts_beyond_its_interval(name):
+    weights = weights_of(2)
+    optimizer = wrapped(OPTIMIZERS[name](weights), rule=Counting(8.0))
+    run = scaler(OPTIMIZERS[name](weights), rule=Following())
+    for _ in range(3):
+        step(optimizer, weights, GRADIENTS)
+        step(run, weights, GRADIENTS)
+    assert int(optimizer._engine.scale.state.good_steps) == 3
+    assert float(optimizer.loss_scale) == 8.0
+    assert run.saved()["_growth_tracker"] == 3
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize("decide", ["host", "device"])
+@pytest.mark.parametrize(
+    "needs",
+    [StatsRequest(), StatsRequest(True), StatsRequest(False, EDGES), StatsRequest(True, EDGES)],
+)
+def test_a_rule_that_does_not_check_is_moved_all_the_same(needs, decide, clip):
+    """A schedule of scales, or one that follows the largest gradient."""
+    weights = weights_of(2)
+    rule = RecordingRule(checks_gradients=False, needs=needs)
+    inner = OPTIMIZERS["adamw-fused"](weights)
+    optimizer = wrapped(inner, rule=rule, decide=decide, clip_norm=clip)
+    for _ in range(2):
+        step(optimizer, weights, GRADIENTS)
+    assert int(optimizer.dynamic_counter) == 2
+    largest, low, high, elements = expected_stats(GRADIENTS, 8.0)
+    counts = [low, high, elements] if needs.counts_from else [0.0] * 3
+    saved = noted(optimizer.state_dict())
+    assert saved == [largest if needs.largest else 0.0, *counts]
+
+
+# A scale that the device moves, by PyTorch's kernel where that equals the rule, bit for bit.
+#
+# The oracle is the rule itself on NumPy's scalars.
+
+
+CPU = torch.device("cpu")
+DTYPES = {float: np.float32, int: np.int32}
+
+
+def as_numpy(state):
+    return type(state)(*(DTYPES[type(value)](value) for value in state))
+
+
+def updated(rule, state, finite):
+    with np.errstate(all="ignore"):
+        found = rule.update(state, GradientStats(np.bool_(finite)), xp=np)
+        return type(state)(*map(lambda before, value: type(before)(value), state, found))
+
+
+def bits(state):
+    return [np.asarray(value).tobytes() for value in state]
+
+
+def rules():
+    """Rules of all kinds: those that the kernel equals, and those that it does not."""
+    chosen = random.Random(0)
+    for _ in range(40):
+        yield DynamicScale(
+            8.0,
+            growth_interval=chosen.choice([1, 2, 5]),
+            growth_factor=chosen.choice([2.0, 2.0, 2.0, 4.0, 1.5]),
+            backoff_factor=chosen.choice([0.5, 0.5, 0.25, 0.7]),
+            min_scale=chosen.choice([1.0, 2.0**-126, 4.0, 3.0]),
+            max_scale=chosen.choice([None, 2.0**16, 64.0, 100.0, 16.0]),
+            overflows_before_backoff=chosen.choice([1, 1, 1, 2]),
+        )
+    yield FixedScale(8.0)
+    yield FixedScale(8.0, skip_nonfinite=True)
+
+
+def kernel_calls(monkeypatch):
+    calls, kernel = [], torch._amp_update_scale_
+
+    def counted(*args):
+        calls.append(args)
+        return kernel(*args)
+
+    monkeypatch.setattr(torch, "_amp_update_scale_", counted)
+    return calls
+
+
+@pytest.mark.parametrize("rule", list(rules()))
+def test_any_rule_moves_as_on_numpy_also_after_other_code_wrote_to_the_state(rule, monkeypatch):
+    calls, chosen = kernel_calls(monkeypatch), random.Random(1)
+    scale = DeviceLossScale(rule, [CPU])
+    state, skipped = as_numpy(rule.init()), 0
+    for number in range(400):
+        finite = chosen.random() < 0.7
+        if number % 100 == 50:
+            # What a program writes into the group of the optimizer.
+            written = chosen.choice([math.inf, math.nan, 48.0, 2.0**20, 0.25])
+            scale.state.scale.fill_(written)
+            state = state._replace(scale=np.float32(written))
+        if number % 100 == 75:
+            scale.state.good_steps.fill_(7)
+            state = state._replace(good_steps=np.int32(7))
+        if number % 100 == 99:
+            state = as_numpy(rule.restored(type(state)(*(each.item() for each in state))))
+            start = type(state)(*(each.item() for each in state))
+            scale.restore(start, Counts(number, skipped, False))
+        overflow = torch.tensor(float(not finite))
+        scale.update(GradientStats(None), overflow)
+        scale.count(overflow)
+        state, skipped = updated(rule, state, finite), skipped + (not finite)
+        assert bits(each.numpy() for each in scale.state) == bits(state), number
+        assert float(scale.tensor) == float(state.scale) or np.isnan(state.scale)
+    assert scale.counts.iterations.dtype == torch.int64
+    assert scale.counts.last_step_skipped.dtype == torch.bool
+    assert bool(scale.counts.last_step_skipped) == (not finite)
+    doubles = (
+        isinstance(rule, DynamicScale)
+        and rule.powers_of_two
+        and (rule.growth_factor, rule.overflows_before_backoff) == (2.0, 1)
+    )
+    # Up to the first write, at least.
+    assert len(calls) >= 50 if doubles else calls == []
+
+
+def test_a_subclass_of_a_rule_moves_as_it_says(monkeypatch):
+    class Stays(DynamicScale):
+        def update(self, state, stats, *, xp):
+            return state
+
+    calls = kernel_calls(monkeypatch)
+    scale = DeviceLossScale(Stays(8.0), [CPU])
+    scale.update(GradientStats(None), torch.tensor(1.0))
+    assert (float(scale.tensor), calls) == (8.0, [])
+    # Its counts pass what 32 bits hold.
+    scale.restore(scale.first, Counts(2**40, 2**35, True))
+    scale.count(torch.tensor(1.0))
+    numbers = {"iterations": 2**40 + 1, "steps_skipped": 2**35 + 1, "last_step_skipped": True}
+    assert scale.numbers() == {"scale": 8.0, "good_steps": 0, **numbers}
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_a_scale_needs_a_device_to_be_on_and_a_repr_does_not_read_it(device):
+    inner = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2, device="meta"))], fused=True)
+    if device is None:
+        inner.param_groups[0]["params"] = []
+    with pytest.raises(lossscale.errors.ArgumentError, match=r"the device of the parameters.*meta"):
+        lossscale.LossScaleOptimizer(inner, decide="device")
+    inner = torch.optim.Adam([torch.ones(1, requires_grad=True)], fused=True)
+    optimizer = lossscale.LossScaleOptimizer(inner, decide="device")
+    shown = "<LossScaleOptimizer around Adam, DynamicScale: loss scale on the device>"
+    assert repr(optimizer) == shown

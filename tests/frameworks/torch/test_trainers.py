@@ -1,0 +1,407 @@
+"""Where others drive: Lightning, Fabric, Accelerate, Hugging Face's Trainer, pages' recipes.
+
+The wrapper trains with a step that overflows and a schedule, is saved in the middle and goes on in
+a new one, to the last bit as if it had never stopped; and as a plain loop does it. The drop-in
+takes the way of PyTorch's scaler where that is right. The recipes of docs/trainers.md compute in
+float16, and clip and log unscaled gradients.
+"""
+
+import contextlib
+import functools
+import io
+import re
+import warnings
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.nn.modules.module import register_module_forward_hook
+
+import lossscale.torch
+from frameworks.torch.support import MAKERS, OPTIMIZERS, scale_and_tracker, snapshot
+from lossscale.monitoring import read_records
+from lossscale.torch.grad_scaler import GradScaler
+from pages import programs
+from records import column
+
+STEPS, SAVED = 6, 3
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)
+        )
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.float16):
+            return self.layers(x).float().square().mean()
+
+
+def data():
+    """Two make the gradients infinite at any scale, one of them the first after the file."""
+    batches = torch.randn(STEPS, 2, 3, generator=torch.Generator().manual_seed(1))
+    batches[1] = batches[SAVED] = torch.inf
+    return batches
+
+
+def made(net, clip=None):
+    """A wrapper that also overflows by itself in the first step, and its schedule."""
+    inner = torch.optim.AdamW(net.parameters(), lr=0.1)
+    optimizer = lossscale.torch.LossScaleOptimizer(inner, True, 2.0**17, 2, clip_norm=clip)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return optimizer, lossscale.torch.guard(scheduler, optimizer)
+
+
+def compared(net, optimizer, scheduler):
+    """All by which runs can differ."""
+    counts = [int(optimizer.iterations), int(optimizer.steps_skipped)]
+    scale = [float(optimizer.loss_scale), int(optimizer.dynamic_counter)]
+    return snapshot(net.parameters(), optimizer), scale, counts, scheduler.get_last_lr()
+
+
+@pytest.fixture(scope="module", params=[None, 0.05], ids=["", "clipped"])
+def plain(request):
+    """What a plain loop ends with, and how it clips."""
+    net = Net()
+    optimizer, scheduler = made(net, request.param)
+    for batch in data():
+        optimizer.scale_loss(net(batch)).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    result = compared(net, optimizer, scheduler)
+    assert result[2][0] == STEPS
+    assert 1 < result[2][1] < STEPS - 1
+    return result, request.param
+
+
+# Lightning
+
+
+def module(lightning, clip, *, manual):
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.automatic_optimization, self.logged = Net(), not manual, []
+
+        def configure_optimizers(self):
+            self.made = optimizer, scheduler = made(self.net, clip)
+            each = {"scheduler": scheduler, "interval": "step"}
+            return {"optimizer": optimizer, "lr_scheduler": each}
+
+        def on_train_start(self):
+            # What `self.optimizers()` returns is a look-alike, whose `step` is the wrapper's.
+            self.monitor = lossscale.torch.Monitor(self.optimizers(), self, log=self.logged.append)
+
+        def backward(self, loss):
+            (loss if manual else self.optimizers().scale_loss(loss)).backward()
+
+        def training_step(self, batch, index):
+            # A loader starts anew where training goes on in the middle of an epoch.
+            optimizer, loss = self.optimizers(), self.net(data()[self.trainer.global_step])
+            if manual:
+                self.manual_backward(optimizer.scale_loss(loss))
+                optimizer.step()
+                self.lr_schedulers().step()
+                optimizer.zero_grad()
+                self.monitor.step(loss)
+            return loss
+
+        def on_train_end(self):
+            self.monitor.close()
+
+    return Module()
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+def test_lightning(lightning, tmp_path, plain, manual):
+    expected, clip = plain
+
+    def runner(steps):
+        names = "logger", "enable_progress_bar", "enable_model_summary"
+        quiet = dict.fromkeys(names, False)
+        where = {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path}
+        return lightning.Trainer(**quiet, **where, precision="32-true", max_steps=steps)
+
+    loader = torch.utils.data.DataLoader(torch.zeros(STEPS))
+    whole = module(lightning, clip, manual=manual)
+    runner(STEPS).fit(whole, loader)
+    assert compared(whole.net, *whole.made) == expected
+    if manual:
+        skipped = [record for record in whole.logged if record["skipped"]]
+        reasons = [(record["step"], record["reason"]) for record in skipped]
+        assert reasons == [(1, "overflow"), (2, "loss"), (4, "loss")]
+        assert skipped[1]["nonfinite"][0]["name"] == "net.layers.0.weight"
+    first = runner(SAVED)
+    first.fit(module(lightning, clip, manual=manual), loader)
+    first.save_checkpoint(path := tmp_path / "at_three.ckpt")
+    resumed = module(lightning, clip, manual=manual)
+    runner(STEPS).fit(resumed, loader, ckpt_path=path)
+    assert compared(resumed.net, *resumed.made) == expected
+
+
+# Fabric and Accelerate: what prepares a model, its optimizer and its schedule, saves and loads.
+
+
+def by_fabric(net, wrapper, scheduler):
+    lightning = pytest.importorskip("lightning")
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="32-true")
+    model, optimizer = fabric.setup(net, wrapper)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    save, load = (functools.partial(call, state=state) for call in (fabric.save, fabric.load))
+    return fabric, model, optimizer, scheduler, save, load
+
+
+def by_accelerate(net, wrapper, scheduler):
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    prepared = accelerator.prepare(net, wrapper, scheduler)
+    return accelerator, *prepared, accelerator.save_state, accelerator.load_state
+
+
+@pytest.mark.parametrize("prepare", [by_fabric, by_accelerate])
+def test_fabric_and_accelerate(prepare, tmp_path, plain):
+    expected, clip = plain
+    path = str(tmp_path / "saved")
+    for batches in (data()[:SAVED], data()[SAVED:]):
+        net = Net()
+        run = made(net, clip)
+        by, model, optimizer, scheduler, save, load = prepare(net, *run)
+        if len(list(tmp_path.iterdir())):
+            load(path)
+        for batch in batches:
+            by.backward(run[0].scale_loss(model(batch)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        save(path)
+    assert compared(net, *run) == expected
+
+
+@pytest.fixture
+def accelerate():
+    return pytest.importorskip("accelerate")
+
+
+def test_accelerate_accumulates(accelerate):
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net, alone = Net(), Net()
+    wrapper, _ = made(net)
+    plain, _ = made(alone)
+    model, optimizer = accelerator.prepare(net, wrapper)
+    batches = data()
+    for number, batch in enumerate(batches):
+        with accelerator.accumulate(model):
+            accelerator.backward(wrapper.scale_loss(model(batch)))
+            optimizer.step()
+            optimizer.zero_grad()
+        (plain.scale_loss(alone(batch)) / 2).backward()
+        if number % 2:
+            plain.step()
+            plain.zero_grad()
+    assert snapshot(net.parameters(), wrapper) == snapshot(alone.parameters(), plain)
+    assert wrapper.iterations == 3
+
+
+# Hugging Face's Trainer
+
+
+class WithLabels(torch.nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x, labels=None):
+        return {"loss": self.net(x)}
+
+
+def test_transformers(tmp_path, plain):
+    expected, clip = plain
+    transformers = pytest.importorskip("transformers")
+
+    def start(folder):
+        net = Net()
+        optimizer, scheduler = made(net, clip)
+        arguments = transformers.TrainingArguments(
+            output_dir=str(folder),
+            max_steps=STEPS,
+            max_grad_norm=0.0,
+            per_device_train_batch_size=1,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            logging_strategy="no",
+            dataloader_pin_memory=False,
+            train_sampling_strategy="sequential",
+            save_strategy="steps",
+            save_steps=SAVED,
+        )
+        trainer = transformers.Trainer(
+            WithLabels(net),
+            arguments,
+            data_collator=lambda samples: samples[0],
+            train_dataset=[{"x": batch} for batch in data()],
+            optimizers=(optimizer, scheduler),
+        )
+        backward = trainer.accelerator.backward
+        trainer.accelerator.backward = lambda loss, **more: backward(
+            optimizer.scale_loss(loss), **more
+        )
+        return trainer, net, optimizer, scheduler
+
+    whole, *run = start(tmp_path)
+    whole.train()
+    assert compared(*run) == expected
+    resumed, *run = start(tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVED}"))
+    assert compared(*run) == expected
+
+
+# The drop-in.
+
+
+def four_batches():
+    """The second one makes the gradients infinite."""
+    batches = torch.ones(4, 2)
+    batches[1] = torch.inf
+    return batches
+
+
+class Weight(torch.nn.Module):
+    """A weight whose gradient is the mean of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return (self.weight * x).sum()
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_accelerate_4289_a_step_that_only_makes_state(accelerate, make):
+    """torch.distributed.checkpoint makes the state of an optimizer by a step, here a scaled one."""
+    accelerator, scaler, net = accelerate.Accelerator(cpu=True), make("cpu"), Weight()
+    # Accelerate makes no scaler of its own on the CPU.
+    accelerator.scaler, accelerator.native_amp = scaler, True
+    net, optimizer = accelerator.prepare(net, OPTIMIZERS["adam"](net.parameters()))
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 4.0, "_growth_tracker": 7})
+    # As Accelerate does it, before it loads the optimizer of a sharded model.
+    scaler._lazy_init_scale_growth_tracker(scaler._device)
+    get_optimizer_state_dict(net, optimizer)
+    assert optimizer.optimizer.state
+    assert scale_and_tracker(scaler) == (4.0, 7 if make is GradScaler else 8)
+    assert net.weight.tolist() == [1.0, 1.0]
+
+
+def test_what_accelerate_prepares_is_watched_and_it_is_told_of_a_skipped_step(accelerate, tmp_path):
+    accelerator, path, model = accelerate.Accelerator(cpu=True), tmp_path / "run.jsonl", Weight()
+    inner = OPTIMIZERS["sgd"](model.parameters())
+    wrapper = lossscale.torch.LossScaleOptimizer(inner, initial_scale=8.0)
+    prepared, optimizer = accelerator.prepare(model, wrapper)
+    lossscale.torch.report_skips_to_accelerate(optimizer)
+    with pytest.raises(TypeError, match=r"accelerator\.prepare\(\) returned"):
+        lossscale.torch.report_skips_to_accelerate(wrapper)
+    plain = accelerator.prepare(OPTIMIZERS["sgd"](model.parameters()))
+    with lossscale.torch.Monitor(optimizer, prepared, path) as monitor:
+        for number, batch in enumerate(four_batches()):
+            optimizer.zero_grad()
+            loss = prepared(batch)
+            accelerator.backward(wrapper.scale_loss(loss))
+            optimizer.step()
+            monitor.step(loss)
+            skipped = number == 1
+            assert accelerator.optimizer_step_was_skipped is optimizer.step_was_skipped is skipped
+            assert not plain.step_was_skipped
+    assert column(path, "scale") == [8.0, 8.0, 4.0, 4.0]
+    assert [str(tensor) for tensor in read_records(path)[1].nonfinite] == ["weight (2 inf)"]
+
+
+# The recipes of docs/trainers.md.
+
+
+RECIPES = {
+    name: [source for source in programs("trainers.md") if re.search(pattern, source, re.MULTILINE)]
+    for name, pattern in {
+        "lightning": "^import lightning",
+        "accelerate": "^from accelerate",
+        "transformers": "^import transformers",
+    }.items()
+}
+CASES = [(name, number) for name in RECIPES for number in range(2)]
+
+
+def ran(source):
+    """Runs a recipe; returns its names, and the dtypes of what its layers returned."""
+    for name in RECIPES:
+        if re.search(rf"\b{name}\b", source):
+            # Where PyTorch alone is installed, with no trainer.
+            pytest.importorskip(name)
+    dtypes = set()
+
+    def note(module, inputs, output):
+        if isinstance(module, torch.nn.Linear):
+            dtypes.add(output.dtype)
+
+    torch.manual_seed(0)
+    names = {"__name__": "__main__"}
+    hook = register_module_forward_hook(note)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            exec(compile(source, "<page>", "exec"), names)
+    finally:
+        hook.remove()
+    return names, dtypes
+
+
+# What the recipes without loss scaling and float16 have in place of each line.
+IN_FLOAT32 = {
+    r"lossscale\.torch\.LossScaleOptimizer\(inner.*\)": "inner",
+    r"with torch\.autocast.*:$": "if True:",
+    "fp16=True": "fp16=False",
+    r"self\.optimizers\(\)\.backward\(loss\)": "loss.backward()",
+    r"scaling\.scale_loss\(loss\)": "loss",
+    # The wrapper clips these itself.
+    r"max_steps=3,(\n *accelerator=\"cpu\")": r"max_steps=3, gradient_clip_val=1.0,\1",
+    r"^    optimizer\.step\(\)$": "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+    "    optimizer.step()",
+    r"^( *scheduler = lossscale| *plugins=|trainer\.accelerator\.|accelerator\.scaler"
+    r"|lossscale\.torch\.report|print\().*\n?": "",
+}
+
+
+def in_float32(source):
+    """A recipe without loss scaling and float16."""
+    for pattern, instead in IN_FLOAT32.items():
+        source = re.sub(pattern, instead, source, flags=re.MULTILINE)
+    return source
+
+
+def with_sgd(source):
+    """A recipe whose weights show what multiplies a gradient, and whose loss does not overflow."""
+    source = re.sub(r"AdamW\((\w+\.parameters\(\))\)", r"SGD(\1, lr=0.1)", source)
+    # The drop-in begins at 2**16, which the loss of some may overflow.
+    source = re.sub(r"GradScaler\((.*)\)", r"GradScaler(\1, init_scale=8.0)", source)
+    return source.replace('float("inf")', "1.0")
+
+
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_a_recipe_computes_in_float16_and_ends_with_the_weights_of_float32(name, number):
+    assert len(RECIPES[name]) == 2
+    source = with_sgd(RECIPES[name][number])
+    (scaled, dtypes), (plain, plain_dtypes) = ran(source), ran(in_float32(source))
+    assert (dtypes, plain_dtypes) == ({torch.float16}, {torch.float32})
+    models = [names.get("module", names.get("model")) for names in (scaled, plain)]
+    for ours, expected in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-2, atol=1e-3)
+    if name == "transformers":
+        # It clips and logs unscaled gradients; above the limit, so that they are clipped.
+        history = [names["trainer"].state.log_history for names in (scaled, plain)]
+        norms, others = ([e["grad_norm"] for e in each if "grad_norm" in e] for each in history)
+        assert len(norms) == 3
+        assert min(norms) > 1
+        assert norms == pytest.approx(others, rel=1e-2)
