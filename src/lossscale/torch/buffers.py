@@ -68,9 +68,10 @@ def guard_model(model: Any, optimizers: Sequence[Any], names: Iterable[str] | No
     made = BufferGuard(inner, chosen, len(optimizers))
     _warn_of_size(inner, chosen)
     unguard_model(model)
+    told = torch.compiler.assume_constant_result(lambda: made.compiled())
     for each in {model, inner}:
         made.handles += [
-            each.register_forward_pre_hook(Hook(made.before_forward, id(made)), prepend=True),
+            each.register_forward_pre_hook(Hook(made.before_forward, told), prepend=True),
             each.register_forward_hook(Hook(made.after_forward)),
             each.register_load_state_dict_post_hook(Hook(lambda module, keys: made.save())),
         ]
@@ -229,7 +230,7 @@ class BufferGuard:
                 one: Any = now.get(name)
                 if one is not tensor:
                     # `model.to` may have been called since.
-                    now[name] = tensor if one is None or tensor is None else tensor.to(one)
+                    now[name] = tensor if one is None or tensor is None else tensor.to(one.device)
         for module in self._modules if self._lazy else ():
             # These had no values before this step, in which they got their shape.
             tensors = [t for t in module._buffers.values() if any(t is each for each in self._lazy)]
@@ -292,17 +293,20 @@ class Hook:
 
     Args:
         function: Called as the hook, except in compiled code.
-        number: The id of the guard that is told when code is compiled; 0 for none.
+        told: Called while a forward pass is compiled, and never when it runs, if PyTorch assumes
+            that its result is constant.
     """
 
-    def __init__(self, function: Callable[..., None], number: int = 0) -> None:
-        self.function, self.number = function, number
+    def __init__(
+        self, function: Callable[..., None], told: Callable[[], None] | None = None
+    ) -> None:
+        self.function, self.told = function, told
 
     def __call__(self, *args: Any) -> None:
         if not torch.compiler.is_compiling():
             self.function(*args)
-        elif self.number:
-            _while_compiling(self.number)
+        elif self.told is not None:
+            self.told()
 
     def __reduce__(self) -> Any:
         # A saved model loads without this library.
@@ -338,14 +342,6 @@ def guard_average(averaged: Any, holders: list[Callable[[], bool]]) -> None:
 def unguard_average(averaged: Any) -> None:
     """Lets `update_parameters` follow all steps again."""
     vars(averaged).pop("update_parameters", None)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _while_compiling(number: int) -> None:
-    """Runs while a forward pass is compiled, and never when it is called."""
-    for each in _of_models.values():
-        if id(each) == number:
-            each.compiled()
 
 
 def innermost(model: Any) -> Any:
