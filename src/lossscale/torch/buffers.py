@@ -24,8 +24,13 @@ from lossscale.packages import warn
 
 _LARGE = 64 * 2**20
 """Bytes of buffers above which a warning names the argument to choose some."""
-_NEVER_STEPPED = 10
+_CHANGES = 10
 """Changes of a parameter without a step of the optimizer after which a warning comes."""
+_NEVER_STEPPED = (
+    "The optimizer in guard(model, optimizer) was never stepped. Another one updates the "
+    "parameters, so skipped steps do not restore the buffers. Pass the LossScaleOptimizer or "
+    "GradScaler that steps."
+)
 
 _guards: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BufferGuard]] = weakref.WeakKeyDictionary()
 """The guards by the optimizer or scaler whose steps count."""
@@ -69,12 +74,11 @@ def guard_model(model: Any, optimizers: Sequence[Any], names: Iterable[str] | No
     _warn_of_size(inner, chosen)
     unguard_model(model)
     told = torch.compiler.assume_constant_result(lambda: made.compiled())
-    for each in {model, inner}:
-        made.handles += [
-            each.register_forward_pre_hook(Hook(made.before_forward, told), prepend=True),
-            each.register_forward_hook(Hook(made.after_forward)),
-            each.register_load_state_dict_post_hook(Hook(lambda module, keys: made.save())),
-        ]
+    made.handles = [
+        inner.register_forward_pre_hook(Hook(made.before_forward, told), prepend=True),
+        inner.register_forward_hook(Hook(made.after_forward)),
+        inner.register_load_state_dict_post_hook(Hook(lambda module, keys: made.save())),
+    ]
     _of_models[inner] = made
     for each in optimizers:
         _guards.setdefault(each, weakref.WeakSet()).add(made)
@@ -110,7 +114,7 @@ class BufferGuard:
         self._left, self._optimizers = 0, optimizers
         self._waits, self._is_compiled = True, False
         # The version of the weight above which a step must have come.
-        self._last = math.inf if self._weight is None else self._weight._version + _NEVER_STEPPED
+        self._last = math.inf if self._weight is None else self._weight._version + _CHANGES
         self.save()
 
     def detach(self) -> None:
@@ -125,12 +129,12 @@ class BufferGuard:
             # Checkpointing repeats a forward pass in the backward pass.
             return
         if not self._waits:
-            self._warn_if_never_stepped()
+            if self._weight is not None and self._weight._version > self._last:
+                self._last = math.inf
+                warn(_NEVER_STEPPED)
             return
-        if not (torch.is_grad_enabled() or _in_checkpoint()):
-            # Such as `update_bn`: what it changes belongs to no step; see `after_forward`.
-            return
-        if self._trains():
+        # What `update_bn` and its like change belongs to no step; see `after_forward`.
+        if (torch.is_grad_enabled() or _in_checkpoint()) and self._trains():
             self._waits, self._left = False, self._optimizers
             self.save()
 
@@ -167,20 +171,19 @@ class BufferGuard:
         """Saves the buffers as they are."""
         if not (self._saved and self._is_known()):
             self._allocate()
-        for group in self._groups:
-            torch.cat(group.data, out=group.saved)
+        for memory, saved in self._groups:
+            torch.cat(memory, out=saved)
         for each in self._others:
             each[1] = each[0].detach().clone()
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def restore(self) -> None:
         """Sets the buffers to what was saved."""
-        for group in self._groups:
-            group.write(group.saved)
+        for memory, saved in self._groups:
+            _write(memory, saved)
         for tensor, data in zip(self._plain, self._data, strict=True):
             # Somebody may have replaced `data` since.
-            if tensor.data_ptr() != data.data_ptr():
-                tensor.data.copy_(data)
+            tensor.data = data
         for tensor, was in self._others:
             tensor.copy_(was)
         self._put_back()
@@ -195,10 +198,9 @@ class BufferGuard:
             elif saves:
                 self.save()
             return
-        for group in self._groups:
-            now, flag = torch.cat(group.data), skipped.to(group.saved.device, torch.bool)
-            chosen = group.saved if saves else now
-            group.write(torch.where(flag, group.saved, now, out=chosen))
+        for memory, saved in self._groups:
+            now, flag = torch.cat(memory), skipped.to(saved.device, torch.bool)
+            _write(memory, torch.where(flag, saved, now, out=saved if saves else now))
 
     # --- Which tensors they are ---------------------------------------------------------------
 
@@ -259,33 +261,7 @@ class BufferGuard:
                 self._data.append(local.data)
                 of_devices.setdefault(local.device, []).append(memory)
         self._places = list(map(_POINTER, self._plain))
-        self._groups = list(map(_Group, of_devices.values()))
-
-    def _warn_if_never_stepped(self) -> None:
-        """Warns if something else than the optimizer updates the parameters."""
-        if self._weight is not None and self._weight._version > self._last:
-            self._last = math.inf
-            warn(
-                "The optimizer in guard(model, optimizer) was never stepped. Another one updates "
-                "the parameters, so skipped steps do not restore the buffers. Pass the "
-                "LossScaleOptimizer or GradScaler that steps."
-            )
-
-
-class _Group:
-    """The memory of the buffers on one device, and what was saved of it.
-
-    Args:
-        data: Their bytes.
-    """
-
-    def __init__(self, data: list[Any]) -> None:
-        self.data, self._sizes = data, list(map(len, data))
-        self.saved = torch.cat(data)
-
-    def write(self, numbers: Any) -> None:
-        """Writes all of it."""
-        torch._foreach_copy_(self.data, numbers.split(self._sizes))
+        self._groups = [(memory, torch.cat(memory)) for memory in of_devices.values()]
 
 
 class Hook:
@@ -395,6 +371,11 @@ def _warn_of_size(model: Any, names: set[str] | None) -> None:
 
 def _is_lazy(tensor: Any) -> bool:
     return bool(torch.nn.parameter.is_lazy(tensor))
+
+
+def _write(memory: list[Any], numbers: Any) -> None:
+    """Writes the bytes of several tensors."""
+    torch._foreach_copy_(memory, numbers.split(list(map(len, memory))))
 
 
 def _memory(tensor: Any) -> Any:
