@@ -504,6 +504,7 @@ def test_buffers_may_be_named_and_a_second_guard_replaces_the_first():
     unguard(unguard(model))
     step(model, optimizer, BAD)
     assert int(model[1].num_batches_tracked) == 2
+    assert model[1].running_mean.isnan().all()
     with pytest.raises(lossscale.errors.ArgumentError, match=r"names of buffers.*'2\.mean'"):
         guard(model, optimizer, buffers="2.mean")
     model.register_buffer("quantized", torch.zeros(65 * 2**20, dtype=torch.int8))
