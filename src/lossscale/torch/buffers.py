@@ -11,13 +11,11 @@ import contextlib
 import fnmatch
 import math
 import operator
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.packages import warn
@@ -133,8 +131,10 @@ class BufferGuard:
                 self._last = math.inf
                 warn(_NEVER_STEPPED)
             return
-        # What `update_bn` and its like change belongs to no step; see `after_forward`.
-        if (torch.is_grad_enabled() or _in_checkpoint()) and self._trains():
+        # What `update_bn` and its like change belongs to no step; see `after_forward`. Reentrant
+        # checkpointing disables gradients, and needs an argument that requires one.
+        belongs = torch.is_grad_enabled() or any(getattr(x, "requires_grad", False) for x in args)
+        if belongs and self._trains():
             self._waits, self._left = False, self._optimizers
             self.save()
 
@@ -342,14 +342,6 @@ def _checked_names(model: Any, names: Iterable[str] | None) -> set[str] | None:
             )
         chosen.update(fitting)
     return chosen
-
-
-def _in_checkpoint() -> bool:
-    """Whether reentrant checkpointing calls, in which gradients are disabled."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _warn_of_size(model: Any, names: set[str] | None) -> None:
