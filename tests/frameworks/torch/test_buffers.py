@@ -333,12 +333,15 @@ def test_a_program_ends_as_one_that_was_never_given_the_bad_batches(name, way, c
 @pytest.mark.parametrize("order", ["alternating", "forward passes first"])
 def test_a_skip_puts_back_what_changed_since_the_last_step_of_any(order, skips, decide):
     torch.manual_seed(0)
-    g, d = norm(), nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    of_g, of_d = wrapped(g, decide=decide), wrapped(d, decide=decide)
+    d = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    g, other = norm(), norm()
+    of_g, of_d, of_other = (wrapped(each, decide=decide) for each in (g, d, other))
     for model in (g, d):
-        guard(model, [of_g, of_d])
+        guard(model, [of_g, of_d, of_other])
 
     def loss(optimizer, bad):
+        if optimizer is of_other:
+            return loss_of(other, X)
         if optimizer is of_d:
             return loss_of(d, g(X).detach() * bad.get("d", 1))
         x = X * bad.get("g", 1)
@@ -348,9 +351,8 @@ def test_a_skip_puts_back_what_changed_since_the_last_step_of_any(order, skips, 
         return loss_of(g, x, checkpointed(g) if skips == "g" else g)
 
     for number in range(4):
-        bad, both = {skips: INF} if number == 2 else {}, (of_d, of_g)
-        groups = [both] if order == "forward passes first" else [(of_d,), (of_g,)]
-        for group in groups:
+        bad = {skips: INF} if number == 2 else {}
+        for group in [(of_d,), (of_g,)] if order == "alternating" else [(of_other, of_d, of_g)]:
             before = bits(g), bits(d)
             losses = [loss(each, bad) for each in group]
             for each, of in zip(group, losses, strict=True):
