@@ -40,6 +40,10 @@ class GraphWatch:
         names: Sequence[tuple[str, bool]],
         plain: Callable[[str], str],
     ) -> None:
+        # A graph would read a variable by an operation, so that its origin were not known.
+        arrays = tf.nest.map_structure(
+            lambda each: tf.convert_to_tensor(each) if tf.is_tensor(each) else each, arrays
+        )
         flat = [each for each in tf.nest.flatten(arrays) if each is not None]
         self._names, self._plain = dict(zip(map(id, flat), names, strict=True)), plain
         traced = functools.partial(compute, arrays)

@@ -11,21 +11,24 @@ import contextlib
 import fnmatch
 import math
 import operator
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.packages import warn
 
 _LARGE = 64 * 2**20
 """Bytes of buffers above which a warning names the argument to choose some."""
-_NEVER_STEPPED = 10
+_CHANGES = 10
 """Changes of a parameter without a step of the optimizer after which a warning comes."""
+_NEVER_STEPPED = (
+    "The optimizer in guard(model, optimizer) was never stepped. Another one updates the "
+    "parameters, so skipped steps do not restore the buffers. Pass the LossScaleOptimizer or "
+    "GradScaler that steps."
+)
 
 _guards: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BufferGuard]] = weakref.WeakKeyDictionary()
 """The guards by the optimizer or scaler whose steps count."""
@@ -68,12 +71,12 @@ def guard_model(model: Any, optimizers: Sequence[Any], names: Iterable[str] | No
     made = BufferGuard(inner, chosen, len(optimizers))
     _warn_of_size(inner, chosen)
     unguard_model(model)
-    for each in {model, inner}:
-        made.handles += [
-            each.register_forward_pre_hook(Hook(made.before_forward, id(made)), prepend=True),
-            each.register_forward_hook(Hook(made.after_forward)),
-            each.register_load_state_dict_post_hook(Hook(lambda module, keys: made.save())),
-        ]
+    told = torch.compiler.assume_constant_result(lambda: made.compiled())
+    made.handles = [
+        inner.register_forward_pre_hook(Hook(made.before_forward, told), prepend=True),
+        inner.register_forward_hook(Hook(made.after_forward)),
+        inner.register_load_state_dict_post_hook(Hook(lambda module, keys: made.save())),
+    ]
     _of_models[inner] = made
     for each in optimizers:
         _guards.setdefault(each, weakref.WeakSet()).add(made)
@@ -109,7 +112,7 @@ class BufferGuard:
         self._left, self._optimizers = 0, optimizers
         self._waits, self._is_compiled = True, False
         # The version of the weight above which a step must have come.
-        self._last = math.inf if self._weight is None else self._weight._version + _NEVER_STEPPED
+        self._last = math.inf if self._weight is None else self._weight._version + _CHANGES
         self.save()
 
     def detach(self) -> None:
@@ -124,12 +127,14 @@ class BufferGuard:
             # Checkpointing repeats a forward pass in the backward pass.
             return
         if not self._waits:
-            self._warn_if_never_stepped()
+            if self._weight is not None and self._weight._version > self._last:
+                self._last = math.inf
+                warn(_NEVER_STEPPED)
             return
-        if not (torch.is_grad_enabled() or _in_checkpoint()):
-            # Such as `update_bn`: what it changes belongs to no step; see `after_forward`.
-            return
-        if self._trains():
+        # What `update_bn` and its like change belongs to no step; see `after_forward`. Reentrant
+        # checkpointing disables gradients, and needs an argument that requires one.
+        belongs = torch.is_grad_enabled() or any(getattr(x, "requires_grad", False) for x in args)
+        if belongs and self._trains():
             self._waits, self._left = False, self._optimizers
             self.save()
 
@@ -166,20 +171,19 @@ class BufferGuard:
         """Saves the buffers as they are."""
         if not (self._saved and self._is_known()):
             self._allocate()
-        for group in self._groups:
-            torch.cat(group.data, out=group.saved)
+        for memory, saved in self._groups:
+            torch.cat(memory, out=saved)
         for each in self._others:
             each[1] = each[0].detach().clone()
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def restore(self) -> None:
         """Sets the buffers to what was saved."""
-        for group in self._groups:
-            group.write(group.saved)
+        for memory, saved in self._groups:
+            _write(memory, saved)
         for tensor, data in zip(self._plain, self._data, strict=True):
             # Somebody may have replaced `data` since.
-            if tensor.data_ptr() != data.data_ptr():
-                tensor.data.copy_(data)
+            tensor.data = data
         for tensor, was in self._others:
             tensor.copy_(was)
         self._put_back()
@@ -194,10 +198,9 @@ class BufferGuard:
             elif saves:
                 self.save()
             return
-        for group in self._groups:
-            now, flag = torch.cat(group.data), skipped.to(group.saved.device, torch.bool)
-            chosen = group.saved if saves else now
-            group.write(torch.where(flag, group.saved, now, out=chosen))
+        for memory, saved in self._groups:
+            now, flag = torch.cat(memory), skipped.to(saved.device, torch.bool)
+            _write(memory, torch.where(flag, saved, now, out=saved if saves else now))
 
     # --- Which tensors they are ---------------------------------------------------------------
 
@@ -229,7 +232,7 @@ class BufferGuard:
                 one: Any = now.get(name)
                 if one is not tensor:
                     # `model.to` may have been called since.
-                    now[name] = tensor if one is None or tensor is None else tensor.to(one)
+                    now[name] = tensor if one is None or tensor is None else tensor.to(one.device)
         for module in self._modules if self._lazy else ():
             # These had no values before this step, in which they got their shape.
             tensors = [t for t in module._buffers.values() if any(t is each for each in self._lazy)]
@@ -258,33 +261,7 @@ class BufferGuard:
                 self._data.append(local.data)
                 of_devices.setdefault(local.device, []).append(memory)
         self._places = list(map(_POINTER, self._plain))
-        self._groups = list(map(_Group, of_devices.values()))
-
-    def _warn_if_never_stepped(self) -> None:
-        """Warns if something else than the optimizer updates the parameters."""
-        if self._weight is not None and self._weight._version > self._last:
-            self._last = math.inf
-            warn(
-                "The optimizer in guard(model, optimizer) was never stepped. Another one updates "
-                "the parameters, so skipped steps do not restore the buffers. Pass the "
-                "LossScaleOptimizer or GradScaler that steps."
-            )
-
-
-class _Group:
-    """The memory of the buffers on one device, and what was saved of it.
-
-    Args:
-        data: Their bytes.
-    """
-
-    def __init__(self, data: list[Any]) -> None:
-        self.data, self._sizes = data, list(map(len, data))
-        self.saved = torch.cat(data)
-
-    def write(self, numbers: Any) -> None:
-        """Writes all of it."""
-        torch._foreach_copy_(self.data, numbers.split(self._sizes))
+        self._groups = [(memory, torch.cat(memory)) for memory in of_devices.values()]
 
 
 class Hook:
@@ -292,17 +269,20 @@ class Hook:
 
     Args:
         function: Called as the hook, except in compiled code.
-        number: The id of the guard that is told when code is compiled; 0 for none.
+        told: Called while a forward pass is compiled, and never when it runs, if PyTorch assumes
+            that its result is constant.
     """
 
-    def __init__(self, function: Callable[..., None], number: int = 0) -> None:
-        self.function, self.number = function, number
+    def __init__(
+        self, function: Callable[..., None], told: Callable[[], None] | None = None
+    ) -> None:
+        self.function, self.told = function, told
 
     def __call__(self, *args: Any) -> None:
         if not torch.compiler.is_compiling():
             self.function(*args)
-        elif self.number:
-            _while_compiling(self.number)
+        elif self.told is not None:
+            self.told()
 
     def __reduce__(self) -> Any:
         # A saved model loads without this library.
@@ -340,14 +320,6 @@ def unguard_average(averaged: Any) -> None:
     vars(averaged).pop("update_parameters", None)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _while_compiling(number: int) -> None:
-    """Runs while a forward pass is compiled, and never when it is called."""
-    for each in _of_models.values():
-        if id(each) == number:
-            each.compiled()
-
-
 def innermost(model: Any) -> Any:
     """The module in what PyTorch wraps around modules."""
     wraps = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
@@ -372,14 +344,6 @@ def _checked_names(model: Any, names: Iterable[str] | None) -> set[str] | None:
     return chosen
 
 
-def _in_checkpoint() -> bool:
-    """Whether reentrant checkpointing calls, in which gradients are disabled."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
-        frame = frame.f_back
-    return frame is not None
-
-
 def _warn_of_size(model: Any, names: set[str] | None) -> None:
     sizes = {
         name: tensor.numel() * tensor.element_size()
@@ -399,6 +363,11 @@ def _warn_of_size(model: Any, names: set[str] | None) -> None:
 
 def _is_lazy(tensor: Any) -> bool:
     return bool(torch.nn.parameter.is_lazy(tensor))
+
+
+def _write(memory: list[Any], numbers: Any) -> None:
+    """Writes the bytes of several tensors."""
+    torch._foreach_copy_(memory, numbers.split(list(map(len, memory))))
 
 
 def _memory(tensor: Any) -> Any:

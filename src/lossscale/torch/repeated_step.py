@@ -14,13 +14,13 @@ import inspect
 import operator
 import pickle
 import random
-import sys
 import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy
 import torch
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointFunction
@@ -191,7 +191,8 @@ class CallRecorder:
         # A forward pass may change weights, too, such as those that `max_norm` limits.
         self._weights = self._versions()
         self._calls.append(call)
-        self._draws = self._draws and not _same(call.drawn_from, _states_of_host())
+        if self._draws:
+            self._draws = pickle.dumps(call.random[2]) != pickle.dumps(_random_states()[2])
         with contextlib.suppress(Exception):
             outputs = [(n, t) for n, t in enumerate(tensors_in(output)) if t.requires_grad]
             # The small ones first: one may be the loss.
@@ -216,10 +217,9 @@ class CallRecorder:
             for number, call in enumerate(self._calls, start=1):
                 found = _repeated(self._model, call, scale) if call.gradients else unknown("")
                 if found.cause is not Cause.UNKNOWN:
-                    if self._made > 1:
-                        reason = f"in call {number} of {self._made} of the model, {found.reason}"
-                        found = dataclasses.replace(found, reason=reason)
-                    return found
+                    where = f"in call {number} of {self._made} of the model, "
+                    reason = where * (self._made > 1) + found.reason
+                    return dataclasses.replace(found, reason=reason)
         except UnrepeatableError as error:
             return unknown(str(error))
         # A model may raise anything, and training has to continue.
@@ -261,9 +261,8 @@ class _Call:
         self.args, self.kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
         self.given = list(tensors_in((self.args, self.kwargs)))
         self.versions = list(map(_VERSION, self.given))
-        self.random = _states_of_torch()
-        # Read only if need be: it takes as long as the rest.
-        self.drawn_from = _states_of_host() if draws else None
+        # Those of the host only if need be: it takes as long as the rest.
+        self.random = _random_states(of_host=draws)
         devices = {"cpu", *(t.device.type for t in self.given)}
         self.casting = [
             (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices
@@ -285,16 +284,11 @@ def _keep(gradients: dict[int, Any], number: int, gradient: Any) -> None:
 
 def _refusal(model: Any) -> str:
     """Returns why a model cannot be repeated; "" if it can be tried."""
-    for module in model.modules():
-        name = type(module).__name__
-        if "FullyShardedDataParallel" in name or name.startswith("FSDP"):
-            return "the model is sharded by FSDP, whose processes communicate in the forward pass"
-        if isinstance(module, torch.nn.SyncBatchNorm):
-            return "processes communicate in the forward pass of SyncBatchNorm"
-        if isinstance(module, torch.jit.ScriptModule):
-            return "a part of the model is a ScriptModule, whose operations have no modules"
-    if any(map(is_spread, model.parameters())):
-        return "parameters are sharded over processes, which would communicate"
+    names = {type(module).__name__ for module in model.modules()}
+    if "FullyShardedDataParallel" in names or any(map(is_spread, model.parameters())):
+        return "the model is sharded, and its processes communicate in the forward pass"
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        return "a part of the model is a ScriptModule, whose operations have no modules"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "the step is captured in a CUDA graph"
     return ""
@@ -308,9 +302,7 @@ def _repeated(model: Any, call: _Call, scale: float) -> Explanation:
     with _as_it_was(model, _named(model, call.args, call.kwargs)) as (watch, known):
         args, kwargs = _copied((call.args, call.kwargs), known, "an argument")
         roots = [t for t in known.values() if torch.is_tensor(t) and t.requires_grad]
-        _set_states_of_torch(call.random)
-        if call.drawn_from is not None:
-            _set_states_of_host(call.drawn_from)
+        _set_random_states(call.random)
         with contextlib.ExitStack() as stack:
             for device, enabled, dtype in call.casting:
                 stack.enter_context(torch.autocast(device, dtype, enabled=enabled))
@@ -409,8 +401,7 @@ def _as_it_was(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, dict[
     place of an object by its id.
     """
     known: dict[int, Any] = {id(m): m for m in model.modules()}
-    for parameter in model.parameters():
-        known[id(parameter)] = parameter.data.requires_grad_(parameter.requires_grad)
+    known |= {id(p): p.data.requires_grad_(p.requires_grad) for p in model.parameters()}
     known |= {id(b): b.detach().clone() for b in model.buffers()}
     tensors = {n: known[id(t)] for n, t in (*model.named_parameters(), *model.named_buffers())}
     watch = Watch(model, tensors)
@@ -431,7 +422,7 @@ def _as_it_was(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, dict[
                 # Lightning's trainer holds the data.
                 known[id(value)] = value
     places = list(_places(model))
-    states = _states_of_torch(), _states_of_host()
+    states = _random_states()
     try:
         for owner, name, value in places:
             what = f"an attribute of {type(owner).__name__}"
@@ -445,8 +436,7 @@ def _as_it_was(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, dict[
         for place in places:
             object.__setattr__(*place)
         watch.restore()
-        _set_states_of_torch(states[0])
-        _set_states_of_host(states[1])
+        _set_random_states(states)
 
 
 def _places(model: Any) -> Iterator[tuple[Any, str, Any]]:
@@ -527,27 +517,19 @@ def _differ(now: Any, before: Any) -> bool:
 # --- Generators of random numbers ---------------------------------------------------------------
 
 
-def _states_of_torch() -> Any:
-    # On a device it is the host that has the state, so nothing waits.
-    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), on_devices
+def _random_states(*, of_host: bool = True) -> tuple[Any, Any, Any]:
+    """The states of PyTorch's generators, and those of Python and NumPy or None."""
+    return (
+        torch.get_rng_state(),
+        # On a device it is the host that has the state, so nothing waits.
+        torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        (random.getstate(), numpy.random.get_state()) if of_host else None,
+    )
 
 
-def _set_states_of_torch(states: Any) -> None:
+def _set_random_states(states: tuple[Any, Any, Any]) -> None:
     torch.set_rng_state(states[0])
     torch.cuda.set_rng_state_all(states[1])
-
-
-def _states_of_host() -> Any:
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state()
-
-
-def _set_states_of_host(states: Any) -> None:
-    random.setstate(states[0])
-    if states[1] is not None:
-        sys.modules["numpy"].random.set_state(states[1])
-
-
-def _same(states: Any, others: Any) -> bool:
-    return pickle.dumps(states) == pickle.dumps(others)
+    if states[2] is not None:
+        random.setstate(states[2][0])
+        numpy.random.set_state(states[2][1])

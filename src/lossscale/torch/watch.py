@@ -163,7 +163,8 @@ class Watch(TorchDispatchMode):
         sets |= name in _SETTERS and not taken
         for tensor, contained in zip(made, flags, strict=True):
             if not any(contained):
-                if not func._schema.is_mutable:
+                # Some operations return views, of which only another one may be not finite.
+                if _key(tensor) not in map(_key, inputs):
                     self._origins.pop(_key(tensor), None)
                 continue
             origin = passed_on(taken, contained, sets=sets, in_backward=self.in_backward)
