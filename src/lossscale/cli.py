@@ -121,9 +121,4 @@ def rows(values: Mapping[str, Any]) -> str:
 
 def shown(value: Any) -> str:
     """Returns a value as one printable, short text; "-" for nothing."""
-    if value is None or value in ([], {}):
-        return "-"
-    if isinstance(value, Mapping):
-        value = ", ".join(f"{name}={shown(each)}" for name, each in value.items())
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    return visible(shortened(text))
+    return "-" if value is None else visible(shortened(str(value)))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from lossscale.checks import checked_above_zero
 from lossscale.errors import ArgumentTypeError
-from lossscale.packages import require
 
 if TYPE_CHECKING:
     from lossscale.diagnosis.report import Report
@@ -70,8 +69,6 @@ def diagnose(
         lossscale.errors.ArgumentTypeError: The first argument must be a model of Keras 3.
         Received: 'model' of type str. ...
     """
-    # Not at the top: a diagnosis needs NumPy, and optimizers do not.
-    require("numpy")
     _check_is_keras(model, "diagnose")
     from lossscale.diagnosis.keras import KerasGradientFunction, batches_of
     from lossscale.diagnosis.report import make_report
@@ -123,7 +120,6 @@ def explain(
         lossscale.errors.ArgumentTypeError: The first argument must be a model of Keras 3.
         Received: 'model' of type str. ...
     """
-    require("numpy")
     _check_is_keras(model, "explain")
     from lossscale.diagnosis.keras import KerasGradientFunction, one_batch
 

@@ -161,13 +161,8 @@ def value_and_grad(
     """
     if not callable(fun):
         raise ArgumentTypeError(
-            f"`fun` must be the loss function. Received: a {type(fun).__name__}. {_CALL}"
-        )
-    if "axis_name" in options:
-        raise ArgumentTypeError(
-            "`value_and_grad` has no `axis_name`. Average its gradients before `update`: "
-            f"jax.lax.pmean(grads, {options['axis_name']!r}). If each device has its own "
-            "parameters, pass axis_name= to `loss_scaled`."
+            f"`fun` must be the loss function. Received: a {type(fun).__name__}. It is called as "
+            "value_and_grad(loss_fn)(opt_state, params, ...)."
         )
     # Equinox has no `argnums`; it differentiates the first argument.
     chosen = {} if argnums == 0 else {"argnums": argnums}
@@ -175,10 +170,7 @@ def value_and_grad(
     def value_and_scaled_grad(
         opt_state: Any, /, *args: P.args, **kwargs: P.kwargs
     ) -> tuple[R, Any]:
-        try:
-            scale = _single_scale(opt_state)
-        except ArgumentTypeError as error:
-            raise ArgumentTypeError(f"{error} {_CALL}") from None
+        scale = _single_scale(opt_state)
 
         def scaled_loss(*args: Any, **kwargs: Any) -> Any:
             result = fun(*args, **kwargs)
@@ -254,9 +246,6 @@ class _Result(NamedTuple):
     """Marks a value that the user's function returned, to recognize it in the result of `grad`."""
 
     returned: Any
-
-
-_CALL = "It is called as value_and_grad(loss_fn)(opt_state, params, ...)."
 
 
 def _single_scale(opt_state: Any) -> Any:
