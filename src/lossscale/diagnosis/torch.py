@@ -267,14 +267,7 @@ class _DrawnInFloat32(TorchDispatchMode):
 
 def _wide_copy(model: torch.nn.Module) -> torch.nn.Module:
     """A copy of a model in float32 at least."""
-    try:
-        wide = copy.deepcopy(model)
-    # A module may define its own copy, in the user's code.
-    except Exception as error:
-        raise ArgumentError(
-            f"The model has parameters narrower than float32 and cannot be copied: {error}. The "
-            "float32 reference needs a copy. Pass a model that copy.deepcopy() can copy."
-        ) from error
+    wide = copy.deepcopy(model)
     for tensor in (*wide.parameters(), *wide.buffers()):
         tensor.data = _widened(tensor.data)
     return wide

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -167,22 +166,8 @@ def _run_at_once(
         finite = finite & each_finite(jax.tree.leaves(updates))
     if bool(jax.device_get(finite)):
         return finite, updates, _in_dtypes_of(state, new_state)
-    return finite, _no_updates(finite, updates), state
-
-
-@jax.jit
-def _skipped_jit(finite: Any, arrays: list[Any]) -> list[Any]:
-    # Selected by a constant decision: with a constant array, every device would hold the whole
-    # array.
-    return [jnp.where(finite, array, skipped_like(array)) for array in arrays]
-
-
-def _no_updates(finite: Any, updates: Any) -> Any:
-    """Updates that change nothing, sharded like the given ones."""
-    leaves, structure = jax.tree.flatten(updates)
-    made = iter(_skipped_jit(finite, [leaf for leaf in leaves if is_array(leaf)]))
-    same = [next(made) if is_array(leaf) else leaf for leaf in leaves]
-    return jax.tree.unflatten(structure, same)
+    nothing = jax.tree.map(lambda leaf: skipped_like(leaf) if is_array(leaf) else leaf, updates)
+    return finite, nothing, state
 
 
 # --- The state before and after a step ------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from lossscale.checks import checked_count
-from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax import overflow_tracker
 from lossscale.jax.overflow_tracker import TrackedSteps
 from lossscale.monitoring.loop import LoopMonitor
@@ -127,7 +127,6 @@ class Monitor(LoopMonitor):
             TrainingHaltedError: If an alarm ends training, after the records are written.
             ArgumentError, ArgumentTypeError: If an argument is invalid, such as the state of the
                 step before, or if the monitor is closed. Nothing is read.
-            UnsupportedError: If it is called in a compiled function.
         """
         self._check_open()
         watched = self._arrays_of(opt_state)
@@ -169,11 +168,6 @@ class Monitor(LoopMonitor):
         """Returns the arrays to read, without reading them."""
         state = state_in(opt_state)
         scale = array_in(state.loss_scale)
-        if isinstance(scale, jax.core.Tracer):
-            raise UnsupportedError(
-                "Monitor.step() must be called outside of compiled functions. Received: a state "
-                "that is being traced. Pass what the compiled function returns."
-            )
         whole = opt_state if isinstance(opt_state, tuple) else getattr(opt_state, "opt_state", None)
         tracking = None
         if isinstance(whole, OverflowTrackingState):
