@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 
@@ -15,6 +15,7 @@ class LossScaleMonitor(callbacks.LossScaleMonitor, keras.callbacks.Callback):
     __doc__ = callbacks.LossScaleMonitor.__doc__
     __module__ = "lossscale.keras"
 
+    _framework: ClassVar[str | None] = "keras"
     _library = keras
     _array_of = staticmethod(numpy_of)
 

@@ -7,7 +7,7 @@ backend.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -83,6 +83,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     # The public module, which pickles and files name.
     __module__ = "lossscale.keras"
 
+    _framework: ClassVar[str] = "keras"
     _library = keras
     _attributes_of = saving.SavedAttributes
     # Keras would save these a second time.

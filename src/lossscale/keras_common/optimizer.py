@@ -107,6 +107,8 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     # The module `keras` or `tf_keras`.
     _library: ClassVar[Any]
+    # The name of the framework for its monitor and in messages.
+    _framework: ClassVar[str]
     # The class of `AttributesOfInner` that it saves.
     _attributes_of: ClassVar[type[Any]]
     # The constructor's argument for the inner optimizer.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 import tf_keras
@@ -16,6 +16,7 @@ class LossScaleMonitor(callbacks.LossScaleMonitor, tf_keras.callbacks.Callback):
     __doc__ = callbacks.LossScaleMonitor.__doc__
     __module__ = "lossscale.tf_keras"
 
+    _framework: ClassVar[str | None] = "tf_keras"
     _library = tf_keras
     _array_of = staticmethod(tf.convert_to_tensor)
 

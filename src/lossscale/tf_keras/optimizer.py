@@ -79,6 +79,7 @@ class CalledAsWritten(_Metaclass):
 class TFKerasCommonOptimizer(KerasCommonOptimizer):
     """The base class of both families: the constructor, the step, and the members to read."""
 
+    _framework: ClassVar[str] = "tf_keras"
     _library = tf_keras
     _attributes_of = saving.SavedAttributes
     _inner_attribute = "_optimizer"

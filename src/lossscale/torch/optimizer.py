@@ -6,7 +6,7 @@ import copy
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, ClassVar, Literal, TypeVar, overload
 
 import torch
 from torch.distributed.algorithms import join
@@ -111,6 +111,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
 
     # Where users find it, and so what pickles name.
     __module__ = "lossscale.torch"
+    _framework: ClassVar[str] = "torch"
 
     _watcher: Any = None
     """The monitor that is notified of each decision."""
