@@ -117,11 +117,13 @@ class LossScaleMonitor:
 
     def set_model(self, model: object) -> None:
         """Sets the model that is trained."""
-        # PyTorch's DistributedDataParallel has the model inside.
-        of_ours = [each for each in (model, getattr(model, "module", None)) if each is not None]
-        if of_ours and not any(isinstance(each, self._library.Model) for each in of_ours):
-            raise ArgumentError(_OTHER_FRAMEWORK)
         super().set_model(model)  # type: ignore[misc]
+        if self.model is not None and not isinstance(self.model, self._library.Model):
+            raise ArgumentError(
+                "This LossScaleMonitor is for another Keras than the model. Take "
+                "lossscale.keras.LossScaleMonitor for a model of Keras 3, "
+                "lossscale.tf_keras.LossScaleMonitor for one of tf_keras."
+            )
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks the model, creates the file, and has the training step compiled again."""
@@ -135,8 +137,9 @@ class LossScaleMonitor:
                 "Wrap the optimizer: lossscale.LossScaleOptimizer(optimizer)."
             )
             return
-        self._recorder = self._recorder_of(model.optimizer)
-        self._recorded = model.optimizer
+        if self._recorder is None or self._recorded is not model.optimizer:
+            self._recorder = Recorder(self._settings, model.optimizer.rule)
+            self._recorded = model.optimizer
         self._recorder.open()
         self._instrument(model)
         self._optimizer = model.optimizer
@@ -202,12 +205,6 @@ class LossScaleMonitor:
                 "lossscale.LossScaleOptimizer(optimizer), or leave the monitor out."
             )
 
-    def _recorder_of(self, optimizer: Any) -> Any:
-        settings, earlier = self._settings, self._recorder
-        if earlier is not None and self._recorded is optimizer:
-            return earlier
-        return Recorder(settings, optimizer.rule)
-
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:
             raise ArgumentTypeError(
@@ -264,10 +261,3 @@ class LossScaleMonitor:
         if logs is not None:
             logs["loss_scale"] = self._shown.next_scale
             logs["steps_skipped"] = self._shown.steps_skipped
-
-
-_OTHER_FRAMEWORK = (
-    "This LossScaleMonitor is for another Keras than the model. Take "
-    "lossscale.keras.LossScaleMonitor for a model of Keras 3, lossscale.tf_keras.LossScaleMonitor "
-    "for one of tf_keras."
-)

@@ -71,11 +71,12 @@ def diagnose(
     """
     _check_is_keras(model, "diagnose")
     from lossscale.diagnosis.keras import KerasGradientFunction, batches_of
-    from lossscale.diagnosis.report import make_report
+    from lossscale.diagnosis.measurement import measure
+    from lossscale.diagnosis.report import Report
 
     run = KerasGradientFunction(model, loss_fn, parameters)
     batches = batches_of(x, y, sample_weight, batch_size)
-    return make_report(run, batches, model.name, run.setting, max_batches)
+    return Report(model.name, run.setting, measure(run, batches, max_batches))
 
 
 def explain(

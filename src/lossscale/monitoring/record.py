@@ -87,16 +87,13 @@ class StepRecord:
         """Returns the record as a dictionary of plain Python values.
 
         Unknown values are None. `nonfinite` is a list of dictionaries with the keys `name`, `infs`
-        and `nans`. `explanation`, a dictionary of its attributes, is left out if it is None. `loss`
-        is a float and may be infinite or NaN.
+        and `nans`, and `explanation` a dictionary of its attributes. `loss` is a float and may be
+        infinite or NaN.
         """
         fields: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields["reason"] = None if self.reason is None else self.reason.value
         fields["nonfinite"] = [tensor._asdict() for tensor in self.nonfinite]
-        if self.explanation is None:
-            del fields["explanation"]
-        else:
-            fields["explanation"] = self.explanation.to_dict()
+        fields["explanation"] = None if self.explanation is None else self.explanation.to_dict()
         return fields
 
     def to_json(self) -> str:

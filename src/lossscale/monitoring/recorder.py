@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lossscale.checks import checked_count, checked_truth
+from lossscale.checks import checked_count
 from lossscale.errors import ArgumentError, ArgumentTypeError, TrainingHaltedError
 from lossscale.monitoring.explanation import Cause, Explanation
 from lossscale.monitoring.record import NonfiniteTensor, StepRecord, is_lowest, skip_reason
@@ -41,7 +41,6 @@ class MonitorSettings:
                 f"`on_floor` must be one of {', '.join(map(repr, _ON_FLOOR))}. "
                 f"Received: on_floor={self.on_floor!r}."
             )
-        checked_truth("append", self.append, ArgumentTypeError)
 
     def samples(self, before: int, step: int) -> bool:
         """Whether to sample one of the steps after `before`, up to `step`."""

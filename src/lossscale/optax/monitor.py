@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from lossscale.checks import checked_count
@@ -130,11 +129,6 @@ class Monitor(LoopMonitor):
         """
         self._check_open()
         watched = self._arrays_of(opt_state)
-        if loss is not None and np.ndim(loss):
-            raise ArgumentError(
-                f"`loss` must be a scalar. Received: an array of shape {np.shape(loss)}. Pass the "
-                "mean, or the loss of the last step."
-            )
         if checked_count("steps", steps) > 1 and watched.tracking is None:
             raise ArgumentError(
                 "The scale of the last of several steps is known only if they track it. "
@@ -179,12 +173,6 @@ class Monitor(LoopMonitor):
                     f"{len(self._names)} trainable arrays, for a state that tracks "
                     f"{tracked.nonfinite.shape[0]}."
                 )
-        if np.ndim(scale):
-            raise ArgumentError(
-                "The loss scale must be a scalar. Received: an array of shape "
-                f"{np.shape(scale)}. If the state is replicated for pmap, pass one replica: "
-                "jax.tree.map(lambda x: x[0], opt_state)."
-            )
         skips = map(array_in, (state.steps_skipped, state.consecutive_skips))
         return _Watched(tracking, scale, *skips)
 

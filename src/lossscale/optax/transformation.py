@@ -80,8 +80,8 @@ def loss_scaled(
     Raises:
         AlreadyWrappedError: If `inner` already has loss scaling. If only its state shows that,
             `init` raises it.
-        ArgumentTypeError: If `inner` is not an Optax transformation, `dynamic` not a bool, `rule`
-            not a rule, or `axis_name` not a name.
+        ArgumentTypeError: If `inner` is not an Optax transformation, `dynamic` not a bool, or
+            `rule` not a rule.
         ArgumentError: If a scale or a number of steps is invalid.
 
     Examples:
@@ -99,7 +99,8 @@ def loss_scaled(
     Training", ICLR 2018, https://arxiv.org/abs/1710.03740, section 3.2.
     """
     chosen_rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
-    wrapped = LossScaled(_checked_inner(inner), chosen_rule, _axis_names(axis_name))
+    axis_names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    wrapped = LossScaled(_checked_inner(inner), chosen_rule, axis_names)
     tx: GradientTransformationExtraArgs[LossScaleState]
     tx = optax.GradientTransformationExtraArgs(wrapped.init, wrapped.update)
     return tx
@@ -306,15 +307,3 @@ def _checked_inner(inner: Any) -> Any:
     if takes_more or inspect.Parameter.VAR_KEYWORD in kinds:
         return optax.GradientTransformationExtraArgs(init, update)
     return optax.with_extra_args_support(optax.GradientTransformation(init, update))
-
-
-def _axis_names(axis_name: Any) -> tuple[Any, ...]:
-    if axis_name is None:
-        return ()
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
-        raise ArgumentTypeError(
-            "`axis_name` must be the name of an axis or a tuple of names. "
-            f"Received: axis_name={axis_name!r} of type {type(axis_name).__name__}."
-        )
-    return tuple(names)
