@@ -61,11 +61,11 @@ def not_installed(modules: Iterable[str]) -> MissingPackageError:
 
 
 def lacking_for_keras() -> list[str]:
-    """Returns the modules to install for Keras 3: Keras, and a backend if there is none.
+    """Returns the modules to install for Keras 3; without a backend TensorFlow, its default.
 
-    The default backend is TensorFlow, as in Keras.
+    The extra of TensorFlow has Keras too.
     """
-    return ["keras"] if any(map(is_installed, BACKENDS)) else ["keras", "tensorflow"]
+    return ["keras"] if any(map(is_installed, BACKENDS)) else ["tensorflow"]
 
 
 _SKIPPED_FRAMES = {*EXTRAS, "lossscale", "contextlib", "accelerate", "lightning", "transformers"}

@@ -14,8 +14,6 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
         ({"every": True}, ArgumentError, "every=True"),
         ({"path": 3}, ArgumentTypeError, "path=3 of type int"),
         ({"path": b"run.jsonl"}, ArgumentTypeError, "of type bytes"),
-        ({"log": "board"}, ArgumentTypeError, "log='board' of type str"),
-        ({"append": 1}, ArgumentTypeError, "append=1"),
         ({"on_floor": "stop"}, ArgumentError, "on_floor='stop'"),
         ({"evry": 3}, TypeError, "unexpected keyword argument 'evry'"),
     ],
@@ -24,13 +22,3 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
 def test_a_bad_argument_is_named(arguments, error, message):
     with pytest.raises(error, match=message):
         LossScaleMonitor(**arguments)
-
-
-def test_a_subclass_names_its_framework():
-    bases = (
-        r"class Mine.*Inherit from lossscale\.keras\.LossScaleMonitor or lossscale\.tf_keras\.Loss"
-    )
-    with pytest.raises(ArgumentTypeError, match=bases):
-
-        class Mine(LossScaleMonitor):
-            pass

@@ -22,7 +22,7 @@ ARROWS = {
     "arguments": "errors checks rules",
     "members": "errors arguments rules",
     "optimizer": "errors members registry rules",
-    "diagnosis": "errors checks packages rules common monitoring jax keras torch optax *keras *jax "
+    "diagnosis": "errors checks rules common monitoring jax keras torch optax *keras *jax "
     "*torch *tensorflow **any",
     "monitoring": "errors checks packages rules",
     "callbacks": "errors packages registry optimizer monitoring",
@@ -143,7 +143,7 @@ def test_importing_brings_the_standard_library_only_and_little_of_it(name, most)
     assert len(found) < most
 
 
-PUBLIC = ("callbacks", "cli", "diagnosis", "experimental", "monitoring")
+PUBLIC = ("callbacks", "diagnosis", "experimental", "monitoring")
 
 
 def test_every_public_submodule_is_an_attribute_after_importing_the_library_alone():

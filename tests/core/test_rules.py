@@ -131,6 +131,7 @@ WRONG = [
     # None stands for the highest scale there is.
     (DynamicScale, "max_scale", "", [value for value in NOT_A_SCALE if value is not None]),
     (DynamicScale, "growth_interval", "an integer", NOT_AN_INTERVAL),
+    (DynamicScale, "overflows_before_backoff", "an integer", NOT_AN_INTERVAL),
     (DynamicScale, "growth_factor", "", NO_GROWTH),
     (DynamicScale, "backoff_factor", "", NO_BACKOFF),
 ]

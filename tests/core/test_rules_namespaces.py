@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from core import oracle
 from core.strategies import dynamic_scales
-from lossscale.rules import DynamicScale, FixedScale, GradientStats
+from lossscale.rules import DynamicScale, GradientStats
 
 
 class Library(NamedTuple):
@@ -109,9 +109,3 @@ def test_any_rule_and_any_steps_give_the_bits_of_the_oracle(library, rule, finit
     pairs, _ = states_of(rule, library, finite_steps)
     expected = oracle.trace(rule, finite_steps)
     assert pairs == [(scale.hex(), streak) for scale, streak in expected]
-
-
-@pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
-def test_a_fixed_scale_stays_under_every_library(library):
-    pairs, _ = states_of(FixedScale(3.3, skip_nonfinite=True), library, [True, False, True])
-    assert pairs == [(oracle.float32(3.3).hex(), 0)] * 3

@@ -1,6 +1,7 @@
 """Measuring models whose float16 is written down: each gradient is rounded as numbers are."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from lossscale.diagnosis.measurement import (
     GradientAccuracy,
     Measurement,
     Pass,
+    checked_loss,
     measure,
 )
 from lossscale.diagnosis.report import Verdict, recommend
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.monitoring.explanation import FailedOperation, explained
 
 RNG = np.random.default_rng(0)
@@ -68,7 +71,8 @@ class Model:
 
 
 def test_nothing_is_lost_and_six_passes_say_so():
-    model = Model({"w": spread(-6, 0), "b": spread(-4, 0)})
+    # A loss may be negative.
+    model = Model({"w": spread(-6, 0), "b": spread(-4, 0)}, loss=-1.0)
     found = model.measured()
     assert recommend(found).verdict is Verdict.NOT_NEEDED
     assert (found.passes, found.batches, found.lowest_exponent) == (6, 2, 0)
@@ -155,16 +159,12 @@ def test_noise_has_no_vote():
     alone = Model({"noise": spread(-6, 0)}, noise=("noise",)).measured()
     assert recommend(alone).verdict is Verdict.UNKNOWN
     assert "wrong at every scale" in alone.unknown
-
-
-def test_noise_asks_for_no_scale_beside_a_gradient_that_needs_one():
+    # It asks for no scale beside a gradient that needs one.
     needy = {"w": spread(-32, -24)}
-    alone = Model(needy).measured()
+    right = Model(needy).measured()
     found = Model({**needy, "noise": spread(-40, -38)}, noise=("noise",)).measured()
-    assert (found.lowest_exponent, found.highest_exponent) == (
-        alone.lowest_exponent,
-        alone.highest_exponent,
-    )
+    assert found.lowest_exponent == right.lowest_exponent
+    assert found.highest_exponent == right.highest_exponent
 
 
 def test_what_float16_loses_at_every_scale_is_not_counted():
@@ -204,12 +204,6 @@ def test_the_rule_follows_from_the_lowest_and_the_highest_scale(lowest, highest,
         assert scales == tuple(2.0**exponent for exponent in exponents)
 
 
-def test_a_variable_without_a_gradient_is_left_alone():
-    found = Model({"w": spread(-6, 0), "unused": None, "dead": np.zeros(3, np.float32)}).measured()
-    assert recommend(found).verdict is Verdict.NOT_NEEDED
-    assert [each.name for each in found.ranked] == ["w"]
-
-
 @pytest.mark.parametrize("name", ["the loss", TARGETS])
 def test_float16_ends_in_the_forward_pass(name):
     found = Model({"w": spread(-6, 0)}, ends=name).measured()
@@ -221,18 +215,6 @@ def test_float16_ends_in_the_forward_pass(name):
     assert verdict.rule is None
 
 
-def test_a_loss_may_be_negative():
-    found = Model({"w": spread(-6, 0)}, loss=-1.0).measured()
-    assert recommend(found).verdict is Verdict.NOT_NEEDED
-
-
-def test_a_gradient_of_ordinary_size_that_is_wrong_at_every_scale_is_no_noise():
-    gradients = {"w": spread(-6, 0), "wrong": spread(-8, -6)}
-    found = Model(gradients, noise=("wrong",)).measured()
-    assert recommend(found).verdict is Verdict.UNKNOWN
-    assert "gradient of wrong is wrong at every scale" in found.unknown
-
-
 class Explained(Model):
     """With a reason for what is wrong at every scale."""
 
@@ -240,8 +222,12 @@ class Explained(Model):
         return explained(FailedOperation("square", "norm", largest_result=1e6))
 
 
-def test_an_overflow_that_a_later_operation_hides_cannot_be_helped():
+def test_a_gradient_of_ordinary_size_that_is_wrong_at_every_scale_is_no_noise():
     gradients = {"w": spread(-6, 0), "wrong": spread(-8, -6)}
+    found = Model(gradients, noise=("wrong",)).measured()
+    assert recommend(found).verdict is Verdict.UNKNOWN
+    assert "gradient of wrong is wrong at every scale" in found.unknown
+    # An overflow that a later operation hides cannot be helped.
     verdict = recommend(Explained(gradients, noise=("wrong",)).measured())
     assert verdict.verdict is Verdict.CANNOT_HELP
     assert "norm (square) overflows in the forward pass" in verdict.reason
@@ -287,9 +273,10 @@ def test_a_reference_in_float16_that_overflows_at_a_higher_scale_is_unknown():
 
 @pytest.mark.parametrize("casts", [(), ("dead", "w")])
 def test_a_gradient_that_is_zero_costs_one_pass_and_is_kept(casts):
-    model = Model({"w": spread(-6, 0), "dead": np.zeros(3, np.float32)}, casts=casts)
-    found = model.measured(1.0)
+    dead = {"dead": np.zeros(3, np.float32), "unused": None}
+    found = Model({"w": spread(-6, 0), **dead}, casts=casts).measured(1.0)
     assert recommend(found).verdict is Verdict.NOT_NEEDED
+    assert [each.name for each in found.ranked] == ["w"]
     assert [each.name for each in found.gradients if not each.errors] == ["dead"]
     assert (found.passes, found.reference) == (5, 0)
     small = Model({"w": spread(-32, -24)}).measured(1.0).passes
@@ -322,30 +309,18 @@ def test_a_loss_that_is_another_in_each_pass_is_unknown():
 
 
 class Failing(Model):
-    """Raises what an error is given by in the pass in float16."""
+    """Raises an error in the pass in float16."""
 
-    def __call__(self, batch, scale, half, **keywords):
+    def __call__(self, batch, scale, half):
         if half:
-            raise self.ends("no kernel for Half\nand more")
-        return super().__call__(batch, scale, half, **keywords)
+            raise NotImplementedError("no kernel for Half\nand more")
+        return super().__call__(batch, scale, half)
 
 
 UNKNOWN = {
-    **{
-        error.__name__: (
-            Failing({"w": spread(-6, 0)}, ends=error),
-            "does not run in float16 here: no kernel",
-        )
-        for error in (RuntimeError, NotImplementedError, TypeError)
-    },
-    "NaN": (
-        Model({"w": np.array([1.0, np.nan], np.float32)}),
-        "a gradient is not finite in float32",
-    ),
-    "a loss of NaN": (
-        Model({"w": spread(-6, 0)}, loss=math.nan),
-        "the loss or a gradient is not finite in float32",
-    ),
+    "no kernel": (Failing({"w": spread(-6, 0)}), "does not run in float16 here: no kernel"),
+    "NaN": (Model({"w": np.float32([1.0, np.nan])}), "a gradient is not finite in float32"),
+    "a loss of NaN": (Model({"w": spread(-6, 0)}, loss=math.nan), "the loss or a gradient is not"),
     "no gradient": (Model({"w": np.zeros(3, np.float32)}), "every gradient is 0"),
 }
 
@@ -356,3 +331,23 @@ def test_what_cannot_be_measured_has_a_reason(case):
     verdict = recommend(model.measured())
     assert verdict.verdict is Verdict.UNKNOWN
     assert words in verdict.reason
+
+
+@pytest.mark.parametrize("batches", [np.ones((2, 6)), (np.ones((2, 6)),), {"x": 1}, 3])
+def test_one_batch_is_no_iterable_of_batches(batches):
+    with pytest.raises(ArgumentTypeError, match=r"one batch is \[batch\]"):
+        measure(Model({}), batches)
+
+
+def test_there_must_be_a_batch_and_a_loss():
+    with pytest.raises(ArgumentError, match="`batches` must contain at least one batch"):
+        measure(Model({}), [])
+    for loss, message in (
+        ([1.0], r"a list\. Return the loss alone"),
+        (SimpleNamespace(loss=1.0), r"`output\.loss`"),
+        (1.0, "a float"),
+        (np.ones((2, 1)), r"shape \(2, 1\) .*Take the mean"),
+        (np.array(3), "dtype int64"),
+    ):
+        with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
+            checked_loss(loss, lambda each: isinstance(each, np.ndarray))

@@ -8,7 +8,7 @@ import pytest
 from diagnosis.test_measurement import Model, spread
 from lossscale import DynamicScale
 from lossscale.diagnosis.measurement import TARGETS, GradientAccuracy, Measurement
-from lossscale.diagnosis.report import Report, make_report
+from lossscale.diagnosis.report import Report
 
 LONG = "model/encoder/block_12/attention/self_attention/query_projection/kernel_of_the_layer"
 MODELS = {
@@ -32,7 +32,7 @@ def said(found):
 
 
 def report(name):
-    return make_report(MODELS[name], [1.0, 1.0], model="Net", setting="NumPy")
+    return Report("Net", "NumPy", MODELS[name].measured())
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -166,8 +166,12 @@ def _run_at_once(
         finite = finite & each_finite(jax.tree.leaves(updates))
     if bool(jax.device_get(finite)):
         return finite, updates, _in_dtypes_of(state, new_state)
-    nothing = jax.tree.map(lambda leaf: skipped_like(leaf) if is_array(leaf) else leaf, updates)
-    return finite, nothing, state
+    nothing = [_skipped_jit(finite, x) if is_array(x) else x for x in jax.tree.leaves(updates)]
+    return finite, jax.tree.unflatten(jax.tree.structure(updates), nothing), state
+
+
+# Selected by a constant decision: with a constant array, every device would hold the whole array.
+_skipped_jit = jax.jit(lambda finite, update: jnp.where(finite, update, skipped_like(update)))
 
 
 # --- The state before and after a step ------------------------------------------------------------

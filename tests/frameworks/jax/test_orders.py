@@ -83,7 +83,7 @@ def test_what_is_not_the_state_of_one_optimizer_is_refused():
         (of_nnx, OUTSIDE.format(r"optax\.chain")),
         (twice.init(params), "2 loss scales.*wrap once, outermost"),
         ({"generator": state, "critic": state}, "With several optimizers, pass the state of one"),
-        ({"generator": state}, "Pass that one"),
+        ({"generator": state}, OUTSIDE.format("dict")),
     ):
         check_refused(wrong, ArgumentError, message)
     for wrong, message in (
@@ -148,7 +148,6 @@ class SGD:
         (INNER, {"rule": 8}, "must be a scaling rule"),
         (INNER, {"rule": lossscale.DynamicScale}, "must be a scaling rule"),
         (INNER, {"rule": RULE, "initial_scale": 4}, "`rule` excludes `dynamic`"),
-        (INNER, {"axis_name": 3}, "must be the name of an axis"),
     ],
 )
 def test_wrong_arguments_are_named(inner, arguments, message):
@@ -159,8 +158,6 @@ def test_wrong_arguments_are_named(inner, arguments, message):
 def test_the_optimizer_class_points_here():
     with pytest.raises(TypeError, match=r"lossscale\.optax\.loss_scaled"):
         lossscale.LossScaleOptimizer(optax.adamw(0.1))
-    with pytest.raises(TypeError, match="already has loss scaling"):
-        lossscale.LossScaleOptimizer(wrapped())
 
 
 def test_code_that_finds_things_by_name_finds_them():
