@@ -211,14 +211,6 @@ def test_a_model_that_casts_to_float16_itself_has_a_reference_in_float32(divisor
         assert min(gradient.errors.values()) < 0.02
 
 
-def test_a_layer_that_overflows_is_named():
-    x, _ = cases.some_data()
-    report = diagnose(chain(), np.abs(x) + 5e4, x[:, :1])
-    assert report.verdict == "cannot help"
-    # A cast of the input has no layer on JAX.
-    assert any(words in str(report) for words in ("cannot help: the input of", "help: first ("))
-
-
 class Looping(layers.Layer):
     """Multiplies its input in a loop or a branch, and bounds the product."""
 
@@ -446,16 +438,6 @@ def batches_from(kind, x, y):
         return batches
     if kind == "generator":
         return iter(batches)
-    if kind == "sequence":
-
-        class Rows(keras.utils.PyDataset):
-            def __len__(self):
-                return len(batches)
-
-            def __getitem__(self, number):
-                return batches[number]
-
-        return Rows()
     if kind == "tf.data":
         tf = pytest.importorskip("tensorflow")
         return tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
@@ -464,7 +446,7 @@ def batches_from(kind, x, y):
     return torch.utils.data.DataLoader(data, batch_size=8)
 
 
-@pytest.mark.parametrize("kind", ["list", "generator", "sequence", "tf.data", "DataLoader"])
+@pytest.mark.parametrize("kind", ["list", "generator", "tf.data", "DataLoader"])
 def test_batches_can_come_from_many_places(kind):
     x, y = cases.some_data()
     if kind == "tf.data" and BACKEND == "torch":
@@ -484,21 +466,16 @@ def test_batches_can_come_from_many_places(kind):
         ({"y": np.zeros(23)}, r"same number of rows.*\[23, 24\] rows"),
         ({"sample_weight": np.zeros(3)}, r"\[3, 24\] rows"),
         ({"x": np.zeros((0, 6)), "y": np.zeros(0)}, "same number of rows, at least one"),
-        ({"x": [], "y": None}, "same number of rows, at least one"),
         ({"x": iter([])}, "`y` and `sample_weight` must be None"),
         ({"x": iter([]), "y": None}, "at least one batch"),
         ({"x": iter([(1, 2, 3, 4)]), "y": None}, "4 parts"),
         ({"y": None}, "`y` is missing, and the loss of this model"),
         ({"x": iter([(np.zeros((4, 6)),)]), "y": None}, r"or in batches \(x, y\)"),
-        # Keras' own messages, as from `fit`.
-        ({"y": np.zeros((24, 3, 5))}, r"target\.shape.*24, 3, 5"),
+        # Keras' own message, as from `fit`.
         ({"x": np.zeros((24, 7))}, r"expected axis -1 .* to have value 6.*\(24, 7\)"),
-        ({"x": np.zeros(24)}, r"Expected shape \(None, 6\)"),
         ({"max_batches": 0}, "`max_batches`"),
         ({"batch_size": -1}, "`batch_size`"),
         ({"loss_fn": lambda model, batch: None}, "must return the loss.*a NoneType"),
-        ({"loss_fn": lambda model, batch: model(batch[0])}, "must return the loss.*shape"),
-        ({"loss_fn": "mse"}, "'str' object is not callable"),
     ],
 )
 def test_bad_arguments_change_nothing(arguments, message):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import keras_cases as cases
-from keras_cases import BACKEND, LOST, keras, layers, ops, wide
+from keras_cases import LOST, keras, layers, ops, wide
 from lossscale.diagnosis import diagnose
 from lossscale.diagnosis.keras import KerasGradientFunction
 from lossscale.errors import ArgumentError
@@ -104,38 +104,9 @@ def contrastive_loss(model, batch):
     return ops.mean((one - other) ** 2)
 
 
-# --- A penalty on a gradient ---------------------------------------------------------------------
-
-
-def slope(function, x):
-    """The gradient of the sum of a function by its input, in a way that can be derived again."""
-    if BACKEND == "torch":
-        import torch
-
-        x = x.clone().requires_grad_()
-        return torch.autograd.grad(function(x).sum(), [x], create_graph=True)[0]
-    if BACKEND == "jax":
-        import jax
-
-        return jax.grad(lambda x: function(x).sum())(x)
-    import tensorflow as tf
-
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        found = tf.reduce_sum(function(x))
-    return tape.gradient(found, x)
-
-
-def penalized_loss(model, batch):
-    x, _, _ = batch
-    steep = wide(slope(lambda x: wide(model(x)) ** 2, x))
-    return ops.mean((ops.sum(steep**2, axis=-1) - 1) ** 2) * 0.01
-
-
 PROGRAMS = {
     "autoencoder": (Vae, loss_of_vae),
     "contrastive": (Tower, contrastive_loss),
-    "gradient penalty": (Tower, penalized_loss),
 }
 
 

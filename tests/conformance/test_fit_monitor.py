@@ -171,14 +171,6 @@ def test_logs_have_the_scale_and_the_skips(tmp_path, capsys):
     assert [int(line["steps_skipped"]) for line in lines] == skips
 
 
-@pytest.mark.skipif(not IS_KERAS_3, reason="the bar of tf_keras shows means of an epoch")
-def test_the_progress_bar_shows_them(capsys):
-    fit(net(), rows(3, spoiled=[2]), [LossScaleMonitor()], verbose=1)
-    last = capsys.readouterr().out.strip().rpartition("3/3")[2]
-    assert "loss_scale: 512.0000" in last
-    assert "steps_skipped: 1.0000" in last
-
-
 def test_a_bad_batch_is_a_reason_of_its_own_and_only_for_its_step(tmp_path):
     path = tmp_path / "run.jsonl"
     (x, extra), y = rows(4, spoiled=[2])

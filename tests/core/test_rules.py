@@ -109,14 +109,6 @@ def test_one_skipped_step_brings_back_a_scale_that_was_set_out_of_range(rule, sc
     assert after == (getattr(rule, end), 0)
 
 
-def test_many_scales_move_at_once():
-    rule = DynamicScale(initial_scale=8, growth_interval=2)
-    state = ScaleState(np.float32([8, 8, 8]), np.int64([1, 1, 0]))
-    after = rule.update(state, GradientStats(np.array([True, False, True])), xp=np)
-    assert after.scale.tolist() == [16, 4, 8]
-    assert after.good_steps.tolist() == [0, 0, 1]
-
-
 NOT_A_SCALE = [0, -1.0, math.inf, -math.inf, math.nan, "8", True, None, 2.0**127, 2.0**-127]
 NOT_AN_INTERVAL = [0, 0.0, -5, 2.5, math.nan, 2.0**31, True, "8", None, math.inf, 2**31]
 # float32 rounds the last two to a factor that moves nothing, or to nothing at all.
@@ -223,20 +215,12 @@ def own(init=None, update=None):
     ("rule", "error", "message"),
     [
         (own(init=lambda self: 4.0), TypeError, r"Mistaken\.init must return a named tuple.*4\.0"),
-        (own(init=lambda self: (4.0, 0)), TypeError, r"Mistaken\.init must return a named tuple"),
-        (own(init=lambda self: None), TypeError, r"Mistaken\.init must .*None of type NoneType"),
         (own(init=lambda self: ScaleState(0.0, 0)), ValueError, r"Mistaken\.init returned 0\.0"),
         (own(init=lambda self: ScaleState(math.nan, 0)), ValueError, r"init returned nan"),
-        (own(init=lambda self: ScaleState(2.0**127, 0)), ValueError, r"between 2\*\*-126"),
         (
             own(update=lambda self, state, stats: state),
             TypeError,
             r"Mistaken\.update must take \(state, stats, \*, xp\).*unexpected keyword.*xp",
-        ),
-        (
-            own(update=lambda self, state, stats, *, xp: state._replace(scale=stats.largest * 2)),
-            TypeError,
-            r"Mistaken\.update .*NoneType",
         ),
         (
             own(update=lambda self, state, stats, *, xp: xp.maximum(1.0, state.scale)),
@@ -249,18 +233,9 @@ def own(init=None, update=None):
             r"Mistaken\.update must return a ScaleState, as `init` does\. Received: 4\.0",
         ),
         (
-            own(update=lambda self, state, stats, *, xp: None if stats.finite else state),
+            own(update=lambda self, state, stats, *, xp: state if stats.finite else None),
             TypeError,
             r"Mistaken\.update must return a ScaleState.*None",
-        ),
-        (
-            own(
-                update=lambda self, state, stats, *, xp: state._replace(
-                    scale=xp.where(stats.finite, state.scale, 0.0)
-                )
-            ),
-            ValueError,
-            r"Mistaken\.update returned 0\.0",
         ),
     ],
 )
