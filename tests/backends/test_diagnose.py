@@ -71,7 +71,7 @@ def test_gradients_are_those_of_the_framework(kind):
     most = 2e-2 if BACKEND == "jax" else 5e-3
     found = run((x, y), SCALE, True)
     assert_alike(found, expected, most)
-    if kind not in ("MaxPooling2D", "UpSampling2D"):
+    if kind != "MaxPooling2D":
         # Float16 rounds by more than what two passes in float32 may differ by.
         assert any(
             cases.error(gradient, wider.gradients[name] * SCALE) > 1e-5

@@ -175,21 +175,6 @@ def test_a_full_disk_is_one_warning_and_training_continues():
     assert [record["step"] for record in logged] == [1, 2]
 
 
-def test_a_loop_that_catches_what_log_raises_continues_the_file(tmp_path):
-    path = tmp_path / "run.jsonl"
-
-    def log(record):
-        if record["step"] == 2:
-            raise RuntimeError("no network")
-
-    recorder = opened(path, log=log)
-    recorder.observe(applied(1))
-    with pytest.raises(RuntimeError, match="no network"):
-        recorder.observe(applied(2))
-    recorder.observe(applied(3))
-    assert [record.step for record in read_records(path)] == [1, 2, 3]
-
-
 # --- The alarms -----------------------------------------------------------------------------------
 
 
