@@ -86,28 +86,12 @@ LAYERS = {
     "BatchNormalization": (layers.BatchNormalization, (6,)),
     "LayerNormalization": (layers.LayerNormalization, (6,)),
     "MaxPooling2D": (layers.MaxPooling2D, (6, 6, 2)),
-    "MultiHeadAttention": (lambda: _Twice(layers.MultiHeadAttention(2, 3)), (5, 4)),
 }
 RANDOM_LAYERS = {
     "Dropout": lambda: layers.Dropout(0.5, seed=1),
     "GaussianNoise": lambda: layers.GaussianNoise(0.5, seed=1),
     "recurrent dropout": lambda: layers.LSTM(3, dropout=0.3, recurrent_dropout=0.3, seed=1),
 }
-
-
-class _Twice(layers.Layer):
-    """Attention to itself, so that it is a layer of one input."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def build(self, shape):
-        self.inner.build(shape, shape)
-        self.built = True
-
-    def call(self, x):
-        return self.inner(x, x)
 
 
 def with_layer(make, shape, policy="float32"):

@@ -53,9 +53,7 @@ def assert_alike(found, expected, most):
 # Layers are cast by the same code everywhere. On TensorFlow and JAX, where a pass is compiled, are
 # those with sparse gradients, loops, statistics, shapes or operations of their own.
 FEW = ("Dense", "Conv2DTranspose", "Embedding", "LSTM", "BatchNormalization", "MaxPooling2D")
-# On a processor JAX compiles no attention in float16.
-MORE = ("MultiHeadAttention",) if BACKEND == "tensorflow" else ()
-KINDS = LAYERS if BACKEND == "torch" else (*FEW, *MORE)
+KINDS = LAYERS if BACKEND == "torch" else FEW
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -172,15 +170,6 @@ def test_targets_beyond_float16_are_named_if_the_output_has_to_reach_them():
     assert diagnose(sparse, x, classes[:, None] * 10**6).verdict != "cannot help"
 
 
-def test_a_constant_in_the_loss_is_no_reason_for_a_scale():
-    x, _ = cases.some_data()
-
-    def loss_fn(model, batch):
-        return ops.mean((wide(model(batch[0])) - batch[1]) ** 2) + 1e6
-
-    assert diagnose(chain(), x, x[:, :1], loss_fn=loss_fn).verdict == "not needed"
-
-
 class Casts(layers.Layer):
     """Casts to a dtype and back, whatever the policy."""
 
@@ -209,33 +198,6 @@ def test_a_model_that_casts_to_float16_itself_has_a_reference_in_float32(divisor
     for gradient, wanted in zip(report.measurement.gradients, expected, strict=True):
         assert gradient.largest == pytest.approx(np.abs(wanted).max() / divisor, rel=1e-2)
         assert min(gradient.errors.values()) < 0.02
-
-
-class Looping(layers.Layer):
-    """Multiplies its input in a loop or a branch, and bounds the product."""
-
-    def __init__(self, kind):
-        super().__init__(name="looping")
-        self.kind = kind
-
-    def compute_output_shape(self, shape):
-        return shape
-
-    def call(self, x):
-        loop = {
-            "cond": lambda: ops.cond(ops.sum(x) > -1e30, lambda: x * 6e4, lambda: x),
-            "fori_loop": lambda: ops.fori_loop(0, 3, lambda _, x: x * 6e4, x),
-            "map": lambda: ops.map(lambda row: row * 6e4, x),
-            "vectorized_map": lambda: ops.vectorized_map(lambda row: row * 6e4, x),
-        }[self.kind]
-        return ops.tanh(loop())
-
-
-@pytest.mark.parametrize("kind", ["cond", "fori_loop", "map", "vectorized_map"])
-def test_an_overflow_that_a_bounded_function_hides_does_no_harm(kind):
-    model = cases.compiled(keras.Sequential([keras.Input((6,)), Looping(kind), layers.Dense(1)]))
-    x, _ = cases.some_data()
-    assert diagnose(model, x, x[:, :1]).verdict == "not needed"
 
 
 # --- Kinds of models -----------------------------------------------------------------------------
@@ -438,19 +400,14 @@ def batches_from(kind, x, y):
         return batches
     if kind == "generator":
         return iter(batches)
-    if kind == "tf.data":
-        tf = pytest.importorskip("tensorflow")
-        return tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
     torch = pytest.importorskip("torch")
     data = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
     return torch.utils.data.DataLoader(data, batch_size=8)
 
 
-@pytest.mark.parametrize("kind", ["list", "generator", "tf.data", "DataLoader"])
+@pytest.mark.parametrize("kind", ["list", "generator", "DataLoader"])
 def test_batches_can_come_from_many_places(kind):
     x, y = cases.some_data()
-    if kind == "tf.data" and BACKEND == "torch":
-        pytest.skip("both in one process is slow")
     model = cases.compiled(
         keras.Sequential([keras.Input((6,)), layers.Dense(4, activation="softmax")]),
         "sparse_categorical_crossentropy",

@@ -42,14 +42,11 @@ BACKENDS = [BACKEND, *(name for name, framework in WITHOUT_KERAS.items() if fram
     ("arguments", "message"),
     [
         ("--backend mxnet", "there is no backend 'mxnet'; there are tensorflow, tf_keras"),
-        ("--case big,huge", "there is no case 'huge'; there are big, small"),
         ("--mode warp", "there is no mode 'warp'; there are function, xla"),
         ("--rounds 0", "must be a whole number from 1 up, not '0'"),
-        ("--rounds few", "must be a whole number from 1 up, not 'few'"),
         ("--what", "unrecognized arguments: --what"),
         # Together they leave nothing to do.
         ("--backend jax --case sparse", "nothing runs with jax, sparse, function"),
-        ("--backend torch --mode xla", "nothing runs with torch, big"),
     ],
 )
 def test_a_wrong_argument_ends_it_with_one_line(arguments, message, capsys):

@@ -158,24 +158,6 @@ lossscale.callbacks.LossScaleMonitor, lossscale.diagnosis.diagnose
 
 # What takes the longest of PyTorch, which ours import too.
 TORCH = "torch._dynamo"
-WITHOUT_KERAS = """
-import importlib, sys, types
-
-sys.modules |= {"keras": None, "tf_keras": None}
-# What else they import takes seconds; tests/frameworks/torch has both in a process without Keras.
-for name, member in (("lightning.pytorch", "Callback"), ("transformers", "TrainerCallback")):
-    sys.modules[name] = types.ModuleType(name)
-    setattr(sys.modules[name], member, object)
-for name in %r:
-    importlib.import_module(name)
-"""
-
-
-@pytest.mark.parametrize("part", ["jax", "optax", "torch"])
-def test_a_part_without_keras_is_imported_where_keras_cannot_be(part):
-    names = [name for name in modules() if part_of(name) == part]
-    assert len(names) >= 4
-    assert {*names} <= imported_by(WITHOUT_KERAS % names, TORCH if part == "torch" else "jax")
 
 
 @pytest.mark.parametrize(("name", "loaded"), [("LossScaleOptimizer", 34), ("GradScaler", 32)])

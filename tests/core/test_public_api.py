@@ -151,6 +151,16 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
         lossscale.plotting  # noqa: B018
 
 
+def test_a_list_of_optimizers_is_of_the_framework_of_the_first():
+    torch = pytest.importorskip("torch")
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    for given in (optimizer, [optimizer], (optimizer, optimizer)):
+        assert lossscale.registry.framework_of(given).root == "torch"
+    for given in ([], (), None, "sgd", torch.optim.SGD, [None]):
+        with pytest.raises(TypeError, match="must be an optimizer to wrap"):
+            lossscale.registry.framework_of(given)
+
+
 # These have tests of their examples themselves.
 ELSEWHERE = {"keras", "tf_keras", "torch", "optax"}
 WITH_EXAMPLES = [

@@ -170,7 +170,7 @@ tests/backends/test_files.py
         -> {'get_slot_names'}  -k plain_optimizer
     keras load_arrays: optimizer._iterations.follow() -> pass  -k plain_optimizer or own_class
     keras set_weights: targets = all_variables -> targets = weights  -k set_weights
-tests/diagnosis/test_measurement.py tests/diagnosis/test_report.py
+tests/diagnosis/test_measurement.py
     diagnosis _beyond: error ** 2 - best ** 2 -> error ** 2
     diagnosis _Batches.measured: g.largest > least -> False
     diagnosis _predicted_highest: LARGEST / largest -> largest

@@ -209,14 +209,6 @@ def test_pmap(axis_name, on_one_device):
     check((jax.tree.map(lambda p: p[0], params), scales, opt_state), on_one_device)
 
 
-def test_an_axis_that_is_not_there_is_named():
-    tx = optimizer("batch")
-    params = first_params()
-    for update in (tx.update, jax.jit(tx.update)):
-        with pytest.raises(NameError, match="batch"):
-            update(params, tx.init(params), params)
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_what_a_rule_sees_is_of_all_devices(check_vma):
     tx = loss_scaled(optax.sgd(0.1), rule=RecordingRule(), axis_name="data")

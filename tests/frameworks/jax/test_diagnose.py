@@ -20,7 +20,6 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
 diagnose = lossscale.optax.diagnose
 LOSES = 2.0**-22
 X = np.random.default_rng(0).normal(size=(12, 6)).astype(np.float32)
-TOKENS = np.array([[1, 1, 2], [3, 1, 0]])
 
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -37,20 +36,6 @@ def mean_square(outputs):
 def dense(params, batch, dtype):
     first, second = (w.astype(dtype) for w in params)
     return mean_square(jnp.tanh(batch.astype(dtype) @ first) @ second)
-
-
-def embedded(params, batch, dtype):
-    rows = params["table"].astype(dtype)[batch]
-    # The table again: what comes out is of the same tokens.
-    return mean_square((rows @ params["kernel"].astype(dtype)) @ params["table"].astype(dtype).T)
-
-
-def recurrent(params, batch, dtype):
-    def step(state, x):
-        return jnp.tanh(state @ params["inner"].astype(dtype) + x), None
-
-    state, _ = jax.lax.scan(step, jnp.zeros(6, dtype), batch.astype(dtype))
-    return mean_square(state)
 
 
 @jax.custom_vjp
@@ -72,8 +57,6 @@ def dropped(params, batch, dtype):
 
 LOSSES = {
     "dense": (dense, (drawn(6, 8), drawn(8, 3)), [X, X + 1]),
-    "embedding, shared": (embedded, {"table": drawn(5, 4), "kernel": drawn(4, 4)}, [TOKENS]),
-    "recurrent": (recurrent, {"inner": drawn(6, 6)}, [X]),
     "own derivative": (own_derivative, {"w": drawn(6, 5)}, [X]),
     "dropout": (dropped, {"w": drawn(6, 5)}, [{"x": X, "key": jax.random.key(1)}]),
     "parameters in 16 bits": (own_derivative, {"w": drawn(6, 5).astype(np.float16)}, [X]),

@@ -11,7 +11,6 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.optax import loss_scaled, scale_loss, value_and_grad
 
 TX = loss_scaled(optax.sgd(0.5), initial_scale=8)
-ADAM = loss_scaled(optax.adam(0.5), initial_scale=8)
 PARAMS = {"w": jnp.ones(2)}
 STATE = TX.init(PARAMS)
 
@@ -29,7 +28,6 @@ def of_weights(loss, **settings):
     return value_and_grad(lambda params: loss(params["w"]), **settings)(STATE, PARAMS)
 
 
-PAIR = (jnp.ones(2), jnp.ones(2))
 SEVERAL = jax.vmap(TX.init)({"w": jnp.ones((3, 2))})
 MISTAKES = {
     "no_state": (lambda: derived()(PARAMS), ArgumentTypeError, "Received: .*a dict"),
@@ -72,10 +70,6 @@ def test_no_mistake_is_silent(mistake):
     call, error, message = MISTAKES[mistake]
     with pytest.raises(error, match=message):
         call()
-
-
-def test_a_pair_of_parameters_is_no_mistake():
-    TX.update(PAIR, TX.init(PAIR), PAIR)
 
 
 def test_what_says_by_what_to_derive_need_not_be_a_number():

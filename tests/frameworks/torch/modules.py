@@ -47,19 +47,6 @@ class OwnAutocast(nn.Module):
                 return self.second(x.to(self.second.weight.dtype))
 
 
-class Tied(nn.Module):
-    """One table for what goes in and what comes out."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(9, 6)
-        self.out = nn.Linear(6, 9, bias=False)
-        self.out.weight = self.table.weight
-
-    def forward(self, tokens):
-        return self.out(self.table(tokens))
-
-
 def _frozen():
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))
     model[0].weight.requires_grad_(False)
@@ -84,7 +71,6 @@ MODELS = {
         nn.MultiheadAttention(6, 2, dropout=0.3, batch_first=True),
         lambda layer, x: layer(x, x, x, need_weights=False)[0],
     ),
-    "shared": Tied,
     "frozen": _frozen,
     "casts by itself": Casting,
     "own autocast": OwnAutocast,
@@ -100,7 +86,7 @@ def model_of(kind):
 def batches_of(kind, count=2):
     """Batches for a model, each alike but for the numbers in it."""
     made = torch.Generator().manual_seed(2)
-    if "embedding" in kind or kind == "shared":
+    if "embedding" in kind:
         # Tokens that recur.
         return [torch.randint(0, 5, (3, 4), generator=made) for _ in range(count)]
     return [torch.randn(3, 4, 6, generator=made) for _ in range(count)]
