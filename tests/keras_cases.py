@@ -77,51 +77,21 @@ def divided(by):
 
 LAYERS = {
     "Dense": (lambda: layers.Dense(3, activation="tanh"), (6,)),
-    "EinsumDense": (lambda: layers.EinsumDense("ab,bc->ac", output_shape=3, bias_axes="c"), (6,)),
-    "Conv1D": (lambda: layers.Conv1D(3, 3, padding="same"), (8, 2)),
     "Conv2D": (lambda: layers.Conv2D(3, 3, strides=2), (6, 6, 2)),
     "Conv2DTranspose": (lambda: layers.Conv2DTranspose(3, 3), (4, 4, 2)),
-    "DepthwiseConv2D": (lambda: layers.DepthwiseConv2D(3), (6, 6, 2)),
-    "SeparableConv2D": (lambda: layers.SeparableConv2D(3, 3), (6, 6, 2)),
     "Embedding": (lambda: layers.Embedding(50, 3), None),
     "LSTM": (lambda: layers.LSTM(3), (5, 2)),
     "GRU": (lambda: layers.GRU(3), (5, 2)),
-    "SimpleRNN": (lambda: layers.SimpleRNN(3), (5, 2)),
     "Bidirectional": (lambda: layers.Bidirectional(layers.LSTM(3)), (5, 2)),
-    "TimeDistributed": (lambda: layers.TimeDistributed(layers.Dense(3)), (5, 2)),
     "BatchNormalization": (layers.BatchNormalization, (6,)),
     "LayerNormalization": (layers.LayerNormalization, (6,)),
-    "GroupNormalization": (lambda: layers.GroupNormalization(2), (6,)),
-    "PReLU": (layers.PReLU, (6,)),
     "MaxPooling2D": (layers.MaxPooling2D, (6, 6, 2)),
-    "AveragePooling1D": (lambda: layers.AveragePooling1D(2), (6, 2)),
-    "GlobalAveragePooling2D": (layers.GlobalAveragePooling2D, (6, 6, 2)),
-    "UpSampling2D": (layers.UpSampling2D, (3, 3, 2)),
-    "Softmax": (layers.Softmax, (6,)),
-    "MultiHeadAttention": (lambda: _Twice(layers.MultiHeadAttention(2, 3)), (5, 4)),
 }
 RANDOM_LAYERS = {
     "Dropout": lambda: layers.Dropout(0.5, seed=1),
-    "SpatialDropout1D": lambda: layers.SpatialDropout1D(0.5, seed=1),
     "GaussianNoise": lambda: layers.GaussianNoise(0.5, seed=1),
-    "GaussianDropout": lambda: layers.GaussianDropout(0.5, seed=1),
     "recurrent dropout": lambda: layers.LSTM(3, dropout=0.3, recurrent_dropout=0.3, seed=1),
 }
-
-
-class _Twice(layers.Layer):
-    """Attention to itself, so that it is a layer of one input."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def build(self, shape):
-        self.inner.build(shape, shape)
-        self.built = True
-
-    def call(self, x):
-        return self.inner(x, x)
 
 
 def with_layer(make, shape, policy="float32"):

@@ -38,7 +38,6 @@ __version__ = "0.2.0"
 # Imported on first access, because these import frameworks.
 _SUBMODULES = (
     "callbacks",
-    "cli",
     "diagnosis",
     "experimental",
     "keras",
@@ -50,7 +49,6 @@ _SUBMODULES = (
 
 if TYPE_CHECKING:
     from lossscale import callbacks as callbacks
-    from lossscale import cli as cli
     from lossscale import diagnosis as diagnosis
     from lossscale import experimental as experimental
     from lossscale import keras as keras

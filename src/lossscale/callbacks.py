@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import os
@@ -12,6 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from lossscale import registry
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.record import StepRecord
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
 from lossscale.optimizer import LossScaleOptimizer
@@ -66,21 +68,20 @@ class LossScaleMonitor:
     # Set by Keras' callback.
     model: Any
 
-    # Set by each framework: its name, the module `keras` or `tf_keras`, a function that returns the
-    # value of a variable as an array that Python's int and float take, one that makes what tracks
-    # overflows, and one that builds it for a model, if the model has its variables.
-    _framework: ClassVar[str | None] = None
+    # Set by each framework: the module `keras` or `tf_keras`, a function that returns the value of
+    # a variable as an array that Python's int and float take, one that makes what tracks overflows,
+    # and one that builds it for a model, if the model has its variables.
     _library: ClassVar[Any]
     _array_of: Callable[[Any], Any]
     _new_tracker: Callable[[], Any]
     _build_tracker: Callable[[Any], None]
 
-    # The recorder and the optimizer whose steps it recorded; the watched one, while `fit` runs; the
-    # stats of the last sample.
+    # The recorder and the optimizer whose steps it recorded; while `fit` runs, the watched one, and
+    # from the first step on the counter of steps.
     _recorder: Any = None
     _recorded: Any = None
     _optimizer: Any = None
-    _before: Any = None
+    _loop: Any = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if cls is LossScaleMonitor:
@@ -107,15 +108,6 @@ class LossScaleMonitor:
     # `help()` shows the signature of `__new__`.
     __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if cls._framework is None:
-            raise ArgumentTypeError(
-                "A subclass must name its framework. Received: class "
-                f"{cls.__name__}(lossscale.callbacks.LossScaleMonitor). Inherit from "
-                "lossscale.keras.LossScaleMonitor or lossscale.tf_keras.LossScaleMonitor."
-            )
-
     @property
     def last_record(self) -> StepRecord | None:
         """The last record of this monitor, or None."""
@@ -125,16 +117,18 @@ class LossScaleMonitor:
 
     def set_model(self, model: object) -> None:
         """Sets the model that is trained."""
-        # PyTorch's DistributedDataParallel has the model inside.
-        of_ours = [each for each in (model, getattr(model, "module", None)) if each is not None]
-        if of_ours and not any(isinstance(each, self._library.Model) for each in of_ours):
-            raise ArgumentError(_OTHER_FRAMEWORK)
         super().set_model(model)  # type: ignore[misc]
+        if self.model is not None and not isinstance(self.model, self._library.Model):
+            raise ArgumentError(
+                "This LossScaleMonitor is for another Keras than the model. Take "
+                "lossscale.keras.LossScaleMonitor for a model of Keras 3, "
+                "lossscale.tf_keras.LossScaleMonitor for one of tf_keras."
+            )
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks the model, creates the file, and has the training step compiled again."""
         model = self.model
-        self._optimizer = None
+        self._optimizer = self._loop = None
         self._check(model)
         if not isinstance(model.optimizer, LossScaleOptimizer):
             warn(
@@ -143,13 +137,13 @@ class LossScaleMonitor:
                 "Wrap the optimizer: lossscale.LossScaleOptimizer(optimizer)."
             )
             return
-        self._recorder = self._recorder_of(model.optimizer)
-        self._recorded = model.optimizer
+        if self._recorder is None or self._recorded is not model.optimizer:
+            self._recorder = Recorder(self._settings, model.optimizer.rule)
+            self._recorded = model.optimizer
         self._recorder.open()
         self._instrument(model)
         self._optimizer = model.optimizer
         self._thread = threading.get_ident()
-        self._before = None
         self._mean_is_finite = True
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -161,11 +155,10 @@ class LossScaleMonitor:
         if self._optimizer is None:
             return
         self._first_of_execution = batch
-        if self._before is None:
+        if self._loop is None:
             # Not at the start of training, because another callback may restore a checkpoint there.
-            self._at_start = self._before = self._shown = self._stats()
-            self._position = self._before.step
-            self._optimizer._overflow_tracker.count_from(self._position)
+            self._loop = LoopMonitor(self._recorder, self._stats().step)
+            self._optimizer._overflow_tracker.count_from(self._shown.step)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Reads a sampled step, and adds the last known numbers to `logs`."""
@@ -173,16 +166,12 @@ class LossScaleMonitor:
             return
         self._check_thread()
         steps = batch - self._first_of_execution + 1
-        start, self._position = self._position, self._position + steps
         loss = (logs or {}).get("loss")
-        # The first step is sampled too: skips are counted from the first record.
-        is_first = self._before is self._at_start
-        if is_first or self._settings.samples(start, self._position):
-            self._sync()
-            self._sample(self._loss_of_step(loss, steps))
-        else:
-            # It may be on the device, and reading it would wait for the step.
-            self._mean_is_finite = False
+        # If an earlier step may have made the mean NaN, it says nothing of this one. A mean that is
+        # not read may be on the device, and reading it would wait for the step.
+        is_of_step, self._mean_is_finite = self._mean_is_finite and steps == 1, False
+        read = functools.partial(self._read, loss, is_of_step)
+        self._loop._add_steps(steps, read, None)
         self._show(logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -190,32 +179,20 @@ class LossScaleMonitor:
         if self._optimizer is None:
             return
         self._check_thread()
-        self._sync()
-        self._shown = self._stats()
+        self._stats()
         self._show(logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Records the last step if it was not sampled."""
-        if self._optimizer is None:
-            return
-        if self._before is not None:
-            self._sync()
-            if self._stats().step > self._before.step:
-                self._sample(None)
-        self._optimizer = None
+        if self._loop is not None:
+            self._loop.close()
+        self._optimizer = self._loop = None
 
     # --- Before training ----------------------------------------------------------------------
 
     def _check(self, model: Any) -> None:
         optimizer: Any = model.optimizer
         if isinstance(optimizer, LossScaleOptimizer):
-            if optimizer._framework != self._framework:
-                raise ArgumentError(_OTHER_FRAMEWORK)
-            if optimizer._state.decide is not None:
-                raise ArgumentError(
-                    "LossScaleMonitor does not know the lowest scale of a LossScale with its own "
-                    "`update`. Write it as a lossscale.ScaleRule."
-                )
             return
         own = self._library.mixed_precision.LossScaleOptimizer
         scaled = isinstance(optimizer, own) or bool(getattr(optimizer, "loss_scale_factor", None))
@@ -227,12 +204,6 @@ class LossScaleMonitor:
                 f"{model.name!r} is a {kind}. Wrap the optimizer before compile, "
                 "lossscale.LossScaleOptimizer(optimizer), or leave the monitor out."
             )
-
-    def _recorder_of(self, optimizer: Any) -> Any:
-        settings, earlier = self._settings, self._recorder
-        if earlier is not None and self._recorded is optimizer:
-            return earlier
-        return Recorder(settings, optimizer.rule)
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:
@@ -254,60 +225,39 @@ class LossScaleMonitor:
         # That of tf_keras may only be returned.
         model.train_function = model.make_train_function() or model.train_function
 
-    def _sync(self) -> None:
+    # --- One sample ---------------------------------------------------------------------------
+
+    def _stats(self) -> StepStats:
         # On JAX the optimizer's variables are out of date within an epoch.
         model: Any = getattr(self, "_model", None)
         if hasattr(model, "jax_state_sync"):
             model.jax_state_sync()
-
-    # --- The loss -----------------------------------------------------------------------------
-
-    def _loss_of_step(self, mean: Any, steps: int) -> float | None:
-        """Returns the mean over the epoch; None if an earlier step may have made it NaN.
-
-        Args:
-            mean: The loss that Keras reports.
-            steps: Number of steps since its report before.
-        """
-        if mean is None:
-            return None
-        was_finite, mean = self._mean_is_finite, float(mean)
-        self._mean_is_finite = math.isfinite(mean)
-        return mean if self._mean_is_finite or (was_finite and steps == 1) else None
-
-    # --- One sample ---------------------------------------------------------------------------
-
-    def _stats(self) -> StepStats:
         optimizer, array_of = self._optimizer, self._array_of
         scale = float(array_of(optimizer._current_scale()))
-        return StepStats(
+        self._shown = StepStats(
             int(array_of(optimizer.iterations)),
             scale,
             scale,
             int(array_of(optimizer._steps_skipped)),
             bool(array_of(optimizer._last_step_skipped)),
         )
+        return self._shown
 
-    def _sample(self, loss: float | None) -> None:
-        before, stats = self._before, self._stats()
-        self._before = self._shown = stats
-        self._position = stats.step
-        tracker = self._optimizer._overflow_tracker
+    def _read(self, mean: Any, is_of_step: bool, last_read: int) -> StepStats:
+        """Reads the last step, with the loss, the mean over the epoch that Keras reports."""
+        stats, tracker = self._stats(), self._optimizer._overflow_tracker
         tracker.count_from(stats.step)
-        if before.step == stats.step:
-            # No step was taken, for example because all variables are frozen.
-            return
-        scale, skip = tracker.read(min(before.step, stats.step - 1), stats.step)
-        self._recorder.observe(stats._replace(scale=scale, last_skip=skip, loss=loss))
+        loss = None if mean is None else float(mean)
+        self._mean_is_finite = loss is not None and math.isfinite(loss)
+        if not (self._mean_is_finite or is_of_step):
+            loss = None
+        # No step was taken, for example because all variables are frozen.
+        if stats.step == last_read:
+            return stats
+        scale, skip = tracker.read(min(last_read, stats.step - 1), stats.step)
+        return stats._replace(scale=scale, last_skip=skip, loss=loss)
 
     def _show(self, logs: Any) -> None:
         if logs is not None:
             logs["loss_scale"] = self._shown.next_scale
             logs["steps_skipped"] = self._shown.steps_skipped
-
-
-_OTHER_FRAMEWORK = (
-    "This LossScaleMonitor is for another Keras than the model. Take "
-    "lossscale.keras.LossScaleMonitor for a model of Keras 3, lossscale.tf_keras.LossScaleMonitor "
-    "for one of tf_keras."
-)

@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     about = "Prints versions, the backend of Keras 3 and the GPUs, for a bug report."
     info = verbs.add_parser("info", help=about, description=f"{about} Imports no framework.")
-    info.add_argument("--json", action="store_true", help="print JSON instead of text")
-    return print_result(lambda: _info(parser.parse_args(argv)))
+    info.set_defaults(run=_info)
+    return print_result(lambda: str(parser.parse_args(argv).run()))
 
 
 def print_result(run: Callable[[], str]) -> int:
@@ -74,23 +74,21 @@ def print_result(run: Callable[[], str]) -> int:
     return 0
 
 
-def _info(arguments: argparse.Namespace) -> str:
+def _info() -> str:
     # A module may come from a distribution of another name, such as tensorflow-cpu.
     distributions = metadata.packages_distributions()
     versions = {
         module: metadata.version(distributions[module][0]) if module in distributions else None
         for module in sorted({*EXTRAS, *_TRAINERS})
     }
-    gpus = _gpus()
     found = {
         "lossscale": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "keras_backend": keras_backend(),
+        "gpus": ", ".join(_gpus()) or None,
     }
-    if arguments.json:
-        return json.dumps({**found, "gpus": gpus, "packages": versions}, indent=2)
-    return rows({**found, "gpus": ", ".join(gpus) or None, **versions})
+    return rows({**found, **versions})
 
 
 def _gpus() -> list[str]:
@@ -121,9 +119,4 @@ def rows(values: Mapping[str, Any]) -> str:
 
 def shown(value: Any) -> str:
     """Returns a value as one printable, short text; "-" for nothing."""
-    if value is None or value in ([], {}):
-        return "-"
-    if isinstance(value, Mapping):
-        value = ", ".join(f"{name}={shown(each)}" for name, each in value.items())
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    return visible(shortened(text))
+    return "-" if value is None else visible(shortened(str(value)))

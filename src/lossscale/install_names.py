@@ -17,7 +17,7 @@ import tensorflow as tf
 from lossscale import experimental, registry
 from lossscale.common.checks import living_wrapper
 from lossscale.common.monkeypatch import replace
-from lossscale.errors import ArgumentError, UnsupportedError
+from lossscale.errors import ArgumentError
 from lossscale.experimental.loss_scale import get as get_loss_scale
 from lossscale.optimizer import LossScaleOptimizer
 
@@ -163,15 +163,8 @@ def _reading_ours(own: Any) -> Callable[[Any], Any]:
     get = own.get
 
     def get_either(identifier: Any) -> Any:
-        if not isinstance(identifier, experimental.LossScale):
-            return get(identifier)
         if type(identifier) not in _LOSS_SCALES:
-            raise UnsupportedError(
-                "TensorFlow's own loss scale optimizer does not accept a "
-                f"{type(identifier).__name__} under lossscale.install(). Pass a number, 'dynamic', "
-                "a FixedLossScale or a DynamicLossScale, or define that class while nothing is "
-                "installed."
-            )
+            return get(identifier)
         counterpart = getattr(own, type(identifier).__name__)
         return counterpart(**identifier.get_config())
 

@@ -131,12 +131,7 @@ def install() -> Installation:
     except ModuleNotFoundError as error:
         if error.name != "tensorflow":
             raise
-        raise not_installed(
-            ["tensorflow"],
-            purpose="lossscale.install() puts names into TensorFlow, so it",
-            hint="On JAX or PyTorch without TensorFlow, use lossscale.LossScaleOptimizer by its "
-            "own name.",
-        ) from None
+        raise not_installed(["tensorflow"]) from None
     with contextlib.ExitStack() as stack:
         for name, put in put_into.items():
             # TensorFlow comes first, and imports the Keras that is `tf.keras`.

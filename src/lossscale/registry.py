@@ -176,27 +176,9 @@ def naming_missing_packages(*needed: str) -> Iterator[None]:
 
 def not_an_optimizer(optimizer: Any) -> str:
     """Returns the message for an object that cannot be wrapped."""
-    message = (
+    return (
         "The first argument must be an optimizer to wrap, an instance such as "
         "keras.optimizers.Adam() or torch.optim.Adam(model.parameters()). "
-        f"Received: {optimizer!r} of type {type(optimizer).__name__}."
+        f"Received: {optimizer!r} of type {type(optimizer).__name__}. Keras 2 is supported as "
+        "tf_keras, and Optax by lossscale.optax.loss_scaled(optax.adamw(1e-3))."
     )
-    if isinstance(optimizer, str):
-        return f"{message} Use keras.optimizers.get({optimizer!r}) to make one from its name."
-    if isinstance(optimizer, type):
-        return f"{message} This is a class: create an instance first."
-    optax = sys.modules.get("optax")
-    if optax is not None and isinstance(optimizer, optax.GradientTransformation):
-        return (
-            "The first argument must be an optimizer of Keras or PyTorch. Received: a "
-            f"{type(optimizer).__name__} of Optax. Unless it already has loss scaling, write "
-            "lossscale.optax.loss_scaled(optax.adamw(1e-3))."
-        )
-    keras = sys.modules.get("keras")
-    version = str(getattr(keras, "__version__", ""))
-    if type(optimizer).__module__.startswith("keras.") and version.startswith("2."):
-        return (
-            f"{message} Keras {version} is not supported. Install and import tf_keras, which is "
-            "Keras 2, or use Keras 3."
-        )
-    return message

@@ -53,9 +53,7 @@ def assert_alike(found, expected, most):
 # Layers are cast by the same code everywhere. On TensorFlow and JAX, where a pass is compiled, are
 # those with sparse gradients, loops, statistics, shapes or operations of their own.
 FEW = ("Dense", "Conv2DTranspose", "Embedding", "LSTM", "BatchNormalization", "MaxPooling2D")
-# On a processor JAX compiles no attention in float16.
-MORE = ("MultiHeadAttention",) if BACKEND == "tensorflow" else ()
-KINDS = LAYERS if BACKEND == "torch" else (*FEW, *MORE)
+KINDS = LAYERS if BACKEND == "torch" else FEW
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,7 +69,7 @@ def test_gradients_are_those_of_the_framework(kind):
     most = 2e-2 if BACKEND == "jax" else 5e-3
     found = run((x, y), SCALE, True)
     assert_alike(found, expected, most)
-    if kind not in ("MaxPooling2D", "UpSampling2D"):
+    if kind != "MaxPooling2D":
         # Float16 rounds by more than what two passes in float32 may differ by.
         assert any(
             cases.error(gradient, wider.gradients[name] * SCALE) > 1e-5
@@ -172,15 +170,6 @@ def test_targets_beyond_float16_are_named_if_the_output_has_to_reach_them():
     assert diagnose(sparse, x, classes[:, None] * 10**6).verdict != "cannot help"
 
 
-def test_a_constant_in_the_loss_is_no_reason_for_a_scale():
-    x, _ = cases.some_data()
-
-    def loss_fn(model, batch):
-        return ops.mean((wide(model(batch[0])) - batch[1]) ** 2) + 1e6
-
-    assert diagnose(chain(), x, x[:, :1], loss_fn=loss_fn).verdict == "not needed"
-
-
 class Casts(layers.Layer):
     """Casts to a dtype and back, whatever the policy."""
 
@@ -209,41 +198,6 @@ def test_a_model_that_casts_to_float16_itself_has_a_reference_in_float32(divisor
     for gradient, wanted in zip(report.measurement.gradients, expected, strict=True):
         assert gradient.largest == pytest.approx(np.abs(wanted).max() / divisor, rel=1e-2)
         assert min(gradient.errors.values()) < 0.02
-
-
-def test_a_layer_that_overflows_is_named():
-    x, _ = cases.some_data()
-    report = diagnose(chain(), np.abs(x) + 5e4, x[:, :1])
-    assert report.verdict == "cannot help"
-    # A cast of the input has no layer on JAX.
-    assert any(words in str(report) for words in ("cannot help: the input of", "help: first ("))
-
-
-class Looping(layers.Layer):
-    """Multiplies its input in a loop or a branch, and bounds the product."""
-
-    def __init__(self, kind):
-        super().__init__(name="looping")
-        self.kind = kind
-
-    def compute_output_shape(self, shape):
-        return shape
-
-    def call(self, x):
-        loop = {
-            "cond": lambda: ops.cond(ops.sum(x) > -1e30, lambda: x * 6e4, lambda: x),
-            "fori_loop": lambda: ops.fori_loop(0, 3, lambda _, x: x * 6e4, x),
-            "map": lambda: ops.map(lambda row: row * 6e4, x),
-            "vectorized_map": lambda: ops.vectorized_map(lambda row: row * 6e4, x),
-        }[self.kind]
-        return ops.tanh(loop())
-
-
-@pytest.mark.parametrize("kind", ["cond", "fori_loop", "map", "vectorized_map"])
-def test_an_overflow_that_a_bounded_function_hides_does_no_harm(kind):
-    model = cases.compiled(keras.Sequential([keras.Input((6,)), Looping(kind), layers.Dense(1)]))
-    x, _ = cases.some_data()
-    assert diagnose(model, x, x[:, :1]).verdict == "not needed"
 
 
 # --- Kinds of models -----------------------------------------------------------------------------
@@ -446,29 +400,14 @@ def batches_from(kind, x, y):
         return batches
     if kind == "generator":
         return iter(batches)
-    if kind == "sequence":
-
-        class Rows(keras.utils.PyDataset):
-            def __len__(self):
-                return len(batches)
-
-            def __getitem__(self, number):
-                return batches[number]
-
-        return Rows()
-    if kind == "tf.data":
-        tf = pytest.importorskip("tensorflow")
-        return tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
     torch = pytest.importorskip("torch")
     data = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
     return torch.utils.data.DataLoader(data, batch_size=8)
 
 
-@pytest.mark.parametrize("kind", ["list", "generator", "sequence", "tf.data", "DataLoader"])
+@pytest.mark.parametrize("kind", ["list", "generator", "DataLoader"])
 def test_batches_can_come_from_many_places(kind):
     x, y = cases.some_data()
-    if kind == "tf.data" and BACKEND == "torch":
-        pytest.skip("both in one process is slow")
     model = cases.compiled(
         keras.Sequential([keras.Input((6,)), layers.Dense(4, activation="softmax")]),
         "sparse_categorical_crossentropy",
@@ -484,21 +423,16 @@ def test_batches_can_come_from_many_places(kind):
         ({"y": np.zeros(23)}, r"same number of rows.*\[23, 24\] rows"),
         ({"sample_weight": np.zeros(3)}, r"\[3, 24\] rows"),
         ({"x": np.zeros((0, 6)), "y": np.zeros(0)}, "same number of rows, at least one"),
-        ({"x": [], "y": None}, "same number of rows, at least one"),
         ({"x": iter([])}, "`y` and `sample_weight` must be None"),
         ({"x": iter([]), "y": None}, "at least one batch"),
         ({"x": iter([(1, 2, 3, 4)]), "y": None}, "4 parts"),
         ({"y": None}, "`y` is missing, and the loss of this model"),
         ({"x": iter([(np.zeros((4, 6)),)]), "y": None}, r"or in batches \(x, y\)"),
-        # Keras' own messages, as from `fit`.
-        ({"y": np.zeros((24, 3, 5))}, r"target\.shape.*24, 3, 5"),
+        # Keras' own message, as from `fit`.
         ({"x": np.zeros((24, 7))}, r"expected axis -1 .* to have value 6.*\(24, 7\)"),
-        ({"x": np.zeros(24)}, r"Expected shape \(None, 6\)"),
         ({"max_batches": 0}, "`max_batches`"),
         ({"batch_size": -1}, "`batch_size`"),
         ({"loss_fn": lambda model, batch: None}, "must return the loss.*a NoneType"),
-        ({"loss_fn": lambda model, batch: model(batch[0])}, "must return the loss.*shape"),
-        ({"loss_fn": "mse"}, "'str' object is not callable"),
     ],
 )
 def test_bad_arguments_change_nothing(arguments, message):

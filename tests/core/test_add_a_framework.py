@@ -58,39 +58,6 @@ def test_a_program_prints_what_the_page_says(sources, program, said):
     assert (done.stdout, done.returncode) == (printed, 0), done.stderr
 
 
-MISTAKES = """
-import numpy as np, plainsgd, lossscale
-inner = plainsgd.SGD(1.0)
-optimizer = lossscale.LossScaleOptimizer(inner)
-for act in (
-    lambda: lossscale.LossScaleOptimizer(inner),
-    lambda: lossscale.LossScaleOptimizer(optimizer),
-    lambda: lossscale.LossScaleOptimizer(plainsgd.SGD(1.0), dynamic="no"),
-    lambda: optimizer.apply_gradients([(None, np.ones(2))]),
-    lambda: optimizer.apply_gradients([3]),
-    lambda: optimizer.minimize(lambda: 0.0),
-    lambda: optimizer.momentum,
-):
-    try:
-        act()
-    except Exception as error:
-        print(type(error).__name__)
-"""
-
-
-def test_what_is_wrong_is_refused_by_what_every_wrapper_has(sources):
-    done = run(sources, "-c", MISTAKES)
-    assert done.stdout.split() == [
-        "AlreadyWrappedError",
-        "AlreadyWrappedError",
-        "ArgumentTypeError",
-        "GradientsError",
-        "MalformedGradientsError",
-        "UnknownSettingError",
-        "UnknownSettingError",
-    ], done.stderr
-
-
 def test_its_arrow_allows_all_that_it_imports(sources, monkeypatch):
     entry = BLOCKS["tests/core/test_import.py: an entry of ARROWS"]
     [(part, allowed)] = re.findall(r'"(.*?)": "(.*?)",', entry)

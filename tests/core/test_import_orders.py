@@ -18,19 +18,10 @@ folder = pathlib.Path(tempfile.mkdtemp())
 NAMES = [f"{package}>LossScaleOptimizer" for package in ("lossscale", "lossscale.experimental")]
 
 
-def own_class():
-    # What a program writes, below its imports; and the same around the older class.
-    class Own(getattr(lossscale, root).LossScaleOptimizer):
-        pass
-
-    return library.saving.register_keras_serializable("of_a_user")(Own)
-
-
 def makers():
     inner = library.optimizers.SGD
     yield "front", lambda: lossscale.LossScaleOptimizer(inner(0.5), initial_scale=8.0)
     yield "older", lambda: lossscale.experimental.LossScaleOptimizer(inner(0.5), 8)
-    yield "own", lambda: own_class()(inner(0.5), initial_scale=8.0)
 
 
 def path(name, suffix):
@@ -42,7 +33,7 @@ def is_right(optimizer, name):
     assert isinstance(optimizer, lossscale.LossScaleOptimizer), optimizer
     assert isinstance(optimizer, library.optimizers.Optimizer), optimizer
     assert older == (name == "older"), optimizer
-    assert type(optimizer).__name__ == ("Own" if name == "own" else "LossScaleOptimizer")
+    assert type(optimizer).__name__ == "LossScaleOptimizer"
     assert optimizer.initial_scale == 8.0
 
 
@@ -91,8 +82,6 @@ for order in orders:
         for name in NAMES:
             assert library.saving.get_registered_object(name) is not None, (order, root, name)
         for name, _ in makers():
-            if name == "own":
-                own_class()
             is_right(library.optimizers.deserialize(configs[root, name]), name)
     if before in tried or before is None:
         continue
@@ -103,12 +92,8 @@ for order in orders:
             for suffix in (".keras", ".h5"):
                 model = library.models.load_model(path(name, suffix))
                 is_right(model.optimizer, name)
-            clone = library.models.clone_model(model)
-            clone.compile_from_config(model.get_compile_config())
-            is_right(clone.optimizer, name)
-            described = model.optimizer.get_config()
-            is_right(type(model.optimizer).from_config(described), name)
             if name == "front":
+                described = model.optimizer.get_config()
                 is_right(lossscale.LossScaleOptimizer.from_config(described), name)
 print(len(orders), "orders")
 """

@@ -1,6 +1,5 @@
 """A part of the tests that cannot run on this machine is left out, in words."""
 
-import importlib.metadata
 import os
 import pathlib
 import sys
@@ -17,28 +16,15 @@ def without_a_compiler(monkeypatch, folder):
     monkeypatch.delenv("CXX", raising=False)
 
 
-def with_another_release(monkeypatch, folder):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.4.0")
-
-
 def without_the_wheels(monkeypatch, folder):
     monkeypatch.setattr(xla_gpu, "FOLDER", folder)
-
-
-def with_wheels_of_another_release(monkeypatch, folder):
-    monkeypatch.setattr(xla_gpu, "FOLDER", folder)
-    about = folder / "jax_cuda12_pjrt-0.1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Name: jax-cuda12-pjrt\nVersion: 0.1.0\n", encoding="utf-8")
 
 
 @pytest.mark.parametrize(
     ("part", "absent", "why"),
     [
         (run.ON_SIMULATED_CUDA, without_a_compiler, "needs a C++ compiler"),
-        (run.ON_SIMULATED_CUDA, with_another_release, "not 2.4.0"),
         (run.WITH_XLA_GPU, without_the_wheels, "is missing"),
-        (run.WITH_XLA_GPU, with_wheels_of_another_release, "is 0.1.0"),
     ],
 )
 def test_it_is_named_in_the_last_line_and_demanded_by_ci(

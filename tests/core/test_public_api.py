@@ -5,7 +5,6 @@ import functools
 import importlib
 import inspect
 import pathlib
-import pydoc
 import re
 import tomllib
 from importlib import metadata
@@ -15,7 +14,7 @@ import pytest
 import lossscale
 from core.source_tree import modules
 from lossscale.callbacks import LossScaleMonitor
-from lossscale.members import DocumentedMembers, Wrapper
+from lossscale.members import DocumentedMembers
 from lossscale.torch import LossScaleOptimizer as TorchLossScaleOptimizer
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -51,14 +50,6 @@ def test_every_member_of_a_wrapper_is_documented():
                 # A property does not inherit the docstring of the one that it overrides.
                 documented = [vars(each).get(name) for each in wrapper.__mro__]
                 assert any(getattr(each, "__doc__", None) for each in documented), name
-
-
-def test_help_shows_every_documented_member():
-    shown = pydoc.render_doc(lossscale.LossScaleOptimizer, renderer=pydoc.plaintext)
-    for name in (*DECLARED, *(name for name in vars(Wrapper) if not name.startswith("_"))):
-        assert (inspect.getdoc(getattr(lossscale.LossScaleOptimizer, name)) or "").strip(), name
-        assert name in shown
-    assert "PyTorch" in pydoc.render_doc(TorchLossScaleOptimizer, renderer=pydoc.plaintext)
 
 
 def test_a_wrapper_has_what_it_offers_and_nothing_that_is_only_declared():
@@ -158,6 +149,16 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
     assert not hasattr(lossscale, "plotting")
     with pytest.raises(AttributeError, match="'lossscale' has no attribute 'plotting'"):
         lossscale.plotting  # noqa: B018
+
+
+def test_a_list_of_optimizers_is_of_the_framework_of_the_first():
+    torch = pytest.importorskip("torch")
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    for given in (optimizer, [optimizer], (optimizer, optimizer)):
+        assert lossscale.registry.framework_of(given).root == "torch"
+    for given in ([], (), None, "sgd", torch.optim.SGD, [None]):
+        with pytest.raises(TypeError, match="must be an optimizer to wrap"):
+            lossscale.registry.framework_of(given)
 
 
 # These have tests of their examples themselves.

@@ -15,12 +15,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from core import oracle
-from core.strategies import dynamic_scales
-from lossscale.rules import DynamicScale, FixedScale, GradientStats
+from lossscale.rules import DynamicScale, GradientStats
 
 
 class Library(NamedTuple):
@@ -100,18 +97,3 @@ def test_every_library_gives_the_bits_of_the_oracle_without_a_second_trace(libra
     expected = oracle.trace(rule, FINITE_STEPS)
     assert pairs == [(scale.hex(), streak) for scale, streak in expected]
     assert runs == (1 if library.compiled else len(FINITE_STEPS))
-
-
-@pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
-@settings(max_examples=15)
-@given(rule=dynamic_scales(), finite_steps=st.lists(st.booleans(), max_size=25))
-def test_any_rule_and_any_steps_give_the_bits_of_the_oracle(library, rule, finite_steps):
-    pairs, _ = states_of(rule, library, finite_steps)
-    expected = oracle.trace(rule, finite_steps)
-    assert pairs == [(scale.hex(), streak) for scale, streak in expected]
-
-
-@pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
-def test_a_fixed_scale_stays_under_every_library(library):
-    pairs, _ = states_of(FixedScale(3.3, skip_nonfinite=True), library, [True, False, True])
-    assert pairs == [(oracle.float32(3.3).hex(), 0)] * 3

@@ -4,7 +4,6 @@ import math
 import pickle
 
 import numpy as np
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -170,15 +169,3 @@ def test_a_rule_that_waits_for_overflows_gives_the_bits_of_the_oracle(
     again = DynamicScale(**json.loads(json.dumps(rule.get_config(), allow_nan=False)))
     assert again == rule == pickle.loads(pickle.dumps(rule))
     assert again.get_config()["overflows_before_backoff"] == waits
-
-
-def test_without_a_count_of_overflows_none_is_in_the_state():
-    rule = DynamicScale(overflows_before_backoff=1)
-    assert rule.init() == ScaleState(2.0**15, 0)
-    assert dataclasses.replace(rule, overflows_before_backoff=3).overflows_before_backoff == 3
-
-
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "2", 2**40])
-def test_a_count_of_overflows_is_a_whole_number_from_1(wrong):
-    with pytest.raises((ValueError, TypeError), match="overflows_before_backoff"):
-        DynamicScale(overflows_before_backoff=wrong)

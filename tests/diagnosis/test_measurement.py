@@ -1,21 +1,28 @@
-"""Measuring models whose float16 is written down: each gradient is rounded as numbers are."""
+"""Measuring models whose float16 is written down: each gradient is rounded as numbers are.
+
+And the reports on them.
+"""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lossscale import DynamicScale
 from lossscale.diagnosis.measurement import (
     MARGIN,
     TARGETS,
     GradientAccuracy,
     Measurement,
     Pass,
+    checked_loss,
     measure,
 )
-from lossscale.diagnosis.report import Verdict, recommend
+from lossscale.diagnosis.report import Report, Verdict, recommend
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.monitoring.explanation import FailedOperation, explained
 
 RNG = np.random.default_rng(0)
@@ -68,7 +75,8 @@ class Model:
 
 
 def test_nothing_is_lost_and_six_passes_say_so():
-    model = Model({"w": spread(-6, 0), "b": spread(-4, 0)})
+    # A loss may be negative.
+    model = Model({"w": spread(-6, 0), "b": spread(-4, 0)}, loss=-1.0)
     found = model.measured()
     assert recommend(found).verdict is Verdict.NOT_NEEDED
     assert (found.passes, found.batches, found.lowest_exponent) == (6, 2, 0)
@@ -155,16 +163,12 @@ def test_noise_has_no_vote():
     alone = Model({"noise": spread(-6, 0)}, noise=("noise",)).measured()
     assert recommend(alone).verdict is Verdict.UNKNOWN
     assert "wrong at every scale" in alone.unknown
-
-
-def test_noise_asks_for_no_scale_beside_a_gradient_that_needs_one():
+    # It asks for no scale beside a gradient that needs one.
     needy = {"w": spread(-32, -24)}
-    alone = Model(needy).measured()
+    right = Model(needy).measured()
     found = Model({**needy, "noise": spread(-40, -38)}, noise=("noise",)).measured()
-    assert (found.lowest_exponent, found.highest_exponent) == (
-        alone.lowest_exponent,
-        alone.highest_exponent,
-    )
+    assert found.lowest_exponent == right.lowest_exponent
+    assert found.highest_exponent == right.highest_exponent
 
 
 def test_what_float16_loses_at_every_scale_is_not_counted():
@@ -204,12 +208,6 @@ def test_the_rule_follows_from_the_lowest_and_the_highest_scale(lowest, highest,
         assert scales == tuple(2.0**exponent for exponent in exponents)
 
 
-def test_a_variable_without_a_gradient_is_left_alone():
-    found = Model({"w": spread(-6, 0), "unused": None, "dead": np.zeros(3, np.float32)}).measured()
-    assert recommend(found).verdict is Verdict.NOT_NEEDED
-    assert [each.name for each in found.ranked] == ["w"]
-
-
 @pytest.mark.parametrize("name", ["the loss", TARGETS])
 def test_float16_ends_in_the_forward_pass(name):
     found = Model({"w": spread(-6, 0)}, ends=name).measured()
@@ -221,18 +219,6 @@ def test_float16_ends_in_the_forward_pass(name):
     assert verdict.rule is None
 
 
-def test_a_loss_may_be_negative():
-    found = Model({"w": spread(-6, 0)}, loss=-1.0).measured()
-    assert recommend(found).verdict is Verdict.NOT_NEEDED
-
-
-def test_a_gradient_of_ordinary_size_that_is_wrong_at_every_scale_is_no_noise():
-    gradients = {"w": spread(-6, 0), "wrong": spread(-8, -6)}
-    found = Model(gradients, noise=("wrong",)).measured()
-    assert recommend(found).verdict is Verdict.UNKNOWN
-    assert "gradient of wrong is wrong at every scale" in found.unknown
-
-
 class Explained(Model):
     """With a reason for what is wrong at every scale."""
 
@@ -240,8 +226,12 @@ class Explained(Model):
         return explained(FailedOperation("square", "norm", largest_result=1e6))
 
 
-def test_an_overflow_that_a_later_operation_hides_cannot_be_helped():
+def test_a_gradient_of_ordinary_size_that_is_wrong_at_every_scale_is_no_noise():
     gradients = {"w": spread(-6, 0), "wrong": spread(-8, -6)}
+    found = Model(gradients, noise=("wrong",)).measured()
+    assert recommend(found).verdict is Verdict.UNKNOWN
+    assert "gradient of wrong is wrong at every scale" in found.unknown
+    # An overflow that a later operation hides cannot be helped.
     verdict = recommend(Explained(gradients, noise=("wrong",)).measured())
     assert verdict.verdict is Verdict.CANNOT_HELP
     assert "norm (square) overflows in the forward pass" in verdict.reason
@@ -287,9 +277,10 @@ def test_a_reference_in_float16_that_overflows_at_a_higher_scale_is_unknown():
 
 @pytest.mark.parametrize("casts", [(), ("dead", "w")])
 def test_a_gradient_that_is_zero_costs_one_pass_and_is_kept(casts):
-    model = Model({"w": spread(-6, 0), "dead": np.zeros(3, np.float32)}, casts=casts)
-    found = model.measured(1.0)
+    dead = {"dead": np.zeros(3, np.float32), "unused": None}
+    found = Model({"w": spread(-6, 0), **dead}, casts=casts).measured(1.0)
     assert recommend(found).verdict is Verdict.NOT_NEEDED
+    assert [each.name for each in found.ranked] == ["w"]
     assert [each.name for each in found.gradients if not each.errors] == ["dead"]
     assert (found.passes, found.reference) == (5, 0)
     small = Model({"w": spread(-32, -24)}).measured(1.0).passes
@@ -322,30 +313,18 @@ def test_a_loss_that_is_another_in_each_pass_is_unknown():
 
 
 class Failing(Model):
-    """Raises what an error is given by in the pass in float16."""
+    """Raises an error in the pass in float16."""
 
-    def __call__(self, batch, scale, half, **keywords):
+    def __call__(self, batch, scale, half):
         if half:
-            raise self.ends("no kernel for Half\nand more")
-        return super().__call__(batch, scale, half, **keywords)
+            raise NotImplementedError("no kernel for Half\nand more")
+        return super().__call__(batch, scale, half)
 
 
 UNKNOWN = {
-    **{
-        error.__name__: (
-            Failing({"w": spread(-6, 0)}, ends=error),
-            "does not run in float16 here: no kernel",
-        )
-        for error in (RuntimeError, NotImplementedError, TypeError)
-    },
-    "NaN": (
-        Model({"w": np.array([1.0, np.nan], np.float32)}),
-        "a gradient is not finite in float32",
-    ),
-    "a loss of NaN": (
-        Model({"w": spread(-6, 0)}, loss=math.nan),
-        "the loss or a gradient is not finite in float32",
-    ),
+    "no kernel": (Failing({"w": spread(-6, 0)}), "does not run in float16 here: no kernel"),
+    "NaN": (Model({"w": np.float32([1.0, np.nan])}), "a gradient is not finite in float32"),
+    "a loss of NaN": (Model({"w": spread(-6, 0)}, loss=math.nan), "the loss or a gradient is not"),
     "no gradient": (Model({"w": np.zeros(3, np.float32)}), "every gradient is 0"),
 }
 
@@ -356,3 +335,100 @@ def test_what_cannot_be_measured_has_a_reason(case):
     verdict = recommend(model.measured())
     assert verdict.verdict is Verdict.UNKNOWN
     assert words in verdict.reason
+
+
+@pytest.mark.parametrize("batches", [np.ones((2, 6)), (np.ones((2, 6)),), {"x": 1}, 3])
+def test_one_batch_is_no_iterable_of_batches(batches):
+    with pytest.raises(ArgumentTypeError, match=r"one batch is \[batch\]"):
+        measure(Model({}), batches)
+
+
+def test_there_must_be_a_batch_and_a_loss():
+    with pytest.raises(ArgumentError, match="`batches` must contain at least one batch"):
+        measure(Model({}), [])
+    for loss, message in (
+        ([1.0], r"a list\. Return the loss alone"),
+        (SimpleNamespace(loss=1.0), r"`output\.loss`"),
+        (1.0, "a float"),
+        (np.ones((2, 1)), r"shape \(2, 1\) .*Take the mean"),
+        (np.array(3), "dtype int64"),
+    ):
+        with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
+            checked_loss(loss, lambda each: isinstance(each, np.ndarray))
+
+
+# --- The report ---------------------------------------------------------------------------------
+
+LONG = "model/encoder/block_12/attention/self_attention/query_projection/kernel_of_the_layer"
+MODELS = {
+    "not needed": Model({"w": spread(-6, 0), "b": spread(-6, 0)}),
+    "needed": Model({"w": spread(-34, -26), "b": spread(-20, -12)}),
+    "below 1": Model({"w": spread(8, 14)}),
+    "no single scale": Model({"w": spread(-40, -36), "b": spread(8, 12)}),
+    "cannot help": Model({"w": spread(-6, 0)}, ends="the loss"),
+    "targets": Model({"w": spread(-6, 0)}, ends=TARGETS),
+    "unknown": Model({"w": spread(-6, 0)}, loss=math.nan),
+    "zero": Model({"w": spread(-6, 0), "dead": np.zeros(3, np.float32)}),
+    "casts": Model({"w": spread(-6, 0), "l": spread(-30, -26)}, casts=("w", "l")),
+    "long names": Model({f"{LONG}_{n}": spread(-34, -26) for n in range(5)}),
+    "noise": Model({"w": spread(-6, 0), "n": spread(-40, -38)}, noise=("n",)),
+}
+
+
+def said(found):
+    """The text of a report in one line."""
+    return " ".join(str(found).split())
+
+
+def report(name):
+    return Report("Net", "NumPy", MODELS[name].measured())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_report_begins_with_the_verdict_and_is_short(name):
+    found = report(name)
+    lines = str(found).splitlines()
+    assert max(map(len, lines)) <= 88
+    assert lines[0].startswith("Net")
+    titles = [line[:14].strip() for line in lines if line[:2] == "  " and line[2] != " "]
+    assert len(titles) <= 12
+    assert titles[-1] == "measured"
+    if found.rule is not None:
+        words = said(found).partition("rule = ")[2].partition(")")[0] + ")"
+        assert eval(words, {"DynamicScale": DynamicScale}) == found.rule
+    if name in ("not needed", "needed", "no single scale", "cannot help", "unknown"):
+        assert found.verdict == name
+        assert name in lines[0]
+
+
+def test_what_the_lines_say():
+    needed = said(report("needed"))
+    for words in (
+        "without scaling, the worst gradient, of w, is wrong by",
+        "every gradient is accurate from a loss scale of",
+    ):
+        assert words in needed
+    below = said(report("below 1"))
+    assert "rule = DynamicScale(initial_scale=2.0**-" in below
+    assert "left out 1 of the gradients: n: wrong at every scale" in said(report("noise"))
+    assert "cannot help: the loss is not finite in float16" in said(report("cannot help"))
+    assert "the targets are beyond the range of float16" in said(report("targets"))
+    assert "unknown: the loss or a gradient is not finite in float32" in said(report("unknown"))
+    assert "left out 1 of the gradients: dead: also 0 in float32" in said(report("zero"))
+    assert "reference the model casts to float16 itself" in said(report("casts"))
+
+
+def test_a_gradient_that_no_scale_makes_accurate_is_not_called_accurate():
+    for lowest, errors in ((0, {0: 0.3, 8: 0.3}), (4, {0: 0.9, 4: 0.3, 8: 0.3})):
+        gradients = (GradientAccuracy("w", 1.0, errors),)
+        found = Measurement(gradients, lowest_exponent=lowest, highest_exponent=20)
+        text = said(Report("Net", "NumPy", found))
+        assert "every gradient is as accurate as at any loss scale" in text
+        assert "any scale the gradient of w is wrong by 30% at every loss scale" in text
+
+
+def test_elsewhere_it_is_shown_by_its_first_line():
+    found = report("needed")
+    (headline,) = said(found).split(" small ")[:1]
+    assert repr(found) == f"<Report: {headline}>"
+    assert len(repr(found)) < 200

@@ -6,11 +6,9 @@ import re
 
 import nbformat
 import pytest
-from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 
 from docs.interpreter import OF_THE_MACHINE
-from forks import Program
 
 BACKENDS = {"torch_digits": "torch", "keras_fit": "tensorflow", "flax_digits": "jax"}
 FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "notebooks"
@@ -33,41 +31,6 @@ def outputs_of(notebook):
     return found
 
 
-KERNEL = """
-import matplotlib
-from ipykernel.kernelapp import launch_new_instance
-
-# What a kernel sets in the environment is read by the first import alone.
-matplotlib.rcParams["backend"] = "module://matplotlib_inline.backend_inline"
-launch_new_instance()
-"""
-
-
-class Forked(AsyncKernelManager):
-    """Starts its kernel as a fork of a process that has imported the framework."""
-
-    kernel = None
-
-    async def start_kernel(self, **_):
-        # Sockets in a folder of this user's, not ports of the machine.
-        self.transport = "ipc"
-        self.write_connection_file()
-        self.kernel = Program(KERNEL, "-f", self.connection_file)
-
-    @property
-    def has_kernel(self):
-        return self.kernel is not None
-
-    # A client asks the first name if the kernel is slow to answer.
-    async def _async_is_alive(self):
-        return True
-
-    is_alive = _async_is_alive
-
-    async def shutdown_kernel(self, **_):
-        self.kernel.finished(timeout=0)
-
-
 def test_every_notebook_has_a_backend():
     assert {path.stem for path in FOLDER.glob("*.ipynb")} == set(BACKENDS)
 
@@ -81,6 +44,6 @@ def test_a_notebook_prints_what_is_stored_in_it(name):
     # A warning of ours is an error, wherever in the program it is raised.
     first = "import warnings\nwarnings.filterwarnings('error', module='lossscale|__main__')"
     run.cells.insert(0, nbformat.v4.new_code_cell(first))
-    NotebookClient(run, kernel_manager_class=Forked, timeout=300).execute()
+    NotebookClient(run, timeout=300).execute()
     assert outputs_of(run) == outputs_of(stored)
     assert len(outputs_of(stored)) >= 3

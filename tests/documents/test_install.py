@@ -178,7 +178,7 @@ def test_without_tensorflow_it_says_so_and_changes_nothing(monkeypatch, missing)
     ours = isinstance(raised.value, lossscale.LossScaleError)
     # A TensorFlow that is there and broken speaks for itself.
     assert ours is (missing == "tensorflow")
-    assert not ours or 'not installed: pip install "lossscale[tensorflow]"' in str(raised.value)
+    assert not ours or 'not found: pip install "lossscale[tensorflow]"' in str(raised.value)
     assert _all_names() == before
     with lossscale.install():
         assert _all_names() == _NAMES

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lossscale import DynamicScale
-from lossscale.errors import ArgumentError, LossScaleWarning, TrainingHaltedError
+from lossscale.callbacks import LossScaleMonitor
+from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning, TrainingHaltedError
 from lossscale.monitoring import NonfiniteTensor, SkipReason, StepRecord, read_records
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, SkippedStep, StepStats
 
@@ -109,7 +110,6 @@ def test_a_broken_line_is_named(records, data):
         "",
         "[1]",
         '{"scale": 8.0, "skipped": false}',
-        '{"step": true, "scale": 8.0, "skipped": false}',
         '{"step": "1", "scale": 8.0, "skipped": false}',
         '{"step": 1, "scale": 8.0, "skipped": false, "loss": "large"}',
         '{"step": 1, "scale": 8.0, "skipped": true, "reason": "bad luck"}',
@@ -140,6 +140,7 @@ def test_a_line_is_strict_json_with_every_key_of_a_record():
             "reason": "loss",
             "nonfinite": [{"name": "kernel", "infs": 3, "nans": 0}],
             "steps_skipped": None,
+            "explanation": None,
         }
 
 
@@ -154,17 +155,6 @@ def test_a_record_is_in_the_file_at_once_and_a_repeated_step_replaces_the_first(
     assert [(record.step, record.scale) for record in read_records(path)] == [(1, 8.0), (2, 4.0)]
 
 
-def test_a_file_is_continued_only_if_asked(tmp_path):
-    path = tmp_path / "run.jsonl"
-    path.write_text("not ours\n")
-    with pytest.raises(ArgumentError, match="append=True"):
-        opened(path)
-    assert path.read_text() == "not ours\n"
-    for missing in (tmp_path / "no" / "folder.jsonl", tmp_path / ("x" * 300)):
-        with pytest.raises(OSError, match=missing.name):
-            opened(missing)
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is full")
 def test_a_full_disk_is_one_warning_and_training_continues():
     logged = []
@@ -175,19 +165,25 @@ def test_a_full_disk_is_one_warning_and_training_continues():
     assert [record["step"] for record in logged] == [1, 2]
 
 
-def test_a_loop_that_catches_what_log_raises_continues_the_file(tmp_path):
-    path = tmp_path / "run.jsonl"
+# --- The arguments --------------------------------------------------------------------------------
 
-    def log(record):
-        if record["step"] == 2:
-            raise RuntimeError("no network")
 
-    recorder = opened(path, log=log)
-    recorder.observe(applied(1))
-    with pytest.raises(RuntimeError, match="no network"):
-        recorder.observe(applied(2))
-    recorder.observe(applied(3))
-    assert [record.step for record in read_records(path)] == [1, 2, 3]
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"every": 0}, ArgumentError, "every=0"),
+        ({"every": 2.5}, ArgumentError, r"every=2\.5"),
+        ({"every": True}, ArgumentError, "every=True"),
+        ({"path": 3}, ArgumentTypeError, "path=3 of type int"),
+        ({"path": b"run.jsonl"}, ArgumentTypeError, "of type bytes"),
+        ({"on_floor": "stop"}, ArgumentError, "on_floor='stop'"),
+        ({"evry": 3}, TypeError, "unexpected keyword argument 'evry'"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_a_bad_argument_is_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        LossScaleMonitor(**arguments)
 
 
 # --- The alarms -----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "numpy":
         raise
-    raise not_installed(["numpy"], purpose="lossscale_migration", extras=["keras"]) from None
+    raise not_installed(["numpy"]) from None
 
 __all__ = [
     "FileDescription",

@@ -8,12 +8,13 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lossscale.cli import keras_backend, parser_of, print_result, rows, shown
 from lossscale.errors import ArgumentError, LossScaleWarning
-from lossscale.packages import BACKENDS, require
+from lossscale.packages import BACKENDS, is_installed, not_installed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +45,8 @@ def _migrate(arguments: argparse.Namespace) -> str:
             known = ", ".join(BACKENDS)
             raise ArgumentError(f"KERAS_BACKEND must be one of {known}. Received: {backend!r}.")
         needed |= {"keras", backend}
-    require(*sorted(needed))
+    if missing := sorted(name for name in needed if not is_installed(name)):
+        raise not_installed(missing)
     with warnings.catch_warnings(record=True) as caught, _without_native_messages():
         warnings.simplefilter("always")
         # Not at the top: it needs NumPy.
@@ -62,8 +64,15 @@ def _migrate(arguments: argparse.Namespace) -> str:
     if arguments.json:
         return json.dumps({**described.to_dict(), "written": written}, indent=2)
     texts = [f"{shown(described.path)}: {described.form}"]
-    texts += [rows(vars(optimizer)) for optimizer in described.optimizers]
+    for optimizer in described.optimizers:
+        texts.append(rows({name: _text(value) for name, value in vars(optimizer).items()}))
     return "\n".join(texts if written is None else [*texts, f"written: {shown(written)}"])
+
+
+def _text(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={_text(each)}" for name, each in value.items()) or None
+    return f"{value:g}" if isinstance(value, float) else value
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from lossscale import registry
 from lossscale.errors import ArgumentError, OldFileError
-from lossscale.packages import require
 from lossscale_migration.damaged_files import check_file, reporting_file_errors
 from lossscale_migration.models import ModelFile, read_model_file
 
@@ -71,10 +70,8 @@ def load_model(
             from lossscale_migration.keras_models import load_keras_model
 
             return load_keras_model(file, own, given)
-        require("tf_keras", "tensorflow", purpose='framework="tf_keras"')
-        from lossscale_migration.tf_keras_models import load_tf_keras_model
-
-        return load_tf_keras_model(file, own, given)
+        tf_keras_models = registry.package("lossscale_migration.tf_keras_models")
+        return tf_keras_models.load_tf_keras_model(file, own, given)
 
 
 def _check_has_scaling(file: ModelFile) -> None:

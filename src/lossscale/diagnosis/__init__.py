@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from lossscale.checks import checked_above_zero
 from lossscale.errors import ArgumentTypeError
-from lossscale.packages import require
 
 if TYPE_CHECKING:
     from lossscale.diagnosis.report import Report
@@ -70,15 +69,14 @@ def diagnose(
         lossscale.errors.ArgumentTypeError: The first argument must be a model of Keras 3.
         Received: 'model' of type str. ...
     """
-    # Not at the top: a diagnosis needs NumPy, and optimizers do not.
-    require("numpy")
     _check_is_keras(model, "diagnose")
     from lossscale.diagnosis.keras import KerasGradientFunction, batches_of
-    from lossscale.diagnosis.report import make_report
+    from lossscale.diagnosis.measurement import measure
+    from lossscale.diagnosis.report import Report
 
     run = KerasGradientFunction(model, loss_fn, parameters)
     batches = batches_of(x, y, sample_weight, batch_size)
-    return make_report(run, batches, model.name, run.setting, max_batches)
+    return Report(model.name, run.setting, measure(run, batches, max_batches))
 
 
 def explain(
@@ -123,7 +121,6 @@ def explain(
         lossscale.errors.ArgumentTypeError: The first argument must be a model of Keras 3.
         Received: 'model' of type str. ...
     """
-    require("numpy")
     _check_is_keras(model, "explain")
     from lossscale.diagnosis.keras import KerasGradientFunction, one_batch
 

@@ -6,7 +6,6 @@ Each kind of pass is a compiled function, which rounds to float16 wherever the l
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,16 +15,13 @@ import numpy as np
 
 from lossscale.checks import checked_above_zero
 from lossscale.diagnosis.jaxpr_watch import JaxprWatch
-from lossscale.diagnosis.measurement import Pass, checked_loss
-from lossscale.diagnosis.report import Report, make_report
-from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.diagnosis.measurement import Pass, checked_loss, measure
+from lossscale.diagnosis.report import Report
+from lossscale.errors import ArgumentError
 from lossscale.monitoring.explanation import Explanation
 from lossscale.monitoring.origins import explain_pass
 from lossscale.optax.gating import is_gradient
 from lossscale.optax.overflow_tracking import named_leaves
-
-CALL = "loss_fn(params, batch, dtype)"
-"""The call of the user's function."""
 
 
 def diagnose(
@@ -66,7 +62,7 @@ def diagnose(
         The report. Print it, or read `verdict` and `rule`.
 
     Raises:
-        ArgumentTypeError: If `loss_fn`, what it returns or `batches` have another type.
+        ArgumentTypeError: If what `loss_fn` returns or `batches` have another type.
         ArgumentError: If there is nothing to train, no batch, no loss to differentiate, or
             `loss_fn` does not compute in `dtype`.
 
@@ -78,22 +74,11 @@ def diagnose(
         >>> report.verdict.value, report.rule.initial_scale > 1
         ('needed', True)
     """
-    run = JaxGradientFunction(params, _checked(loss_fn), parameters)
+    run = JaxGradientFunction(params, loss_fn, parameters)
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     name = "this loss" if name == "<lambda>" else name
     setting = f"JAX, {jax.default_backend()}, compiled, by the loss with dtype=float16"
-    return make_report(run, batches, name, setting, max_batches)
-
-
-def _checked(loss_fn: Any) -> Any:
-    try:
-        inspect.signature(loss_fn).bind(None, None, None)
-    except TypeError:
-        raise ArgumentTypeError(
-            f"`loss_fn` must accept the call {CALL} and compute in that dtype, float16 or "
-            f"float32. Received: {loss_fn!r}."
-        ) from None
-    return loss_fn
+    return Report(name, setting, measure(run, batches, max_batches))
 
 
 class JaxGradientFunction:
@@ -206,7 +191,7 @@ def explain(
         unless an overflow is hidden in them, as that of the squares in a norm.
 
     Raises:
-        ArgumentTypeError: If `loss_fn` or what it returns have another type.
+        ArgumentTypeError: If what `loss_fn` returns has another type.
         ArgumentError: If `scale` is not a number above 0, there is nothing to train, or `loss_fn`
             does not compute in `dtype`.
 
@@ -220,7 +205,7 @@ def explain(
         >>> "the epsilon 1e-08 is 0 in float16" in found.text
         True
     """
-    run = JaxGradientFunction(params, _checked(loss_fn), parameters)
+    run = JaxGradientFunction(params, loss_fn, parameters)
     return run.explain(batch, checked_above_zero("scale", scale))
 
 
@@ -241,7 +226,7 @@ def _check_dtypes(jaxpr: str, half: bool) -> None:
         "nothing in float16 when dtype is float16" if half else "in float16 when dtype is float32"
     )
     raise ArgumentError(
-        f"`{CALL}` must compute in the dtype that it receives; it computes {found}. Cast the "
-        "parameters and the batch to dtype in it, or create the model with it, such as "
-        "Net(dtype=dtype)."
+        "`loss_fn(params, batch, dtype)` must compute in the dtype that it receives; it computes "
+        f"{found}. Cast the parameters and the batch to dtype in it, or create the model with it, "
+        "such as Net(dtype=dtype)."
     )

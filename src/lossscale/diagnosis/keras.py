@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ import numpy as np
 
 from lossscale.checks import checked_count
 from lossscale.common.monkeypatch import replace
+from lossscale.common.overflow_tracker import unique_names
 from lossscale.diagnosis.measurement import Pass, checked_loss
 from lossscale.errors import ArgumentError
 from lossscale.keras import backends
@@ -56,10 +56,7 @@ class KerasGradientFunction:
         self._trained = [each for each in model.trainable_variables if id(each) in owned]
         trained = set(map(id, self._trained))
         self._variables = [*self._trained, *(v for v in model.variables if id(v) not in trained)]
-        self._names: list[str] = []
-        for name in (self._inside(each.path) for each in self._trained):
-            taken = name in self._names
-            self._names.append(f"{name}, {len(self._names)}" if taken else name)
+        self._names = unique_names([self._inside(each.path) for each in self._trained])
         self._casts = _cast_to_float16(model)
         how = "mixed_float16" if self._casts else "its own float16"
         self.setting = f"Keras on {keras.backend.backend()}, {how}"
@@ -138,7 +135,7 @@ class KerasGradientFunction:
             watch = Watch(self._model, {name: value for (name, kind), value in named if kind})
             for (name, is_weight), value in named:
                 watch.mark(value, name, is_weight=is_weight)
-            with torch.enable_grad(), contextlib.ExitStack() as stack:
+            with torch.enable_grad(), torch.random.fork_rng(), contextlib.ExitStack() as stack:
                 replace(stack, keras.Layer, "__call__", inside)
                 first = [value.detach().requires_grad_() for value in values[:count]]
                 with watch.forward():
@@ -193,7 +190,7 @@ class KerasGradientFunction:
         x, y, sample_weight = keras.tree.map_structure(
             lambda array: None if array is None else keras.ops.convert_to_tensor(array), batch
         )
-        with scope, _same_random_numbers():
+        with scope:
             fits = []
             if self._loss_fn is not None:
                 loss = self._loss_fn(self._model, (x, y, sample_weight))
@@ -277,7 +274,8 @@ def _derive_on_tensorflow(forward: Any, values: Sequence[Any], scale: Any) -> An
 def _derive_on_torch(forward: Any, values: Sequence[Any], scale: Any) -> Any:
     import torch
 
-    with torch.enable_grad():
+    # The states of its random numbers stay, so that each pass draws the same ones.
+    with torch.enable_grad(), torch.random.fork_rng():
         # Detached copies share memory with the parameters and are leaves, so no parameter gets a
         # `grad`.
         values = [value.detach().requires_grad_() for value in values]
@@ -291,45 +289,6 @@ def _derive_on_torch(forward: Any, values: Sequence[Any], scale: Any) -> Any:
 
 _DERIVE = {"jax": _derive_on_jax, "tensorflow": _derive_on_tensorflow, "torch": _derive_on_torch}
 """Compute the loss, its gradients, and what else `forward` returns."""
-
-
-@contextlib.contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Within it, a framework draws the same numbers each time, and its state stays unchanged."""
-    with contextlib.ExitStack() as stack:
-        if keras.backend.backend() == "torch":
-            import torch
-
-            stack.enter_context(torch.random.fork_rng())
-        elif keras.backend.backend() == "tensorflow":
-            _draw_by_keras(stack)
-        yield
-
-
-def _draw_by_keras(stack: contextlib.ExitStack) -> None:
-    """Lets `tf.random.normal` and its like draw numbers by Keras, from fixed seeds.
-
-    TensorFlow's own numbers are different in each call, and different in float16.
-    """
-    import tensorflow as tf
-
-    seeds = itertools.count()
-
-    def drawn_by_keras(name: str) -> Callable[..., Any]:
-        signature = inspect.signature(getattr(tf.random, name))
-
-        def drawn(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
-            shape, first, second, dtype, *_ = given.arguments.values()
-            dtype = tf.as_dtype(dtype)
-            draw = keras.random.randint if dtype.is_integer else getattr(keras.random, name)
-            return draw(shape, first, 1 if second is None else second, dtype.name, next(seeds))
-
-        return drawn
-
-    for name in ("normal", "truncated_normal", "uniform"):
-        replace(stack, tf.random, name, drawn_by_keras(name))
 
 
 # --- Precision ------------------------------------------------------------------------------------
@@ -431,7 +390,14 @@ def _check_arguments(model: Any, loss_fn: Any) -> None:
     # That of a guarded model wraps its own.
     train_step = getattr(inspect.unwrap(model.train_step), "__func__", None)
     if loss_fn is None and train_step is not keras.Model.train_step:
-        raise ArgumentError(_lines_to_write(model))
+        owner = type(model).__name__
+        raise ArgumentError(
+            f"{owner} has a train_step of its own, so its loss is not known. Pass loss_fn=, a "
+            f"function that returns the unscaled loss of {owner}.train_step, such as:\n\n"
+            "    def loss_fn(model, batch):\n"
+            "        x, y, sample_weight = batch\n"
+            "        return ...  # such as model.compute_loss(x, y, model(x), sample_weight)\n"
+        )
     if loss_fn is None and not model.compiled:
         raise ArgumentError(
             f"The model {model.name!r} is not compiled, so its loss is unknown. Call "
@@ -442,20 +408,6 @@ def _check_arguments(model: Any, loss_fn: Any) -> None:
             f"The model {model.name!r} has no trainable variables. If it is not built yet, call it "
             "on a batch, or give it an Input, first."
         )
-
-
-def _lines_to_write(model: Any) -> str:
-    """The message with the function that a model with its own `train_step` needs."""
-    owner = type(model).__name__
-    known = bool(getattr(model, "loss", None))
-    loss = "model.compute_loss(x, y, model(x, training=True), sample_weight)" if known else "..."
-    return (
-        f"{owner} has a train_step of its own, so its loss is not known. Pass loss_fn=, a function "
-        f"that returns the unscaled loss of {owner}.train_step:\n\n"
-        "    def loss_fn(model, batch):\n"
-        "        x, y, sample_weight = batch\n"
-        f"        return {loss}\n"
-    )
 
 
 def _dtype(tensor: Any) -> str:
@@ -514,11 +466,12 @@ def _picked(data: Batch, batch_size: int) -> Iterator[Batch]:
         )
     order = np.random.default_rng(0).permutation(lengths.pop())
     for start in range(0, max(len(order) - batch_size, 0) + 1, batch_size):
-        yield _rows_of(data, order[start : start + batch_size])
+        rows = order[start : start + batch_size]
+        yield _mapped(functools.partial(_rows_of, rows), data)
 
 
-def _rows_of(data: Batch, rows: Any) -> Batch:
-    return _mapped(lambda array: _narrowed(array[rows]), data)
+def _rows_of(rows: Any, array: Any) -> Any:
+    return _narrowed(array[rows])
 
 
 def one_batch(*batch: Any) -> Batch:

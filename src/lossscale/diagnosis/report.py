@@ -14,17 +14,15 @@ import dataclasses
 import enum
 import math
 import textwrap
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from lossscale.diagnosis.measurement import (
     MARGIN,
     TARGETS,
     TOLERANCE,
     GradientAccuracy,
-    GradientFunction,
     Measurement,
-    measure,
 )
 from lossscale.monitoring.explanation import NO_SCALE_HELPS, Cause
 from lossscale.rules import DynamicScale
@@ -236,21 +234,6 @@ _TITLES = {
     Verdict.UNKNOWN: "whether loss scaling is needed is unknown",
     Verdict.NOT_NEEDED: "loss scaling is not needed",
 }
-
-
-def make_report(
-    run: GradientFunction, batches: Iterable[Any], model: str, setting: str, max_batches: int = 2
-) -> Report:
-    """Measures a model, and returns the report.
-
-    Args:
-        run: Computes a pass.
-        batches: The batches to measure on.
-        model: The name of the model.
-        setting: The framework, device and format, such as "PyTorch, cpu, autocast to float16".
-        max_batches: The largest number of batches.
-    """
-    return Report(model, setting, measure(run, batches, max_batches))
 
 
 def line_to_copy(rule: DynamicScale) -> str:

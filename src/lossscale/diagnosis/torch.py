@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lossscale.common.monkeypatch import replace
-from lossscale.diagnosis.measurement import Pass, checked_loss
-from lossscale.diagnosis.report import Report, make_report
-from lossscale.errors import ArgumentError, UnsupportedError
+from lossscale.diagnosis.measurement import Pass, checked_loss, measure
+from lossscale.diagnosis.report import Report
+from lossscale.errors import UnsupportedError
 from lossscale.monitoring.explanation import Explanation
 from lossscale.torch.ranks import is_spread
 from lossscale.torch.repeated_step import check_model_and_loss, eager_passes, explain
@@ -84,7 +84,7 @@ def diagnose(
     """
     run = TorchGradientFunction(model, loss_fn, parameters)
     name = type(getattr(model, "_orig_mod", model)).__name__
-    return make_report(run, batches, name, run.setting, max_batches)
+    return Report(name, run.setting, measure(run, batches, max_batches))
 
 
 class TorchGradientFunction:
@@ -104,7 +104,7 @@ class TorchGradientFunction:
         owned = set(map(id, self._parameters))
         named = model.named_parameters()
         self._names = [_plain(n) for n, p in named if p.requires_grad and id(p) in owned]
-        self._device = next(model.parameters()).device.type
+        self._device = next((p.device.type for p in model.parameters()), "cpu")
         self._casts = all(each.dtype != torch.float16 for each in model.parameters())
         casting = "autocast to float16" if self._casts else "its own float16"
         self.setting = f"PyTorch, {self._device}, {casting}"
@@ -148,15 +148,9 @@ class TorchGradientFunction:
 
 
 def _check_arguments(model: Any, loss_fn: Any) -> None:
-    """Checks that there is a model to train, and a function."""
+    """Checks that there is a model whose parameters are here, and a function."""
     check_model_and_loss(model, loss_fn)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    if not trainable:
-        raise ArgumentError(
-            "The model has no trainable parameters: none has requires_grad=True. Received: a "
-            f"{type(model).__name__}."
-        )
-    if any(is_spread(parameter) or parameter.is_meta for parameter in trainable):
+    if any(is_spread(parameter) or parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError(
             "diagnose() does not support sharded models, nor models on the meta device. Run it on "
             "one process, after the parameters have values and before fully_shard()."
@@ -267,14 +261,7 @@ class _DrawnInFloat32(TorchDispatchMode):
 
 def _wide_copy(model: torch.nn.Module) -> torch.nn.Module:
     """A copy of a model in float32 at least."""
-    try:
-        wide = copy.deepcopy(model)
-    # A module may define its own copy, in the user's code.
-    except Exception as error:
-        raise ArgumentError(
-            f"The model has parameters narrower than float32 and cannot be copied: {error}. The "
-            "float32 reference needs a copy. Pass a model that copy.deepcopy() can copy."
-        ) from error
+    wide = copy.deepcopy(model)
     for tensor in (*wide.parameters(), *wide.buffers()):
         tensor.data = _widened(tensor.data)
     return wide

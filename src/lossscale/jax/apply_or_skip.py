@@ -198,7 +198,7 @@ _CALLS = {"jit", "pjit", "closed_call", "core_call"}
 
 def varying_axes(array: Any) -> frozenset[str]:
     """The axes of the enclosing `shard_map` along which an array varies, as far as JAX knows."""
-    kind = type_of(array)
+    kind = jax.typeof(array)
     # JAX 0.10 stores it in one of these, earlier releases in the other.
     axes = getattr(getattr(kind, "mat", None), "varying", None) or getattr(kind, "vma", None)
     return frozenset(axes or ())
@@ -209,22 +209,17 @@ def has_sharding(array: Any) -> bool:
 
     Such an array can be concatenated with others only if all are moved to one sharding.
     """
-    spec = getattr(getattr(type_of(array), "sharding", None), "spec", None)
+    spec = getattr(getattr(jax.typeof(array), "sharding", None), "spec", None)
     return any(axis is not None for axis in spec or ())
 
 
 def may_be_sharded(array: Any) -> bool:
     """Whether a compiler may divide an array among devices, which its type does not say."""
-    mesh: Any = getattr(getattr(type_of(array), "sharding", None), "mesh", None)
+    mesh: Any = getattr(getattr(jax.typeof(array), "sharding", None), "mesh", None)
     if mesh is None or mesh.empty:
         return False
     axes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
     return any(kind == jax.sharding.AxisType.Auto and size > 1 for kind, size in axes)
-
-
-def type_of(array: Any) -> Any:
-    """The type of an array, with its sharding as far as JAX knows it."""
-    return jax.typeof(array)
 
 
 def static_size(array: Any) -> int | None:

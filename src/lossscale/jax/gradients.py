@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO
 
 from lossscale.common.sizes import SMALL, grouped_by_size
-from lossscale.jax.apply_or_skip import has_sharding, may_be_sharded, static_size, type_of
+from lossscale.jax.apply_or_skip import has_sharding, may_be_sharded, static_size
 from lossscale.rules import GradientStats, StatsRequest
 
 JOINED_ARRAYS = 32
@@ -51,11 +51,6 @@ def is_traced(values: Sequence[Any]) -> bool:
     return any(isinstance(value, jax.core.Tracer) for value in values)
 
 
-def stored(gradient: Any) -> Any:
-    """The dense array that stores a gradient; the data of a `BCOO`."""
-    return jnp.asarray(gradient.data if isinstance(gradient, BCOO) else gradient)
-
-
 def real_parts(gradient: Any) -> list[Any]:
     """The arrays of real numbers that a gradient consists of, as they are stored.
 
@@ -67,7 +62,7 @@ def real_parts(gradient: Any) -> list[Any]:
     """
     if gradient is None:
         return []
-    values = stored(gradient)
+    values = jnp.asarray(gradient.data if isinstance(gradient, BCOO) else gradient)
     if jnp.issubdtype(values.dtype, jnp.complexfloating):
         return [values.real, values.imag]
     return [values] if jnp.issubdtype(values.dtype, jnp.floating) else []
@@ -211,7 +206,7 @@ def in_groups(arrays: Sequence[Any]) -> Iterator[list[int]]:
         if size is None or size > (SMALL if divided else JOINED):
             together[place] = [place]
         else:
-            together.setdefault(type_of(array) if divided else array.dtype, []).append(place)
+            together.setdefault(jax.typeof(array) if divided else array.dtype, []).append(place)
     for places in together.values():
         yield from (places[i : i + JOINED_ARRAYS] for i in range(0, len(places), JOINED_ARRAYS))
 

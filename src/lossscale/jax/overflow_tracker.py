@@ -74,15 +74,15 @@ def update(
     scales, *kept = map(jnp.asarray, state)
     scales = jnp.where(finite & jnp.array([False, True]), scales, jnp.asarray(scale, scales.dtype))
 
-    def of_this_step(counts: Callable[[Sequence[Any]], Any] = _nonfinite) -> list[Any]:
-        new = (number, counts(gradients()))
+    def of_this_step() -> list[Any]:
+        new = (number, _nonfinite(gradients()))
         return [jnp.asarray(each, old.dtype) for each, old in zip(new, kept, strict=True)]
 
     def branched() -> list[Any]:
         return list(jax.lax.cond(finite, lambda: kept, of_this_step))
 
     def selected() -> list[Any]:
-        pairs = zip(of_this_step(_nonfinite_on_gpu), kept, strict=True)
+        pairs = zip(of_this_step(), kept, strict=True)
         return [jnp.where(finite, old, new) for new, old in pairs]
 
     if is_traced([finite]):
@@ -151,18 +151,6 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
 
 def _nonfinite(gradients: Sequence[Any]) -> Any:
     """Returns the numbers of infinite elements and of NaN, uint32 of shape (gradients, 2)."""
-
-    def of_one(gradient: Any) -> Any:
-        counts = jnp.zeros(2, jnp.uint32)
-        for part in real_parts(gradient):
-            counts += jnp.stack([jnp.sum(test(part), dtype=jnp.uint32) for test in _TESTS])
-        return counts
-
-    return jnp.stack([of_one(gradient) for gradient in gradients])
-
-
-def _nonfinite_on_gpu(gradients: Sequence[Any]) -> Any:
-    """Returns the same, from the counts by which a GPU checks gradients."""
     pairs = [(row, part) for row, each in enumerate(gradients) for part in real_parts(each)]
     groups = [[pairs[place] for place in places] for places in in_groups([p for _, p in pairs])]
     rows = [row for group in groups for row, _ in group]

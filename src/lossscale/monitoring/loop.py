@@ -82,4 +82,5 @@ class LoopMonitor:
         before, self._last_read = self._last_read, stats.step
         self._position = stats.step
         if stats.step != before:
-            self._recorder.observe(stats._replace(loss=None if loss is None else float(loss)))
+            loss = stats.loss if loss is None else float(loss)
+            self._recorder.observe(stats._replace(loss=loss))

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import json
 import math
+import operator
 import os
 from typing import Any, NamedTuple
 
@@ -86,16 +87,13 @@ class StepRecord:
         """Returns the record as a dictionary of plain Python values.
 
         Unknown values are None. `nonfinite` is a list of dictionaries with the keys `name`, `infs`
-        and `nans`. `explanation`, a dictionary of its attributes, is left out if it is None. `loss`
-        is a float and may be infinite or NaN.
+        and `nans`, and `explanation` a dictionary of its attributes. `loss` is a float and may be
+        infinite or NaN.
         """
         fields: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields["reason"] = None if self.reason is None else self.reason.value
         fields["nonfinite"] = [tensor._asdict() for tensor in self.nonfinite]
-        if self.explanation is None:
-            del fields["explanation"]
-        else:
-            fields["explanation"] = self.explanation.to_dict()
+        fields["explanation"] = None if self.explanation is None else self.explanation.to_dict()
         return fields
 
     def to_json(self) -> str:
@@ -127,7 +125,7 @@ def read_records(path: str | os.PathLike[str]) -> list[StepRecord]:
                 break
             try:
                 record = _parsed(line)
-            except (TypeError, ValueError, RecursionError) as error:
+            except (TypeError, ValueError, KeyError, RecursionError) as error:
                 raise ArgumentError(
                     f"{os.fspath(path)}, line {number}, is not a record of a monitor: {error}."
                 ) from error
@@ -141,15 +139,9 @@ def _parsed(line: bytes) -> StepRecord:
     fields = json.loads(line)
     if not isinstance(fields, dict):
         raise TypeError("not a JSON object")
-    number = (int, float)
-    for name, kinds in (("step", int), ("scale", number), ("skipped", bool)):
-        if not isinstance(fields.get(name), kinds) or (fields[name] is True and name != "skipped"):
-            raise TypeError(f"{name}={fields.get(name)!r}")
-    for name in ("next_scale", "loss", "steps_skipped"):
-        if name == "loss" and fields.get(name) in ("inf", "-inf", "nan"):
-            fields[name] = float(fields[name])
-        if not isinstance(fields.get(name), (*number, type(None))):
-            raise TypeError(f"{name}={fields[name]!r}")
+    fields["step"] = operator.index(fields["step"])
+    if fields.get("loss") is not None:
+        fields["loss"] = float(fields["loss"])
     reason = fields.get("reason")
     fields["reason"] = None if reason is None else SkipReason(reason)
     fields["nonfinite"] = tuple(NonfiniteTensor(**each) for each in fields.get("nonfinite", ()))

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lossscale.checks import checked_count, checked_truth
+from lossscale.checks import checked_count
 from lossscale.errors import ArgumentError, ArgumentTypeError, TrainingHaltedError
 from lossscale.monitoring.explanation import Cause, Explanation
 from lossscale.monitoring.record import NonfiniteTensor, StepRecord, is_lowest, skip_reason
@@ -29,32 +29,22 @@ class MonitorSettings:
     append: bool = False
 
     def __post_init__(self) -> None:
-        _check_path(self.path)
-        object.__setattr__(self, "every", checked_count("every", self.every))
-        if self.log is not None and not callable(self.log):
+        # open() accepts an int, and would write to that file descriptor.
+        if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
             raise ArgumentTypeError(
-                "`log` must be a function of one dictionary, the record. Received: "
-                f"log={self.log!r} of type {type(self.log).__name__}."
+                f"`path` must be the name of a file. Received: path={self.path!r} of type "
+                f"{type(self.path).__name__}."
             )
+        object.__setattr__(self, "every", checked_count("every", self.every))
         if self.on_floor not in _ON_FLOOR:
             raise ArgumentError(
                 f"`on_floor` must be one of {', '.join(map(repr, _ON_FLOOR))}. "
                 f"Received: on_floor={self.on_floor!r}."
             )
-        checked_truth("append", self.append, ArgumentTypeError)
 
     def samples(self, before: int, step: int) -> bool:
         """Whether to sample one of the steps after `before`, up to `step`."""
         return step // self.every > before // self.every
-
-
-def _check_path(path: Any) -> None:
-    # open() accepts an int, and would write to that file descriptor.
-    if path is not None and not isinstance(path, (str, os.PathLike)):
-        raise ArgumentTypeError(
-            f"`path` must be the name of a file. Received: path={path!r} of type "
-            f"{type(path).__name__}."
-        )
 
 
 class SkippedStep(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -162,43 +161,17 @@ def _run_at_once(
     update: Update, finite: Any, gradients: Any, state: Any, params: Any, check_updates: bool
 ) -> tuple[Any, Any, Any]:
     """Runs an update outside compiled functions, where JAX would compile a branch at each call."""
+    updates, new_state = update(gradients, state, params)
+    if check_updates:
+        finite = finite & each_finite(jax.tree.leaves(updates))
     if bool(jax.device_get(finite)):
-        updates, new_state = update(gradients, state, params)
-        if check_updates:
-            finite = each_finite(jax.tree.leaves(updates))
-        if not check_updates or bool(jax.device_get(finite)):
-            return finite, updates, _in_dtypes_of(state, new_state)
-    else:
-        updates = gradients
-    try:
-        traced = trace(update, gradients, state, params)
-    except jax.errors.JAXTypeError:
-        # The inner optimizer reads values in Python, so it cannot be traced. Its updates most
-        # likely have the structure of the gradients.
-        leaves, structure = jax.tree.flatten(updates)
-        arrays = iter(_no_updates(finite, [x for x in leaves if is_array(x)], leaves))
-        same = [next(arrays) if is_array(leaf) else leaf for leaf in leaves]
-        return finite, jax.tree.unflatten(structure, same), state
-    shapes = traced.jaxpr.out_avals
-    nothing = _no_updates(finite, shapes[: traced.updates], jax.tree.leaves(updates))
-    updates, _ = traced.rebuild([*nothing, *shapes[traced.updates :]])
-    return finite, updates, state
+        return finite, updates, _in_dtypes_of(state, new_state)
+    nothing = [_skipped_jit(finite, x) if is_array(x) else x for x in jax.tree.leaves(updates)]
+    return finite, jax.tree.unflatten(jax.tree.structure(updates), nothing), state
 
 
-def _no_updates(finite: Any, shapes: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-    """Updates of these types that change nothing, sharded like the leaves."""
-    arrays = [leaf for leaf in leaves if is_array(leaf)]
-    if [jnp.shape(array) for array in arrays] != [jnp.shape(shape) for shape in shapes]:
-        arrays = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
-    return list(_skipped_jit(tuple(map(jax.dtypes.result_type, shapes)), finite, arrays))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _skipped_jit(dtypes: tuple[Any, ...], finite: Any, arrays: list[Any]) -> list[Any]:
-    # Selected by a constant decision: with a constant array, every device would hold the whole
-    # array.
-    same = [array.astype(dtype) for dtype, array in zip(dtypes, arrays, strict=True)]
-    return [jnp.where(finite, array, skipped_like(array)) for array in same]
+# Selected by a constant decision: with a constant array, every device would hold the whole array.
+_skipped_jit = jax.jit(lambda finite, update: jnp.where(finite, update, skipped_like(update)))
 
 
 # --- The state before and after a step ------------------------------------------------------------

@@ -8,11 +8,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from lossscale.checks import checked_count
-from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax import overflow_tracker
 from lossscale.jax.overflow_tracker import TrackedSteps
 from lossscale.monitoring.loop import LoopMonitor
@@ -127,15 +126,9 @@ class Monitor(LoopMonitor):
             TrainingHaltedError: If an alarm ends training, after the records are written.
             ArgumentError, ArgumentTypeError: If an argument is invalid, such as the state of the
                 step before, or if the monitor is closed. Nothing is read.
-            UnsupportedError: If it is called in a compiled function.
         """
         self._check_open()
         watched = self._arrays_of(opt_state)
-        if loss is not None and np.ndim(loss):
-            raise ArgumentError(
-                f"`loss` must be a scalar. Received: an array of shape {np.shape(loss)}. Pass the "
-                "mean, or the loss of the last step."
-            )
         if checked_count("steps", steps) > 1 and watched.tracking is None:
             raise ArgumentError(
                 "The scale of the last of several steps is known only if they track it. "
@@ -169,11 +162,6 @@ class Monitor(LoopMonitor):
         """Returns the arrays to read, without reading them."""
         state = state_in(opt_state)
         scale = array_in(state.loss_scale)
-        if isinstance(scale, jax.core.Tracer):
-            raise UnsupportedError(
-                "Monitor.step() must be called outside of compiled functions. Received: a state "
-                "that is being traced. Pass what the compiled function returns."
-            )
         whole = opt_state if isinstance(opt_state, tuple) else getattr(opt_state, "opt_state", None)
         tracking = None
         if isinstance(whole, OverflowTrackingState):
@@ -185,12 +173,6 @@ class Monitor(LoopMonitor):
                     f"{len(self._names)} trainable arrays, for a state that tracks "
                     f"{tracked.nonfinite.shape[0]}."
                 )
-        if np.ndim(scale):
-            raise ArgumentError(
-                "The loss scale must be a scalar. Received: an array of shape "
-                f"{np.shape(scale)}. If the state is replicated for pmap, pass one replica: "
-                "jax.tree.map(lambda x: x[0], opt_state)."
-            )
         skips = map(array_in, (state.steps_skipped, state.consecutive_skips))
         return _Watched(tracking, scale, *skips)
 

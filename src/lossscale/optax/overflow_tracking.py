@@ -10,14 +10,8 @@ import optax
 
 import lossscale.optax.gating as gating
 from lossscale.common.overflow_tracker import unique_names
-from lossscale.errors import (
-    AlreadyWrappedError,
-    ArgumentError,
-    ArgumentTypeError,
-    UnsupportedError,
-)
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax import overflow_tracker
-from lossscale.jax.apply_or_skip import varying_axes
 from lossscale.jax.gradients import unscaled
 from lossscale.jax.overflow_tracker import TrackedSteps
 from lossscale.optax.scale_state import LossScaleState, may_be_below_one
@@ -65,8 +59,6 @@ def track_overflows(
 
     Raises:
         ArgumentTypeError: If `tx` is not the result of `loss_scaled`.
-        AlreadyWrappedError: If `tx` already tracks overflows.
-        UnsupportedError: In `update`, inside a `shard_map` whose devices have different gradients.
 
     Examples:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5))
@@ -77,11 +69,6 @@ def track_overflows(
         Array([[1, 0]], dtype=uint32)
     """
     owner = getattr(getattr(tx, "update", None), "__self__", None)
-    if isinstance(owner, _OverflowTracking):
-        raise AlreadyWrappedError(
-            "track_overflows() was already applied to this optimizer. Remove the outer "
-            "track_overflows()."
-        )
     if not isinstance(owner, LossScaled):
         raise ArgumentTypeError(
             "`tx` must be what lossscale.optax.loss_scaled returned: "
@@ -132,11 +119,6 @@ class _OverflowTracking:
                 f"The number of gradients must not change. Received: {len(by_row)}, for a state "
                 f"that tracks {rows}. Create it with the trained parameters: tx.init(params)."
             )
-        if any(varying_axes(leaf) for leaf in by_row if leaf is not None):
-            raise UnsupportedError(
-                "track_overflows() does not work in a shard_map whose devices have different "
-                "gradients. Leave out track_overflows(), or use jit over sharded arrays."
-            )
         before = state.loss_scaled
         new_updates, after = self._tx.update(updates, before, params, **extra_args)
         number = jnp.asarray(state.iterations, jnp.int32) + 1
@@ -170,8 +152,7 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 def rows_of(params: Any, gradients: Any) -> list[Any]:
     """Returns the gradient of each leaf of the parameters, in their order, or None.
 
-    A gradient belongs to the leaf with the same path. If the parameters contain that path deeper
-    in the tree, as the pair of `optax.lookahead` does, it belongs to the first such leaf.
+    A gradient belongs to the leaf with the same path.
     """
     of_rows = [path for path, _ in _with_paths(params)]
     by_row: list[Any] = [None] * len(of_rows)
@@ -181,12 +162,8 @@ def rows_of(params: Any, gradients: Any) -> list[Any]:
         # The nodes are of different classes, such as a flax.nnx state and a dictionary.
         return [gradient for _, gradient in given]
     for path, gradient in given:
-        row = rows.get(path)
-        if row is None:
-            deeper = (row for row, whole in enumerate(of_rows) if whole[-len(path) :] == path)
-            row = next((each for each in deeper if by_row[each] is None), None)
-        if row is not None:
-            by_row[row] = gradient
+        if path in rows:
+            by_row[rows[path]] = gradient
     return by_row
 
 

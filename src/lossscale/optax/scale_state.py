@@ -12,9 +12,6 @@ from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
-_MOST = 2**31 - 1
-"""The largest value of a counter."""
-
 
 class LossScaleState(NamedTuple):
     """The state of `loss_scaled`: arrays, each with its own buffer.
@@ -110,10 +107,8 @@ def moved(rule: ScaleRule, state: LossScaleState, stats: GradientStats) -> LossS
             name: jnp.asarray(value, state.rule_state[name].dtype)
             for name, value in _others(after).items()
         },
-        steps_skipped=jnp.where(finite, state.steps_skipped, _counted(state.steps_skipped)),
-        consecutive_skips=jnp.where(
-            finite, jnp.zeros_like(state.consecutive_skips), _counted(state.consecutive_skips)
-        ),
+        steps_skipped=jnp.where(finite, state.steps_skipped, state.steps_skipped + 1),
+        consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
         inner_state=(),
     )
 
@@ -143,11 +138,6 @@ def _dtype(value: Any) -> Any:
         if isinstance(value, kind):
             return dtype
     return jnp.float32
-
-
-def _counted(count: Any) -> Any:
-    most = jnp.asarray(_MOST, count.dtype)
-    return jnp.where(count < most, count + jnp.asarray(1, count.dtype), most)
 
 
 def without_shared_buffers(inner_state: Any, params: Any) -> Any:

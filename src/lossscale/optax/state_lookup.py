@@ -73,7 +73,14 @@ def state_in(opt_state: Any) -> LossScaleState:
     above, state = found[0]
     for node, below in zip(above, [*above[1:], state], strict=False):
         if not _is_transparent(node, below):
-            raise ArgumentError(_wrong_order(node))
+            names = {"tuple": "optax.chain", "OrderedDict": "optax.named_chain"}
+            name = type(node).__name__
+            around = names.get(name, name.removesuffix("State"))
+            raise ArgumentError(
+                f"loss_scaled must be the outermost transformation: {around} is around it. What is "
+                "outside gets scaled gradients, and does not know which steps are skipped. Write "
+                "loss_scaled(...) around the whole optimizer."
+            )
     return state
 
 
@@ -85,20 +92,3 @@ def _is_transparent(node: Any, below: Any) -> bool:
         return getattr(node, _TRANSPARENT[name]) is below and not has_schedule
     # optax.named_chain keeps its states in an ordered dictionary.
     return type(node) in (tuple, OrderedDict) and len(node) == 1
-
-
-def _wrong_order(node: Any) -> str:
-    """Returns the message about a node around the state of `loss_scaled`."""
-    name = type(node).__name__
-    if not isinstance(node, (tuple, OrderedDict)):
-        return (
-            "`opt_state` must be the state that `init` or `update` of one optimizer returned. "
-            f"Received: a {name} that contains one. Pass that one."
-        )
-    names = {"tuple": "optax.chain", "OrderedDict": "optax.named_chain"}
-    around = names.get(name, name.removesuffix("State"))
-    return (
-        f"loss_scaled must be the outermost transformation: {around} is around it. What is outside "
-        "gets scaled gradients, and does not know which steps are skipped. Write loss_scaled(...) "
-        "around the whole optimizer."
-    )

@@ -15,12 +15,7 @@ import lossscale.optax.gating as gating
 import lossscale.optax.scale_state as scale_state
 from lossscale.arguments import rule_from_arguments
 from lossscale.checks import checks_keywords
-from lossscale.errors import (
-    AlreadyWrappedError,
-    ArgumentTypeError,
-    GradientsError,
-    UnsupportedError,
-)
+from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, GradientsError
 from lossscale.jax.apply_or_skip import varying_axes
 from lossscale.jax.gradients import gradient_stats, is_traced, unscaled
 from lossscale.optax.scale_state import LossScaleState
@@ -85,8 +80,8 @@ def loss_scaled(
     Raises:
         AlreadyWrappedError: If `inner` already has loss scaling. If only its state shows that,
             `init` raises it.
-        ArgumentTypeError: If `inner` is not an Optax transformation, `dynamic` not a bool, `rule`
-            not a rule, or `axis_name` not a name.
+        ArgumentTypeError: If `inner` is not an Optax transformation, `dynamic` not a bool, or
+            `rule` not a rule.
         ArgumentError: If a scale or a number of steps is invalid.
 
     Examples:
@@ -104,7 +99,8 @@ def loss_scaled(
     Training", ICLR 2018, https://arxiv.org/abs/1710.03740, section 3.2.
     """
     chosen_rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
-    wrapped = LossScaled(_checked_inner(inner), chosen_rule, _axis_names(axis_name))
+    axis_names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    wrapped = LossScaled(_checked_inner(inner), chosen_rule, axis_names)
     tx: GradientTransformationExtraArgs[LossScaleState]
     tx = optax.GradientTransformationExtraArgs(wrapped.init, wrapped.update)
     return tx
@@ -145,8 +141,6 @@ class LossScaled:
         before = scale_state.scalars_of(self.rule, state)
         # Outside of jit, this is one dispatch instead of many.
         traced = is_traced([*gradients, *jax.tree.leaves(before)])
-        if not traced:
-            _check_together(gradients)
         finite, divided = (_check_and_unscale if traced else _check_and_unscale_jit)(
             self.rule, self._axis_names, gradients, before.loss_scale
         )
@@ -173,17 +167,6 @@ class LossScaled:
                 self.rule, self._axis_names, before, finite, gradients
             )
         return new_updates, after._replace(inner_state=inner_state)
-
-
-def _check_together(gradients: Sequence[Any]) -> None:
-    """Raises if gradients are on different devices, where one check cannot cover them all."""
-    places = {frozenset(x.devices()) for x in gradients if getattr(x, "committed", False)}
-    if len(places) > 1:
-        raise UnsupportedError(
-            f"The gradients must be on the same devices. Received: gradients on {len(places)} sets "
-            "of devices. Put the parameters on one mesh with jax.device_put and a NamedSharding, "
-            "and compile the step with jax.jit."
-        )
 
 
 def _check_and_unscale(
@@ -324,15 +307,3 @@ def _checked_inner(inner: Any) -> Any:
     if takes_more or inspect.Parameter.VAR_KEYWORD in kinds:
         return optax.GradientTransformationExtraArgs(init, update)
     return optax.with_extra_args_support(optax.GradientTransformation(init, update))
-
-
-def _axis_names(axis_name: Any) -> tuple[Any, ...]:
-    if axis_name is None:
-        return ()
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
-        raise ArgumentTypeError(
-            "`axis_name` must be the name of an axis or a tuple of names. "
-            f"Received: axis_name={axis_name!r} of type {type(axis_name).__name__}."
-        )
-    return tuple(names)

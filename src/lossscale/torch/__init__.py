@@ -59,8 +59,7 @@ else:
             missing = (error.name or "").partition(".")[0]
             if missing not in ("torch", "numpy"):
                 raise
-            purpose = f"lossscale.torch.{name}"
-            raise not_installed([missing], purpose=purpose, extras=["torch"]) from None
+            raise not_installed([missing]) from None
         # Also in the place of a module of that name, which importing it has put here.
         globals()[name] = getattr(module, name)
         return globals()[name]

