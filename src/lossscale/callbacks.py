@@ -66,14 +66,9 @@ class LossScaleMonitor:
     # Set by Keras' callback.
     model: Any
 
-    # Set by each framework: its name, the module `keras` or `tf_keras`, a function that returns the
-    # value of a variable as an array that Python's int and float take, one that makes what tracks
-    # overflows, and one that builds it for a model, if the model has its variables.
+    # Set by each framework: its name, and the module `keras` or `tf_keras`.
     _framework: ClassVar[str | None] = None
     _library: ClassVar[Any]
-    _array_of: Callable[[Any], Any]
-    _new_tracker: Callable[[], Any]
-    _build_tracker: Callable[[Any], None]
 
     # The recorder and the optimizer whose steps it recorded; the watched one, while `fit` runs; the
     # stats of the last sample.
@@ -247,8 +242,9 @@ class LossScaleMonitor:
             return
         strategy = getattr(model, "distribute_strategy", None)
         with contextlib.nullcontext() if strategy is None else strategy.scope():
-            model.optimizer._track_overflows(self._new_tracker())
-            self._build_tracker(model)
+            built_with = getattr(model.optimizer, "_trainable_variables", None)
+            ready = model.trainable_variables if model.built else ()
+            model.optimizer._track_overflows(built_with or ready)
         # `fit` has already compiled its step, without the tracker.
         model.train_function = None
         # That of tf_keras may only be returned.
@@ -278,15 +274,10 @@ class LossScaleMonitor:
     # --- One sample ---------------------------------------------------------------------------
 
     def _stats(self) -> StepStats:
-        optimizer, array_of = self._optimizer, self._array_of
-        scale = float(array_of(optimizer._current_scale()))
-        return StepStats(
-            int(array_of(optimizer.iterations)),
-            scale,
-            scale,
-            int(array_of(optimizer._steps_skipped)),
-            bool(array_of(optimizer._last_step_skipped)),
-        )
+        optimizer: Any = self._optimizer
+        scale = float(optimizer._current_scale())
+        skipped, last_skipped = int(optimizer.steps_skipped), bool(optimizer.last_step_skipped)
+        return StepStats(int(optimizer.iterations), scale, scale, skipped, last_skipped)
 
     def _sample(self, loss: float | None) -> None:
         before, stats = self._before, self._stats()

@@ -15,6 +15,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 from lossscale.arguments import (
     arguments_from_config,
     check_config,
@@ -35,7 +37,6 @@ from lossscale.errors import ArgumentError, GradientsError, UnknownSlotError
 from lossscale.keras_common.scaled_gradients import ScaleLedger
 from lossscale.keras_common.state import (
     ScaleVariables,
-    VariablesOfUser,
     numbered_in,
     parts_of,
 )
@@ -45,7 +46,8 @@ from lossscale.keras_common.step import (
     with_overwritten,
     without_overwritten,
 )
-from lossscale.members import DocumentedMembers
+from lossscale.members import DocumentedMembers, VariableList
+from lossscale.old_formats import kind_of, names_for
 from lossscale.rules import DynamicScale, GradientStats, ScaleRule, StatsRequest
 
 Slots = Iterator[tuple[list[str], dict[Any, Any]]]
@@ -92,6 +94,8 @@ class KerasCommonOptimizer(DocumentedMembers):
     - `_differentiated(loss, variables)`: the gradients of a scaled loss, given as a callable, and
       the variables they belong to; `_symbolic(loss, variables)`: those of a tensor of the function
       that is being traced.
+    - `_inner_weights()`, `_lasting_variables`: variables as the documents list them, and all that
+      are saved; `_assign(variables, values)` sets them.
     - `_slots_of_inner()`, `_new_slot(variable, name, initializer)`: the inner optimizer's slots.
     - `_build_alike(other)` builds a copy for the same variables, which an optimizer knows by
       identity.
@@ -101,8 +105,8 @@ class KerasCommonOptimizer(DocumentedMembers):
       framework's own class. `_own_values()`, `_set_own_values(values)`: those of
       the loss scale and the counters, by name.
     - For `LossScale` objects of the older API, which may be used without an optimizer: `_arrays()`,
-      what others have as `_backend`; `_new_variable(name, dtype, value)`, `_new_state(rule)`,
-      `_constant(value)`.
+      what others have as `_backend`; `_new_variable(name, dtype, value)`, `_state_class(rule)`,
+      `_float32(value)`.
     """
 
     # The module `keras` or `tf_keras`.
@@ -145,6 +149,10 @@ class KerasCommonOptimizer(DocumentedMembers):
     # Where its attributes are in the file that is written or read.
     _place_of_inner = _SAME_PLACE
 
+    # Makes the variables of a rule.
+    _state_class: ClassVar[type[Any]]
+    # Returns a float32 scalar tensor.
+    _float32: Callable[[Any], Any]
     # The inner optimizer of a configuration.
     _inner_from_config: Callable[[Any, Any], Any]
 
@@ -202,6 +210,9 @@ class KerasCommonOptimizer(DocumentedMembers):
     def _is_overridden(cls, verb: str) -> bool:
         """Whether a subclass overrides a verb."""
         return getattr(cls, verb) is not getattr(KerasCommonOptimizer, verb)
+
+    def _first_state(self) -> Any:
+        return self._state_class(self._rule)
 
     # --- The documented loop: scale the loss, unscale the gradients, apply them ---------------
 
@@ -336,6 +347,26 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     # --- Calls that do several of these -------------------------------------------------------
 
+    def minimize(
+        self,
+        loss: Any,
+        var_list: Any = None,
+        grad_loss: Any = None,
+        name: str | None = None,
+        tape: Any = None,
+    ) -> Any:
+        location = self._backend.current_location()
+        with self._ledger.own_step(location):
+            pairs = list(self._computed(loss, var_list, grad_loss, tape))
+            if not pairs and var_list is not None:
+                return self._result(None)
+            return self._apply_unscaled(location, pairs, name)
+
+    def _computed(self, loss: Any, var_list: Any, grad_loss: Any, tape: Any) -> Iterable[Any]:
+        """Returns pairs of unscaled gradients and variables."""
+        gradients, variables = self._differentiated(loss, var_list, grad_loss, tape)
+        return zip(self._unscaled_by_verb(gradients, variables), variables, strict=True)
+
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
         location = self._backend.current_location()
         params = self._backend.flat_variables(params)
@@ -372,6 +403,11 @@ class KerasCommonOptimizer(DocumentedMembers):
     # --- Members to read ----------------------------------------------------------------------
 
     @property
+    def loss_scale(self) -> Any:
+        self._ledger.is_scale_read = True
+        return self._float32(self._current_scale())
+
+    @property
     def steps_skipped(self) -> Any:
         return self._backend.read(self._steps_skipped)
 
@@ -393,10 +429,22 @@ class KerasCommonOptimizer(DocumentedMembers):
         variables = [*self._state.variables.values(), self._steps_skipped]
         return all(self._backend.is_on_host(each) for each in variables)
 
-    def _track_overflows(self, tracker: Any) -> None:
-        """Makes steps track overflows, in functions that are traced from now on."""
+    def _track_overflows(self, variables: Sequence[Any] = ()) -> None:
+        """Makes steps track overflows, in functions that are traced from now on.
+
+        Args:
+            variables: Those that are trained, if they exist.
+        """
         # Not tracked by Keras and TensorFlow.
-        self.__dict__["_overflow_tracker"] = tracker
+        self.__dict__["_overflow_tracker"] = self._backend.new_overflow_tracker()
+        if variables:
+            self._build_overflow_tracker(variables)
+
+    def _build_overflow_tracker(self, variables: Sequence[Any]) -> None:
+        if self._overflow_tracker is not None:
+            names = [getattr(v, "path", v.name).removesuffix(":0") for v in variables]
+            with self._backend.eager_scope():
+                self._overflow_tracker.build(variables, names)
 
     # --- The settings of the inner optimizer -------------------------------------------------
 
@@ -410,7 +458,26 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     lr = learning_rate
 
-    # --- Slots --------------------------------------------------------------------------------
+    # --- Weights and slots --------------------------------------------------------------------
+
+    @property
+    def weights(self) -> VariableList:
+        return VariableList(self._inner_weights())
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        values = list(weights)
+        weights, everything = self.weights, self._lasting_variables
+        if len(values) not in (len(weights), len(everything)):
+            raise ArgumentError(
+                f"Expected {len(weights)} weights, or all {len(everything)} variables, with the "
+                f"loss scale. Received: {len(values)} arrays. An optimizer that is not built has "
+                "no state yet: call build(variables) first."
+            )
+        targets = weights if len(values) == len(weights) else everything
+        check_shapes(targets, [tuple(np.shape(value)) for value in values])
+        self._assign(targets, values)
+        # Moves the scale into the range of the rule.
+        self._set_own_values(self._own_values())
 
     def get_slot(self, var: Any, slot_name: str) -> Any:
         slot = self._find_slot(var, slot_name)
@@ -439,7 +506,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     def _names_of_slot(self, var: Any, slot_name: str) -> set[str]:
         """Returns all names of a kind of slot of a variable."""
-        return {slot_name}
+        return set(names_for(kind_of(self.inner_optimizer), [slot_name]))
 
     def _slots(self) -> Slots:
         yield from self._slots_of_inner()
@@ -523,6 +590,14 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     # --- Configurations, and the library's registry of classes --------------------------------
 
+    def get_config(self) -> dict[str, Any]:
+        name = self._constructor_arguments()["name"]
+        return {
+            **({} if name is None else {"name": name}),
+            "inner_optimizer": self._library.optimizers.serialize(self.inner_optimizer),
+            **self._described_rule(),
+        }
+
     @classmethod
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
@@ -565,21 +640,6 @@ class KerasCommonOptimizer(DocumentedMembers):
         name = described.get("class_name") if isinstance(described, dict) else None
         registered = cls._library.saving.get_registered_object(name, custom_objects)
         return {**(custom_objects or {}), **({} if registered is None else {name: registered})}
-
-    # --- For loss scale objects, some without an optimizer ------------------------------------
-
-    def _state_of_user(self, loss_scale: Any) -> VariablesOfUser:
-        return VariablesOfUser(self._rule, loss_scale, self._backend.replica_count, self._after)
-
-    @staticmethod
-    def _operation(result: Any) -> Any:
-        """Returns the operation that a caller must run for an update; None if it is done."""
-        return None
-
-    @staticmethod
-    def _after(result: Any, value: Any) -> Any:
-        """Returns a value that depends on an update."""
-        return value
 
 
 _VERBS_OF_A_LOSS = ("get_scaled_loss", "get_unscaled_gradients")
