@@ -99,23 +99,6 @@ def test_minimize_refuses_what_it_cannot_use_and_changes_nothing(form, stepped, 
         assert_same(before, everything(optimizer, var))
 
 
-LOSSES = {
-    "bfloat16": (tf.constant(3.0, "bfloat16"), "float32"),
-    "float64": (tf.constant(3.0, "float64"), "float64"),
-    "numpy_float64": (np.float64(3), "float64"),
-    "variable": (tf.Variable(3.0), "float32"),
-    "keras_variable": (keras.Variable(3.0), "float32"),
-}
-
-
-@pytest.mark.parametrize(("loss", "dtype"), LOSSES.values(), ids=LOSSES)
-def test_the_scaled_loss_is_the_product_in_float32_or_wider(form, stepped, loss, dtype):
-    optimizer = form.dynamic(sgd())
-    scaled = stepped(lambda: optimizer.get_scaled_loss(loss))()
-    assert (scaled.dtype, scaled.shape) == (dtype, np.shape(loss))
-    assert (scaled.numpy() == 3 * 2.0**15).all()
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_unscaled_gradients_are_float32_or_wider(form, stepped, dtype):
     # The second one is the smallest float16, of which float16 would make zero.

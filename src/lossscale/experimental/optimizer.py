@@ -175,9 +175,6 @@ class UserLossScaleRule(ScaleRule):
     def init(self) -> ScaleState:
         return ScaleState(scale=self._first, good_steps=0)
 
-    def restored(self, state: ScaleState) -> ScaleState:
-        return self.init()
-
     def update(self, state: ScaleState, stats: GradientStats, *, xp: Any) -> ScaleState:
         return state
 

@@ -16,20 +16,10 @@ from keras import ops
 import lossscale.keras.backends as backends
 import lossscale.keras.saving as saving
 import lossscale.keras.slots as slots
-from lossscale.common.checks import (
-    check_some_gradient,
-    with_gradient,
-)
+from lossscale.common.checks import check_some_gradient, with_gradient
 from lossscale.common.private_names import do_not_convert
-from lossscale.errors import (
-    GradientsError,
-    UnknownSettingError,
-)
-from lossscale.keras.arguments import (
-    check_inner,
-    inner_from_config,
-    refuse_factor,
-)
+from lossscale.errors import GradientsError, UnknownSettingError
+from lossscale.keras.arguments import check_inner, inner_from_config, refuse_factor
 from lossscale.keras.private_names import no_automatic_dependency_tracking
 from lossscale.keras.state import KerasScaleVariables, StepCounter, new_variable
 from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots

@@ -35,17 +35,8 @@ from lossscale.common.checks import (
 from lossscale.common.private_names import do_not_convert
 from lossscale.errors import ArgumentError, GradientsError, UnknownSlotError
 from lossscale.keras_common.scaled_gradients import ScaleLedger
-from lossscale.keras_common.state import (
-    ScaleVariables,
-    numbered_in,
-    parts_of,
-)
-from lossscale.keras_common.step import (
-    OverflowCheck,
-    Step,
-    with_overwritten,
-    without_overwritten,
-)
+from lossscale.keras_common.state import ScaleVariables, numbered_in, parts_of
+from lossscale.keras_common.step import OverflowCheck, Step, with_overwritten, without_overwritten
 from lossscale.members import DocumentedMembers, VariableList
 from lossscale.old_formats import kind_of, names_for
 from lossscale.rules import DynamicScale, GradientStats, ScaleRule, StatsRequest

@@ -15,12 +15,7 @@ from lossscale.old_formats import documented_name, kind_of
 from lossscale.tensorflow.tracing import in_xla, translated
 from lossscale.tf_keras.optimizer import CalledAsWritten, TFKerasCommonOptimizer, dtype_of
 from lossscale.tf_keras.private_names import LossScaleOptimizerV3
-from lossscale.tf_keras.saving import (
-    UNLISTED,
-    LossScaleStore,
-    build_pending,
-    drop_pending,
-)
+from lossscale.tf_keras.saving import UNLISTED, LossScaleStore, build_pending, drop_pending
 
 
 class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=CalledAsWritten):

@@ -11,11 +11,7 @@ import tensorflow as tf
 import tf_keras
 
 import lossscale.tf_keras.saving as saving
-from lossscale.common.checks import (
-    scaled_value,
-    takes,
-    with_gradient,
-)
+from lossscale.common.checks import scaled_value, takes, with_gradient
 from lossscale.errors import ArgumentError
 from lossscale.keras_common.optimizer import KerasCommonOptimizer
 from lossscale.keras_common.scaled_gradients import ScaleLedger

@@ -79,14 +79,6 @@ def test_a_counter_of_ones_own_is_used(optimizers, var):
     assert (int(mine), int(optimizer.iterations)) == (6, 6)
 
 
-def test_warnings_come_once(optimizers, var):
-    optimizer = wrapped(optimizers.SGD(1.0))
-    with pytest.warns(lossscale.LossScaleWarning, match="never scaled"):
-        optimizer.apply_gradients([(tf.zeros(2), var)])
-    # A second warning would be an error.
-    optimizer.apply_gradients([(tf.zeros(2), var)])
-
-
 @pytest.mark.parametrize("in_function", [False, True])
 def test_gradients_that_another_wrapper_has_unscaled_are_applied_without_a_warning(
     optimizers, in_function
