@@ -212,8 +212,12 @@ def arguments_from_config(
     """
     rest = dict(config)
     inner_key = "optimizer" if "loss_scale" in rest else "inner_optimizer"
-    inner = required(rest, inner_key)
-    del rest[inner_key]
+    if inner_key not in rest:
+        raise ArgumentError(
+            f"The configuration of a loss scale optimizer needs the key `{inner_key}`. Received "
+            f"the keys {sorted(rest)}."
+        )
+    inner = rest.pop(inner_key)
     if "loss_scale" in rest:
         rest["rule"] = made_from(
             rest.pop("loss_scale"),
@@ -244,20 +248,6 @@ def check_config(config: Any) -> None:
             "The configuration of a loss scale optimizer must be a dictionary. Received: "
             f"{config!r}."
         )
-
-
-def required(config: Mapping[str, Any], key: str) -> Any:
-    """Returns the value of a key in an optimizer's configuration.
-
-    Raises:
-        ArgumentError: If it is missing.
-    """
-    if key not in config:
-        raise ArgumentError(
-            f"The configuration of a loss scale optimizer needs the key `{key}`. Received "
-            f"the keys {sorted(config)}."
-        )
-    return config[key]
 
 
 def check_described(described: Any, what: str) -> None:

@@ -184,3 +184,12 @@ def test_set_weights_takes_all_variables():
     other.set_weights(arrays(optimizer.variables))
     assert status(other) == status(optimizer)
     assert_same(arrays(other.variables), arrays(optimizer.variables))
+
+
+def test_a_counter_above_a_shorter_interval_grows_the_scale():
+    optimizer = wrapped(keras.optimizers.SGD(0.01), growth_interval=10)
+    variable = keras.Variable([1.0])
+    optimizer.step_counter.assign(20)
+    optimizer.apply([optimizer.scale_loss(keras.ops.ones((1,)))], [variable])
+    assert status(optimizer).scale == 2.0**11
+    assert status(optimizer).counter == 0

@@ -353,12 +353,15 @@ def test_a_loss_scale_of_ones_own_that_keras_knows_needs_no_custom_objects(tmp_p
     assert type(loaded.optimizer.loss_scale) is Registered
 
 
-def test_the_current_class_reads_configurations_that_this_one_writes():
-    older = experimental.LossScaleOptimizer(sgd(0.25), DynamicLossScale(8, 3))
-    current = lossscale.LossScaleOptimizer.from_config(older.get_config())
-    assert (current.initial_scale, current.dynamic_growth_steps) == (8.0, 3)
-    with pytest.raises(ValueError, match="`loss_scale`"):
-        experimental.LossScaleOptimizer.from_config(current.get_config())
+def test_the_current_class_writes_configurations_that_this_one_reads():
+    current = lossscale.LossScaleOptimizer(sgd(0.25), initial_scale=8, dynamic_growth_steps=3)
+    older = experimental.LossScaleOptimizer.from_config(current.get_config())
+    assert older.loss_scale.get_config() == DynamicLossScale(8, 3).get_config()
+    back = lossscale.LossScaleOptimizer.from_config(older.get_config())
+    assert back.rule == current.rule
+    other = lossscale.LossScaleOptimizer(sgd(), rule=lossscale.DynamicScale(backoff_factor=0.25))
+    with pytest.raises(ValueError, match="cannot represent this rule"):
+        experimental.LossScaleOptimizer.from_config(other.get_config())
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,24 @@ def get(loss_scale: Any) -> LossScale:
     return FixedLossScale(checked_scale("loss_scale", value))
 
 
+def from_rule(rule: ScaleRule) -> LossScale:
+    """Returns the loss scale that follows a rule.
+
+    Raises:
+        ValueError: If the rule has settings that a `LossScale` does not have.
+    """
+    if isinstance(rule, FixedScale) and not rule.skip_nonfinite:
+        return FixedLossScale(rule.scale)
+    if isinstance(rule, DynamicScale):
+        loss_scale = DynamicLossScale(rule.initial_scale, rule.growth_interval, rule.growth_factor)
+        if loss_scale._rule == rule:
+            return loss_scale
+    raise ArgumentError(
+        f"FixedLossScale and DynamicLossScale cannot represent this rule. Received: {rule}. Use "
+        "lossscale.LossScaleOptimizer, which takes the rule itself."
+    )
+
+
 _KNOWN = {known.__name__: known for known in (FixedLossScale, DynamicLossScale)}
 
 

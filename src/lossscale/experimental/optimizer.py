@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lossscale import registry
-from lossscale.arguments import check_config, required
+from lossscale.arguments import arguments_from_config, check_config, rule_from_arguments
 from lossscale.errors import ArgumentTypeError, UnsupportedError
 from lossscale.experimental.loss_scale import (
     DynamicLossScale,
@@ -16,6 +16,7 @@ from lossscale.experimental.loss_scale import (
     LossScale,
     _RuleLossScale,
     deserialize,
+    from_rule,
     get,
     serialize,
 )
@@ -146,8 +147,15 @@ class LossScaleAsObject(_Wrapper):
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> Any:
         check_config(config)
-        described, inner = required(config, "loss_scale"), required(config, "optimizer")
-        loss_scale = deserialize(described, cls._with_class_named(described, custom_objects))
+        if "loss_scale" in config:
+            inner, described = config.get("optimizer"), config["loss_scale"]
+            loss_scale = deserialize(described, cls._with_class_named(described, custom_objects))
+        else:
+            # A later release wrote it, whose optimizer had the arguments of a rule.
+            rules = cls._with_class_named(config.get("rule"), custom_objects)
+            inner, arguments = arguments_from_config(config, rules)
+            arguments.pop("name", None)
+            loss_scale = from_rule(rule_from_arguments(**arguments))
         inner = cls._inner_from_config(inner, custom_objects)
         return cls._made(inner, loss_scale=loss_scale, name=config.get("name"))
 

@@ -26,7 +26,6 @@ START = np.array([1.0, -2.0], "float32")
 INNERS = {
     "adam": lambda: Adam(0.125),
     "clipnorm": lambda: keras.optimizers.AdamW(0.125, weight_decay=0.25, clipnorm=0.5),
-    "global_clipnorm": lambda: SGD(0.25, global_clipnorm=0.5),
     "clipvalue_ema": lambda: SGD(0.25, momentum=0.5, clipvalue=0.5, use_ema=True, ema_momentum=0.5),
 }
 

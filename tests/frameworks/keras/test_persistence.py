@@ -6,7 +6,6 @@ import gc
 import itertools
 import pickle
 
-import h5py
 import keras
 import numpy as np
 import pytest
@@ -124,21 +123,6 @@ def test_every_form_restores_everything(name, form, tmp_path):
     assert type(optimizer) is type(model.optimizer)
     assert optimizer.rule == RULE
     assert_equal_state(optimizer, model.optimizer)
-
-
-def test_the_inner_variables_stand_in_the_file_once_where_a_plain_optimizer_has_them(tmp_path):
-    def names_in_a_file(model):
-        model.save_weights(tmp_path / "a.weights.h5")
-        items = {}
-        with h5py.File(tmp_path / "a.weights.h5") as file:
-            file["optimizer"].visititems(lambda name, item: items.update({name: item}))
-            return {name for name, item in items.items() if isinstance(item, h5py.Dataset)}
-
-    plain = compiled(keras.optimizers.Adam())
-    plain.fit(*data(24), batch_size=8, verbose=0)
-    plain, ours = names_in_a_file(plain), names_in_a_file(trained_around("adam"))
-    assert plain < ours
-    assert [name.startswith("loss_scale_state/") for name in ours - plain] == [True] * 5
 
 
 @pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
