@@ -349,7 +349,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
                 f"`{name}` cannot be replaced. The value of a variable is set with assign()."
             )
         known = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
-        if name in {*self.__dict__.get("_own_names", (name,)), *_OWN_ATTRIBUTES}:
+        if name in _OWN_ATTRIBUTES or self._is_own(name):
             super().__setattr__(name, value)
         elif not known and hasattr(inner, name):
             setattr(inner, name, value)

@@ -54,22 +54,6 @@ _PLACE_OF_OWN_CLASS = "inner_optimizer/"
 _BESIDE = "lossscale."
 
 
-# Attributes of ours that are set before `_construct`, or after the constructor.
-_OTHER_OWN_NAMES = {
-    "_own_names",
-    "_loss_scale",
-    "_overflow_tracker",
-    "_inner_parts",
-    "_saved_inner",
-    "_place_of_inner",
-    "_pending_values",
-    "_values_before_load",
-    "_load_refused",
-    "loss_scale_state",
-    "_warned_at_floor",
-}
-
-
 class KerasCommonOptimizer(DocumentedMembers):
     """The members shared by Keras 3 and tf_keras: the step, settings, slots, copies.
 
@@ -127,8 +111,12 @@ class KerasCommonOptimizer(DocumentedMembers):
     # Scalar variables: a number of steps, and a boolean.
     _steps_skipped: Any
     _last_step_skipped: Any
-    # The attributes in `__dict__` that are not a user's.
-    _own_names: set[str]
+    # The attributes that the constructor has set. Others that are not a user's have a value in one
+    # of our classes.
+    _own_names: frozenset[str] = frozenset()
+    # For Keras' files: the inner optimizer without its variables, and its parts.
+    _saved_inner: Any = None
+    _inner_parts: Any = ()
     # By the name of the slot and the key of its variable.
     _added_slots: dict[tuple[str, Any], Any]
     # Values of the inner optimizer's variables that were loaded before these exist, those of loss
@@ -163,7 +151,7 @@ class KerasCommonOptimizer(DocumentedMembers):
         early = dict(vars(self))
         self._construct(inner_optimizer, rule, name)
         made = {each for each, value in vars(self).items() if value is not early.get(each, self)}
-        self.__dict__["_own_names"] = made | _OTHER_OWN_NAMES
+        self.__dict__["_own_names"] = frozenset(made)
         remember_wrapper(inner_optimizer, self)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -572,8 +560,13 @@ class KerasCommonOptimizer(DocumentedMembers):
     def _names_of_user(self) -> list[str]:
         """The attributes that a subclass or a program has set."""
         # TensorFlow lists in `_self_...` what it tracks.
-        own = self.__dict__.get("_own_names", vars(self))
-        return [n for n in vars(self) if n not in own and not n.startswith("_self_")]
+        return [n for n in vars(self) if not self._is_own(n) and not n.startswith("_self_")]
+
+    def _is_own(self, name: str) -> bool:
+        """Whether an attribute is not a user's."""
+        ours = (each for each in type(self).__mro__ if each.__module__.startswith("lossscale."))
+        own = self.__dict__.get("_own_names", (name,))
+        return name in own or any(name in vars(each) for each in ours)
 
     def _constructor_arguments(self) -> dict[str, Any]:
         """Returns the other arguments of the constructor, to recreate this optimizer."""
