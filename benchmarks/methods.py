@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -50,8 +49,7 @@ def _ours_fixed(new_inner: Callable[..., Any], package: Any) -> Any:
 def _ours_monitored(new_inner: Callable[..., Any], package: Any) -> Any:
     optimizer = _ours_dynamic(new_inner, package)
     # A monitor does this when `fit` begins.
-    monitor = importlib.import_module(f"lossscale.{package.__name__}.monitor").LossScaleMonitor
-    optimizer._track_overflows(monitor._new_tracker())
+    optimizer._track_overflows()
     return optimizer
 
 

@@ -25,6 +25,12 @@ def assert_same(left, right):
         np.testing.assert_array_equal(a, b)
 
 
+def data(rows=64, seed=1):
+    """Returns inputs and targets of a learnable regression."""
+    x = np.random.default_rng(seed).normal(size=(rows, 4)).astype("float32")
+    return x, np.sin(x.sum(axis=1, keepdims=True)).astype("float32")
+
+
 class Status(NamedTuple):
     """What an optimizer says about its loss scale, as Python numbers."""
 

@@ -14,14 +14,7 @@ from typing import Any
 
 from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE, checked_interval, checked_scale
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.rules import (
-    RULES,
-    DynamicScale,
-    FixedScale,
-    GradientStats,
-    PythonNumbers,
-    ScaleRule,
-)
+from lossscale.rules import RULES, DynamicScale, FixedScale, GradientStats, PythonNumbers, ScaleRule
 
 # Keras 3 wrote these into the configuration of its own LossScaleOptimizer before it rejected
 # them; they never had an effect.

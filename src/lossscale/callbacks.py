@@ -68,13 +68,8 @@ class LossScaleMonitor:
     # Set by Keras' callback.
     model: Any
 
-    # Set by each framework: the module `keras` or `tf_keras`, a function that returns the value of
-    # a variable as an array that Python's int and float take, one that makes what tracks overflows,
-    # and one that builds it for a model, if the model has its variables.
+    # Set by each framework: the module `keras` or `tf_keras`.
     _library: ClassVar[Any]
-    _array_of: Callable[[Any], Any]
-    _new_tracker: Callable[[], Any]
-    _build_tracker: Callable[[Any], None]
 
     # The recorder and the optimizer whose steps it recorded; while `fit` runs, the watched one, and
     # from the first step on the counter of steps.
@@ -218,8 +213,9 @@ class LossScaleMonitor:
             return
         strategy = getattr(model, "distribute_strategy", None)
         with contextlib.nullcontext() if strategy is None else strategy.scope():
-            model.optimizer._track_overflows(self._new_tracker())
-            self._build_tracker(model)
+            built_with = getattr(model.optimizer, "_trainable_variables", None)
+            ready = model.trainable_variables if model.built else ()
+            model.optimizer._track_overflows(built_with or ready)
         # `fit` has already compiled its step, without the tracker.
         model.train_function = None
         # That of tf_keras may only be returned.
@@ -232,15 +228,10 @@ class LossScaleMonitor:
         model: Any = getattr(self, "_model", None)
         if hasattr(model, "jax_state_sync"):
             model.jax_state_sync()
-        optimizer, array_of = self._optimizer, self._array_of
-        scale = float(array_of(optimizer._current_scale()))
-        self._shown = StepStats(
-            int(array_of(optimizer.iterations)),
-            scale,
-            scale,
-            int(array_of(optimizer._steps_skipped)),
-            bool(array_of(optimizer._last_step_skipped)),
-        )
+        optimizer: Any = self._optimizer
+        scale = float(optimizer._current_scale())
+        skipped, last_skipped = int(optimizer.steps_skipped), bool(optimizer.last_step_skipped)
+        self._shown = StepStats(int(optimizer.iterations), scale, scale, skipped, last_skipped)
         return self._shown
 
     def _read(self, mean: Any, is_of_step: bool, last_read: int) -> StepStats:

@@ -147,8 +147,8 @@ class DocumentedMembers(Wrapper):
             loss: A callable without arguments that returns the loss; or a tensor, with the
                 `tape` that recorded it.
             var_list: The variables to update: a list or tuple, one variable, or a callable that
-                returns these. None means the trainable variables that the tape watched. With
-                tf_keras, an empty list updates nothing and does not count as a step.
+                returns these. None means the trainable variables that the tape watched. An
+                empty list updates nothing and does not count as a step.
             grad_loss: Tensor of the loss's shape that multiplies its gradient, or None.
             name: Name of the operations, or None.
             tape: The `tf.GradientTape` that recorded `loss`, if `loss` is a tensor.
@@ -260,7 +260,7 @@ class DocumentedMembers(Wrapper):
             List of gradient tensors, in float32 or wider.
 
         Raises:
-            ValueError: If a gradient cannot be computed.
+            ValueError: If the loss does not depend on a variable.
 
         Examples:
             >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
@@ -280,7 +280,7 @@ class DocumentedMembers(Wrapper):
             A list with the result of `apply_gradients`: `iterations`, one higher than before.
 
         Raises:
-            ValueError: If a gradient cannot be computed.
+            ValueError: If the loss does not depend on a variable.
 
         Examples:
             >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.5))

@@ -1,4 +1,4 @@
-"""A model saved under one backend, or by a process that died, goes on under another."""
+"""A model that was saved under one backend goes on under another."""
 
 import fcntl
 import json
@@ -21,7 +21,6 @@ from backends.support import (
     status,
     wrapped,
 )
-from forks import Program
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -187,18 +186,6 @@ def test_set_weights_takes_all_variables():
     assert_same(arrays(other.variables), arrays(optimizer.variables))
 
 
-def test_building_twice_changes_nothing():
-    optimizer = wrapped(keras.optimizers.Adam(0.01))
-    variables = [keras.Variable([1.0, 2.0])]
-    for value in (np.inf, 1.0):
-        scaled = optimizer.scale_loss(keras.ops.convert_to_tensor([value, 1.0]))
-        optimizer.apply([scaled], variables)
-    before, state = list(optimizer.variables), status(optimizer)
-    optimizer.build(variables)
-    assert [id(variable) for variable in optimizer.variables] == [id(v) for v in before]
-    assert status(optimizer) == state
-
-
 def test_a_counter_above_a_shorter_interval_grows_the_scale():
     optimizer = wrapped(keras.optimizers.SGD(0.01), growth_interval=10)
     variable = keras.Variable([1.0])
@@ -206,43 +193,3 @@ def test_a_counter_above_a_shorter_interval_grows_the_scale():
     optimizer.apply([optimizer.scale_loss(keras.ops.ones((1,)))], [variable])
     assert status(optimizer).scale == 2.0**11
     assert status(optimizer).counter == 0
-
-
-# --- A process that dies during `fit` and starts again with `BackupAndRestore` --------------------
-
-DYING = """
-import json, os, sys
-import keras, numpy as np
-from backends.support import arrays, data, model_with, status, wrapped
-
-folder, dies_in_epoch = sys.argv[1], int(sys.argv[2])
-optimizer = wrapped(keras.optimizers.Adam(0.01))
-model = model_with(optimizer)
-x, y = data(40)
-x[24:32] = np.nan
-
-
-class Dies(keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch, logs=None):
-        if epoch == dies_in_epoch:
-            os._exit(7)
-
-
-callbacks = [keras.callbacks.BackupAndRestore(folder), Dies()]
-model.fit(x, y, batch_size=8, epochs=4, shuffle=False, verbose=0, callbacks=callbacks)
-weights = [value.tolist() for value in arrays(model.trainable_variables)]
-print(json.dumps([status(optimizer), weights]))
-"""
-NEVER = 99
-
-
-def test_a_process_that_died_goes_on_from_where_the_scale_was(tmp_path):
-    def train(folder, dies_in_epoch):
-        done = Program(DYING, tmp_path / folder, dies_in_epoch).finished()
-        assert done.returncode == (0 if dies_in_epoch == NEVER else 7), done.stderr[-2000:]
-        return done.stdout.strip().splitlines()[-1:]
-
-    whole = train("whole", NEVER)
-    assert train("killed", 2) == []
-    assert train("killed", NEVER) == whole
-    assert Status(*json.loads(whole[0])[0]).skipped == 4

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from backends.support import arrays, assert_same, data, model_with, status, wrapped
+from backends.support import arrays, assert_same, model_with, status, wrapped
 from held_optimizers import holding, other
 
 
@@ -45,46 +45,6 @@ def test_attributes_of_one_name_of_both_optimizers_are_saved(tmp_path, reads):
     assert_same(found[0], found[2])
     if reads is Holding:
         assert_same(found[1], found[3])
-
-
-def model_without(wrap, frozen):
-    model = model_with("sgd")
-    model.layers[0].trainable = not frozen
-    arguments = {"jit_compile": False, "run_eagerly": model.run_eagerly}
-    model.compile(wrap(keras.optimizers.Adam(0.01)), "mse", **arguments)
-    return model
-
-
-@pytest.mark.parametrize("built", [False, True], ids=["before build", "after build"])
-@pytest.mark.parametrize("frozen", ["in the file", "now"])
-def test_weights_that_do_not_fit_leave_the_optimizer_as_it_was(tmp_path, frozen, built):
-    path = str(tmp_path / "a.weights.h5")
-    model = model_without(wrapped, frozen == "in the file")
-    x, y = data(32)
-    x[8:16] = np.nan
-    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    model.save_weights(path)
-
-    model = model_without(wrapped, frozen == "now")
-    optimizer = model.optimizer
-    before = status(optimizer)
-    if built:
-        optimizer.build(model.trainable_variables)
-
-    def load_and_build():
-        model.load_weights(path)
-        optimizer.build(model.trainable_variables)
-
-    with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):
-        load_and_build()
-    assert status(optimizer) == before
-    assert not any(array.any() for array in arrays(optimizer.inner_optimizer._momentums))
-    # What fits is loaded afterwards as ever.
-    other = model_without(wrapped, frozen == "now")
-    other.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    other.save_weights(path)
-    model.load_weights(path)
-    assert status(optimizer) == status(other.optimizer) != before
 
 
 @pytest.mark.parametrize("built", [False, True], ids=["before build", "after build"])

@@ -45,20 +45,6 @@ def test_a_multi_optimizer_works_with_a_learning_rate_schedule():
     assert [round(number(part.learning_rate), 6) for part in inner.optimizers] == [0.0025] * 2
 
 
-@pytest.mark.usefixtures("float16")
-def test_compile_makes_the_documented_class_which_trains_and_goes_on_when_it_is_undone():
-    x, y = data()
-    with lossscale.install():
-        model = model_with(keras.optimizers.SGD(0.1))
-        before = model.evaluate(x, y, verbose=0)
-        model.fit(x, y, batch_size=16, epochs=2, verbose=0)
-    assert isinstance(model.optimizer, lossscale.LossScaleOptimizer)
-    model.fit(x, y, batch_size=16, epochs=2, verbose=0)
-    assert model.evaluate(x, y, verbose=0) < 0.5 * before
-    assert int(model.optimizer.iterations) == 16
-    assert not isinstance(model_with("sgd").optimizer, lossscale.LossScaleOptimizer)
-
-
 # --- Verbs that a subclass has written anew -------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """Files of both Kerases: what is held within is saved, what is wrong is refused or mended."""
 
+import contextlib
 import copy
 import importlib
 import itertools
@@ -103,6 +104,49 @@ def test_a_damaged_file_is_refused_before_a_change(built):
     assert_same(values(read.inner_optimizer.variables), held)
 
 
+def step(optimizer, variables, factor):
+    loss = sum if KERAS == "keras" else keras.backend.sum
+    optimizer.minimize(lambda: loss([each * factor for each in variables]), variables)
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["before build", "after build"])
+def test_state_that_does_not_fit_leaves_the_optimizer_as_it_was(built):
+    def made(count):
+        new = keras.Variable if KERAS == "keras" else importlib.import_module("tensorflow").Variable
+        return wrapped(keras.optimizers.Adam(0.1)), [new(1.0) for _ in range(count)]
+
+    def load(optimizer, written):
+        # In the order of a file.
+        for place in (lambda each: each, lambda each: each.loss_scale_state):
+            store = {}
+            place(written).save_own_variables(store)
+            arrays = {name: np.array(value) for name, value in store.items()}
+            place(optimizer).load_own_variables(arrays)
+
+    def load_and_step(optimizer, variables, written):
+        load(optimizer, written)
+        assert not built or status(optimizer) == before
+        step(optimizer, variables, 2.0)
+
+    (long, two), (short, one), (read, mine), (fresh, own) = map(made, (2, 1, 1, 1))
+    for factor in (1.0, INF, 0.5):
+        step(long, two, factor)
+        step(short, one, factor)
+    before = status(read)
+    if built:
+        read.build(mine)
+        fresh.build(own)
+    with pytest.warns(UserWarning, match=r"Skipping variable loading|optimizer is not used"):
+        load_and_step(read, mine, long)
+    step(fresh, own, 2.0)
+    assert status(read) == status(fresh)
+    assert_same(values(read.variables), values(fresh.variables))
+    # What fits is loaded afterwards as ever.
+    load(read, short)
+    assert status(read) == status(short)
+    assert_same(values(read.variables), values(short.variables))
+
+
 def test_an_own_number_of_another_shape_is_refused_before_a_change():
     optimizer, store = wrapped(other(keras)), {}
     optimizer.loss_scale_state.save_own_variables(store)
@@ -170,3 +214,34 @@ def test_a_configuration_makes_the_same_optimizer(optimizers, arguments):
         assert (again.rule, again.name) == (optimizer.rule, optimizer.name)
         assert again.get_config() == optimizer.get_config()
     assert described == before
+
+
+class Dies(keras.callbacks.Callback):
+    """Ends a run at the start of an epoch."""
+
+    def __init__(self, epoch):
+        super().__init__()
+        self.last = epoch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == self.last:
+            raise InterruptedError
+
+
+def test_a_run_that_died_goes_on_from_its_backup(tmp_path):
+    def trained(folder, dies_in_epoch=None):
+        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+        model.set_weights([np.ones((4, 1)), np.zeros(1)])
+        eager = BACKEND == "tensorflow"
+        model.compile(wrapped(keras.optimizers.Adam(0.1)), "mse", run_eagerly=eager)
+        x = np.linspace(-1, 1, 64, dtype="float32").reshape(16, 4)
+        x[9] = NAN
+        callbacks = [keras.callbacks.BackupAndRestore(str(tmp_path / folder)), Dies(dies_in_epoch)]
+        with contextlib.suppress(InterruptedError):
+            model.fit(x, x[:, 0], 4, 4, shuffle=False, verbose=0, callbacks=callbacks)
+        return status(model.optimizer), [each.tolist() for each in model.get_weights()]
+
+    whole = trained("whole")
+    assert whole[0].skipped == 4
+    assert trained("killed", 2)[0].iterations == 8
+    assert trained("killed") == whole

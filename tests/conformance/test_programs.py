@@ -12,7 +12,6 @@ import pytest
 
 import lossscale
 from conformance.wrappers import BACKEND, KERAS
-from pages import programs
 
 if KERAS == "none" or BACKEND in ("jax", "torch"):
     pytest.skip("about TensorFlow", allow_module_level=True)
@@ -58,16 +57,6 @@ def test_an_old_program_learns_and_says_nothing_else(name, caplog, capsys):
     logged = [record.getMessage() for record in caplog.records]
     assert [m for m in logged if not any(other in m for other in _LOGGED_BY_OTHERS)] == []
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{name.removesuffix('.py')}: ")
-
-
-@pytest.mark.skipif(not IS_KERAS_3, reason="the page is about Keras 3")
-@pytest.mark.usefixtures("on_two_replicas")
-def test_the_loop_on_the_page_runs_on_two_replicas():
-    (loop,) = [block for block in programs("training_loops.md") if "MirroredStrategy()" in block]
-    namespace = {}
-    exec(loop, namespace)
-    assert namespace["strategy"].num_replicas_in_sync == 2
-    assert namespace["optimizer"].inner_optimizer.iterations.numpy() == 2
 
 
 # The parts of `minimize` on the way to what a user has written.

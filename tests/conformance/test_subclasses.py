@@ -208,73 +208,51 @@ def test_a_subclass_by_the_idiom_of_2020_trains_and_is_made_of_its_configuration
         assert int(each.steps_skipped) == 1
 
 
-def counting(base, name):
-    """A subclass with attributes of its own, set before and after the constructor it inherits."""
-
-    class Counting(base):
-        momentums = None
-
-        def __init__(self, *args, **kwargs):
-            self.early, self._hidden = "early", "hidden"
-            super().__init__(*args, **kwargs)
-            self.rates, self.last = [], None
-
-        def apply_gradients(self, grads_and_vars):
-            self.rates.append(float(self.learning_rate))
-            return super().apply_gradients(grads_and_vars)
-
-    Counting.__name__ = Counting.__qualname__ = name
-    return Counting
-
-
-Counting, CountingOlder = counting(CURRENT, "Counting"), counting(OLDER, "CountingOlder")
-
-
-@pytest.mark.parametrize("make", [Counting, lambda inner: CountingOlder(inner, "dynamic")])
-def test_attributes_of_ones_own_are_kept(optimizers, make):
-    optimizer = make(optimizers.SGD(0.5, momentum=0.5))
-    overflow_after_a_step(optimizer, tf.Variable(1.0))
-    optimizer.tag, optimizer.last = "x", 3
-    others = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
-    for each in (optimizer, *others):
-        assert type(each).__name__ == type(optimizer).__name__
-        assert (each.tag, each.last, [*each.rates]) == ("x", 3, [0.5, 0.5])
-        assert (each.early, each._hidden) == ("early", "hidden")
-        assert "rates" not in vars(each.inner_optimizer)
-    assert not {"tag", "rates"} & {*optimizer.get_config()}
-    assert not hasattr(optimizer, "momentun")
-
-
-class Demanding(CURRENT):
+def demanding(base, name):
     """Sets attributes in every order, and takes an argument that no other wrapper has."""
 
-    count, _rate = 0, 0.0
+    class Demanding(base):
+        count, _rate, momentums = 0, 0.0, None
 
-    def __init__(self, inner_optimizer, *, demanded, **arguments):
-        self.early = self._early = "first"
-        super().__init__(inner_optimizer, **arguments)
-        self.demanded, self.late, self._late = [demanded], "first", "first"
+        def __init__(self, inner, *arguments, demanded):
+            self.early = self._early = "first"
+            super().__init__(inner, *arguments)
+            self.demanded, self.late, self._late = [demanded], "first", "first"
+
+        def apply_gradients(self, grads_and_vars):
+            self.rate = float(self.learning_rate)
+            return super().apply_gradients(grads_and_vars)
+
+    Demanding.__name__ = Demanding.__qualname__ = name
+    return Demanding
+
+
+Demanding, DemandingOlder = demanding(CURRENT, "Demanding"), demanding(OLDER, "DemandingOlder")
 
 
 NAMES_OF_A_USER = ("early", "_early", "late", "_late", "count", "_rate", "_only_later")
 
 
+@pytest.mark.parametrize("cls", [Demanding, DemandingOlder])
 @pytest.mark.parametrize(
     "way", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))]
 )
-def test_a_copy_has_every_attribute_of_a_user_as_it_is_now(optimizers, way):
-    optimizer = Demanding(optimizers.SGD(0.5, momentum=0.5), demanded=1, initial_scale=8.0)
+def test_a_copy_has_every_attribute_of_a_user_as_it_is_now(optimizers, way, cls):
+    arguments = [True, 8.0] if cls is Demanding else [experimental.DynamicLossScale(8)]
+    optimizer = cls(optimizers.SGD(0.5, momentum=0.5), *arguments, demanded=1)
     overflow_after_a_step(optimizer, tf.Variable(1.0))
     for name in NAMES_OF_A_USER:
         setattr(optimizer, name, f"{name} now")
     optimizer.demanded.append(2)
     optimizer.itself, optimizer._others = optimizer, [optimizer]
     other = way(optimizer)
-    assert type(other).__name__ == "Demanding"
+    assert type(other).__name__ == cls.__name__
+    assert other.rate == 0.5
+    assert not {"rate", "early"} & {*vars(other.inner_optimizer), *other.get_config()}
     assert [getattr(other, name) for name in NAMES_OF_A_USER] == [
         f"{name} now" for name in NAMES_OF_A_USER
     ]
-    assert (other.demanded, float(other.loss_scale)) == ([1, 2], 4.0)
+    assert (other.demanded, float(other._current_scale())) == ([1, 2], 4.0)
     if way is not copy.copy:
         assert other.itself is other
         assert other._others[0] is other

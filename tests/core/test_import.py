@@ -29,7 +29,7 @@ ARROWS = {
     "common": "errors packages rules monitoring",
     "jax": "rules common monitoring *jax",
     "tensorflow": "errors packages rules registry common monitoring *tensorflow",
-    "keras_common": "errors checks packages rules arguments members common",
+    "keras_common": "errors checks packages rules arguments members old_formats common",
     "torch": "errors checks packages rules arguments members optimizer common monitoring *torch",
     "optax": "errors checks packages registry rules arguments common jax monitoring *jax *optax",
     # A backend of Keras imports its own framework as well.
@@ -37,8 +37,8 @@ ARROWS = {
     "keras_common tensorflow jax torch callbacks *keras",
     "tf_keras": "errors packages rules registry members arguments optimizer old_formats common "
     "keras_common tensorflow callbacks *tf_keras *tensorflow",
-    "experimental": "errors checks rules registry members arguments optimizer keras tf_keras "
-    "*keras *tf_keras",
+    "experimental": "errors checks rules registry members arguments optimizer keras_common keras "
+    "tf_keras *keras *tf_keras",
     "install_names": "errors registry optimizer common experimental keras tf_keras tensorflow "
     "*tensorflow **any",
     "installation": "errors registry packages common install_names",

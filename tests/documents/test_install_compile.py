@@ -1,7 +1,5 @@
 """What `compile` makes of an unwrapped optimizer under `lossscale.install()`, on Keras 3."""
 
-import warnings
-
 import keras
 import numpy as np
 import pytest
@@ -78,26 +76,6 @@ def test_what_compile_leaves_alone(wrap, policy, arguments):
         assert compiled(optimizer, **arguments).optimizer is optimizer
 
 
-def test_a_model_that_is_compiled_again_keeps_its_loss_scale():
-    optimizer = keras.optimizers.SGD()
-    with lossscale.install():
-        model = compiled(optimizer)
-        first = model.optimizer
-        model.compile(optimizer, "mae", run_eagerly=True)
-        assert model.optimizer is first
-        model.fit(X, Y, verbose=0)
-    assert int(first.iterations) == 1
-
-
-def test_undone_compile_makes_what_keras_makes():
-    for _ in range(2):
-        first, second = lossscale.install(), lossscale.install()
-        first.undo()
-        assert type(compiled().optimizer) is lossscale.keras.LossScaleOptimizer
-        second.undo()
-        assert type(compiled().optimizer) is OWN
-
-
 def test_models_go_on_after_it_is_undone_and_their_files_load_under_it(tmp_path):
     path = tmp_path / "model.keras"
     with lossscale.install():
@@ -117,18 +95,6 @@ def test_models_go_on_after_it_is_undone_and_their_files_load_under_it(tmp_path)
     assert int(loaded.optimizer.iterations) == 3
     found, expected = (everything(each.optimizer, *each.variables) for each in (loaded, model))
     assert_same(found, expected)
-
-
-def test_without_install_the_file_loads_into_keras_own_class_and_says_what_is_lost(tmp_path):
-    with lossscale.install():
-        model = compiled("adam")
-        model.fit(X, Y, verbose=0)
-        model.save(tmp_path / "model.keras")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        loaded = keras.saving.load_model(tmp_path / "model.keras")
-    assert type(loaded.optimizer) is OWN
-    assert any("Skipping variable loading for optimizer" in str(w.message) for w in caught)
 
 
 @pytest.mark.parametrize(

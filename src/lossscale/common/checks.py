@@ -94,18 +94,12 @@ def checked_pairs(
     try:
         pairs = [tuple(pair) for pair in grads_and_vars]
     except TypeError:
-        pairs = [()]
-    if any(len(pair) != 2 for pair in pairs):
-        raise MalformedGradientsError(
-            "`grads_and_vars` must hold (gradient, variable) pairs, as in "
-            "zip(gradients, variables). "
-            f"Received: {grads_and_vars!r} of type {type(grads_and_vars).__name__}."
-        )
-    for _, variable in pairs:
-        if not is_variable(variable):
+        pairs = [(grads_and_vars,)]
+    for pair in pairs:
+        if len(pair) != 2 or not is_variable(pair[1]):
             raise MalformedGradientsError(
-                "The second item of every pair in `grads_and_vars` must be a variable. "
-                f"Received: {variable!r} of type {type(variable).__name__}."
+                "`grads_and_vars` must hold (gradient, variable) pairs, as in "
+                f"zip(gradients, variables). Received: {pair!r}."
             )
     gradients = [gradient for gradient, _ in pairs]
     check_some_gradient(gradients)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 from typing import Any
 
@@ -83,9 +84,15 @@ class _RuleLossScale(LossScale):
         of_rule = {} if self._state is None else self._bound_state().variables
         return {**of_rule, **super()._variables()}
 
-    def _bound_state(self) -> Any:
-        if self._state is None:
-            self._state = registry.default_keras().wrapper()._new_state(self._rule)
+    def _bound_state(self, wrapper: Any = None) -> Any:
+        """Returns the variables, in the Keras of an optimizer if its class is given."""
+        before = self._state
+        if before is None or (wrapper and not isinstance(before, wrapper._state_class)):
+            self._state = (wrapper or registry.default_keras().wrapper())._state_class(self._rule)
+            if before is not None:
+                # The value was asked for before the object met an optimizer of the other Keras.
+                values = {field: v.numpy().item() for field, v in before.variables.items()}
+                self._state.write(before.first._replace(**values))
         return self._state
 
 
@@ -116,11 +123,11 @@ class FixedLossScale(_RuleLossScale):
 
     def __call__(self) -> Any:
         """Returns the loss scale, a float32 scalar tensor."""
-        return registry.default_keras().wrapper()._constant(self._rule.scale)
+        return registry.default_keras().wrapper()._float32(self._rule.scale)
 
     def update(self, grads: Any) -> tuple[Any, bool]:
         """Returns None and True: the scale is fixed, and every step is applied."""
-        return registry.default_keras().wrapper()._operation(None), True
+        return _operation(None), True
 
     def get_config(self) -> dict[str, Any]:
         """Returns `{"loss_scale_value": float}`."""
@@ -202,12 +209,11 @@ class DynamicLossScale(_RuleLossScale):
             In a TensorFlow 1 graph a tensor that updates the scale, otherwise None; and whether all
             gradients are finite, a boolean scalar tensor.
         """
-        wrapper = registry.default_keras().wrapper()
-        arrays = wrapper._arrays()
+        arrays = registry.default_keras().wrapper()._arrays()
         gradients = arrays.flat_gradients(grads)
         finite = arrays.all_finite(gradients)
         moved = self._bound_state().update(GradientStats(finite)) if gradients else None
-        return wrapper._operation(moved), finite
+        return _operation(moved), finite
 
     def get_config(self) -> dict[str, Any]:
         """Returns the three constructor arguments."""
@@ -220,6 +226,14 @@ class DynamicLossScale(_RuleLossScale):
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value}" for name, value in self.get_config().items())
         return f"DynamicLossScale({settings})"
+
+
+def _operation(moved: Any) -> Any:
+    if not registry.is_graph_of_tensorflow_1():
+        return None
+    tracing = registry.package("lossscale.tensorflow.tracing")
+    # Programs of that time took a tensor where something moves, and an operation elsewhere.
+    return tracing.grouped() if moved is None else tracing.after(moved, lambda: True)
 
 
 def _rebuild(cls: type[LossScale], config: dict[str, Any], values: dict[str, Any]) -> LossScale:
@@ -250,18 +264,17 @@ def get(loss_scale: Any) -> LossScale:
     if type(loss_scale).__name__ in _KNOWN and hasattr(loss_scale, "get_config"):
         # TensorFlow's own class of this name, still found under tf.compat.v1.
         return deserialize(serialize(loss_scale))
-    if isinstance(loss_scale, str) or loss_scale is None or isinstance(loss_scale, bool):
-        raise ArgumentError(
-            "`loss_scale` must be a number, the string 'dynamic' or a LossScale. "
-            f"Received: loss_scale={loss_scale!r}."
-        )
-    try:
-        value = float(loss_scale)
-    except (TypeError, ValueError):
-        raise ArgumentTypeError(
+    is_no_number = isinstance(loss_scale, (str, bool)) or loss_scale is None
+    value = None
+    if not is_no_number:
+        with contextlib.suppress(TypeError, ValueError):
+            value = float(loss_scale)
+    if value is None:
+        error = ArgumentError if is_no_number else ArgumentTypeError
+        raise error(
             "`loss_scale` must be a number, the string 'dynamic' or a LossScale. "
             f"Received: loss_scale={loss_scale!r} of type {type(loss_scale).__name__}."
-        ) from None
+        )
     return FixedLossScale(checked_scale("loss_scale", value))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lossscale import registry
 from lossscale.arguments import arguments_from_config, check_config, rule_from_arguments
-from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.errors import ArgumentTypeError, UnsupportedError
 from lossscale.experimental.loss_scale import (
     DynamicLossScale,
     FixedLossScale,
@@ -19,6 +20,7 @@ from lossscale.experimental.loss_scale import (
     get,
     serialize,
 )
+from lossscale.keras_common.state import ScaleVariables
 from lossscale.members import with_public_names
 from lossscale.optimizer import refuse_subclass
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
@@ -30,9 +32,6 @@ if TYPE_CHECKING:
     _Wrapper: Any
 else:
     _Wrapper = object
-
-# Its name in the later class.
-_ARGUMENTS_OF_RULES = {"dynamic", "initial_scale", "dynamic_growth_steps", "rule"}
 
 
 class LossScaleOptimizer(abc.ABC):  # noqa: B024 - for `register`
@@ -122,19 +121,17 @@ class LossScaleAsObject(_Wrapper):
         return loss_scale
 
     def _first_state(self) -> Any:
+        state: Any = None
         loss_scale = self._loss_scale
-        by_rule = _moves_by_its_rule(loss_scale)
-        if by_rule and loss_scale._state is None:
-            # Those of the rule are tracked where they are made.
-            untracked = loss_scale._variables()
-            loss_scale._state = super()._first_state()
-        else:
-            if isinstance(loss_scale, _RuleLossScale):
-                loss_scale._bound_state()
-            untracked = loss_scale._variables()
-        for variable in untracked.values():
-            self._track_variable(variable)
-        return loss_scale._state if by_rule else self._state_of_user(loss_scale)
+        if isinstance(loss_scale, _RuleLossScale):
+            state = loss_scale._bound_state(type(self))
+        if isinstance(self._rule, UserLossScaleRule):
+            state = VariablesOfUser(self._rule, self._backend.replica_count)
+        of_rule = {id(variable) for variable in state.variables.values()}
+        for variable in loss_scale._variables().values():
+            if id(variable) not in of_rule:
+                self._track_variable(variable)
+        return state
 
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration: a JSON-ready dictionary, without the state."""
@@ -151,20 +148,16 @@ class LossScaleAsObject(_Wrapper):
     ) -> Any:
         check_config(config)
         if "loss_scale" in config:
-            inner, name = config.get("optimizer"), config.get("name")
-            described = config["loss_scale"]
-            classes = cls._with_class_named(described, custom_objects)
-            loss_scale = deserialize(described, classes)
+            inner, described = config.get("optimizer"), config["loss_scale"]
+            loss_scale = deserialize(described, cls._with_class_named(described, custom_objects))
         else:
-            # A later release wrote it, whose optimizer had these arguments.
+            # A later release wrote it, whose optimizer had the arguments of a rule.
             rules = cls._with_class_named(config.get("rule"), custom_objects)
             inner, arguments = arguments_from_config(config, rules)
-            name = arguments.pop("name", None)
-            if unknown := arguments.keys() - _ARGUMENTS_OF_RULES:
-                raise ArgumentError(f"Unknown keys in the configuration: {sorted(unknown)}.")
+            arguments.pop("name", None)
             loss_scale = from_rule(rule_from_arguments(**arguments))
         inner = cls._inner_from_config(inner, custom_objects)
-        return cls._made(inner, loss_scale=loss_scale, name=name)
+        return cls._made(inner, loss_scale=loss_scale, name=config.get("name"))
 
     def _constructor_arguments(self) -> dict[str, Any]:
         return {"loss_scale": self._loss_scale, "name": self.name}
@@ -179,27 +172,53 @@ def _moves_by_its_rule(loss_scale: LossScale) -> bool:
     )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class UserLossScaleRule(ScaleRule):
     """The rule of a user's LossScale, which updates itself."""
 
-    written: LossScale
-    # When it met its optimizer; a graph of TensorFlow 1 has no numbers.
-    scale: float | None = None
-
-    def __post_init__(self) -> None:
-        if not registry.is_graph_of_tensorflow_1():
-            object.__setattr__(self, "scale", float(self.written()))
+    def __init__(self, written: LossScale) -> None:
+        self.written = written
+        # When it met its optimizer; a graph of TensorFlow 1 has no numbers.
+        self._first = math.nan if registry.is_graph_of_tensorflow_1() else float(written())
 
     def init(self) -> ScaleState:
-        scale = self.written() if self.scale is None else self.scale
-        return ScaleState(scale=float(scale), good_steps=0)
-
-    def restored(self, state: ScaleState) -> ScaleState:
-        return self.init()
+        return ScaleState(scale=self._first, good_steps=0)
 
     def update(self, state: ScaleState, stats: GradientStats, *, xp: Any) -> ScaleState:
         return state
 
     def get_config(self) -> dict[str, Any]:
         return self.written.get_config()
+
+
+class VariablesOfUser(ScaleVariables):
+    """In place of a rule's variables, a user's LossScale: it has its own, and decides itself.
+
+    Args:
+        rule: The rule that stands for it.
+        replica_count: Returns the number of replicas.
+    """
+
+    def __init__(self, rule: UserLossScaleRule, replica_count: Callable[[], int]) -> None:
+        self._loss_scale, self._replica_count = rule.written, replica_count
+        super().__init__(rule, {}, lambda *_: None)
+
+    def read(self) -> ScaleState:
+        return ScaleState(scale=self._loss_scale(), good_steps=0)
+
+    def write(self, state: ScaleState) -> None:
+        """Does nothing: a file names its variables."""
+
+    def update(self, stats: GradientStats) -> None:
+        """Does nothing: it moved when it decided."""
+
+    def decide(self, unscaled: list[Any]) -> Any:
+        """Moves the loss scale; returns whether to apply the gradients."""
+        if self._replica_count() > 1:
+            raise UnsupportedError(
+                f"{type(self._loss_scale).__name__} cannot decide for several replicas: it "
+                "receives the gradients of one. Use 'dynamic' or a DynamicLossScale."
+            )
+        moved, should_apply = self._loss_scale.update(unscaled)
+        if moved is None:
+            return should_apply
+        return registry.package("lossscale.tensorflow.tracing").after(moved, lambda: should_apply)

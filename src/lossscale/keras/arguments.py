@@ -11,21 +11,7 @@ from lossscale import registry
 from lossscale.arguments import check_described
 from lossscale.common.checks import check_not_wrapped
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
-from lossscale.keras_common.state import deserialized
 from lossscale.old_formats import inner_config
-
-# Keras' base class sets these on every optimizer. On a wrapper they would hide the settings of
-# the inner optimizer, which are the ones that have an effect.
-SETTINGS_OF_THE_BASE = (
-    "weight_decay",
-    "clipnorm",
-    "global_clipnorm",
-    "clipvalue",
-    "use_ema",
-    "ema_momentum",
-    "ema_overwrite_frequency",
-    "gradient_accumulation_steps",
-)
 
 
 def check_inner(inner: Any) -> None:
@@ -80,7 +66,7 @@ def inner_from_config(config: Any, custom_objects: Any) -> Any:
     # Keras' own list of names lacks some that Keras has (Lamb).
     if config.get("module") is None and hasattr(keras.optimizers, inner):
         config = {**config, "module": "keras.optimizers"}
-    return deserialized(keras, inner, config, custom_objects)
+    return keras.saving.deserialize_keras_object(config, custom_objects=custom_objects)
 
 
 @keras.saving.register_keras_serializable(package="lossscale")  # type: ignore[untyped-decorator]

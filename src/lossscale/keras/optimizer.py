@@ -16,24 +16,12 @@ from keras import ops
 import lossscale.keras.backends as backends
 import lossscale.keras.saving as saving
 import lossscale.keras.slots as slots
-from lossscale.common.checks import (
-    check_some_gradient,
-    with_gradient,
-)
+from lossscale.common.checks import check_some_gradient, with_gradient
 from lossscale.common.private_names import do_not_convert
-from lossscale.errors import (
-    GradientsError,
-    UnknownSettingError,
-)
-from lossscale.keras.arguments import (
-    SETTINGS_OF_THE_BASE,
-    check_inner,
-    inner_from_config,
-    refuse_factor,
-)
-from lossscale.keras.backends.backend import Backend
+from lossscale.errors import GradientsError, UnknownSettingError
+from lossscale.keras.arguments import check_inner, inner_from_config, refuse_factor
 from lossscale.keras.private_names import no_automatic_dependency_tracking
-from lossscale.keras.state import KerasScaleVariables, OwnVariable, StepCounter
+from lossscale.keras.state import KerasScaleVariables, StepCounter, new_variable
 from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots
 from lossscale.keras_common.scaled_gradients import ScaleLedger
 from lossscale.keras_common.step import Step
@@ -88,7 +76,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     _attributes_of = saving.SavedAttributes
     # Keras would save these a second time.
     _hidden = KerasCommonOptimizer._hidden | {"_inner_parts", "_optimizer"}
-    _backend: Backend
+    _backend: backends.Backend
     _state: Any
     # Attributes of Keras' base class.
     built: bool
@@ -97,14 +85,17 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     _check_inner = staticmethod(check_inner)
 
     def _construct(self, inner_optimizer: Any, rule: ScaleRule, name: str | None) -> None:
-        backend = backends.load()
+        backend, before = backends.load(), set(vars(self))
         backend.check_strategy()
         # Not the constructor of Keras' own class, which would clear the inner optimizer's settings.
         super(keras.optimizers.LossScaleOptimizer, self).__init__(  # type: ignore[call-arg]
             learning_rate=0.0, name=name or "loss_scale_optimizer"
         )
-        for setting in SETTINGS_OF_THE_BASE:
-            del self.__dict__[setting]
+        # Settings of Keras' base class. They would hide those of the inner optimizer, which are the
+        # ones that have an effect.
+        for setting in set(vars(self)) - before - _OWN_ATTRIBUTES:
+            if not setting.startswith("_"):
+                del self.__dict__[setting]
         # Two variables of Keras' base class have no effect here. A new list, because TensorFlow
         # saves no checkpoint of a list that something was taken out of.
         del self._learning_rate, self._iterations
@@ -125,31 +116,21 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self._create_state()
 
     def _create_state(self) -> None:
-        self._state = self._first_state()
-        variables = self._state.variables
-        self.step_counter = variables.get("good_steps")
-        self.dynamic_scale = variables.get("scale")
-        self._steps_skipped = self._add_own_variable("steps_skipped", "int", 0)
-        self._last_step_skipped = self._add_own_variable("last_step_skipped", "bool", False)
         with keras.name_scope(self.name):
-            self._iterations = StepCounter(
-                self.inner_optimizer, self._steps_skipped, self._restore_plain
-            )
-        self._backend.prepare_own_variable(self._iterations)
-        if all(variable is not self._iterations for variable in self._variables):
-            # Keras switches attribute tracking off while it compiles a model.
-            self._track_variable(self._iterations)
-        self._iterations.follow()
-
-    def _first_state(self) -> Any:
-        return KerasScaleVariables(self._rule, self._add_own_variable, self._backend)
-
-    def _add_own_variable(self, name: str, dtype: str, value: Any) -> Any:
-        with keras.name_scope(self.name):
-            variable = OwnVariable(name, dtype, value)
-        self._track_variable(variable)
-        self._backend.prepare_own_variable(variable)
-        return variable
+            self._state = state = self._first_state()
+            skipped = new_variable("steps_skipped", "int", 0)
+            last_skipped = new_variable("last_step_skipped", "bool", False)
+            steps = StepCounter(self.inner_optimizer, skipped, self._restore_plain)
+        self._backend.prepare_own_variable(steps)
+        # Not by setting them, because Keras switches attribute tracking off while it compiles a
+        # model.
+        for variable in (*state.variables.values(), skipped, last_skipped, steps):
+            self._track_variable(variable)
+        self.step_counter = state.variables.get("good_steps")
+        self.dynamic_scale = state.variables.get("scale")
+        self._steps_skipped, self._last_step_skipped = skipped, last_skipped
+        self._iterations = steps
+        steps.follow()
 
     def build(self, variables: Sequence[Any]) -> None:
         if self.built:
@@ -162,7 +143,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self._remember_trained(list(variables))
         self.built = True
         saving.load_pending(self, at_build=True)
-        self._build_overflow_tracker()
+        self._build_overflow_tracker(self._trainable_variables)
 
     @no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
     def _remember_trained(self, variables: list[Any]) -> None:
@@ -302,29 +283,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
                 self._steps_skipped.assign_add(ops.cast(skipped, self._steps_skipped.dtype))
         self._iterations.follow()
 
-    def _build_overflow_tracker(self) -> None:
-        if self._overflow_tracker is not None:
-            trained = self._trainable_variables
-            names = [getattr(variable, "path", variable.name) for variable in trained]
-            with self._backend.eager_scope():
-                self._overflow_tracker.build(trained, names)
-
     # --- Gradients of a loss ------------------------------------------------------------------
-
-    def minimize(
-        self,
-        loss: Any,
-        var_list: Any = None,
-        grad_loss: Any = None,
-        name: str | None = None,
-        tape: Any = None,
-    ) -> Any:
-        location = self._backend.current_location()
-        with self._ledger.own_step(location):
-            gradients, variables = self._differentiated(loss, var_list, grad_loss, tape)
-            unscaled = self._unscaled_by_verb(gradients, variables)
-            pairs = list(zip(unscaled, variables, strict=True))
-            return self._apply_unscaled(location, pairs, name)
 
     def _differentiated(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
@@ -342,11 +301,6 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     def _optimizer(self) -> Any:
         # The name of the inner optimizer in tf_keras, which programs read.
         return self.inner_optimizer
-
-    @property
-    def loss_scale(self) -> Any:
-        self._ledger.is_scale_read = True
-        return ops.cast(self._current_scale(), "float32")
 
     @property
     def dynamic_counter(self) -> Any:
@@ -395,7 +349,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
                 f"`{name}` cannot be replaced. The value of a variable is set with assign()."
             )
         known = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
-        if name in {*self.__dict__.get("_own_names", (name,)), *_OWN_ATTRIBUTES}:
+        if name in _OWN_ATTRIBUTES or self._is_own(name):
             super().__setattr__(name, value)
         elif not known and hasattr(inner, name):
             setattr(inner, name, value)
@@ -407,12 +361,15 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     # --- Weights and slots; see `slots` -------------------------------------------------------
 
-    @property
-    def weights(self) -> VariableList:
-        return VariableList(slots.weights_of(self.inner_optimizer))
+    def _inner_weights(self) -> list[Any]:
+        return slots.weights_of(self.inner_optimizer)
+
+    def _assign(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+        self._iterations.follow()
 
     get_weights = slots.get_weights
-    set_weights = slots.set_weights
     add_weight = slots.add_weight
 
     def get_slot_names(self) -> list[str]:
@@ -474,33 +431,14 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self.save_own_variables(values)
         return {key: np.array(value) for key, value in values.items()}
 
-    def get_config(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-            **self._described_rule(),
-        }
-
     _inner_from_config = staticmethod(inner_from_config)
 
     # --- For loss scale objects without an optimizer ------------------------------------------
 
     _arrays = staticmethod(backends.load)
+    _new_variable = staticmethod(new_variable)
+    _state_class = KerasScaleVariables
 
     @staticmethod
-    def _new_variable(name: str, dtype: Any, value: Any) -> Any:
-        return keras.Variable(
-            value,
-            dtype=None if dtype is None else keras.backend.standardize_dtype(dtype),
-            trainable=False,
-            aggregation="only_first_replica",
-            name=name,
-        )
-
-    @classmethod
-    def _new_state(cls, rule: ScaleRule) -> KerasScaleVariables:
-        return KerasScaleVariables(rule, cls._new_variable, backends.load())
-
-    @staticmethod
-    def _constant(value: float) -> Any:
-        return ops.convert_to_tensor(value, dtype="float32")
+    def _float32(value: Any) -> Any:
+        return ops.cast(value, "float32")

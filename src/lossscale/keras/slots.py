@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.keras_common.optimizer import Slots, check_shapes, slots_in
+from lossscale.errors import ArgumentError
+from lossscale.keras_common.optimizer import Slots, slots_in
 from lossscale.old_formats import kind_of, names_for
 
 
@@ -59,26 +59,6 @@ def get_weights(optimizer: Any) -> list[Any]:
     return [numpy_of(variable) for variable in optimizer.weights]
 
 
-def set_weights(optimizer: Any, weights: Sequence[Any]) -> None:
-    values = list(weights)
-    weights, all_variables = optimizer.weights, optimizer._lasting_variables
-    if len(values) == len(weights):
-        targets = weights
-    elif len(values) == len(all_variables):
-        targets = all_variables
-    else:
-        unbuilt = "" if optimizer.built else " It is not built yet: call build(variables) first."
-        raise ArgumentError(
-            f"Expected {len(weights)} weights, or {len(all_variables)} with the loss scale and the "
-            f"learning rate. Received: {len(values)} arrays.{unbuilt}"
-        )
-    check_shapes(targets, [tuple(keras.ops.shape(value)) for value in values])
-    for variable, value in zip(targets, values, strict=True):
-        variable.assign(value)
-    optimizer._restore_scale(optimizer._own_values())
-    optimizer._iterations.follow()
-
-
 def add_weight(
     optimizer: Any,
     name: str,
@@ -98,20 +78,10 @@ def add_weight(
         shape=tuple(shape),
         initializer=initializer,
         dtype=None if dtype is None else keras.backend.standardize_dtype(dtype),
-        aggregation=_aggregation_name(aggregation),
+        # Keras' own name of an enumeration of TensorFlow.
+        aggregation=str(getattr(aggregation, "name", aggregation) or "none").lower(),
         name=name,
     )
     if trainable:
         variable.trainable = True
     return variable
-
-
-def _aggregation_name(aggregation: Any) -> str:
-    """Returns Keras' name of an aggregation over replicas, given the name or an enumeration."""
-    name = getattr(aggregation, "name", aggregation)
-    if isinstance(name, str) or name is None:
-        return (name or "none").lower()
-    raise ArgumentTypeError(
-        "`aggregation` must be a tf.VariableAggregation or its name, such as 'none' or 'mean'. "
-        f"Received: aggregation={aggregation!r}."
-    )

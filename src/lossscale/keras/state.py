@@ -9,6 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
+import lossscale.keras.backends as backends
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
@@ -21,18 +22,15 @@ class KerasScaleVariables(ScaleVariables):
 
     Args:
         rule: The rule that moves the state.
-        add_variable: Makes a scalar variable of a name, a dtype and a first value.
-        backend: The `Backend` of Keras.
     """
 
-    def __init__(
-        self, rule: ScaleRule, add_variable: Callable[[str, str, Any], Any], backend: Any
-    ) -> None:
+    def __init__(self, rule: ScaleRule) -> None:
+        backend = backends.load()
         self._read, self._namespace = backend.read, backend.namespace
         # Keras' order: the counter before the scale.
         fields = sorted(rule.init()._fields, key=lambda field: field != "good_steps")
         names = {field: _NAMES.get(field, f"loss_scale_{field}") for field in fields}
-        super().__init__(rule, names, add_variable)
+        super().__init__(rule, names, new_variable)
 
     def write(self, state: ScaleState) -> None:
         """Sets the state from tensors, arrays or Python numbers."""
@@ -72,6 +70,21 @@ class OwnVariable(keras.Variable):
 
     def __bool__(self) -> bool:
         return bool(self._number())
+
+
+def new_variable(name: str, dtype: Any, value: Any) -> OwnVariable:
+    """Returns a new scalar variable of loss scaling.
+
+    Args:
+        name: Its name.
+        dtype: Its dtype or the name; None stands for that of `value`.
+        value: Its first value.
+    """
+    if dtype is None:
+        dtype = ops.convert_to_tensor(value).dtype
+    variable = OwnVariable(name, keras.backend.standardize_dtype(dtype), value)
+    backends.load().prepare_own_variable(variable)
+    return variable
 
 
 class StepCounter(OwnVariable):

@@ -15,6 +15,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 from lossscale.arguments import (
     arguments_from_config,
     check_config,
@@ -33,19 +35,10 @@ from lossscale.common.checks import (
 from lossscale.common.private_names import do_not_convert
 from lossscale.errors import ArgumentError, GradientsError, UnknownSlotError
 from lossscale.keras_common.scaled_gradients import ScaleLedger
-from lossscale.keras_common.state import (
-    ScaleVariables,
-    VariablesOfUser,
-    numbered_in,
-    parts_of,
-)
-from lossscale.keras_common.step import (
-    OverflowCheck,
-    Step,
-    with_overwritten,
-    without_overwritten,
-)
-from lossscale.members import DocumentedMembers
+from lossscale.keras_common.state import ScaleVariables, numbered_in, parts_of
+from lossscale.keras_common.step import OverflowCheck, Step, with_overwritten, without_overwritten
+from lossscale.members import DocumentedMembers, VariableList
+from lossscale.old_formats import kind_of, names_for
 from lossscale.rules import DynamicScale, GradientStats, ScaleRule, StatsRequest
 
 Slots = Iterator[tuple[list[str], dict[Any, Any]]]
@@ -59,22 +52,6 @@ _SAME_PLACE = ""
 _PLACE_OF_OWN_CLASS = "inner_optimizer/"
 # The prefix of this optimizer's attributes that have the name of one of the inner optimizer.
 _BESIDE = "lossscale."
-
-
-# Attributes of ours that are set before `_construct`, or after the constructor.
-_OTHER_OWN_NAMES = {
-    "_own_names",
-    "_loss_scale",
-    "_overflow_tracker",
-    "_inner_parts",
-    "_saved_inner",
-    "_place_of_inner",
-    "_pending_values",
-    "_values_before_load",
-    "_load_refused",
-    "loss_scale_state",
-    "_warned_at_floor",
-}
 
 
 class KerasCommonOptimizer(DocumentedMembers):
@@ -92,6 +69,8 @@ class KerasCommonOptimizer(DocumentedMembers):
     - `_differentiated(loss, variables)`: the gradients of a scaled loss, given as a callable, and
       the variables they belong to; `_symbolic(loss, variables)`: those of a tensor of the function
       that is being traced.
+    - `_inner_weights()`, `_lasting_variables`: variables as the documents list them, and all that
+      are saved; `_assign(variables, values)` sets them.
     - `_slots_of_inner()`, `_new_slot(variable, name, initializer)`: the inner optimizer's slots.
     - `_build_alike(other)` builds a copy for the same variables, which an optimizer knows by
       identity.
@@ -101,8 +80,8 @@ class KerasCommonOptimizer(DocumentedMembers):
       framework's own class. `_own_values()`, `_set_own_values(values)`: those of
       the loss scale and the counters, by name.
     - For `LossScale` objects of the older API, which may be used without an optimizer: `_arrays()`,
-      what others have as `_backend`; `_new_variable(name, dtype, value)`, `_new_state(rule)`,
-      `_constant(value)`.
+      what others have as `_backend`; `_new_variable(name, dtype, value)`, `_state_class(rule)`,
+      `_float32(value)`.
     """
 
     # The module `keras` or `tf_keras`.
@@ -132,8 +111,12 @@ class KerasCommonOptimizer(DocumentedMembers):
     # Scalar variables: a number of steps, and a boolean.
     _steps_skipped: Any
     _last_step_skipped: Any
-    # The attributes in `__dict__` that are not a user's.
-    _own_names: set[str]
+    # The attributes that the constructor has set. Others that are not a user's have a value in one
+    # of our classes.
+    _own_names: frozenset[str] = frozenset()
+    # For Keras' files: the inner optimizer without its variables, and its parts.
+    _saved_inner: Any = None
+    _inner_parts: Any = ()
     # By the name of the slot and the key of its variable.
     _added_slots: dict[tuple[str, Any], Any]
     # Values of the inner optimizer's variables that were loaded before these exist, those of loss
@@ -145,6 +128,10 @@ class KerasCommonOptimizer(DocumentedMembers):
     # Where its attributes are in the file that is written or read.
     _place_of_inner = _SAME_PLACE
 
+    # Makes the variables of a rule.
+    _state_class: ClassVar[type[Any]]
+    # Returns a float32 scalar tensor.
+    _float32: Callable[[Any], Any]
     # The inner optimizer of a configuration.
     _inner_from_config: Callable[[Any, Any], Any]
 
@@ -164,7 +151,7 @@ class KerasCommonOptimizer(DocumentedMembers):
         early = dict(vars(self))
         self._construct(inner_optimizer, rule, name)
         made = {each for each, value in vars(self).items() if value is not early.get(each, self)}
-        self.__dict__["_own_names"] = made | _OTHER_OWN_NAMES
+        self.__dict__["_own_names"] = frozenset(made)
         remember_wrapper(inner_optimizer, self)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -202,6 +189,9 @@ class KerasCommonOptimizer(DocumentedMembers):
     def _is_overridden(cls, verb: str) -> bool:
         """Whether a subclass overrides a verb."""
         return getattr(cls, verb) is not getattr(KerasCommonOptimizer, verb)
+
+    def _first_state(self) -> Any:
+        return self._state_class(self._rule)
 
     # --- The documented loop: scale the loss, unscale the gradients, apply them ---------------
 
@@ -336,6 +326,26 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     # --- Calls that do several of these -------------------------------------------------------
 
+    def minimize(
+        self,
+        loss: Any,
+        var_list: Any = None,
+        grad_loss: Any = None,
+        name: str | None = None,
+        tape: Any = None,
+    ) -> Any:
+        location = self._backend.current_location()
+        with self._ledger.own_step(location):
+            pairs = list(self._computed(loss, var_list, grad_loss, tape))
+            if not pairs and var_list is not None:
+                return self._result(None)
+            return self._apply_unscaled(location, pairs, name)
+
+    def _computed(self, loss: Any, var_list: Any, grad_loss: Any, tape: Any) -> Iterable[Any]:
+        """Returns pairs of unscaled gradients and variables."""
+        gradients, variables = self._differentiated(loss, var_list, grad_loss, tape)
+        return zip(self._unscaled_by_verb(gradients, variables), variables, strict=True)
+
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
         location = self._backend.current_location()
         params = self._backend.flat_variables(params)
@@ -372,6 +382,11 @@ class KerasCommonOptimizer(DocumentedMembers):
     # --- Members to read ----------------------------------------------------------------------
 
     @property
+    def loss_scale(self) -> Any:
+        self._ledger.is_scale_read = True
+        return self._float32(self._current_scale())
+
+    @property
     def steps_skipped(self) -> Any:
         return self._backend.read(self._steps_skipped)
 
@@ -393,10 +408,22 @@ class KerasCommonOptimizer(DocumentedMembers):
         variables = [*self._state.variables.values(), self._steps_skipped]
         return all(self._backend.is_on_host(each) for each in variables)
 
-    def _track_overflows(self, tracker: Any) -> None:
-        """Makes steps track overflows, in functions that are traced from now on."""
+    def _track_overflows(self, variables: Sequence[Any] = ()) -> None:
+        """Makes steps track overflows, in functions that are traced from now on.
+
+        Args:
+            variables: Those that are trained, if they exist.
+        """
         # Not tracked by Keras and TensorFlow.
-        self.__dict__["_overflow_tracker"] = tracker
+        self.__dict__["_overflow_tracker"] = self._backend.new_overflow_tracker()
+        if variables:
+            self._build_overflow_tracker(variables)
+
+    def _build_overflow_tracker(self, variables: Sequence[Any]) -> None:
+        if self._overflow_tracker is not None:
+            names = [getattr(v, "path", v.name).removesuffix(":0") for v in variables]
+            with self._backend.eager_scope():
+                self._overflow_tracker.build(variables, names)
 
     # --- The settings of the inner optimizer -------------------------------------------------
 
@@ -410,7 +437,26 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     lr = learning_rate
 
-    # --- Slots --------------------------------------------------------------------------------
+    # --- Weights and slots --------------------------------------------------------------------
+
+    @property
+    def weights(self) -> VariableList:
+        return VariableList(self._inner_weights())
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        values = list(weights)
+        weights, everything = self.weights, self._lasting_variables
+        if len(values) not in (len(weights), len(everything)):
+            raise ArgumentError(
+                f"Expected {len(weights)} weights, or all {len(everything)} variables, with the "
+                f"loss scale. Received: {len(values)} arrays. An optimizer that is not built has "
+                "no state yet: call build(variables) first."
+            )
+        targets = weights if len(values) == len(weights) else everything
+        check_shapes(targets, [tuple(np.shape(value)) for value in values])
+        self._assign(targets, values)
+        # Moves the scale into the range of the rule.
+        self._set_own_values(self._own_values())
 
     def get_slot(self, var: Any, slot_name: str) -> Any:
         slot = self._find_slot(var, slot_name)
@@ -439,7 +485,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     def _names_of_slot(self, var: Any, slot_name: str) -> set[str]:
         """Returns all names of a kind of slot of a variable."""
-        return {slot_name}
+        return set(names_for(kind_of(self.inner_optimizer), [slot_name]))
 
     def _slots(self) -> Slots:
         yield from self._slots_of_inner()
@@ -514,14 +560,27 @@ class KerasCommonOptimizer(DocumentedMembers):
     def _names_of_user(self) -> list[str]:
         """The attributes that a subclass or a program has set."""
         # TensorFlow lists in `_self_...` what it tracks.
-        own = self.__dict__.get("_own_names", vars(self))
-        return [n for n in vars(self) if n not in own and not n.startswith("_self_")]
+        return [n for n in vars(self) if not self._is_own(n) and not n.startswith("_self_")]
+
+    def _is_own(self, name: str) -> bool:
+        """Whether an attribute is not a user's."""
+        ours = (each for each in type(self).__mro__ if each.__module__.startswith("lossscale."))
+        own = self.__dict__.get("_own_names", (name,))
+        return name in own or any(name in vars(each) for each in ours)
 
     def _constructor_arguments(self) -> dict[str, Any]:
         """Returns the other arguments of the constructor, to recreate this optimizer."""
         return {"rule": self._rule, "name": self.__dict__.get("_given_name", self.name)}
 
     # --- Configurations, and the library's registry of classes --------------------------------
+
+    def get_config(self) -> dict[str, Any]:
+        name = self._constructor_arguments()["name"]
+        return {
+            **({} if name is None else {"name": name}),
+            "inner_optimizer": self._library.optimizers.serialize(self.inner_optimizer),
+            **self._described_rule(),
+        }
 
     @classmethod
     def from_config(
@@ -565,21 +624,6 @@ class KerasCommonOptimizer(DocumentedMembers):
         name = described.get("class_name") if isinstance(described, dict) else None
         registered = cls._library.saving.get_registered_object(name, custom_objects)
         return {**(custom_objects or {}), **({} if registered is None else {name: registered})}
-
-    # --- For loss scale objects, some without an optimizer ------------------------------------
-
-    def _state_of_user(self, loss_scale: Any) -> VariablesOfUser:
-        return VariablesOfUser(self._rule, loss_scale, self._backend.replica_count, self._after)
-
-    @staticmethod
-    def _operation(result: Any) -> Any:
-        """Returns the operation that a caller must run for an update; None if it is done."""
-        return None
-
-    @staticmethod
-    def _after(result: Any, value: Any) -> Any:
-        """Returns a value that depends on an update."""
-        return value
 
 
 _VERBS_OF_A_LOSS = ("get_scaled_loss", "get_unscaled_gradients")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lossscale.errors import ArgumentError, UnsupportedError
+from lossscale.errors import ArgumentError
 from lossscale.packages import warn
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
@@ -83,50 +83,6 @@ class ScaleVariables:
         return state
 
 
-class VariablesOfUser(ScaleVariables):
-    """In place of a rule's variables, a `LossScale` of the older API that moves by a user's code.
-
-    Args:
-        rule: The rule that stands for it.
-        loss_scale: It keeps its own variables, and decides itself.
-        replica_count: Returns the number of replicas.
-        after: Returns a value that depends on an update.
-    """
-
-    def __init__(
-        self,
-        rule: ScaleRule,
-        loss_scale: Any,
-        replica_count: Callable[[], int],
-        after: Callable[[Any, Any], Any],
-    ) -> None:
-        self.rule, self.variables, self.names = rule, {}, {}
-        self._loss_scale, self._replica_count, self._after = loss_scale, replica_count, after
-
-    @property
-    def first(self) -> Any:  # type: ignore[override]
-        return self.rule.init()
-
-    def read(self) -> ScaleState:
-        return ScaleState(scale=self._loss_scale(), good_steps=0)
-
-    def write(self, state: ScaleState) -> None:
-        """Does nothing: a file names its variables."""
-
-    def update(self, stats: GradientStats) -> None:
-        """Does nothing: it moved when it decided."""
-
-    def decide(self, unscaled: list[Any]) -> Any:
-        """Moves the loss scale; returns whether to apply the gradients."""
-        if self._replica_count() > 1:
-            raise UnsupportedError(
-                f"{type(self._loss_scale).__name__} cannot decide for several replicas: it "
-                "receives the gradients of one. Use 'dynamic' or a DynamicLossScale."
-            )
-        moved, should_apply = self._loss_scale.update(unscaled)
-        return self._after(moved, should_apply)
-
-
 def kind_of_number(value: Any) -> str:
     """Returns "bool", "int" or "float32", the dtype of the variable for a field of a state."""
     if isinstance(value, bool):
@@ -152,10 +108,6 @@ class ValueStore:
         # Callables and not the optimizer: Keras walks into every attribute that can be saved.
         self._read = read
         self._write = write
-
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        """Does nothing; Keras requires it, and no model is compiled with it."""
-        raise NotImplementedError
 
     def save_own_variables(self, store: Any) -> None:
         """Writes the values to a place in a file."""
@@ -196,10 +148,6 @@ class AttributesOfInner:
         # Keras 3 saves no attribute that each object of this type has.
         return "Optimizer"
 
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        """Does nothing, as that of `ValueStore`."""
-        raise NotImplementedError
-
 
 def parts_of(attribute: Any) -> list[Any]:
     """The objects in a dictionary, list, tuple or set; of anything else the object itself."""
@@ -217,27 +165,6 @@ def _holds_variables_of(found: Any, inner: Any) -> bool:
 def _ids_of_variables(owner: Any) -> set[int]:
     variables = getattr(owner, "variables", ())
     return {id(variable) for variable in (variables() if callable(variables) else variables)}
-
-
-def deserialized(library: Any, name: str, config: Any, custom_objects: Any) -> Any:
-    """Returns the optimizer of a configuration that is not in its library's own list of names.
-
-    Args:
-        library: `keras` or `tf_keras`.
-        name: The value that the library returned in place of the optimizer.
-        config: The configuration.
-        custom_objects: Classes that the library does not know, by class name.
-
-    Raises:
-        ArgumentError: If its class is not known.
-    """
-    try:
-        return library.saving.deserialize_keras_object(config, custom_objects=custom_objects)
-    except TypeError as error:
-        raise ArgumentError(
-            f"The optimizer {name!r} in the configuration is not known. Pass its class in "
-            f"custom_objects={{{name!r}: ...}}."
-        ) from error
 
 
 def numbered_in(store: Any) -> list[Any]:

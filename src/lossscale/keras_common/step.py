@@ -81,6 +81,13 @@ class StepOperations:
     # Whether the gradients of the replicas are summed before the check, or in the inner optimizer.
     sums_before_check = False
 
+    # Returns the `OverflowTracker` of the framework.
+    new_overflow_tracker: Callable[[], Any]
+
+    def eager_scope(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which variables are set immediately, even if a function is being traced."""
+        return contextlib.nullcontext()
+
     def check_context(self) -> None:
         """Raises an error if no step can be taken here."""
 

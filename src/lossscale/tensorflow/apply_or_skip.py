@@ -18,10 +18,7 @@ from lossscale import registry
 from lossscale.common.private_names import do_not_convert
 from lossscale.packages import warn
 from lossscale.rules import GradientStats
-from lossscale.tensorflow.private_names import (
-    as_one_operation,
-    strategy_supports_no_merge_call,
-)
+from lossscale.tensorflow.private_names import as_one_operation, strategy_supports_no_merge_call
 from lossscale.tensorflow.replicas import current_location
 from lossscale.tensorflow.tracing import after, grouped, in_xla, translated
 

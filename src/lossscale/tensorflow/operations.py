@@ -7,9 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from lossscale import registry
 from lossscale.common.checks import flat_list, scaled_value
 from lossscale.common.private_names import do_not_convert
-from lossscale.errors import GradientsError
+from lossscale.errors import GradientsError, UnsupportedError
 from lossscale.tensorflow import overflow_check, replicas, scaling
 from lossscale.tensorflow.apply_or_skip import apply_or_skip, run_guarded
 from lossscale.tensorflow.tracing import translated
@@ -27,8 +28,19 @@ class TensorFlowOperations:
     all_replicas_finite = staticmethod(replicas.all_replicas_finite)
     apply_or_skip = staticmethod(apply_or_skip)
     run_guarded = staticmethod(run_guarded)
+    eager_scope = staticmethod(tf.init_scope)
     # Defined by a subclass: whether a value is a variable.
     is_variable: Callable[[Any], bool]
+
+    @staticmethod
+    def new_overflow_tracker() -> Any:
+        """Returns what tracks overflows for a monitor."""
+        if not tf.executing_eagerly():
+            raise UnsupportedError(
+                "LossScaleMonitor does not work in graphs of TensorFlow 1. Leave out "
+                "tf.compat.v1.disable_eager_execution(), or the monitor."
+            )
+        return registry.package("lossscale.tensorflow.overflow_tracker").OverflowTracker()
 
     def check_context(self) -> None:
         """Raises under a strategy that does not work, and between the replicas of one."""
@@ -80,17 +92,3 @@ def recorded(
     if variables is None:
         variables = [v for v in recording.watched_variables() if v.trainable]
     return recording, scaled_loss, variables
-
-
-def check_symbolic(loss: Any) -> None:
-    """Checks that a tensor has a graph to differentiate.
-
-    Raises:
-        GradientsError: In eager mode, where it has none.
-    """
-    if tf.executing_eagerly():
-        raise GradientsError(
-            "The gradient of a tensor can be computed only inside a tf.function or a graph. Pass "
-            "`loss` as a callable without arguments, or use a tf.GradientTape with "
-            f"get_scaled_loss() and get_unscaled_gradients(). Received: loss={loss!r}."
-        )

@@ -9,29 +9,17 @@ import tf_keras
 
 from lossscale.arguments import check_described
 from lossscale.common.checks import check_not_wrapped
-from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
-from lossscale.keras_common.state import deserialized
+from lossscale.errors import AlreadyWrappedError
 from lossscale.tf_keras.private_names import BaseLossScaleOptimizer
 
 
-def check_inner(inner: Any, base: type[Any]) -> None:
+def check_inner(inner: Any) -> None:
     """Checks that an optimizer can be wrapped.
-
-    Args:
-        inner: The optimizer.
-        base: The base class of the optimizers that the class wraps.
 
     Raises:
         AlreadyWrappedError: If it has loss scaling already.
-        ArgumentTypeError: If it is of another family. Both are `TypeError`s.
     """
     check_not_wrapped(inner, BaseLossScaleOptimizer)
-    if not isinstance(inner, base):
-        raise ArgumentTypeError(
-            f"This class wraps optimizers of {base.__module__}.{base.__name__}. Received: "
-            f"{inner!r} of type {type(inner).__name__}. Use lossscale.LossScaleOptimizer, which "
-            "picks the class by the optimizer."
-        )
     if getattr(inner, "_is_wrapped_by_loss_scale_optimizer", False):
         raise AlreadyWrappedError(
             f"A LossScaleOptimizer of tf_keras already wraps this {type(inner).__name__}. Make a "
@@ -64,7 +52,7 @@ def inner_from_config(config: Any, custom_objects: Any) -> Any:
     )
     if not isinstance(inner, str):
         return inner
-    return deserialized(tf_keras, inner, copy.deepcopy(config), known)
+    return tf_keras.saving.deserialize_keras_object(copy.deepcopy(config), custom_objects=known)
 
 
 def _only_new_optimizers() -> dict[str, type[Any]]:

@@ -10,18 +10,12 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
-from lossscale.errors import ArgumentError
 from lossscale.keras_common.optimizer import Slots, slots_in
 from lossscale.old_formats import documented_name, kind_of
 from lossscale.tensorflow.tracing import in_xla, translated
 from lossscale.tf_keras.optimizer import CalledAsWritten, TFKerasCommonOptimizer, dtype_of
 from lossscale.tf_keras.private_names import LossScaleOptimizerV3
-from lossscale.tf_keras.saving import (
-    UNLISTED,
-    LossScaleStore,
-    build_pending,
-    drop_pending,
-)
+from lossscale.tf_keras.saving import UNLISTED, LossScaleStore, build_pending, drop_pending
 
 
 class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=CalledAsWritten):
@@ -128,30 +122,12 @@ class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=Cal
         self._children_have_changed()
         return slot
 
-    def add_weight(
-        self,
-        name: str,
-        shape: Any,
-        dtype: Any = None,
-        initializer: Any = "zeros",
-        trainable: bool | None = None,
-        synchronization: Any = tf.VariableSynchronization.AUTO,
-        aggregation: Any = tf.VariableAggregation.NONE,
+    def _new_weight(
+        self, shape: Any, dtype: Any, initializer: Any, trainable: Any, **settings: Any
     ) -> Any:
-        if trainable and synchronization == tf.VariableSynchronization.ON_READ:
-            raise ArgumentError(
-                "A variable that is synchronized on reading cannot be trainable. Received: "
-                f"trainable={trainable!r}, synchronization={synchronization!r}."
-            )
-        dtype = tf.as_dtype(dtype or tf.float32)
         with tf.init_scope():
-            variable = tf.Variable(
-                tf_keras.initializers.get(initializer)(tuple(shape), dtype),
-                name=name,
-                trainable=bool(trainable),
-                synchronization=synchronization,
-                aggregation=aggregation,
-            )
+            first = tf_keras.initializers.get(initializer)(tuple(shape), dtype or tf.float32)
+            variable = tf.Variable(first, trainable=bool(trainable), **settings)
         self._optimizer._variables.append(variable)
         self._children_have_changed()
         return variable
@@ -200,10 +176,6 @@ def _variables_in(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
 def _slot_names(inner: Any, attribute: str, slots: dict[Any, Any]) -> list[str]:
     """The names of a kind of slot, the one that the documents use first."""
     # tf_keras puts the slot's name before that of the reference variable.
-    prefixes = {str(slot.name).partition("/")[0] for slot in slots.values()}
-    plural = attribute.lstrip("_")
-    singular = f"{plural[:-3]}y" if plural.endswith("ies") else plural.removesuffix("s")
-    names = [*sorted(prefixes), singular]
+    names = sorted({str(slot.name).partition("/")[0] for slot in slots.values()})
     documented = documented_name(kind_of(inner), [attribute])
-    names = [*([] if documented is None else [documented]), *names]
-    return list(dict.fromkeys(names))
+    return names if documented is None else [documented, *names]

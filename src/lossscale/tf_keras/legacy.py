@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
 import tf_keras
 
-from lossscale.errors import UnknownSlotError
 from lossscale.tf_keras.optimizer import CalledAsWritten, TFKerasCommonOptimizer
 from lossscale.tf_keras.private_names import LegacyLossScaleOptimizer
 from lossscale.tf_keras.saving import build_pending
@@ -71,37 +70,15 @@ class LegacyWrapper(TFKerasCommonOptimizer, LegacyLossScaleOptimizer, metaclass=
     def get_slot_names(self) -> list[str]:
         return list(self._optimizer.get_slot_names())
 
-    def get_slot(self, var: Any, slot_name: str) -> Any:
-        try:
+    def _find_slot(self, var: Any, slot_name: str) -> Any:
+        with contextlib.suppress(KeyError):
             return self._optimizer.get_slot(var, slot_name)
-        except KeyError:
-            raise UnknownSlotError(
-                f"{type(self._optimizer).__name__} has no slot {slot_name!r} for the variable "
-                f"{var.name!r}. Its slots are {self.get_slot_names()}; they exist for the "
-                "variables it has updated."
-            ) from None
+        return None
 
     def add_slot(
         self, var: Any, slot_name: str, initializer: Any = "zeros", shape: Any = None
     ) -> Any:
         return self._optimizer.add_slot(var, slot_name, initializer, shape)
 
-    def add_weight(
-        self,
-        name: str,
-        shape: Any,
-        dtype: Any = None,
-        initializer: Any = "zeros",
-        trainable: bool | None = None,
-        synchronization: Any = tf.VariableSynchronization.AUTO,
-        aggregation: Any = tf.VariableAggregation.NONE,
-    ) -> Any:
-        return self._optimizer.add_weight(
-            name,
-            shape,
-            dtype=None if dtype is None else tf.as_dtype(dtype),
-            initializer=initializer,
-            trainable=trainable,
-            synchronization=synchronization,
-            aggregation=aggregation,
-        )
+    def _new_weight(self, **settings: Any) -> Any:
+        return self._optimizer.add_weight(**settings)

@@ -7,26 +7,19 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import tensorflow as tf
 import tf_keras
 
 import lossscale.tf_keras.saving as saving
-from lossscale import registry
-from lossscale.common.checks import (
-    scaled_value,
-    takes,
-    with_gradient,
-)
+from lossscale.common.checks import scaled_value, takes, with_gradient
 from lossscale.errors import ArgumentError
-from lossscale.keras_common.optimizer import KerasCommonOptimizer, check_shapes
+from lossscale.keras_common.optimizer import KerasCommonOptimizer
 from lossscale.keras_common.scaled_gradients import ScaleLedger
 from lossscale.keras_common.step import Step, StepOperations
 from lossscale.members import VariableList
-from lossscale.packages import warn
 from lossscale.rules import GradientStats, ScaleRule
 from lossscale.tensorflow import overflow_check, replicas, tracing
-from lossscale.tensorflow.operations import TensorFlowOperations, check_symbolic, recorded
+from lossscale.tensorflow.operations import TensorFlowOperations, recorded
 from lossscale.tensorflow.private_names import DelegatingTrackableMixin
 from lossscale.tf_keras.arguments import check_inner, inner_from_config
 from lossscale.tf_keras.private_names import BaseLossScaleOptimizer
@@ -69,11 +62,12 @@ _Metaclass: Any = type(BaseLossScaleOptimizer)
 class CalledAsWritten(_Metaclass):
     """The class of our classes: a subclass may be called with any arguments.
 
-    tf_keras' own passes the inner optimizer on by position.
+    tf_keras' own passes the inner optimizer on by position. The type of an optimizer makes those of
+    the other family too.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return type.__call__(self, *args, **kwargs)
+        return type.__call__(self._public_class(), *args, **kwargs)
 
 
 class TFKerasCommonOptimizer(KerasCommonOptimizer):
@@ -97,10 +91,10 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     # Also methods: `_build(variables, has_gradient)` creates the inner optimizer's variables;
     # `_inner_weights()` lists them; `_inner_gradients(loss, variables, tape)` returns pairs of a
     # scaled loss, `_symbolic_gradients(loss, variables)` gradients of a tensor of the traced
-    # function; `_aggregated(pairs)` sums gradients over the replicas.
+    # function; `_aggregated(pairs)` sums gradients over the replicas; `_new_weight(name, ...)` adds
+    # a variable to the inner optimizer.
 
-    def _check_inner(self, inner_optimizer: Any) -> None:
-        check_inner(inner_optimizer, self._inner_base)
+    _check_inner = staticmethod(check_inner)
 
     def _construct(self, inner_optimizer: Any, rule: ScaleRule, name: str | None) -> None:
         replicas.check_strategy()
@@ -116,7 +110,6 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         self.__dict__["_pending_named"] = {}
         # The key and the shape of each variable that the original of a copy was built with.
         self.__dict__["_pending_groups"] = []
-        self._warned_of_none = False
         # All variables that it was built with.
         self._built_groups: tuple[Any, ...] = ()
         # Variables of a LossScale object, by name.
@@ -125,28 +118,16 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         self._create_state()
 
     def _create_state(self) -> None:
-        first = self._first_state()
-        if first.decide is None and not isinstance(first, TFKerasScaleVariables):
-            # A LossScale object whose value was asked for before it met an optimizer, in a process
-            # that has imported Keras 3 as well.
-            values = first.read()
-            loss_scale: Any = self._loss_scale
-            first = loss_scale._state = self._new_state(self._rule)
-            first.write(values)
-        self._state = first
+        self._state = self._first_state()
         self._steps_skipped = new_variable("steps_skipped", tf.int64, 0)
         self._last_step_skipped = new_variable("last_step_skipped", tf.bool, False)
         self._step_counter = StepCounter(self._inner_iterations, self._steps_skipped)
         own = self._own_variables()
         extras = {name: own.pop(name) for name in ("steps_skipped", "last_step_skipped")}
         self._children = CheckpointChildren(
-            self._optimizer,
             LossScaleNode(own, extras) if own or self._rule.checks_gradients else None,
             BaseOptimizerNode(self._optimizer, self._is_legacy, self._find_slot),
         )
-
-    def _first_state(self) -> Any:
-        return self._new_state(self._rule)
 
     def _track_variable(self, variable: Any) -> None:
         """Counts a variable of a LossScale object as one of this optimizer's."""
@@ -168,14 +149,13 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             self._build(list(variables), [g is not None for g in gradients])
         if self._pending_values is not None:
             saving.drop_pending(self)
-        pairs = self._with_gradients(gradients, variables)
+        self._build_overflow_tracker(variables)
+        pairs = list(zip(gradients, variables, strict=True))
         if aggregate:
             pairs = list(self._aggregated(pairs))
         trained = [pair[1] for pair in pairs]
-        with tf.init_scope():
-            self._build_overflow_tracker(trained)
         # Before the check, because the cast can overflow.
-        return [_narrowed(gradient, variable) for gradient, variable, *_ in pairs], trained
+        return [_narrowed(*pair[:2]) for pair in pairs], trained
 
     def _sums_replicas(self, asked: bool) -> bool:
         argument, _ = self._are_summed
@@ -203,17 +183,6 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         """A context for a call of the inner optimizer."""
         return contextlib.nullcontext()
 
-    def _with_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        pairs = list(zip(gradients, variables, strict=True))
-        without = [variable.name for gradient, variable in pairs if gradient is None]
-        if without and not self._warned_of_none:
-            self._warned_of_none = True
-            warn(
-                f"Gradients do not exist for the variables {without}; they stay as they are.",
-                UserWarning,
-            )
-        return [(gradient, variable) for gradient, variable in pairs if gradient is not None]
-
     def _update_scale(self, stats: GradientStats, state_on_host: Any) -> Any:
         results = [self._state.update(stats)]
         if self._rule.checks_gradients:
@@ -229,34 +198,14 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             return self.iterations
         if tf.compat.v1.get_default_graph().building_function:
             return tracing.after(operation, self.iterations.value)
-        return operation
-
-    def _build_overflow_tracker(self, variables: Sequence[Any]) -> None:
-        if self._overflow_tracker is not None:
-            names = [variable.name.removesuffix(":0") for variable in variables]
-            self._overflow_tracker.build(variables, names)
+        return tracing.grouped(operation)
 
     # --- Gradients of a loss ------------------------------------------------------------------
 
-    def minimize(
-        self,
-        loss: Any,
-        var_list: Any = None,
-        grad_loss: Any = None,
-        name: str | None = None,
-        tape: Any = None,
-    ) -> Any:
+    def _computed(self, loss: Any, var_list: Any, grad_loss: Any, tape: Any) -> Any:
         if isinstance(grad_loss, tf.GradientTape):
             # The new optimizers of tf_keras take the tape in this place.
             grad_loss, tape = None, grad_loss
-        location = replicas.current_location()
-        with self._ledger.own_step(location):
-            pairs = list(self._computed(loss, var_list, grad_loss, tape))
-            if not pairs and var_list is not None:
-                return self._result(tracing.grouped())
-            return self._apply_unscaled(location, pairs, name)
-
-    def _computed(self, loss: Any, var_list: Any, grad_loss: Any, tape: Any) -> Any:
         # As TensorFlow did: an override need not know an argument that nobody gives.
         given = {"tape": tape, "grad_loss": grad_loss}
         given = {name: value for name, value in given.items() if value is not None}
@@ -309,7 +258,6 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         return [gradient for gradient, _ in pairs], variables
 
     def _symbolic(self, loss: Any, params: Sequence[Any]) -> list[Any]:
-        check_symbolic(loss)
         return list(self._symbolic_gradients(self.get_scaled_loss(loss), params))
 
     # --- What can be read ---------------------------------------------------------------------
@@ -323,11 +271,6 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     def name(self) -> str:  # type: ignore[override]
         """The optimizer's name."""
         return self._given_name or "loss_scale_optimizer"
-
-    @property
-    def loss_scale(self) -> Any:
-        self._ledger.is_scale_read = True
-        return tf.cast(self._current_scale(), tf.float32)
 
     @property
     def dynamic_counter(self) -> Any:
@@ -359,30 +302,34 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         return VariableList([*listed, *(other for other in others if names[other.name] == 1)])
 
     @property
-    def weights(self) -> VariableList:
-        return VariableList(self._inner_weights())
+    def _lasting_variables(self) -> VariableList:
+        return self.variables
 
     def get_weights(self) -> list[Any]:
         return saving.values_of(self.weights)
 
-    def set_weights(self, weights: Sequence[Any]) -> None:
-        # Datasets of an HDF5 file are not arrays yet.
-        values = [np.asarray(weight) for weight in weights]
-        weights, all_variables = self.weights, self.variables
-        named = {**self._own_variables(), **self._unlisted_variables()}
-        if len(values) not in (len(weights), len(all_variables)):
-            raise ArgumentError(
-                f"The optimizer has {len(weights)} weights, or {len(all_variables)} variables with "
-                f"the loss scale. Received: {len(values)} arrays. Before build(variables) it has "
-                "no state."
-            )
-        targets = all_variables[: len(values)]
-        check_shapes(targets, [value.shape for value in values])
-        tf_keras.backend.batch_set_value(list(zip(weights, values, strict=False)))
-        if len(values) > len(weights):
-            names = {id(variable): name for name, variable in named.items()}
-            rest = zip(targets[len(weights) :], values[len(weights) :], strict=True)
-            self._set_own_values({names[id(variable)]: value for variable, value in rest})
+    def _assign(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        tf_keras.backend.batch_set_value(list(zip(variables, values, strict=True)))
+
+    def add_weight(
+        self,
+        name: str,
+        shape: Any,
+        dtype: Any = None,
+        initializer: Any = "zeros",
+        trainable: bool | None = None,
+        synchronization: Any = tf.VariableSynchronization.AUTO,
+        aggregation: Any = tf.VariableAggregation.NONE,
+    ) -> Any:
+        return self._new_weight(
+            name=name,
+            shape=shape,
+            dtype=None if dtype is None else tf.as_dtype(dtype),
+            initializer=initializer,
+            trainable=trainable,
+            synchronization=synchronization,
+            aggregation=aggregation,
+        )
 
     def _own_variables(self) -> dict[str, Any]:
         """The variables of the loss scale and of the skips, by their names in saving."""
@@ -440,37 +387,17 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         if new or not self._built_groups:
             self._built_groups = (*self._built_groups, new)
 
-    def get_config(self) -> dict[str, Any]:
-        return {
-            **({} if self._given_name is None else {"name": self._given_name}),
-            "inner_optimizer": tf_keras.optimizers.serialize(self._optimizer),
-            **self._described_rule(),
-        }
-
     _inner_from_config = staticmethod(inner_from_config)
 
     # --- For loss scale objects without an optimizer ------------------------------------------
 
-    _new_variable = staticmethod(new_variable)
-
     _arrays = staticmethod(TensorFlowArrays)
-
-    _new_state = staticmethod(TFKerasScaleVariables)
-
-    @staticmethod
-    def _constant(value: float) -> Any:
-        return tf.constant(value, tf.float32)
+    _new_variable = staticmethod(new_variable)
+    _state_class = TFKerasScaleVariables
 
     @staticmethod
-    def _operation(result: Any) -> Any:
-        if not registry.is_graph_of_tensorflow_1():
-            return None
-        # Programs of that time took a tensor where something moves, and an operation elsewhere.
-        return tf.no_op() if result is None else tracing.after(result, lambda: tf.constant(True))
-
-    @staticmethod
-    def _after(result: Any, value: Any) -> Any:
-        return value if result is None else tracing.after(result, lambda: value)
+    def _float32(value: Any) -> Any:
+        return tf.cast(value, tf.float32)
 
     def _unlisted_variables(self) -> dict[str, Any]:
         """Returns variables that the inner optimizer does not list, by their names in saving."""
@@ -490,6 +417,6 @@ def dtype_of(variable: Any) -> Any:
 def _narrowed(gradient: Any, variable: Any) -> Any:
     """Returns a gradient of a float16 or bfloat16 variable in its dtype; others as they are."""
     dtype = dtype_of(variable)
-    if dtype not in (tf.float16, tf.bfloat16) or gradient.dtype != tf.float32:
+    if gradient is None or dtype not in (tf.float16, tf.bfloat16) or gradient.dtype != tf.float32:
         return gradient
     return tf.cast(gradient, dtype)

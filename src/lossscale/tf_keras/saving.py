@@ -158,12 +158,9 @@ def drop_pending(optimizer: Any) -> None:
     optimizer._pending_named.clear()
     with tf.init_scope():
         set_own_values(optimizer, before or {})
-    expected = optimizer._inner_weights()
-    of_shapes = "" if len(loaded) != len(expected) else f" of the shapes {_shapes(loaded)}"
-    wanted = f" of the shapes {_shapes(expected)}" if of_shapes else ""
     warn(
-        f"The saved state of the optimizer is not used: it has {len(loaded)} arrays{of_shapes}. "
-        f"Expected: {len(expected)}{wanted}. Call "
+        "The saved state of the optimizer is not used: it has arrays of the shapes "
+        f"{_shapes(loaded)}. Expected: {_shapes(optimizer._inner_weights())}. Call "
         "build(variables) with all variables that it was saved with before the first step."
     )
 

@@ -23,11 +23,3 @@ def _float32_policy_and_fixed_seed():
     seed(0)
     yield
     keras.mixed_precision.set_global_policy("float32")
-
-
-@pytest.fixture
-def mixed_float16():
-    """Models made in this test compute in float16."""
-    import keras
-
-    keras.mixed_precision.set_global_policy("mixed_float16")

@@ -8,10 +8,10 @@ import numpy as np
 import tensorflow as tf
 
 import lossscale
-from kerases import INF, NAN, Status, assert_same, number, status, values
+from kerases import INF, NAN, Status, assert_same, data, number, status, values
 from seeding import seed
 
-__all__ = ["INF", "NAN", "Status", "assert_same", "number", "status", "values"]
+__all__ = ["INF", "NAN", "Status", "assert_same", "data", "number", "status", "values"]
 
 
 def wrapped(inner=None, **arguments):
@@ -104,12 +104,6 @@ def small_model(inputs=4, units=8):
             keras.layers.Dense(1, dtype="float32", name="out"),
         ]
     )
-
-
-def data(rows=64, inputs=4, seed=1):
-    """Returns inputs and targets of a learnable regression."""
-    x = np.random.default_rng(seed).normal(size=(rows, inputs)).astype("float32")
-    return x, np.sin(x.sum(axis=1, keepdims=True)).astype("float32")
 
 
 @contextlib.contextmanager

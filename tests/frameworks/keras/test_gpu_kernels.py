@@ -106,12 +106,3 @@ def test_an_operation_of_the_host_would_be_noticed(injected):
     shapes = LAYOUTS["few"]
     found, bare = (step("bare", "SGD", shapes, "float32", f) for f in (injected, lambda g: g))
     assert [each for each in added(found, bare) if on_the_host(each)]
-
-
-def test_a_boolean_that_the_host_reads_would_be_noticed():
-    def branching(gradient):
-        return tf.cond(gradient[0, 0] > 0, lambda: gradient * 2, lambda: gradient)
-
-    shapes = LAYOUTS["few"]
-    found, bare = (step("bare", "SGD", shapes, "float32", f) for f in (branching, lambda g: g))
-    assert booleans(found) == booleans(bare) + len(shapes)

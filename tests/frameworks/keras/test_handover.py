@@ -1,27 +1,12 @@
 """The orders of scaling, unscaling and applying where TensorFlow traces, compiles or replicates."""
 
-import functools
-import itertools
-
-import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
 import lossscale
 from backends.programs import PROGRAMS, WITH_MINIMIZE, Run, expected, made
 from frameworks.keras.support import (
-    STEPS,
-    Status,
-    assert_same,
-    gradients_for,
     loss_scale_warnings,
-    plain_step,
-    spoiled,
-    status,
-    values,
-    variables,
-    wrapped,
 )
 
 ALL = {**PROGRAMS, **WITH_MINIMIZE}
@@ -74,20 +59,9 @@ def plain(function):
     return function
 
 
-def loop(function):
-    @tf.function
-    def looping(*arguments):
-        for _ in tf.range(1):
-            function(*arguments)
-
-    return looping
-
-
 # Where gradients are computed, where they are applied, and what runs both.
 PLACES = {
     "eager": (plain, plain, plain),
-    "one_function": (plain, plain, tf.function),
-    "loop_in_a_function": (plain, plain, loop),
     "apply_outside": (tf.function, plain, plain),
     "apply_inside": (plain, tf.function, plain),
     "two_functions": (tf.function, tf.function, plain),
@@ -191,54 +165,6 @@ def test_a_half_that_is_traced_again_is_given_gradients_of_the_kind_as_before():
     run.calls("hand unscale:ab unscaled:ab")
     step(2)
     assert run.gone() == {"a": -3.0, "b": 0.25}
-
-
-START = (np.linspace(-1, 1, 6).reshape(2, 3), np.array([0.5, -0.25]))
-
-
-@functools.cache
-def plain_path():
-    """The gradients of 24 steps, and the weights after each step of a plain optimizer."""
-    optimizer, targets = keras.optimizers.SGD(0.5, momentum=0.9), variables(*START)
-    batches, weights = gradients_for(START, 24), []
-    for gradients in batches:
-        plain_step(optimizer, targets, gradients)
-        weights.append(values(targets))
-    return batches, weights
-
-
-def wrapped_path():
-    """Returns an optimizer that is to go the same path, and its variables."""
-    targets = variables(*START)
-    optimizer = wrapped(keras.optimizers.SGD(0.5, momentum=0.9), dynamic_growth_steps=2)
-    optimizer.build(targets)
-    return optimizer, targets
-
-
-@pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
-def test_ways_of_stepping_can_alternate_in_one_program_and_none_is_traced_twice(in_function):
-    order = [way for pair in itertools.combinations(STEPS, 2) for way in pair * 2]
-    batches, expected = plain_path()
-    optimizer, targets = wrapped_path()
-    steps = {
-        how: lambda *gradients, step=step: step(optimizer, targets, gradients)
-        for how, step in STEPS.items()
-    }
-    if in_function:
-        steps = {how: tf.function(step, autograph=False) for how, step in steps.items()}
-    with loss_scale_warnings() as messages:
-        for i, (how, gradients) in enumerate(zip(order, batches, strict=True)):
-            if i % 4 == 2:
-                steps[how](*map(tf.constant, spoiled(gradients)))
-            steps[how](*map(tf.constant, gradients))
-            assert_same(values(targets), expected[i])
-    # Between two skips are four good steps.
-    assert status(optimizer) == Status(
-        scale=2.0**21, counter=0, skipped=6, last=False, iterations=30, applied=24
-    )
-    assert messages == []
-    if in_function:
-        assert [step.experimental_get_tracing_count() for step in steps.values()] == [1] * 4
 
 
 @pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])

@@ -8,16 +8,11 @@ import tensorflow as tf
 from frameworks.keras.support import (
     INF,
     NAN,
-    STEPS,
     assert_same,
-    data,
     gradients_for,
     loss_scale_warnings,
     loss_with_gradients,
     plain_step,
-    small_model,
-    spoiled,
-    status,
     step_by_apply,
     step_by_scale_loss,
     values,
@@ -28,16 +23,6 @@ from frameworks.keras.support import (
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 
 START = (np.linspace(-1, 1, 6).reshape(2, 3), np.array([0.5, -0.25]))
-
-
-def test_a_constraint_is_not_applied_on_a_skip():
-    (target,) = variables([-1.0, 1.0])
-    target.constraint = keras.constraints.NonNeg()
-    optimizer = wrapped(SGD(0.5))
-    step_by_scale_loss(optimizer, [target], [np.array([INF, 0.0], "f")])
-    assert target.numpy().tolist() == [-1.0, 1.0]
-    step_by_scale_loss(optimizer, [target], [np.array([0.0, 0.5], "f")])
-    assert target.numpy().tolist() == [0.0, 0.75]
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -89,65 +74,6 @@ def test_xla_function_gives_the_weights_of_the_plain_optimizer_in_xla(inner):
     assert_same(train(wrapped(inner()), step_by_apply), train(inner(), plain_step))
 
 
-def test_what_a_function_reads_moves_with_the_steps():
-    targets = variables([1.0])
-    optimizer = wrapped(dynamic_growth_steps=1)
-    optimizer.build(targets)
-
-    @tf.function
-    def step(gradient):
-        step_by_scale_loss(optimizer, targets, [gradient])
-        return optimizer.loss_scale, optimizer.steps_skipped, optimizer.last_step_skipped
-
-    seen = [[x.numpy().item() for x in step(tf.constant([g]))] for g in (INF, 1.0, 1.0)]
-    assert seen == [[2.0**14, 1, True], [2.0**15, 1, False], [2.0**16, 1, False]]
-
-
-def test_fit_with_ema_ends_on_the_averages_of_the_plain_optimizer():
-    results = []
-    x, y = data(24)
-    for make in (lambda inner: inner, wrapped):
-        model = small_model()
-        model.compile(make(SGD(0.1, use_ema=True, ema_momentum=0.5)), "mse", run_eagerly=True)
-        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-        results.append(values(model.trainable_variables))
-    assert_same(*results)
-
-
-class SparseSpy(keras.optimizers.SGD):
-    """Notes in which form each gradient arrived."""
-
-    def __init__(self):
-        super().__init__(0.5)
-        self.__dict__["seen"] = []
-
-    def update_step(self, gradient, variable, learning_rate):
-        self.seen.append(type(gradient))
-        super().update_step(gradient, variable, learning_rate)
-
-
-@pytest.mark.parametrize("traced", [False, True], ids=["eager", "function"])
-def test_sparse_gradients_reach_the_inner_optimizer_sparse(traced):
-    (table,) = variables(np.ones([6, 2]))
-    optimizer = wrapped(SparseSpy())
-    optimizer.build([table])
-
-    def step(multiplier):
-        with tf.GradientTape() as tape:
-            rows = tf.gather(table.value, [1, 4, 1])
-            loss = optimizer.scale_loss(tf.reduce_sum(rows * multiplier))
-        optimizer.apply_gradients([(tape.gradient(loss, table.value), table)])
-
-    step = tf.function(step) if traced else step
-    for multiplier in (0.25, INF, 0.25):
-        step(tf.constant(multiplier))
-    assert set(optimizer.inner_optimizer.seen) == {tf.IndexedSlices}
-    expected = np.ones([6, 2], "float32")
-    expected[[1, 4]] -= [[2 * 0.5 * 0.5], [2 * 0.5 * 0.25]]
-    np.testing.assert_array_equal(table.numpy(), expected)
-    assert int(optimizer.steps_skipped) == 1
-
-
 def complex_step(optimizer, gradient):
     variable = tf.Variable(tf.constant([1 + 1j], tf.complex64))
     optimizer.build([variable])
@@ -196,45 +122,11 @@ def test_minimize_leaves_statistics_that_are_overwritten_alone():
     assert (plain_weight.numpy().item(), statistic.numpy().item()) == (0.5, 7.0)
 
 
-class Forgetful(keras.Sequential):
-    def train_step(self, batch):
-        x, y = batch
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        return {"loss": loss}
-
-
-@pytest.mark.usefixtures("mixed_float16")
-def test_a_train_step_that_forgets_to_scale_trains_as_without_scaling_with_one_warning():
-    found = []
-    with loss_scale_warnings() as messages:
-        for optimizer, arguments in (
-            (SGD(0.1), {"auto_scale_loss": False}),
-            (wrapped(SGD(0.1)), {}),
-        ):
-            model = Forgetful(small_model().layers)
-            model.compile(optimizer, "mse", jit_compile=False, **arguments)
-            model.fit(*data(24), batch_size=8, shuffle=False, verbose=0)
-            found.append(values(model.trainable_variables))
-    assert_same(*found)
-    assert len(messages) == 1
-    assert "never scaled" in messages[0]
-
-
 MISTAKES = {
     "nothing is scaled before apply": (
         lambda optimizer, target: optimizer.apply([tf.constant([1.0])], [target]),
         0.25,
         "scale_loss()",
-    ),
-    "nothing is unscaled before apply_gradients": (
-        lambda optimizer, target: optimizer.apply_gradients(
-            [(optimizer.get_scaled_loss(tf.constant([1.0])), target)]
-        ),
-        4.0,
-        "get_unscaled_gradients() was not",
     ),
     "what is unscaled goes to apply": (
         lambda optimizer, target: optimizer.apply(
@@ -294,24 +186,3 @@ def test_constants_of_an_update_are_folded_as_without_loss_scaling(place):
         trained(Third(), wrapped, step_by_scale_loss),
         trained(Third(), lambda inner: inner, plain_step),
     )
-
-
-@pytest.mark.parametrize("second", ["CPU:0", "CPU:1"])
-def test_a_step_is_skipped_wherever_its_variables_are(second):
-    targets = []
-    for device, value in zip(("CPU:0", second), START, strict=True):
-        with tf.device(device):
-            targets += variables(value)
-    optimizer = wrapped(Adam(0.01))
-    optimizer.build(targets)
-
-    @tf.function
-    def step(*gradients):
-        STEPS["scale_loss"](optimizer, targets, gradients)
-
-    [good] = gradients_for(targets, 1)
-    step(*good)
-    before = values(targets)
-    step(*spoiled(good, INF))
-    assert_same(values(targets), before)
-    assert status(optimizer).skipped == 1

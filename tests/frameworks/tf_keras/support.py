@@ -8,9 +8,9 @@ import tf_keras
 from tf_keras.src import backend
 
 import lossscale
-from kerases import INF, NAN, Status, assert_same, status, values
+from kerases import INF, NAN, Status, assert_same, data, status, values
 
-__all__ = ["INF", "NAN", "Status", "assert_same", "status", "values"]
+__all__ = ["INF", "NAN", "Status", "assert_same", "data", "status", "values"]
 
 
 def wrapped(inner, **arguments):
@@ -56,9 +56,3 @@ def small_model():
             dense(1, dtype="float32", name="out"),
         ]
     )
-
-
-def data(rows=64, seed=1):
-    """Returns inputs and targets of a learnable regression."""
-    x = np.random.default_rng(seed).normal(size=(rows, 4)).astype("float32")
-    return x, np.sin(x.sum(axis=1, keepdims=True)).astype("float32")

@@ -79,14 +79,6 @@ def test_a_counter_of_ones_own_is_used(optimizers, var):
     assert (int(mine), int(optimizer.iterations)) == (6, 6)
 
 
-def test_warnings_come_once(optimizers, var):
-    optimizer = wrapped(optimizers.SGD(1.0))
-    with pytest.warns(lossscale.LossScaleWarning, match="never scaled"):
-        optimizer.apply_gradients([(tf.zeros(2), var)])
-    # A second warning would be an error.
-    optimizer.apply_gradients([(tf.zeros(2), var)])
-
-
 @pytest.mark.parametrize("in_function", [False, True])
 def test_gradients_that_another_wrapper_has_unscaled_are_applied_without_a_warning(
     optimizers, in_function
@@ -126,9 +118,7 @@ def test_one_class_makes_optimizers_of_both_families():
         assert isinstance(optimizer, own.Optimizer)
         assert not isinstance(optimizer, other.Optimizer)
         assert type(type(optimizer)(own.Adam())) is type(optimizer)
-        # Python calls no constructor of an object of another class.
-        with pytest.raises(TypeError, match=r"Use lossscale\.LossScaleOptimizer"):
-            type(optimizer)(other.SGD())
+        assert isinstance(type(optimizer)(other.SGD()), other.Optimizer)
 
 
 # Two of the names are those of variables of ours.

@@ -21,10 +21,6 @@ from frameworks.tf_keras.support import (
 )
 
 FIXTURES = pathlib.Path(__file__).parents[3] / "lossscale-migration" / "tests" / "fixtures"
-EXTRAS = {
-    "optimizer/loss_scale/.ATTRIBUTES/steps_skipped",
-    "optimizer/loss_scale/.ATTRIBUTES/last_step_skipped",
-}
 
 
 def theirs(inner, **arguments):
@@ -47,20 +43,6 @@ def momentum(optimizers):
 
 
 KINDS = ["ours", "theirs", "plain"]
-
-
-@pytest.mark.parametrize("fixed", [False, True], ids=["dynamic", "fixed"])
-def test_the_layout_is_that_of_tf_keras(optimizers, tmp_path, fixed):
-    arguments = {"dynamic": False, "initial_scale": 8} if fixed else {}
-    found = []
-    for number, wrap in enumerate((wrapped, theirs)):
-        variable = tf.Variable([1.0])
-        optimizer = wrap(momentum(optimizers), **arguments)
-        optimizer.minimize(lambda v=variable: v**2, [variable])
-        checkpoint = tf.train.Checkpoint(optimizer=optimizer, v=variable)
-        found.append(names(checkpoint.save(tmp_path / f"{number}")))
-    assert found[0] - EXTRAS == found[1]
-    assert bool(EXTRAS & found[0]) != fixed
 
 
 @pytest.mark.parametrize("built", [False, True], ids=["before", "after"])
@@ -148,22 +130,6 @@ def fitted(optimizers, wrap=wrapped):
     return model
 
 
-@pytest.mark.parametrize("reader", [wrapped, theirs, plain], ids=KINDS)
-@pytest.mark.parametrize("writer", [wrapped, theirs, plain], ids=KINDS)
-def test_weights_go_from_wrapped_to_plain_and_back(tmp_path, writer, reader):
-    model = read_only(tf_keras.optimizers, writer)
-    model.save_weights(tmp_path / "a.weights.h5")
-    other = compiled(reader(tf_keras.optimizers.Adam(0.01)))
-    other.optimizer.build(other.trainable_variables)
-    other.load_weights(tmp_path / "a.weights.h5")
-    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    other_inner = getattr(other.optimizer, "inner_optimizer", other.optimizer)
-    assert_same(values(other.weights), values(model.weights))
-    assert_same(values(other_inner.variables), values(inner.variables))
-    if writer is wrapped and reader is wrapped:
-        assert status(other.optimizer) == status(model.optimizer)
-
-
 def restored(model, form, optimizers, path):
     """Returns an optimizer with the state of one that was saved in a form of TensorFlow."""
     if form == "saved model":
@@ -233,49 +199,6 @@ def test_configurations_of_older_releases_are_read(config, rule):
     assert isinstance(optimizer.inner_optimizer, tf_keras.optimizers.legacy.SGD)
     assert optimizer.rule == rule
     assert config == before
-
-
-def test_values_that_wait_for_build_are_saved_again():
-    def saved(optimizer):
-        store = {}
-        optimizer.save_own_variables(store)
-        return {key: np.array(value) for key, value in store.items()}
-
-    variable = tf.Variable([1.0])
-    first, unbuilt, built = (wrapped(tf_keras.optimizers.Adam()) for _ in range(3))
-    first.minimize(lambda: variable**2, [variable])
-    unbuilt.load_own_variables(saved(first))
-    built.load_own_variables(saved(unbuilt))
-    built.build([variable])
-    np.testing.assert_equal(saved(built), saved(first))
-
-
-def test_weights_that_do_not_fit_a_built_optimizer_leave_it_as_it_was():
-    def made(units):
-        layers = [tf_keras.layers.Dense(each, input_shape=(3,)) for each in units]
-        model = tf_keras.Sequential(layers)
-        model.compile(wrapped(tf_keras.optimizers.Adam(0.1)), "mse", jit_compile=False)
-        model.optimizer.build(model.trainable_variables)
-        return model
-
-    written, read = made([2, 1]), made([1])
-    for name, value in (("iterations", 5), ("_steps_skipped", 2), ("_last_step_skipped", True)):
-        getattr(written.optimizer, name).assign(value)
-    written.optimizer._state.variables["scale"].assign(64.0)
-    before, store = status(read.optimizer), {}
-    written.optimizer.loss_scale_state.save_own_variables(store)
-    # The rest of a file that has other layers.
-    weights = {}
-    written.optimizer.save_own_variables(weights)
-    with pytest.warns(UserWarning, match="saved state of the optimizer is not used"):
-        read.optimizer.load_own_variables(weights)
-    read.optimizer.loss_scale_state.load_own_variables(store)
-    assert status(read.optimizer) == before
-    # What fits is loaded afterwards as ever.
-    other = made([2, 1]).optimizer
-    other.load_own_variables(weights)
-    other.loss_scale_state.load_own_variables(store)
-    assert status(other) == status(written.optimizer) != before
 
 
 def test_what_does_not_fit_is_not_used_in_part():

@@ -81,20 +81,6 @@ def test_each_of_several_optimizers_is_wrapped_unless_it_has_loss_scaling(optimi
         assert model.optimizer is first
 
 
-def test_compile_takes_the_loss_scale_of_the_older_policy(optimizers):
-    with lossscale.install():
-        for older in (
-            tf.keras.mixed_precision.experimental,
-            tf_keras.mixed_precision.experimental,
-            tf.compat.v1.keras.mixed_precision.experimental,
-        ):
-            older.set_policy(older.Policy("mixed_float16", loss_scale=128))
-            assert older.global_policy().compute_dtype == "float16"
-            optimizer = compiled(optimizers.SGD()).optimizer
-            assert isinstance(optimizer, experimental.LossScaleOptimizer)
-            assert optimizer.loss_scale() == 128.0
-
-
 @pytest.mark.filterwarnings("ignore:`Model.state_updates` will be removed")
 def test_compile_in_a_graph_of_tensorflow_1_wraps_too():
     with lossscale.install(), tf.Graph().as_default():
@@ -233,15 +219,3 @@ def test_what_tf_keras_own_class_wrote_is_read_into_ours(optimizers, form, tmp_p
         each.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
     for before, after in zip(model.get_weights(), loaded.get_weights(), strict=True):
         np.testing.assert_array_equal(before, after)
-
-
-def test_deserialize_makes_ours_of_tf_keras_own_configurations(optimizers):
-    made = own.BaseLossScaleOptimizer(optimizers.Adam(0.25), initial_scale=64)
-    described = tf_keras.optimizers.serialize(made)
-    with lossscale.install():
-        found = tf_keras.optimizers.deserialize(described)
-        plain = tf_keras.optimizers.deserialize(tf_keras.optimizers.serialize(optimizers.SGD(0.5)))
-    assert isinstance(found, lossscale.LossScaleOptimizer)
-    assert (found.initial_scale, float(found.learning_rate)) == (64, 0.25)
-    assert type(plain).__name__ == "SGD"
-    assert isinstance(tf_keras.optimizers.deserialize(described), own.BaseLossScaleOptimizer)

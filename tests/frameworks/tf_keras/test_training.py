@@ -1,6 +1,5 @@
 """compile, fit, loops of one's own, graphs of TensorFlow 1 and replicas."""
 
-import contextlib
 import copy
 import pickle
 
@@ -22,56 +21,6 @@ from frameworks.tf_keras.support import (
     wrapped,
 )
 from lossscale import experimental
-
-
-def test_a_model_without_trainable_weights_fits_and_moves_nothing(optimizers):
-    model, optimizer = small_model(), wrapped(optimizers.Adam(0.01))
-    model.trainable = False
-    model.compile(optimizer, loss="mse")
-    model.fit(*data(8), verbose=0)
-    assert float(optimizer.loss_scale) == 8.0
-    assert int(optimizer.iterations) == 0
-
-
-def test_averages_overwrite_the_variables_at_the_end_of_fit():
-    model = small_model()
-    optimizer = wrapped(tf_keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.5))
-    model.compile(optimizer, loss="mse", run_eagerly=True)
-    model.fit(*data(24), batch_size=8, verbose=0)
-    averages = optimizer.inner_optimizer._model_variables_moving_average
-    assert_same(values(model.trainable_variables), values(averages))
-
-
-@pytest.mark.parametrize(
-    ("optimizers", "jit_compile"), [("new", True), ("legacy", False)], indirect=["optimizers"]
-)
-def test_a_tf_function_returns_the_step_count(optimizers, jit_compile):
-    optimizer, variable = wrapped(optimizers.SGD(1.0)), tf.Variable([1.0, 2.0])
-
-    @tf.function(jit_compile=jit_compile)
-    def train(gradient):
-        return step(optimizer, [variable], [gradient])
-
-    assert int(train(tf.constant([0.5, 0.5]))) == 1
-    assert int(train(tf.constant([0.5, NAN]))) == 2
-    np.testing.assert_array_equal(variable.numpy(), [0.5, 1.5])
-    assert status(optimizer).applied == 1
-
-
-def test_sparse_gradients_stay_sparse(optimizers):
-    optimizer, table = wrapped(optimizers.SGD(1.0)), tf.Variable(tf.ones([3, 2]))
-    seen = []
-    inner_apply = optimizer.inner_optimizer.apply_gradients
-
-    def spying(pairs, **arguments):
-        pairs = list(pairs)
-        seen.extend(type(gradient) for gradient, _ in pairs)
-        return inner_apply(pairs, **arguments)
-
-    object.__setattr__(optimizer.inner_optimizer, "apply_gradients", spying)
-    optimizer.minimize(lambda: tf.reduce_sum(tf.gather(table, [2, 2])), [table])
-    assert seen == [tf.IndexedSlices]
-    np.testing.assert_array_equal(table.numpy(), [[1, 1], [1, 1], [-1, -1]])
 
 
 def test_the_scale_of_a_checkpoint_is_the_one_that_a_traced_step_uses(optimizers, tmp_path):
@@ -168,32 +117,6 @@ def test_update_returns_what_moves_it_in_a_graph_and_none_elsewhere(make):
         assert session.run(loss_scale()) == (4.0 if moves else 8.0)
 
 
-@pytest.mark.parametrize("mirrored", [False, True])
-@pytest.mark.parametrize(
-    ("settings", "finite", "scales"),
-    [
-        ((8.0, 2, 2.0), [True, True, False, True, True], [8, 16, 8, 8, 16]),
-        ((4.0, 1, 3.0), [True, False, False, False, True], [12, 4, 4 / 3, 1, 3]),
-    ],
-)
-def test_a_loss_scale_moves_alone_in_a_graph(settings, finite, scales, mirrored):
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(tf.Graph().as_default())
-        if mirrored:
-            stack.enter_context(tf.distribute.MirroredStrategy(["CPU:0"]).scope())
-        loss_scale = experimental.DynamicLossScale(*settings)
-        is_finite = tf.compat.v1.placeholder(tf.bool, [])
-        gradient = tf.cond(is_finite, lambda: 1.0, lambda: NAN)
-        moved, should_apply = loss_scale.update([gradient])
-        with tf.control_dependencies([tf.debugging.assert_equal(should_apply, is_finite)]):
-            train = tf.identity(moved)
-        session = stack.enter_context(tf.compat.v1.Session())
-        session.run(tf.compat.v1.global_variables_initializer())
-        for each, expected in zip(finite, scales, strict=True):
-            session.run(train, {is_finite: each})
-            assert session.run(loss_scale()) == np.float32(expected)
-
-
 def test_a_loss_scale_of_ones_own_moves_in_a_graph_by_its_operation():
     class Halving(experimental.FixedLossScale):
         def __init__(self):
@@ -272,12 +195,6 @@ def test_a_nan_on_one_replica_skips_the_step_on_all(two_replicas, optimizers, ag
         assert float(optimizer.loss_scale) == 8.0 / 2**skipped
 
 
-def test_gradients_are_not_applied_outside_of_the_replicas(two_replicas, optimizers):
-    optimizer, variable = wrapped(optimizers.SGD(1.0)), tf.Variable(1.0)
-    with two_replicas.scope(), pytest.raises(ValueError, match="replica context"):
-        optimizer.apply_gradients([(tf.constant(1.0), variable)])
-
-
 def test_one_device_is_supported_and_central_storage_is_refused(optimizers):
     with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
         wrapped(optimizers.SGD(1.0))
@@ -348,18 +265,6 @@ def test_loaded_state_that_does_not_fit_the_first_step_is_said_to_be_dropped(opt
     with pytest.warns(lossscale.errors.LossScaleWarning, match="is not used"):
         step(optimizer, [variable], [np.float32(1)])
     step(optimizer, [variable], [np.float32(1)])
-
-
-def test_an_optimizer_of_a_user_whose_apply_gradients_takes_no_name():
-    class Own(tf_keras.optimizers.SGD):
-        def apply_gradients(self, grads_and_vars, skip_gradients_aggregation=False):
-            return super().apply_gradients(
-                grads_and_vars, skip_gradients_aggregation=skip_gradients_aggregation
-            )
-
-    variable = tf.Variable(1.0)
-    wrapped(Own(0.5)).minimize(lambda: variable * 1.0, [variable])
-    assert float(variable) == 0.5
 
 
 def test_a_diagnosis_is_refused_with_what_to_write_instead():

@@ -1,15 +1,143 @@
-"""The backends of Keras 3: a file for each, with a subclass of `Backend`."""
+"""The operations that loss scaling needs from a backend of Keras; a file for each has them."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 
-from lossscale.errors import UnsupportedError
-from lossscale.keras.backends.backend import Backend
+from lossscale.common.checks import flat_list
+from lossscale.errors import ArgumentError, UnsupportedError
+from lossscale.keras_common.scaled_gradients import Location
+from lossscale.keras_common.step import Step, StepOperations
 from lossscale.packages import BACKENDS
+from lossscale.rules import GradientStats, ScaleState
+
+
+class Backend(StepOperations):
+    """A backend of Keras; the defaults are those of a single device.
+
+    The attributes that each backend must define are declared first.
+    """
+
+    # The array functions for `ScaleRule.update`.
+    namespace: Any
+
+    # Multiplies a loss by the scale, in float32 or wider.
+    scaled: Callable[[Any, Any], Any]
+    # Returns a gradient, dense or sparse, in another dtype.
+    cast: Callable[[Any, str], Any]
+
+    # Returns the gradients of a scaled loss, and the variables they belong to. Takes
+    #   loss: a callable without arguments, or a tensor that knows how it was computed;
+    #   variables: a list, one variable, or a callable that returns either; with a tape None
+    #       stands for the trainable variables that it watched;
+    #   scale: multiplies a loss by the loss scale;
+    #   tape: a `tf.GradientTape`, or None;
+    #   grad_loss: tensor of the loss's shape that multiplies the gradients, or None.
+    differentiate: Callable[..., tuple[list[Any], list[Any]]]
+    # Returns the gradients of a tensor of the function that is being traced, by variables.
+    symbolic_gradients: Callable[[Any, Sequence[Any]], list[Any]]
+
+    # --- One step -----------------------------------------------------------------------------
+
+    # Whether Keras' trainer calls `apply_gradients`, so that this is what people override.
+    calls_apply_gradients = False
+
+    def applying(self, inner: Any, aggregate: bool) -> contextlib.AbstractContextManager[None]:
+        """A context for a call of the inner optimizer."""
+        return contextlib.nullcontext()
+
+    def translated(self, function: Callable[..., Any]) -> Any:
+        """A function of a user's, as a function that is being traced can call it."""
+        return function
+
+    def accumulable(self, inner: Any, step: Step) -> list[Any]:
+        """Returns the gradients of a step in dtypes that an inner optimizer can accumulate."""
+        parts = (inner, *getattr(inner, "optimizers", ()))
+        if not any(part.gradient_accumulation_steps for part in parts):
+            return step.gradients
+        # Keras adds them to sums of the variables' dtype, and does not add two dtypes.
+        dtype_of = keras.backend.standardize_dtype
+        return [
+            gradient
+            if gradient is None or dtype_of(gradient.dtype) == dtype_of(variable.dtype)
+            else self.cast(gradient, dtype_of(variable.dtype))
+            for gradient, variable in zip(step.gradients, step.variables, strict=True)
+        ]
+
+    def update_on_host(
+        self, optimizer: Any, stats: GradientStats, state_on_host: ScaleState | None
+    ) -> bool:
+        """Updates the loss scale and the counters of an optimizer with Python numbers.
+
+        Args:
+            optimizer: The loss scale optimizer.
+            stats: The statistics for the rule.
+            state_on_host: That of `OverflowCheck`.
+
+        Returns:
+            Whether it did; if not, the optimizer updates them with tensors.
+        """
+        return False
+
+    # Runs the training step of a guarded model, and puts weights back if it was skipped. Takes
+    #   model, step, args: the model, its step, and the arguments of the step;
+    #   optimizers: the loss scale optimizers whose skips count;
+    #   weights_of: returns the weights of the model to put back.
+    # Returns what the step does.
+    run_guarded: Callable[..., Any]
+
+    # --- Where calls are made -----------------------------------------------------------------
+
+    def check_strategy(self) -> None:
+        """Raises an error under a distribution that loss scaling does not support."""
+
+    def current_location(self) -> Location:
+        """The function being traced, or None, and the numbers of the replicas."""
+        return None, (0,)
+
+    def replica_count(self) -> int:
+        """The number of replicas."""
+        return 1
+
+    # --- Variables ----------------------------------------------------------------------------
+
+    def is_variable(self, value: Any) -> bool:
+        """Whether a value is a variable."""
+        return isinstance(value, keras.Variable)
+
+    def flat_variables(self, variables: Any) -> list[Any]:
+        """Returns a list of variables from one variable or a nest of them."""
+        return flat_list(variables, keras.tree.flatten, self.is_variable)
+
+    def prepare_own_variable(self, variable: Any) -> None:
+        """Called with each new variable of a loss scale optimizer."""
+
+    # --- Arrays -------------------------------------------------------------------------------
+
+    def flat_gradients(self, gradients: Any) -> list[Any]:
+        """The gradients in a nest, without None."""
+        return [gradient for gradient in keras.tree.flatten(gradients) if gradient is not None]
+
+
+def check_without_tape(backend: str, variables: Any, tape: Any) -> None:
+    """Checks what is differentiated on a backend that does not record operations on a tape.
+
+    Raises:
+        ArgumentError: If there is a tape, or no variables are given.
+    """
+    if tape is not None:
+        raise ArgumentError("`tape` is for the TensorFlow backend. Leave it out.")
+    if variables is None:
+        raise ArgumentError(
+            f"`var_list` must be given on the {backend} backend. It does not record the variables "
+            "a loss was computed from. Pass model.trainable_variables."
+        )
 
 
 # Cached also because AutoGraph, in a function that is being traced, cannot translate an import.

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from lossscale import registry
 from lossscale.common.checks import scaled_value
 from lossscale.errors import UnsupportedError
 from lossscale.jax import gradients as jax_gradients
 from lossscale.jax.apply_or_skip import gated
-from lossscale.keras.backends.backend import Backend, check_without_tape
+from lossscale.keras.backends import Backend, check_without_tape
 from lossscale.keras_common.scaled_gradients import Location
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.keras_common.step import OverflowCheck, Step
@@ -27,6 +28,12 @@ class JaxBackend(Backend):
     gradient_stats = staticmethod(jax_gradients.gradient_stats)
     all_finite = staticmethod(jax_gradients.all_finite)
     flat_gradients = staticmethod(jax_gradients.flat_gradients)
+
+    @staticmethod
+    def new_overflow_tracker() -> Any:
+        """Returns what tracks overflows for a monitor."""
+        tracker = registry.package("lossscale.jax.overflow_tracker").OverflowTracker
+        return tracker(_new_variable)
 
     # --- One step -----------------------------------------------------------------------------
 
@@ -219,6 +226,12 @@ def _apply_gated(
     new = gated(jax.make_jaxpr(applied)(*given), inputs, dict(enumerate(old)), finite)
     for target, value in zip(targets, new, strict=True):
         target.assign(value)
+
+
+def _new_variable(name: str, dtype: str, shape: tuple[int, ...]) -> Any:
+    return keras.Variable(
+        initializer="zeros", shape=shape, dtype=dtype, trainable=False, name=f"tracked_{name}"
+    )
 
 
 def _no_value(*_: Any, **__: Any) -> NoReturn:

@@ -11,11 +11,11 @@ import keras
 import tensorflow as tf
 
 from lossscale.common.private_names import check_attribute, do_not_convert
-from lossscale.keras.backends.backend import Backend
+from lossscale.keras.backends import Backend
 from lossscale.keras_common.step import Step
 from lossscale.rules import GradientStats, ScaleState, changed_fields, host_can_update
 from lossscale.tensorflow import overflow_check, replicas
-from lossscale.tensorflow.operations import TensorFlowOperations, check_symbolic, recorded
+from lossscale.tensorflow.operations import TensorFlowOperations, recorded
 from lossscale.tensorflow.tracing import translated, where
 
 
@@ -31,7 +31,6 @@ class TensorFlowBackend(TensorFlowOperations, Backend):
     namespace = types.SimpleNamespace(**{**vars(keras.ops), "where": _where})
     gradient_stats = staticmethod(overflow_check.gradient_stats)
     check_strategy = staticmethod(replicas.check_strategy)
-    eager_scope = staticmethod(tf.init_scope)
     translated = staticmethod(translated)
     calls_apply_gradients = True
 
@@ -114,7 +113,6 @@ class TensorFlowBackend(TensorFlowOperations, Backend):
 
     def symbolic_gradients(self, loss: Any, variables: Sequence[Any]) -> list[Any]:
         """Returns the gradients of a tensor of the graph that is being traced."""
-        check_symbolic(loss)
         return list(tf.gradients(loss, [_native(v) for v in variables]))
 
 

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lossscale import registry
 from lossscale.common.checks import scaled_value
 from lossscale.errors import GradientsError
-from lossscale.keras.backends.backend import Backend, check_without_tape
+from lossscale.keras.backends import Backend, check_without_tape
 from lossscale.keras.private_names import in_stateless_scope
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.keras_common.step import OverflowCheck, Step
@@ -39,6 +40,11 @@ class TorchBackend(Backend):
     unscaled = staticmethod(scaling.unscaled)
     all_finite = staticmethod(torch_gradients.all_finite)
     no_gradients = staticmethod(torch.no_grad)
+
+    @staticmethod
+    def new_overflow_tracker() -> Any:
+        """Returns what tracks overflows for a monitor."""
+        return registry.package("lossscale.torch.monitor").OverflowTracker()
 
     # --- One step -----------------------------------------------------------------------------
 
