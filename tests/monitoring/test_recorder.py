@@ -177,6 +177,7 @@ def test_a_full_disk_is_one_warning_and_training_continues():
         ({"path": 3}, ArgumentTypeError, "path=3 of type int"),
         ({"path": b"run.jsonl"}, ArgumentTypeError, "of type bytes"),
         ({"on_floor": "stop"}, ArgumentError, "on_floor='stop'"),
+        ({"log": "file"}, ArgumentTypeError, "`log` must be a function"),
         ({"evry": 3}, TypeError, "unexpected keyword argument 'evry'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,

@@ -36,6 +36,8 @@ class MonitorSettings:
                 f"{type(self.path).__name__}."
             )
         object.__setattr__(self, "every", checked_count("every", self.every))
+        if self.log is not None and not callable(self.log):
+            raise ArgumentTypeError(f"`log` must be a function. Received: log={self.log!r}.")
         if self.on_floor not in _ON_FLOOR:
             raise ArgumentError(
                 f"`on_floor` must be one of {', '.join(map(repr, _ON_FLOOR))}. "

@@ -152,7 +152,8 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 def rows_of(params: Any, gradients: Any) -> list[Any]:
     """Returns the gradient of each leaf of the parameters, in their order, or None.
 
-    A gradient belongs to the leaf with the same path.
+    A gradient belongs to the leaf with the same path. If the parameters contain that path deeper
+    in the tree, as the pair of `optax.lookahead` does, it belongs to the first such leaf.
     """
     of_rows = [path for path, _ in _with_paths(params)]
     by_row: list[Any] = [None] * len(of_rows)
@@ -162,8 +163,12 @@ def rows_of(params: Any, gradients: Any) -> list[Any]:
         # The nodes are of different classes, such as a flax.nnx state and a dictionary.
         return [gradient for _, gradient in given]
     for path, gradient in given:
-        if path in rows:
-            by_row[rows[path]] = gradient
+        row = rows.get(path)
+        if row is None:
+            deeper = (row for row, whole in enumerate(of_rows) if whole[-len(path) :] == path)
+            row = next((each for each in deeper if by_row[each] is None), None)
+        if row is not None:
+            by_row[row] = gradient
     return by_row
 
 
