@@ -145,4 +145,5 @@ def test_signatures_name_nothing_private(site):
         for text in signature.findall(page.read_text(encoding="utf-8"))
     ]
     assert len(found) > 100
+    assert any(text.startswith("scale_loss(loss: Tensor") for text in found)
     assert [text for text in found if re.search(r"\b_\w+", text)] == []
