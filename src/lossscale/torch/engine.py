@@ -141,7 +141,7 @@ class Engine:
         """Checks that no gradient came with a group that was added after the last loss."""
         record = self.record
         known = record.known or record.known_before
-        if known is None or info is known or not (record.known or record.is_nothing()):
+        if known is None or info is known or (record.known is None and record.unseen):
             return
         if unheld(info.without(known.ids)).first_gradient() is None:
             return
@@ -296,7 +296,9 @@ class Engine:
         """Starts with the gradients of a state, which `number` multiplies; 0 if there are none."""
         record, info = self.record, self.info()
         if not number:
-            self.settle([each for each in record.sets if each.by is not None])
+            # Without gradients of its own, the sets are those of others, which may be loaded, too.
+            if info.first_gradient() is not None:
+                self.settle([each for each in record.sets if each.by is not None])
             record.reset()
             return
         # They may be assigned before or after this.

@@ -527,10 +527,12 @@ def test_a_group_whose_gradients_came_in_earlier_steps(way):
         derive(optimizer, (trained + late).sum(), way)
         optimizer.step()
         optimizer.zero_grad()
+    optimizer.backward(trained.sum() * 0.0)
     optimizer.add_param_group({"params": [late]})
     if way == "scale_loss":
-        with pytest.raises(lossscale.errors.CallOrderError, match="group with gradients was added"):
-            optimizer.step()
+        for call in (optimizer.step, lambda: derive(optimizer, trained.sum(), "verb")):
+            with pytest.raises(lossscale.errors.CallOrderError, match="group with gradients"):
+                call()
         late.grad = None
     derive(optimizer, (trained + late).sum(), way)
     optimizer.step()
@@ -547,6 +549,17 @@ def test_gradients_that_another_wrapper_clears_in_place_are_zeros_to_apply(way):
     for each in (first, second):
         each.step()
     assert [p.tolist() for p in given] == [[1.0, 1.0], [1.0 - 2.0**-10] * 2]
+
+
+@each_way
+def test_states_of_two_wrappers_of_which_one_has_no_gradients(way, decide):
+    given, made = pair(decide)
+    derive(made[0], given[1].sum(), way)
+    states = [each.state_dict() for each in made]
+    for each, state in zip(made, states, strict=True):
+        each.load_state_dict(state)
+    made[1].step()
+    assert given[1].tolist() == [1.0 - 2.0**-10] * 2
 
 
 @each_way
