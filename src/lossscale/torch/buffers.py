@@ -110,7 +110,7 @@ class BufferGuard:
         self.handles: list[Any] = []
         # The steps to come on the forward passes that were seen last. After others it saves.
         self._left, self._optimizers = 0, optimizers
-        self._waits, self._is_compiled = True, False
+        self._waits = True
         # The version of the weight above which a step must have come.
         self._last = math.inf if self._weight is None else self._weight._version + _CHANGES
         self.save()
@@ -151,13 +151,13 @@ class BufferGuard:
         """Called when a forward pass is compiled, before it runs; its hooks will not be called."""
         # In an export the buffers are others.
         if self._waits and self._is_known():
-            self._is_compiled = True
+            self._left = 0
             self.save()
 
     def stepped(self, skipped: Any, is_end: bool) -> None:
         """Called after a step."""
         # The next forward pass may not be seen, either.
-        saves = is_end and (self._left == 0 or self._is_compiled)
+        saves = is_end and self._left == 0
         self._left = max(self._left - is_end, 0)
         if torch.is_tensor(skipped):
             self._choose(skipped, saves)

@@ -391,11 +391,14 @@ def test_only_the_given_parameters_are_differentiated():
     model = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
 
     def loss_fn(model, x):
+        assert model.training
         return ((model[0](x) * 0).sqrt() + model[1](x)).float().mean()
 
+    model.eval()
     for number, cause in enumerate((Cause.SINGULAR, Cause.UNKNOWN)):
         given = {"parameters": model[number].parameters()}
         assert lossscale.torch.explain(model, loss_fn, ONES, **given).cause == cause
+    assert not model.training
 
 
 # --- Programs of which each has an explanation of its own ----------------------------------------
@@ -457,7 +460,9 @@ def with_a_generator(program):
 
 def masked(program):
     """The actions that a policy may not take have a logit of minus infinity."""
-    return program.replaced(lambda x: program.model[0](x).masked_fill(torch.arange(4) == 1, -INF))
+    return program.replaced(
+        lambda x: (program.model[0](x) * 1e-3 * 1e3).masked_fill(torch.arange(4) == 1, -INF)
+    )
 
 
 UNKNOWN = {
@@ -506,6 +511,7 @@ PROGRAMS = {words: (Cause.UNKNOWN, program) for words, program in UNKNOWN.items(
         Cause.SCALE,
         lambda p: masked(p).takes(ONES, factor=1e9),
     ),
+    "The forward pass is finite": (Cause.SCALE, lambda p: masked(p).takes(ONES)),
 }
 
 
