@@ -124,8 +124,8 @@ class LossScaleMonitor:
         """Checks the model, creates the file, and has the training step compiled again."""
         model = self.model
         self._optimizer = self._loop = None
-        self._check(model)
         if not isinstance(model.optimizer, LossScaleOptimizer):
+            self._check_is_float16(model)
             warn(
                 f"float16 without loss scaling: the model {model.name!r} computes in float16 and "
                 "its loss is not scaled. Gradients up to 2**-25 become zero, without an error. "
@@ -185,10 +185,9 @@ class LossScaleMonitor:
 
     # --- Before training ----------------------------------------------------------------------
 
-    def _check(self, model: Any) -> None:
+    def _check_is_float16(self, model: Any) -> None:
+        """Refuses a model that needs no loss scaling of ours."""
         optimizer: Any = model.optimizer
-        if isinstance(optimizer, LossScaleOptimizer):
-            return
         own = self._library.mixed_precision.LossScaleOptimizer
         scaled = isinstance(optimizer, own) or bool(getattr(optimizer, "loss_scale_factor", None))
         dtypes = {layer.compute_dtype for layer in model._flatten_layers()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from lossscale.errors import LossScaleWarning, MissingPackageError
 
@@ -43,7 +43,7 @@ def is_installed(module: str) -> bool:
         return True
 
 
-def not_installed(modules: Iterable[str]) -> MissingPackageError:
+def not_installed(modules: Sequence[str]) -> MissingPackageError:
     """Returns the error for missing packages, with the command to install them.
 
     Args:
@@ -53,7 +53,6 @@ def not_installed(modules: Iterable[str]) -> MissingPackageError:
         >>> str(not_installed(["h5py", "optax"]))
         'h5py, optax not found: pip install "lossscale[keras,optax]"'
     """
-    modules = list(modules)
     extras = dict.fromkeys(map(EXTRAS.__getitem__, modules))
     return MissingPackageError(
         f'{", ".join(modules)} not found: pip install "lossscale[{",".join(extras)}]"'

@@ -241,12 +241,11 @@ tests/frameworks/jax/test_loops.py
     optax update_or_skip: finite = finite & ... -> pass  -k of_its_own
 tests/frameworks/jax/test_orders.py
     optax _is_transparent: not has_schedule -> True  -k refused
-tests/frameworks/jax/test_finite.py
+tests/frameworks/jax/test_platforms.py
     jax _extremes: ('int', 'uint') -> ('int', 'int')  -k where_xla
     jax _all_finite: jnp.where(finite, numbers, jnp.zeros_like(numbers)) -> numbers  -k checkify
     jax gated: variable.aval.shape -> True  -k checkify
     optax _check_and_unscale: [jnp.where(...) for part in gradients] -> gradients  -k checkify
-tests/frameworks/jax/test_platforms.py
     jax may_be_divided: has_sharding(array) -> False  -k several_devices
     jax _magnitude: np.iinfo(bits).max >> 1 -> np.iinfo(bits).max  -k that_of_a_cpu
     jax nonfinite_by_row: nans << 16 -> nans  -k in_each_gradient

@@ -43,9 +43,6 @@ def check_refused(opt_state, error, message):
 
 WRONG = {
     "MultiSteps": lambda: optax.MultiSteps(wrapped(), 2),
-    "MultiSteps, skipping": lambda: optax.MultiSteps(
-        wrapped(), 2, should_skip_update_fn=optax.skip_not_finite
-    ),
     "ApplyIfFinite": lambda: optax.apply_if_finite(wrapped(), 2),
     "chain": clipped,
     "chain, first": lambda: optax.chain(wrapped(), optax.ema(0.9)),
@@ -60,9 +57,6 @@ WRONG = {
     "ScheduleFree": lambda: contrib.schedule_free(wrapped(), 0.1),
     "SAM": lambda: contrib.sam(wrapped(), optax.sgd(0.1)),
     "ConditionallyMask": lambda: optax.conditionally_mask(wrapped(), lambda step: step > 0),
-    "ConditionallyTransform": lambda: optax.conditionally_transform(
-        wrapped(), lambda step: step > 0
-    ),
     "chain, in inject_hyperparams": lambda: optax.inject_hyperparams(
         lambda rate: optax.chain(optax.scale(rate), wrapped())
     )(rate=0.1),

@@ -155,17 +155,6 @@ def test_tensorflows_own_wrapper_takes_them(given):
             assert session.run(optimizer._loss_scale()) == 8.0
 
 
-def test_tensorflows_own_wrapper_says_that_it_cannot_take_another_one():
-    with lossscale.install():
-
-        class OfOnesOwn(tf.compat.v1.mixed_precision.DynamicLossScale):
-            pass
-
-        inner = tf.compat.v1.train.GradientDescentOptimizer(0.25)
-        with pytest.raises(NotImplementedError, match="does not accept a OfOnesOwn"):
-            tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer(inner, OfOnesOwn())
-
-
 @pytest.mark.parametrize("given", _GIVEN)
 def test_the_graph_rewrite_of_tf_keras_takes_them(given):
     with lossscale.install():
