@@ -115,14 +115,12 @@ _OLDER_NAME = "mixed_precision.experimental.LossScaleOptimizer"
 @pytest.mark.parametrize(
     ("statement", "name", "value"),
     [
-        ("from tensorflow import keras", f"keras.{_OLDER_NAME}", _OLDER),
         ("from tensorflow.keras import mixed_precision", _OLDER_NAME, _OLDER),
         (
             "from tensorflow.keras.mixed_precision import experimental",
             "experimental.LossScaleOptimizer",
             _OLDER,
         ),
-        ("import tensorflow.keras as keras", f"keras.{_OLDER_NAME}", _OLDER),
         ("import tensorflow.compat.v1 as v1", f"v1.keras.{_OLDER_NAME}", _OLDER),
         *(
             (f"from tensorflow.{module} import {value.__name__}", value.__name__, value)
