@@ -85,12 +85,6 @@ def test_settings_read_and_write_through(cls, settings, after):
     assert name not in vars(optimizer)
 
 
-def test_setting_a_learning_rate_over_a_schedule_is_the_error_of_the_plain_optimizer():
-    optimizer = wrapped(SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)))
-    with pytest.raises(TypeError, match="not settable"):
-        optimizer.learning_rate = 0.5
-
-
 def test_loss_scale_factor_is_none_and_cannot_be_set():
     optimizer = wrapped()
     assert optimizer.loss_scale_factor is None
