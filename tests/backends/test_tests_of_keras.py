@@ -7,7 +7,6 @@ import keras
 import pytest
 from keras.src.optimizers import loss_scale_optimizer_test, optimizer_sparse_test
 
-import lossscale
 from backends.support import BACKEND
 from lossscale.keras import LossScaleOptimizer
 
@@ -56,8 +55,3 @@ def test_ours_passes_what_keras_demands_of_its_own(cls, name, monkeypatch, reque
     case = cls(name)
     case.setUp()
     getattr(case, name)()
-
-
-def test_the_class_under_test_is_the_one_that_users_get():
-    made = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
-    assert type(made) is LossScaleOptimizer

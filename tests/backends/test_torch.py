@@ -92,18 +92,6 @@ def test_a_grad_is_taken_as_it_is_now_and_left_alone():
     assert apply() == -10.0
 
 
-def test_a_grad_that_was_unscaled_by_hand_goes_to_apply_gradients():
-    optimizer, weight = wrapped(keras.optimizers.SGD(1.0)), keras.Variable([0.0])
-    for step in range(1, 4):
-        backward(optimizer, weight)
-        (unscaled,) = optimizer.get_unscaled_gradients([weight.value.grad])
-        # In place and out of sight, as a clipping loop does it.
-        weight.value.grad.data.copy_(unscaled)
-        optimizer.apply_gradients([(weight.value.grad, weight)])
-        weight.value.grad.zero_()
-        assert arrays([weight])[0].tolist() == [-step]
-
-
 def test_copied_gradients_of_several_groups_do_not_meet():
     optimizer = wrapped(keras.optimizers.SGD(1.0))
     weights = [keras.Variable(np.zeros(shape, "float32")) for shape in ((3,), (2,), (2,))]

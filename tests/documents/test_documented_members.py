@@ -159,10 +159,3 @@ def test_a_variable_the_optimizer_was_not_built_with_is_a_value_error(form, var)
     with pytest.raises(ValueError, match=r"(?i)unknown variable|was not recognized|not recognize"):
         optimizer.minimize(lambda: other**2, [other])
     assert_same(before, everything(optimizer, var, other))
-
-
-def test_a_tensor_outside_a_graph_is_the_error_of_tensorflow(form, var):
-    optimizer = form.dynamic(sgd())
-    for verb in (optimizer.get_gradients, optimizer.get_updates):
-        with pytest.raises(RuntimeError, match=r"Use tf\.GradientTape"):
-            verb(var**2, [var])

@@ -80,7 +80,7 @@ tests/backends/test_fit.py -k subclass
     keras_common KerasCommonOptimizer._step: scaled and (...) -> False
     keras LossScaleOptimizer.scale_loss: ... and self._is_overridden(...) -> False
     keras LossScaleOptimizer.scale_loss: not self._ledger.is_own_step(location) -> True
-tests/frameworks/keras/test_subclasses.py tests/conformance/test_subclasses.py
+tests/conformance/test_subclasses.py
     keras_common _recording: self._ledger.own_step(location) -> self._backend.eager_scope()
     keras_common _recording: each is not None -> False
     keras_common KerasCommonOptimizer.__init_subclass__: setattr(cls, name, ...) -> None

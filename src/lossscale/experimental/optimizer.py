@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lossscale import registry
 from lossscale.arguments import arguments_from_config, check_config, rule_from_arguments
-from lossscale.errors import ArgumentTypeError, UnsupportedError
+from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.experimental.loss_scale import (
     DynamicLossScale,
     FixedLossScale,
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     _Wrapper: Any
 else:
     _Wrapper = object
+
+
+_ARGUMENTS_OF_RULES = {"dynamic", "initial_scale", "dynamic_growth_steps", "rule"}
 
 
 class LossScaleOptimizer(abc.ABC):  # noqa: B024 - for `register`
@@ -155,6 +158,8 @@ class LossScaleAsObject(_Wrapper):
             rules = cls._with_class_named(config.get("rule"), custom_objects)
             inner, arguments = arguments_from_config(config, rules)
             arguments.pop("name", None)
+            if unknown := arguments.keys() - _ARGUMENTS_OF_RULES:
+                raise ArgumentError(f"Unknown keys in the configuration: {sorted(unknown)}.")
             loss_scale = from_rule(rule_from_arguments(**arguments))
         inner = cls._inner_from_config(inner, custom_objects)
         return cls._made(inner, loss_scale=loss_scale, name=config.get("name"))

@@ -11,6 +11,7 @@ from lossscale import registry
 from lossscale.arguments import check_described
 from lossscale.common.checks import check_not_wrapped
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
+from lossscale.keras_common.state import deserialized
 from lossscale.old_formats import inner_config
 
 
@@ -66,7 +67,7 @@ def inner_from_config(config: Any, custom_objects: Any) -> Any:
     # Keras' own list of names lacks some that Keras has (Lamb).
     if config.get("module") is None and hasattr(keras.optimizers, inner):
         config = {**config, "module": "keras.optimizers"}
-    return keras.saving.deserialize_keras_object(config, custom_objects=custom_objects)
+    return deserialized(keras, inner, config, custom_objects)
 
 
 @keras.saving.register_keras_serializable(package="lossscale")  # type: ignore[untyped-decorator]

@@ -167,6 +167,27 @@ def _ids_of_variables(owner: Any) -> set[int]:
     return {id(variable) for variable in (variables() if callable(variables) else variables)}
 
 
+def deserialized(library: Any, name: str, config: Any, custom_objects: Any) -> Any:
+    """Returns the optimizer of a configuration that is not in its library's own list of names.
+
+    Args:
+        library: `keras` or `tf_keras`.
+        name: The value that the library returned in place of the optimizer.
+        config: The configuration.
+        custom_objects: Classes that the library does not know, by class name.
+
+    Raises:
+        ArgumentError: If its class is not known.
+    """
+    try:
+        return library.saving.deserialize_keras_object(config, custom_objects=custom_objects)
+    except TypeError as error:
+        raise ArgumentError(
+            f"The optimizer {name!r} in the configuration is not known. Pass its class in "
+            f"custom_objects={{{name!r}: ...}}."
+        ) from error
+
+
 def numbered_in(store: Any) -> list[Any]:
     """Returns the arrays in a place of a file whose names are their numbers.
 

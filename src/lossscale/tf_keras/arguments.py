@@ -10,6 +10,7 @@ import tf_keras
 from lossscale.arguments import check_described
 from lossscale.common.checks import check_not_wrapped
 from lossscale.errors import AlreadyWrappedError
+from lossscale.keras_common.state import deserialized
 from lossscale.tf_keras.private_names import BaseLossScaleOptimizer
 
 
@@ -52,7 +53,7 @@ def inner_from_config(config: Any, custom_objects: Any) -> Any:
     )
     if not isinstance(inner, str):
         return inner
-    return tf_keras.saving.deserialize_keras_object(copy.deepcopy(config), custom_objects=known)
+    return deserialized(tf_keras, inner, copy.deepcopy(config), known)
 
 
 def _only_new_optimizers() -> dict[str, type[Any]]:

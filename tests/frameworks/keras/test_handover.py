@@ -10,15 +10,6 @@ from frameworks.keras.support import (
 )
 
 ALL = {**PROGRAMS, **WITH_MINIMIZE}
-# In one trace of all of them, a new loss, a new group and a step of its own follow each other.
-LONG = (
-    "scale apply:a apply:b hand unscale:ab unscaled:a unscaled:b scale minimize:a apply:a keras:b"
-    " scale unscale:a unscaled:a apply:b scale hand unscale:a unscaled:a unscale:b unscaled:b"
-)
-# XLA takes its time for each step.
-IN_XLA = "scale apply:a minimize:a apply:b hand unscale:ab unscaled:a unscaled:b scale keras:ab"
-
-
 # Which gradients are scaled is found out before any rule is asked, and a step that branches takes
 # several times as long to trace.
 FIXED = lossscale.FixedScale(2.0**15)
@@ -33,26 +24,6 @@ def test_a_traced_program_applies_each_gradient_once(program):
         step()
     assert run.gone() == expected(program, 2)
     assert len(messages) == (ALL[program] is not None)
-
-
-@pytest.mark.parametrize("kind", ["xla", "loop"])
-def test_a_long_program_in_xla_and_in_a_loop(kind):
-    if kind == "xla":
-        run, program = made(), IN_XLA
-        step = tf.function(lambda: run.calls(program), jit_compile=True)
-    else:
-        run, program = made(rule=FIXED), LONG
-
-        @tf.function
-        def step():
-            for _ in tf.range(1):
-                run.calls(program)
-
-    with loss_scale_warnings() as messages:
-        step()
-        step()
-    assert run.gone() == expected(program, 2)
-    assert messages == []
 
 
 def plain(function):

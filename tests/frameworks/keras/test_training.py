@@ -14,7 +14,6 @@ from frameworks.keras.support import (
     loss_with_gradients,
     plain_step,
     step_by_apply,
-    step_by_scale_loss,
     values,
     variables,
     wrapped,
@@ -149,40 +148,3 @@ def test_a_mistake_moves_the_weight_by_another_factor_with_one_warning(step, mov
     assert target.numpy().tolist() == [-3 * moved_by]
     assert len(messages) == 1
     assert message in messages[0]
-
-
-# What a graph makes of an update is what it makes of it without loss scaling.
-
-
-def third(gradient):
-    # Two constants, which TensorFlow makes one of, and so rounds once.
-    return gradient / 3.0 * 0.7
-
-
-FOLDED = {
-    "itself": third,
-    "in a branch": lambda g: tf.cond(tf.reduce_sum(g) > -1e9, lambda: third(g), lambda: g),
-    "in a function": lambda g: tf.function(third)(g),
-}
-
-
-def trained(inner, make, how):
-    """Weights and state after five steps of a function with this optimizer inside."""
-    targets, optimizer = variables(*START), make(inner)
-    optimizer.build(targets)
-    step = tf.function(lambda *gradients: how(optimizer, targets, gradients))
-    for gradients in gradients_for(START, 5):
-        step(*map(tf.constant, gradients))
-    return values([*targets, *inner.variables])
-
-
-@pytest.mark.parametrize("place", FOLDED)
-def test_constants_of_an_update_are_folded_as_without_loss_scaling(place):
-    class Third(SGD):
-        def update_step(self, gradient, variable, learning_rate):
-            self.assign_sub(variable, FOLDED[place](gradient))
-
-    assert_same(
-        trained(Third(), wrapped, step_by_scale_loss),
-        trained(Third(), lambda inner: inner, plain_step),
-    )

@@ -79,30 +79,6 @@ def test_a_counter_of_ones_own_is_used(optimizers, var):
     assert (int(mine), int(optimizer.iterations)) == (6, 6)
 
 
-@pytest.mark.parametrize("in_function", [False, True])
-def test_gradients_that_another_wrapper_has_unscaled_are_applied_without_a_warning(
-    optimizers, in_function
-):
-    first, second = tf.Variable(1.0), tf.Variable(1.0)
-    one, other = wrapped(optimizers.SGD(0.25)), wrapped(optimizers.SGD(0.5))
-
-    def step():
-        with tf.GradientTape() as tape:
-            loss = one.get_scaled_loss(first**2 + second**2)
-        gradients = one.get_unscaled_gradients(tape.gradient(loss, [first, second]))
-        one.apply_gradients([(gradients[0], first)])
-        other.apply_gradients([(gradients[1], second)])
-
-    step = tf.function(step) if in_function else step
-    # A warning would be an error.
-    for _ in range(2):
-        step()
-    assert (float(first), float(second)) == (0.25, 0.0)
-    # Nothing is left of them: these are of a loss that nobody scaled.
-    with pytest.warns(lossscale.LossScaleWarning, match="never scaled"):
-        other.apply_gradients([(tf.constant(1.0), second)])
-
-
 def test_an_optimizer_that_tf_keras_wraps_already_is_refused(optimizers):
     inner = optimizers.SGD(1.0)
     theirs = tf_keras.mixed_precision.LossScaleOptimizer(inner)
