@@ -186,26 +186,6 @@ def accelerate():
     return pytest.importorskip("accelerate")
 
 
-def test_accelerate_accumulates(accelerate):
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    net, alone = Net(), Net()
-    wrapper, _ = made(net)
-    plain, _ = made(alone)
-    model, optimizer = accelerator.prepare(net, wrapper)
-    batches = data()
-    for number, batch in enumerate(batches):
-        with accelerator.accumulate(model):
-            accelerator.backward(wrapper.scale_loss(model(batch)))
-            optimizer.step()
-            optimizer.zero_grad()
-        (plain.scale_loss(alone(batch)) / 2).backward()
-        if number % 2:
-            plain.step()
-            plain.zero_grad()
-    assert snapshot(net.parameters(), wrapper) == snapshot(alone.parameters(), plain)
-    assert wrapper.iterations == 3
-
-
 # Hugging Face's Trainer
 
 
