@@ -181,11 +181,6 @@ def test_fabric_and_accelerate(prepare, tmp_path, plain):
     assert compared(net, *run) == expected
 
 
-@pytest.fixture
-def accelerate():
-    return pytest.importorskip("accelerate")
-
-
 # Hugging Face's Trainer
 
 
@@ -262,9 +257,13 @@ class Weight(torch.nn.Module):
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_accelerate_4289_a_step_that_only_makes_state(accelerate, make):
+def test_accelerate_4289_a_step_that_only_makes_state(make):
     """torch.distributed.checkpoint makes the state of an optimizer by a step, here a scaled one."""
-    accelerator, scaler, net = accelerate.Accelerator(cpu=True), make("cpu"), Weight()
+    accelerator, scaler, net = (
+        pytest.importorskip("accelerate").Accelerator(cpu=True),
+        make("cpu"),
+        Weight(),
+    )
     # Accelerate makes no scaler of its own on the CPU.
     accelerator.scaler, accelerator.native_amp = scaler, True
     net, optimizer = accelerator.prepare(net, OPTIMIZERS["adam"](net.parameters()))
@@ -277,8 +276,12 @@ def test_accelerate_4289_a_step_that_only_makes_state(accelerate, make):
     assert net.weight.tolist() == [1.0, 1.0]
 
 
-def test_what_accelerate_prepares_is_watched_and_it_is_told_of_a_skipped_step(accelerate, tmp_path):
-    accelerator, path, model = accelerate.Accelerator(cpu=True), tmp_path / "run.jsonl", Weight()
+def test_what_accelerate_prepares_is_watched_and_it_is_told_of_a_skipped_step(tmp_path):
+    accelerator, path, model = (
+        pytest.importorskip("accelerate").Accelerator(cpu=True),
+        tmp_path / "run.jsonl",
+        Weight(),
+    )
     inner = OPTIMIZERS["sgd"](model.parameters())
     wrapper = lossscale.torch.LossScaleOptimizer(inner, initial_scale=8.0)
     prepared, optimizer = accelerator.prepare(model, wrapper)

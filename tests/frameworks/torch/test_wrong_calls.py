@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import pickle
 import warnings
 import weakref
@@ -341,27 +342,19 @@ def test_inner_methods_on_scaled_or_overflowed_gradients_are_an_error(name, seve
     with pytest.raises(CallOrderError, match=rf"{name}\(\) of .* would use gradients .*{words}"):
         getattr(optimizer, name)()
     assert inner.found == []
-    if not overflows:
-        # A step by the inner name, alone.
+    if overflows:
+        optimizer.step()
+        assert a.tolist() == [1.0, 2.0]
+        return
+    # A step by the inner name, on scaled gradients alone; of a copy, too.
+    other, b = copy.deepcopy((optimizer, a))
+    for each, given in ((optimizer, a), (other, b)):
+        one = each.optimizers[0] if several else each.inner_optimizer
         with pytest.raises(CallOrderError, match=r"step\(\) of Methods .*optimizer.backward\("):
-            inner.step()
-    optimizer.step()
-    assert a.tolist() == ([1.0, 2.0] if overflows else [0.5, 1.5])
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_a_step_by_the_inner_name_of_a_copy_is_an_error_on_scaled_gradients_alone(several):
-    inner = SGD([leaf()], lr=0.5, fused=True)
-    optimizer = copy.deepcopy(wrapped([inner, SGD([leaf()], lr=0.5)] if several else inner))
-    inner = optimizer.optimizers[0] if several else optimizer.inner_optimizer
-    [a] = inner.param_groups[0]["params"]
-    optimizer.scale_loss(a.sum()).backward()
-    with pytest.raises(CallOrderError, match=r"step\(\) of SGD .*optimizer.backward\(loss\)"):
-        inner.step()
-    assert a.tolist() == [1.0, 2.0]
-    optimizer.unscale_()
-    inner.step()
-    assert a.tolist() == [0.5, 1.5]
+            one.step()
+        each.unscale_()
+        one.step()
+        assert given.tolist() == [0.5, 1.5]
 
 
 # Optimizers that cannot be wrapped, or are of a strange kind.
@@ -483,12 +476,7 @@ SETTINGS = {
 SHARED = [
     *((name, place, way, "host", 0) for name in LOSSES for place in PLACES for way in WAYS),
     # In a later step, too, when much is known of the gradients.
-    *(
-        ("squared", place, way, each, 6)
-        for place in PLACES
-        for way in WAYS[:3]
-        for each in SETTINGS
-    ),
+    *(("squared", *row) for row in itertools.product(PLACES, WAYS[:3], SETTINGS, (0, 6))),
 ]
 
 
