@@ -5,6 +5,7 @@ returns what all processes of the set must have alike, or one process without th
 """
 
 import contextlib
+import copy
 import datetime
 import functools
 import itertools
@@ -457,6 +458,8 @@ def seen_by_hand(folder):
         weight = torch.nn.Parameter(torch.ones(5))
         inner = torch.optim.SGD([weight], lr=0.1)
         run = make(inner, rule=RecordingRule(), process_group=distributed.group.WORLD)
+        # A group cannot be copied: a copy talks to the same processes.
+        copy.deepcopy(run.watched)
         for processes in (4, 3):
             factor = run.scale_loss(torch.ones(()))
             weight.grad = one * (rank() + 1) * factor if rank() < processes else None

@@ -35,10 +35,9 @@ def found(tmp_path_factory):
 
 
 def flat(value):
-    """The numbers and names in nested lists and dictionaries."""
-    if isinstance(value, dict):
-        value = [*value, *value.values()]
-    return [each for part in value for each in flat(part)] if isinstance(value, list) else [value]
+    """The numbers in nested lists and dictionaries."""
+    parts = value.values() if isinstance(value, dict) else value
+    return [n for part in parts for n in flat(part)] if isinstance(value, (dict, list)) else [value]
 
 
 @pytest.mark.parametrize(
