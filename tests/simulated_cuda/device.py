@@ -92,10 +92,8 @@ def start() -> None:
     _driver.simulated_start()
     cuda = torch.cuda
     for name, value in _replaced(torch).items():
-        # Trainers save random states by a module that has some of the names once more.
-        for module in (cuda, cuda.random):
-            if hasattr(module, name):
-                setattr(module, name, value)
+        if hasattr(cuda, name):
+            setattr(cuda, name, value)
     cuda.amp.common.amp_definitely_not_available = lambda: False
     make = torch.UntypedStorage.__new__
 

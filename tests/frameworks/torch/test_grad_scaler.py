@@ -418,7 +418,9 @@ def test_without_cuda_they_disable_themselves_with_a_warning():
             assert numbers(weights) == [[0.5] * 3]
 
 
-# Each defect of PyTorch's scaler: what it does where that is cheap to show, and what ours does.
+# Each defect of PyTorch's scaler: what it does where that is cheap to show, and what ours does. D1,
+# overflows without end, is in test_the_scale_takes_the_way_of_the_rule; D4 and D5 need several
+# processes: test_processes.py; D23 is in test_compile.py.
 
 
 both = pytest.mark.parametrize(
@@ -428,9 +430,6 @@ both = pytest.mark.parametrize(
 
 def is_finite(weights):
     return all(bool(p.isfinite().all()) for p in weights)
-
-
-# D1, overflows without end: test_the_scale_takes_the_way_of_the_rule.
 
 
 @both
@@ -468,9 +467,6 @@ def test_d3_overflows_on_two_devices_are_one_overflow(make, mended):
     assert (numbers(weights) == before) == mended
     assert (int(optimizer.state[weights[0]]["step"]) == steps) == mended
     assert scaler.get_scale() == 4
-
-
-# D4 and D5 need several processes: test_processes.py; D23 is in test_compile.py.
 
 
 SHORTEN = {
