@@ -156,8 +156,12 @@ def by_fabric(net, wrapper, scheduler):
     return fabric, model, optimizer, scheduler, save, load
 
 
+def new_accelerator():
+    return pytest.importorskip("accelerate").Accelerator(cpu=True)
+
+
 def by_accelerate(net, wrapper, scheduler):
-    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    accelerator = new_accelerator()
     prepared = accelerator.prepare(net, wrapper, scheduler)
     return accelerator, *prepared, accelerator.save_state, accelerator.load_state
 
@@ -259,11 +263,7 @@ class Weight(torch.nn.Module):
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_accelerate_4289_a_step_that_only_makes_state(make):
     """torch.distributed.checkpoint makes the state of an optimizer by a step, here a scaled one."""
-    accelerator, scaler, net = (
-        pytest.importorskip("accelerate").Accelerator(cpu=True),
-        make("cpu"),
-        Weight(),
-    )
+    accelerator, scaler, net = new_accelerator(), make("cpu"), Weight()
     # Accelerate makes no scaler of its own on the CPU.
     accelerator.scaler, accelerator.native_amp = scaler, True
     net, optimizer = accelerator.prepare(net, OPTIMIZERS["adam"](net.parameters()))
@@ -277,11 +277,7 @@ def test_accelerate_4289_a_step_that_only_makes_state(make):
 
 
 def test_what_accelerate_prepares_is_watched_and_it_is_told_of_a_skipped_step(tmp_path):
-    accelerator, path, model = (
-        pytest.importorskip("accelerate").Accelerator(cpu=True),
-        tmp_path / "run.jsonl",
-        Weight(),
-    )
+    accelerator, path, model = new_accelerator(), tmp_path / "run.jsonl", Weight()
     inner = OPTIMIZERS["sgd"](model.parameters())
     wrapper = lossscale.torch.LossScaleOptimizer(inner, initial_scale=8.0)
     prepared, optimizer = accelerator.prepare(model, wrapper)

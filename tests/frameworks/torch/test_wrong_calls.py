@@ -191,13 +191,11 @@ STATES = {
 }
 
 
-def apply(gradient, variable=None):
-    def call(o):
-        o.apply_gradients(
-            [(gradient, o.param_groups[0]["params"][0] if variable is None else variable)]
-        )
-
-    return call
+def apply(gradient, *variable):
+    """A call with this gradient of a variable, by default of the one that is trained."""
+    return lambda o: o.apply_gradients(
+        [(gradient, variable[0] if variable else o.param_groups[0]["params"][0])]
+    )
 
 
 LOSS = torch.ones(())
