@@ -198,7 +198,13 @@ def apply(gradient, *variable):
     )
 
 
+def new(**settings):
+    """A call that wraps an optimizer with these settings."""
+    return lambda o: wrapped(torch.optim.SGD([{"params": []}], lr=0.1), **settings)
+
+
 LOSS = torch.ones(())
+A_CLASS = "a class: create an instance first"
 MISTAKES = {
     "no pair": (lambda o: o.apply_gradients([3]), TypeError, r"\(gradient, variable\) pairs"),
     "a stranger": (apply(torch.ones(3), torch.ones(3)), ValueError, "in no parameter group"),
@@ -213,6 +219,15 @@ MISTAKES = {
     "no closure": (lambda o: o.step(LOSS), TypeError, r"Received: Tensor.*optimizer.backward\("),
     "decide later": (lambda o: setattr(o, "decide", "device"), AttributeError, "no setter"),
     "a group later": (lambda o: setattr(o, "process_group", 1), AttributeError, "no setter"),
+    "clips to 0": (new(clip_norm=0.0), ValueError, "clip_norm"),
+    "clips to a word": (new(clip_norm="1"), ValueError, "clip_norm"),
+    "another decides": (new(decide="gpu"), ValueError, "'host' or 'device'"),
+    "no device decides": (new(decide="device"), ValueError, "without parameters"),
+    "no fixed scale": (new(dynamic=False), ValueError, "initial_scale"),
+    "a negative scale": (new(initial_scale=-1), ValueError, "initial_scale"),
+    "no group": (new(process_group="world"), TypeError, "process_group"),
+    "a class": (new(rule=lossscale.FixedScale), TypeError, A_CLASS),
+    "of a scaler": (lambda o: GradScaler(rule=lossscale.FixedScale), TypeError, A_CLASS),
     "no clipping": (lambda o: setattr(o, "clip_norm", 0), ValueError, "`clip_norm` .* above 0"),
     **{
         f"a state, {kind}": (lambda o, found=found: o.load_state_dict(found), KeyError, NO_STATE)
@@ -230,30 +245,6 @@ def test_mistakes_are_answered_before_anything_changes(case):
         call(optimizer)
     assert (snapshot(given, optimizer), bits(optimizer.state_dict())) == before
     assert (optimizer.decide, optimizer.process_group, optimizer.clip_norm) == ("host", None, None)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"clip_norm": 0.0}, "clip_norm"),
-        ({"clip_norm": "1"}, "clip_norm"),
-        ({"decide": "gpu"}, "'host' or 'device'"),
-        ({"decide": "device"}, "without parameters"),
-        ({"dynamic": False}, "initial_scale"),
-        ({"initial_scale": -1}, "initial_scale"),
-        ({"process_group": "world"}, "process_group"),
-        ({"rule": lossscale.FixedScale}, "a class: create an instance first"),
-    ],
-)
-def test_arguments_are_checked(settings, words):
-    inner = torch.optim.SGD([{"params": []}], lr=0.1)
-    error = TypeError if settings.keys() & {"process_group", "rule"} else ValueError
-    with pytest.raises(error, match=words):
-        wrapped(inner, **settings)
-    wrapped(inner)
-    if "rule" in settings:
-        with pytest.raises(error, match=words):
-            GradScaler("cpu", **settings)
 
 
 # Mistakes that PyTorch allows end as they do there.
