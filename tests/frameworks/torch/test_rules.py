@@ -201,16 +201,3 @@ def test_a_subclass_of_a_rule_moves_as_it_says(monkeypatch):
     scale.count(torch.tensor(1.0))
     numbers = {"iterations": 2**40 + 1, "steps_skipped": 2**35 + 1, "last_step_skipped": True}
     assert scale.numbers() == {"scale": 8.0, "good_steps": 0, **numbers}
-
-
-@pytest.mark.parametrize("device", [None, "meta"])
-def test_a_scale_needs_a_device_to_be_on_and_a_repr_does_not_read_it(device):
-    inner = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2, device="meta"))], fused=True)
-    if device is None:
-        inner.param_groups[0]["params"] = []
-    with pytest.raises(lossscale.errors.ArgumentError, match=r"the device of the parameters.*meta"):
-        lossscale.LossScaleOptimizer(inner, decide="device")
-    inner = torch.optim.Adam([torch.ones(1, requires_grad=True)], fused=True)
-    optimizer = lossscale.LossScaleOptimizer(inner, decide="device")
-    shown = "<LossScaleOptimizer around Adam, DynamicScale: loss scale on the device>"
-    assert repr(optimizer) == shown

@@ -16,6 +16,7 @@ from frameworks.torch.support import (
     bits,
     derive,
     ends_as_without_scaling,
+    parameter,
     parameters,
     scaler,
     sgd,
@@ -203,6 +204,16 @@ def new(**settings):
     return lambda o: wrapped(torch.optim.SGD([{"params": []}], lr=0.1), **settings)
 
 
+def on_meta(o):
+    inner = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2, device="meta"))], fused=True)
+    wrapped(inner, decide="device")
+
+
+def several(choose):
+    """A call that wraps several of two optimizers."""
+    return lambda o: wrapped(choose(sgd(parameter()), sgd(parameter())))
+
+
 LOSS = torch.ones(())
 A_CLASS = "a class: create an instance first"
 MISTAKES = {
@@ -223,11 +234,21 @@ MISTAKES = {
     "clips to a word": (new(clip_norm="1"), ValueError, "clip_norm"),
     "another decides": (new(decide="gpu"), ValueError, "'host' or 'device'"),
     "no device decides": (new(decide="device"), ValueError, "without parameters"),
+    "decides on meta": (on_meta, errors.ArgumentError, "the device of the parameters.*meta"),
     "no fixed scale": (new(dynamic=False), ValueError, "initial_scale"),
     "a negative scale": (new(initial_scale=-1), ValueError, "initial_scale"),
     "no group": (new(process_group="world"), TypeError, "process_group"),
     "a class": (new(rule=lossscale.FixedScale), TypeError, A_CLASS),
     "of a scaler": (lambda o: GradScaler(rule=lossscale.FixedScale), TypeError, A_CLASS),
+    "no optimizer": (several(lambda a, b: []), errors.ArgumentError, "empty"),
+    "one twice": (several(lambda a, b: [a, a]), errors.ArgumentError, "0 and 1|in two"),
+    "a wrapper": (several(lambda a, b: [wrapped(a), b]), errors.AlreadyWrappedError, "LossScaleO"),
+    "a name": (several(lambda a, b: [a, "adam"]), TypeError, "adam"),
+    "LBFGS": (
+        several(lambda a, b: [a, torch.optim.LBFGS([parameter()])]),
+        errors.UnsupportedError,
+        "LBFGS evaluates a closure",
+    ),
     "no clipping": (lambda o: setattr(o, "clip_norm", 0), ValueError, "`clip_norm` .* above 0"),
     **{
         f"a state, {kind}": (lambda o, found=found: o.load_state_dict(found), KeyError, NO_STATE)
