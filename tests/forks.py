@@ -30,8 +30,6 @@ import traceback
 import types
 import warnings
 import zlib
-from collections.abc import Iterator
-from typing import TextIO
 
 # Read while a framework is imported, so that each value needs a server.
 _READ_AT_IMPORT = ("KERAS_BACKEND", "TF_USE_LEGACY_KERAS")
@@ -88,19 +86,12 @@ class Program:
         return subprocess.CompletedProcess([], status, *written)
 
     def _ask(self, **request: object) -> int | None:
-        with _connected(self._server) as stream:
-            stream.write(json.dumps(request) + "\n")
-            stream.flush()
-            return json.loads(stream.readline())
-
-
-@contextlib.contextmanager
-def _connected(path: pathlib.Path) -> Iterator[TextIO]:
-    """A stream to the server of this socket."""
-    with socket.socket(socket.AF_UNIX) as client:
-        client.connect(str(path))
-        with client.makefile("rw") as stream:
-            yield stream
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(self._server))
+            with client.makefile("rw") as stream:
+                stream.write(json.dumps(request) + "\n")
+                stream.flush()
+                return json.loads(stream.readline())
 
 
 @functools.cache

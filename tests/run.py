@@ -8,8 +8,6 @@ one that fails everything; the status is 1 if any failed.
 from __future__ import annotations
 
 import argparse
-import functools
-import itertools
 import multiprocessing.pool
 import os
 import pathlib
@@ -17,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 
 from forks import Program
 from simulated_cuda import device as simulated_cuda
@@ -132,11 +129,8 @@ PYTEST = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
 Job = tuple[dict[str, str], tuple[str, ...], str | None]
 
 
-def run(job: tuple[str, Job], ended: Iterator[int], total: int) -> str | None:
-    """Runs an item of `ALL` and reports when it ends; returns its name if it failed.
-
-    `ended` counts the ends.
-    """
+def run(job: tuple[str, Job]) -> str | None:
+    """Runs an item of `ALL` and reports when it ends; returns its name if it failed."""
     name, (environment, arguments, module) = job
     print(f"starts: {name}\n", end="", flush=True)
     start = time.monotonic()
@@ -156,9 +150,7 @@ def run(job: tuple[str, Job], ended: Iterator[int], total: int) -> str | None:
     failure = f"--- {name}: FAILED\n{done.stdout}{done.stderr}\n" if done.returncode else ""
     # At once, so that what others print does not come in between.
     seconds = time.monotonic() - start
-    print(
-        f"{failure}[{next(ended)}/{total}] {name} ({seconds:.0f} s): {last}\n", end="", flush=True
-    )
+    print(f"{failure}ended: {name} ({seconds:.0f} s): {last}\n", end="", flush=True)
     return name if done.returncode else None
 
 
@@ -192,8 +184,7 @@ def main() -> int:
         # What one process makes and others read.
         os.environ["LOSSSCALE_TEST_SHARED"] = shared
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(pathlib.Path(shared, "compiled"))
-        one = functools.partial(run, ended=itertools.count(1), total=len(jobs))
-        failed = [name for name in pool.imap(one, jobs.items()) if name]
+        failed = [name for name in pool.imap(run, jobs.items()) if name]
     print(f"{time.monotonic() - start:.0f} s in all; failed: {', '.join(failed) or 'none'}")
     for name, why in left_out.items():
         print(f"left out: {name}, because {why}")

@@ -92,12 +92,8 @@ def start() -> None:
     _driver.simulated_start()
     cuda = torch.cuda
     for name, value in _replaced(torch).items():
-        # Trainers save random states by a module that has some of the names once more.
-        for module in (cuda, cuda.random):
-            if hasattr(module, name):
-                setattr(module, name, value)
-    for name, value in _copies_of_data_parallel().items():
-        setattr(torch._C, name, value)
+        if hasattr(cuda, name):
+            setattr(cuda, name, value)
     cuda.amp.common.amp_definitely_not_available = lambda: False
     make = torch.UntypedStorage.__new__
 
@@ -179,24 +175,6 @@ def _replaced(torch: Any) -> dict[str, Any]:
         "CUDAGraph": CUDAGraph,
         "graph": graph,
     }
-
-
-def _copies_of_data_parallel() -> dict[str, Any]:
-    """What `torch.nn.DataParallel` calls, which only builds for CUDA have."""
-
-    def broadcast(tensors: Any, devices: Any, _: int) -> Any:
-        return [[tensor.to(f"cuda:{device}") for tensor in tensors] for device in devices]
-
-    def scatter(tensor: Any, devices: Any, sizes: Any, dim: int, *_: Any) -> Any:
-        parts = tensor.chunk(len(devices), dim) if sizes is None else tensor.split(sizes, dim)
-        return tuple(p.to(f"cuda:{device}") for p, device in zip(parts, devices, strict=False))
-
-    def gather(tensors: Any, dim: int, device: int) -> Any:
-        import torch
-
-        return torch.cat([tensor.to(f"cuda:{device}") for tensor in tensors], dim)
-
-    return {"_broadcast_coalesced": broadcast, "_scatter": scatter, "_gather": gather}
 
 
 _graphs_open = 0

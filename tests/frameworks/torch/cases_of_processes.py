@@ -5,6 +5,7 @@ returns what all processes of the set must have alike, or one process without th
 """
 
 import contextlib
+import copy
 import datetime
 import functools
 import itertools
@@ -50,7 +51,7 @@ from lossscale.torch import LossScaleOptimizer, ranks
 from lossscale.torch.installation import (
     ShardedGradScaler as OurShardedGradScaler,
 )
-from recording_rule import RecordingRule
+from recording_rule import EDGES, RecordingRule
 
 INF = float("inf")
 
@@ -402,6 +403,12 @@ def seen(folder):
         "unchecked": unchecked,
         "unchecked, device": {**unchecked, "decide": "device"},
     }
+    # A schedule of scales, or a rule that follows the largest gradient.
+    requests = StatsRequest(), StatsRequest(True), StatsRequest(False, EDGES)
+    ways = {}, {"decide": "device"}, {"clip_norm": 1.0}
+    for number, (needs, way) in enumerate(itertools.product(requests, ways)):
+        rule = RecordingRule(checks_gradients=False, needs=needs)
+        kinds[f"unchecked {number}"] = {"rule": rule, **way}
     good = whole_gradients()
     for name, settings in kinds.items():
         weights = in_all_layouts()
@@ -414,10 +421,12 @@ def seen(folder):
                 run.step()
                 trace.append([*run.shown(), noted(run.saved())])
         # Once for each of the two dimensions, in each step.
-        dimensions = 2 * distributed.is_initialized()
-        assert sent == [2 if name == "largest" else 4] * dimensions * len(trace)
+        dimensions, needs = 2 * distributed.is_initialized(), settings["rule"].needs
+        numbers = [2 * needs.largest if not needs.counts_from else 4] * dimensions * len(trace)
+        assert [number for number in numbers if number] == sent
         largest, *counts = expected_stats(good, 8.0)
-        assert trace[0] == [8.0, 1, [largest, *([0.0] * 3 if name == "largest" else counts)]]
+        seen = [largest * needs.largest, *(counts if needs.counts_from else [0.0] * 3)]
+        assert trace[0] == [8.0, 1, seen]
         found[name] = trace
     assert found["wrapper"] == found["device"] == found["scaler"]
     return found
@@ -457,6 +466,8 @@ def seen_by_hand(folder):
         weight = torch.nn.Parameter(torch.ones(5))
         inner = torch.optim.SGD([weight], lr=0.1)
         run = make(inner, rule=RecordingRule(), process_group=distributed.group.WORLD)
+        # A group cannot be copied: a copy talks to the same processes.
+        copy.deepcopy(run.watched)
         for processes in (4, 3):
             factor = run.scale_loss(torch.ones(()))
             weight.grad = one * (rank() + 1) * factor if rank() < processes else None

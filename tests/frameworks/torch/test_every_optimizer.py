@@ -358,30 +358,6 @@ def test_schedules_and_hooks():
     assert [group["lr"] for group in optimizer.param_groups] == [0.5 / 16, 0.1 / 16]
 
 
-CANNOT = {
-    "none": (lambda parts: [], errors.ArgumentError, "empty"),
-    "one twice": (lambda parts: [parts[0], parts[0]], errors.ArgumentError, "0 and 1|in two"),
-    "a wrapper": (
-        lambda parts: [wrapped(parts[0]), parts[1]],
-        errors.AlreadyWrappedError,
-        "LossScaleOptimizer",
-    ),
-    "a name": (lambda parts: [parts[0], "adam"], TypeError, "adam"),
-    "LBFGS": (
-        lambda parts: [parts[0], torch.optim.LBFGS([parameter()])],
-        errors.UnsupportedError,
-        "LBFGS evaluates a closure",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CANNOT)
-def test_what_cannot_be_wrapped_together(case):
-    given, error, words = CANNOT[case]
-    with pytest.raises(error, match=words):
-        wrapped(given(optimizers(Model(), ("SGD", "AdamW"))))
-
-
 # With one gradient scaler.
 
 

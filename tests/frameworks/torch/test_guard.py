@@ -8,14 +8,15 @@ import pytest
 import torch
 
 import lossscale
-from frameworks.torch import scaling
 from frameworks.torch.support import (
     ONES,
     OURS,
     SHAPES,
     made,
+    one_step,
     parameters,
     step,
+    with_scaler,
     wrapped,
 )
 
@@ -136,7 +137,7 @@ def test_a_copy_follows_what_is_copied_with_it(before, how, by):
 
 
 def test_with_a_scaler_the_steps_of_the_own_optimizer_count():
-    weights, optimizer, scaler = scaling.made(init_scale=8.0)
+    weights, optimizer, scaler = with_scaler(init_scale=8.0)
     other = torch.optim.SGD(parameters((3,)), lr=0.5)
     schedulers = [
         lossscale.torch.guard(lr_scheduler.ExponentialLR(each, 0.5), scaler)
@@ -146,7 +147,7 @@ def test_with_a_scaler_the_steps_of_the_own_optimizer_count():
         other.zero_grad()
         scaler.scale(other.param_groups[0]["params"][0].sum()).backward()
         scaler.step(other)
-        scaling.one_step(scaler, optimizer, weights, slope)
+        one_step(scaler, optimizer, weights, slope)
         for scheduler in schedulers:
             scheduler.step()
     assert [scheduler.get_last_lr() for scheduler in schedulers] == [[0.25], [0.125]]

@@ -20,11 +20,11 @@ from frameworks.torch.support import (
     weights_of,
     wrapped,
 )
-from lossscale import DynamicScale, FixedScale, StatsRequest
+from lossscale import DynamicScale, FixedScale
 from lossscale.rules import GradientStats
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.scale import Counts, DeviceLossScale
-from recording_rule import EDGES, RecordingRule
+from recording_rule import RecordingRule
 
 GRADIENTS = [torch.tensor([0.5, -1.0, 2.0]), torch.tensor([-4.0, -0.125, 0.0])]
 SPOILED = [GRADIENTS[0], torch.tensor([-4.0, torch.inf, 0.0])]
@@ -97,27 +97,6 @@ def test_a_rule_of_the_user_remembers_and_counts_beyond_its_interval(name):
     assert int(optimizer._engine.scale.state.good_steps) == 3
     assert float(optimizer.loss_scale) == 8.0
     assert run.saved()["_growth_tracker"] == 3
-
-
-@pytest.mark.parametrize("clip", [None, 0.01])
-@pytest.mark.parametrize("decide", ["host", "device"])
-@pytest.mark.parametrize(
-    "needs",
-    [StatsRequest(), StatsRequest(True), StatsRequest(False, EDGES), StatsRequest(True, EDGES)],
-)
-def test_a_rule_that_does_not_check_is_moved_all_the_same(needs, decide, clip):
-    """A schedule of scales, or one that follows the largest gradient."""
-    weights = weights_of(2)
-    rule = RecordingRule(checks_gradients=False, needs=needs)
-    inner = OPTIMIZERS["adamw-fused"](weights)
-    optimizer = wrapped(inner, rule=rule, decide=decide, clip_norm=clip)
-    for _ in range(2):
-        step(optimizer, weights, GRADIENTS)
-    assert int(optimizer.dynamic_counter) == 2
-    largest, low, high, elements = expected_stats(GRADIENTS, 8.0)
-    counts = [low, high, elements] if needs.counts_from else [0.0] * 3
-    saved = noted(optimizer.state_dict())
-    assert saved == [largest if needs.largest else 0.0, *counts]
 
 
 # A scale that the device moves, by PyTorch's kernel where that equals the rule, bit for bit.
@@ -222,16 +201,3 @@ def test_a_subclass_of_a_rule_moves_as_it_says(monkeypatch):
     scale.count(torch.tensor(1.0))
     numbers = {"iterations": 2**40 + 1, "steps_skipped": 2**35 + 1, "last_step_skipped": True}
     assert scale.numbers() == {"scale": 8.0, "good_steps": 0, **numbers}
-
-
-@pytest.mark.parametrize("device", [None, "meta"])
-def test_a_scale_needs_a_device_to_be_on_and_a_repr_does_not_read_it(device):
-    inner = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2, device="meta"))], fused=True)
-    if device is None:
-        inner.param_groups[0]["params"] = []
-    with pytest.raises(lossscale.errors.ArgumentError, match=r"the device of the parameters.*meta"):
-        lossscale.LossScaleOptimizer(inner, decide="device")
-    inner = torch.optim.Adam([torch.ones(1, requires_grad=True)], fused=True)
-    optimizer = lossscale.LossScaleOptimizer(inner, decide="device")
-    shown = "<LossScaleOptimizer around Adam, DynamicScale: loss scale on the device>"
-    assert repr(optimizer) == shown

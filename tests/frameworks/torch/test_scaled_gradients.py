@@ -103,21 +103,21 @@ class Run:
         for each in self.tensors:
             each.grad = None
 
+    def with_gradients(self):
+        return [each for each in self.tensors if each.grad is not None]
+
     def clear_in_place(self):
-        for each in self.tensors:
-            if each.grad is not None:
-                each.grad.zero_()
+        for each in self.with_gradients():
+            each.grad.zero_()
 
     def replace(self):
         """What code that clips by hand does."""
-        for each in self.tensors:
-            if each.grad is not None:
-                each.grad = each.grad.clone()
+        for each in self.with_gradients():
+            each.grad = each.grad.clone()
 
     def halve(self, in_place):
-        for each in self.tensors:
-            if each.grad is not None:
-                each.grad = each.grad.mul_(0.5) if in_place else each.grad * 0.5
+        for each in self.with_gradients():
+            each.grad = each.grad.mul_(0.5) if in_place else each.grad * 0.5
 
     def copy(self):
         self.shared, self.first, self.second, self.optimizers = copy.deepcopy(

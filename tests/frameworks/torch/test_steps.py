@@ -48,6 +48,10 @@ def test_the_front_makes_it_too_and_it_is_all_that_is_asked_for():
     assert optimizer.loss_scale == torch.tensor(8.0)
     assert (optimizer.initial_scale, optimizer.dynamic_growth_steps) == (8.0, 2000)
     assert optimizer.dynamic
+    # A repr does not read what the device decides.
+    optimizer = wrapped(torch.optim.Adam(given, fused=True), decide="device")
+    shown = "<LossScaleOptimizer around Adam, DynamicScale: loss scale on the device>"
+    assert repr(optimizer) == shown
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -156,8 +156,12 @@ def by_fabric(net, wrapper, scheduler):
     return fabric, model, optimizer, scheduler, save, load
 
 
+def new_accelerator():
+    return pytest.importorskip("accelerate").Accelerator(cpu=True)
+
+
 def by_accelerate(net, wrapper, scheduler):
-    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    accelerator = new_accelerator()
     prepared = accelerator.prepare(net, wrapper, scheduler)
     return accelerator, *prepared, accelerator.save_state, accelerator.load_state
 
@@ -179,31 +183,6 @@ def test_fabric_and_accelerate(prepare, tmp_path, plain):
             optimizer.zero_grad()
         save(path)
     assert compared(net, *run) == expected
-
-
-@pytest.fixture
-def accelerate():
-    return pytest.importorskip("accelerate")
-
-
-def test_accelerate_accumulates(accelerate):
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    net, alone = Net(), Net()
-    wrapper, _ = made(net)
-    plain, _ = made(alone)
-    model, optimizer = accelerator.prepare(net, wrapper)
-    batches = data()
-    for number, batch in enumerate(batches):
-        with accelerator.accumulate(model):
-            accelerator.backward(wrapper.scale_loss(model(batch)))
-            optimizer.step()
-            optimizer.zero_grad()
-        (plain.scale_loss(alone(batch)) / 2).backward()
-        if number % 2:
-            plain.step()
-            plain.zero_grad()
-    assert snapshot(net.parameters(), wrapper) == snapshot(alone.parameters(), plain)
-    assert wrapper.iterations == 3
 
 
 # Hugging Face's Trainer
@@ -282,9 +261,9 @@ class Weight(torch.nn.Module):
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_accelerate_4289_a_step_that_only_makes_state(accelerate, make):
+def test_accelerate_4289_a_step_that_only_makes_state(make):
     """torch.distributed.checkpoint makes the state of an optimizer by a step, here a scaled one."""
-    accelerator, scaler, net = accelerate.Accelerator(cpu=True), make("cpu"), Weight()
+    accelerator, scaler, net = new_accelerator(), make("cpu"), Weight()
     # Accelerate makes no scaler of its own on the CPU.
     accelerator.scaler, accelerator.native_amp = scaler, True
     net, optimizer = accelerator.prepare(net, OPTIMIZERS["adam"](net.parameters()))
@@ -297,8 +276,8 @@ def test_accelerate_4289_a_step_that_only_makes_state(accelerate, make):
     assert net.weight.tolist() == [1.0, 1.0]
 
 
-def test_what_accelerate_prepares_is_watched_and_it_is_told_of_a_skipped_step(accelerate, tmp_path):
-    accelerator, path, model = accelerate.Accelerator(cpu=True), tmp_path / "run.jsonl", Weight()
+def test_what_accelerate_prepares_is_watched_and_it_is_told_of_a_skipped_step(tmp_path):
+    accelerator, path, model = new_accelerator(), tmp_path / "run.jsonl", Weight()
     inner = OPTIMIZERS["sgd"](model.parameters())
     wrapper = lossscale.torch.LossScaleOptimizer(inner, initial_scale=8.0)
     prepared, optimizer = accelerator.prepare(model, wrapper)

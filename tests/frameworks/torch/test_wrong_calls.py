@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import pickle
 import warnings
 import weakref
@@ -15,6 +16,7 @@ from frameworks.torch.support import (
     bits,
     derive,
     ends_as_without_scaling,
+    parameter,
     parameters,
     scaler,
     sgd,
@@ -190,16 +192,30 @@ STATES = {
 }
 
 
-def apply(gradient, variable=None):
-    def call(o):
-        o.apply_gradients(
-            [(gradient, o.param_groups[0]["params"][0] if variable is None else variable)]
-        )
+def apply(gradient, *variable):
+    """A call with this gradient of a variable, by default of the one that is trained."""
+    return lambda o: o.apply_gradients(
+        [(gradient, variable[0] if variable else o.param_groups[0]["params"][0])]
+    )
 
-    return call
+
+def new(**settings):
+    """A call that wraps an optimizer with these settings."""
+    return lambda o: wrapped(torch.optim.SGD([{"params": []}], lr=0.1), **settings)
+
+
+def on_meta(o):
+    inner = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2, device="meta"))], fused=True)
+    wrapped(inner, decide="device")
+
+
+def several(choose):
+    """A call that wraps several of two optimizers."""
+    return lambda o: wrapped(choose(sgd(parameter()), sgd(parameter())))
 
 
 LOSS = torch.ones(())
+A_CLASS = "a class: create an instance first"
 MISTAKES = {
     "no pair": (lambda o: o.apply_gradients([3]), TypeError, r"\(gradient, variable\) pairs"),
     "a stranger": (apply(torch.ones(3), torch.ones(3)), ValueError, "in no parameter group"),
@@ -214,6 +230,25 @@ MISTAKES = {
     "no closure": (lambda o: o.step(LOSS), TypeError, r"Received: Tensor.*optimizer.backward\("),
     "decide later": (lambda o: setattr(o, "decide", "device"), AttributeError, "no setter"),
     "a group later": (lambda o: setattr(o, "process_group", 1), AttributeError, "no setter"),
+    "clips to 0": (new(clip_norm=0.0), ValueError, "clip_norm"),
+    "clips to a word": (new(clip_norm="1"), ValueError, "clip_norm"),
+    "another decides": (new(decide="gpu"), ValueError, "'host' or 'device'"),
+    "no device decides": (new(decide="device"), ValueError, "without parameters"),
+    "decides on meta": (on_meta, errors.ArgumentError, "the device of the parameters.*meta"),
+    "no fixed scale": (new(dynamic=False), ValueError, "initial_scale"),
+    "a negative scale": (new(initial_scale=-1), ValueError, "initial_scale"),
+    "no group": (new(process_group="world"), TypeError, "process_group"),
+    "a class": (new(rule=lossscale.FixedScale), TypeError, A_CLASS),
+    "of a scaler": (lambda o: GradScaler(rule=lossscale.FixedScale), TypeError, A_CLASS),
+    "no optimizer": (several(lambda a, b: []), errors.ArgumentError, "empty"),
+    "one twice": (several(lambda a, b: [a, a]), errors.ArgumentError, "0 and 1|in two"),
+    "a wrapper": (several(lambda a, b: [wrapped(a), b]), errors.AlreadyWrappedError, "LossScaleO"),
+    "a name": (several(lambda a, b: [a, "adam"]), TypeError, "adam"),
+    "LBFGS": (
+        several(lambda a, b: [a, torch.optim.LBFGS([parameter()])]),
+        errors.UnsupportedError,
+        "LBFGS evaluates a closure",
+    ),
     "no clipping": (lambda o: setattr(o, "clip_norm", 0), ValueError, "`clip_norm` .* above 0"),
     **{
         f"a state, {kind}": (lambda o, found=found: o.load_state_dict(found), KeyError, NO_STATE)
@@ -231,30 +266,6 @@ def test_mistakes_are_answered_before_anything_changes(case):
         call(optimizer)
     assert (snapshot(given, optimizer), bits(optimizer.state_dict())) == before
     assert (optimizer.decide, optimizer.process_group, optimizer.clip_norm) == ("host", None, None)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"clip_norm": 0.0}, "clip_norm"),
-        ({"clip_norm": "1"}, "clip_norm"),
-        ({"decide": "gpu"}, "'host' or 'device'"),
-        ({"decide": "device"}, "without parameters"),
-        ({"dynamic": False}, "initial_scale"),
-        ({"initial_scale": -1}, "initial_scale"),
-        ({"process_group": "world"}, "process_group"),
-        ({"rule": lossscale.FixedScale}, "a class: create an instance first"),
-    ],
-)
-def test_arguments_are_checked(settings, words):
-    inner = torch.optim.SGD([{"params": []}], lr=0.1)
-    error = TypeError if settings.keys() & {"process_group", "rule"} else ValueError
-    with pytest.raises(error, match=words):
-        wrapped(inner, **settings)
-    wrapped(inner)
-    if "rule" in settings:
-        with pytest.raises(error, match=words):
-            GradScaler("cpu", **settings)
 
 
 # Mistakes that PyTorch allows end as they do there.
@@ -341,27 +352,19 @@ def test_inner_methods_on_scaled_or_overflowed_gradients_are_an_error(name, seve
     with pytest.raises(CallOrderError, match=rf"{name}\(\) of .* would use gradients .*{words}"):
         getattr(optimizer, name)()
     assert inner.found == []
-    if not overflows:
-        # A step by the inner name, alone.
+    if overflows:
+        optimizer.step()
+        assert a.tolist() == [1.0, 2.0]
+        return
+    # A step by the inner name, on scaled gradients alone; of a copy, too.
+    other, b = copy.deepcopy((optimizer, a))
+    for each, given in ((optimizer, a), (other, b)):
+        one = each.optimizers[0] if several else each.inner_optimizer
         with pytest.raises(CallOrderError, match=r"step\(\) of Methods .*optimizer.backward\("):
-            inner.step()
-    optimizer.step()
-    assert a.tolist() == ([1.0, 2.0] if overflows else [0.5, 1.5])
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_a_step_by_the_inner_name_of_a_copy_is_an_error_on_scaled_gradients_alone(several):
-    inner = SGD([leaf()], lr=0.5, fused=True)
-    optimizer = copy.deepcopy(wrapped([inner, SGD([leaf()], lr=0.5)] if several else inner))
-    inner = optimizer.optimizers[0] if several else optimizer.inner_optimizer
-    [a] = inner.param_groups[0]["params"]
-    optimizer.scale_loss(a.sum()).backward()
-    with pytest.raises(CallOrderError, match=r"step\(\) of SGD .*optimizer.backward\(loss\)"):
-        inner.step()
-    assert a.tolist() == [1.0, 2.0]
-    optimizer.unscale_()
-    inner.step()
-    assert a.tolist() == [0.5, 1.5]
+            one.step()
+        each.unscale_()
+        one.step()
+        assert given.tolist() == [0.5, 1.5]
 
 
 # Optimizers that cannot be wrapped, or are of a strange kind.
@@ -483,12 +486,7 @@ SETTINGS = {
 SHARED = [
     *((name, place, way, "host", 0) for name in LOSSES for place in PLACES for way in WAYS),
     # In a later step, too, when much is known of the gradients.
-    *(
-        ("squared", place, way, each, 6)
-        for place in PLACES
-        for way in WAYS[:3]
-        for each in SETTINGS
-    ),
+    *(("squared", *row) for row in itertools.product(PLACES, WAYS[:3], SETTINGS, (0, 6))),
 ]
 
 
