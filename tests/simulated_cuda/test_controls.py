@@ -3,6 +3,7 @@
 Beside each stands the program without the fault, in which nothing may be found.
 """
 
+import pickle
 import threading
 
 import pytest
@@ -24,6 +25,11 @@ def _nothing_before():
 
 def ones(*shape, at=CUDA):
     return torch.ones(shape, device=at)
+
+
+def test_a_pickle_keeps_device_and_numbers():
+    copied = pickle.loads(pickle.dumps(nn.Parameter(ones(3, at="cuda:1"))))
+    assert (str(copied.device), copied.tolist()) == ("cuda:1", [1.0] * 3)
 
 
 WAITS = {
