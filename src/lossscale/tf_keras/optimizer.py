@@ -125,6 +125,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         own = self._own_variables()
         extras = {name: own.pop(name) for name in ("steps_skipped", "last_step_skipped")}
         self._children = CheckpointChildren(
+            self._optimizer,
             LossScaleNode(own, extras) if own or self._rule.checks_gradients else None,
             BaseOptimizerNode(self._optimizer, self._is_legacy, self._find_slot),
         )

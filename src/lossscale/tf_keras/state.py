@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from lossscale.errors import ArgumentError
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.rules import GradientStats, ScaleRule, ScaleState, changed_fields, host_can_update
 from lossscale.tensorflow.private_names import Trackable
@@ -118,20 +119,34 @@ class CheckpointChildren:
     `base_optimizer`, the loss scale stands under another name.
 
     Args:
+        inner: The inner optimizer.
         loss_scale: The node of the loss scale; None if it has no variables.
         older: The node for files of TensorFlow 2.0 to 2.2.
 
+    Raises:
+        ArgumentError: If the inner optimizer has a child of that other name.
     """
 
-    def __init__(self, loss_scale: Any, older: Any) -> None:
-        self._loss_scale, self._older = loss_scale, older
+    def __init__(self, inner: Any, loss_scale: Any, older: Any) -> None:
+        self._inner, self._loss_scale, self._older = inner, loss_scale, older
+        self._check_free()
         # Whether both names are the inner optimizer's in the file that is being restored.
         self._are_theirs = False
+
+    def _check_free(self) -> None:
+        self._inner._maybe_initialize_trackable()
+        child = self._inner._lookup_dependency(_BESIDE)
+        if child is not None:
+            raise ArgumentError(
+                f"{type(self._inner).__name__} tracks a {type(child).__name__} as {_BESIDE!r}, "
+                "where checkpoints have the loss scale. Track it under another name."
+            )
 
     def beside(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the children of the inner optimizer, by name, and these."""
         # Every restore begins with this call.
         self._are_theirs = False
+        self._check_free()
         own = {"loss_scale": self._loss_scale, "base_optimizer": self._older}
         if theirs.keys() & own.keys():
             # First, so that a restore meets this name before those that it is about. The second

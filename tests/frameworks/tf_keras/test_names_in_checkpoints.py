@@ -150,3 +150,16 @@ def test_own_class_reads_the_scale_beside_a_child_named_base_optimizer(tmp_path,
     read = tf_keras.mixed_precision.LossScaleOptimizer(MAKERS[family]("free"))
     tf.train.Checkpoint(optimizer=read).restore(path).expect_partial()
     assert float(read.loss_scale) == 64.0
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_the_one_name_that_is_taken_is_refused(tmp_path, family):
+    inner = MAKERS[family]("free")
+    optimizer = wrapped(inner)
+    inner._track_trackable(variable(), "lossscale.loss_scale")
+    for use in (
+        lambda: tf.train.Checkpoint(optimizer=optimizer).save(tmp_path / "a"),
+        lambda: wrapped(MAKERS[family]("lossscale.loss_scale")),
+    ):
+        with pytest.raises(ValueError, match=r"tracks a .* as 'lossscale\.loss_scale'"):
+            use()
