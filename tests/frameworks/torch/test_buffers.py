@@ -529,6 +529,8 @@ def test_a_guard_whose_optimizer_never_steps_warns():
         [step(model, other, X) for _ in range(20)]
     # A scaler that is not enabled skips nothing.
     guard(model, GradScaler("cpu", enabled=False))
+    # A model without parameters has nothing to watch.
+    guard(nn.BatchNorm1d(4, affine=False), optimizer)
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
