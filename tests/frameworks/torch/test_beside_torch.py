@@ -309,6 +309,9 @@ def check(program, kinds, settings, subclass=plain, scalers=1, run=Run):
                 return
             assert (error is None) == (own is None), (name, arguments, error, own)
             assert error is None or isinstance(own, type(error)), (name, arguments, error, own)
+            if name == "step" and "sparse" in str(error):
+                # D25, a row: PyTorch's class leaves numbers on an optimizer that has raised.
+                return
             if error is not None and may_raise:
                 # Ours leaves out calls that PyTorch's class makes there, and would not raise.
                 theirs.forget_calls(), ours.forget_calls()
@@ -388,6 +391,12 @@ calls = st.one_of(
 )
 @hypothesis.example(
     [("backward", 0, "both"), ("keep",), ("restore", "scaler")], ["sgd"], SETTINGS, logging
+)
+@hypothesis.example(
+    [("add_group", 0), ("backward", 0, "sparse"), ("step", 0, 0), ("step", 0, 0)],
+    ["sgd-fused"],
+    SETTINGS,
+    plain,
 )
 @hypothesis.example(
     [("backward", 0, "both"), ("clear", 0, False), ("step", 0, 0), ("update", 0)] * 2,
