@@ -445,7 +445,7 @@ class Program:
         return self
 
 
-BROKEN = ONES * INF
+BROKEN, UNLIKE = ONES * INF, torch.tensor([[1.0] * 4, [0.0] * 4])
 
 
 def with_state(program):
@@ -512,6 +512,11 @@ PROGRAMS = {words: (Cause.UNKNOWN, program) for words, program in UNKNOWN.items(
         lambda p: masked(p).takes(ONES, factor=1e9),
     ),
     "The forward pass is finite": (Cause.SCALE, lambda p: masked(p).takes(ONES)),
+    "1 of their gradients, in float16, overflow": (
+        Cause.SCALE,
+        # The other one is near the largest number.
+        lambda p: p.takes(UNLIKE, factor=2.5 / p.plain(UNLIKE).abs().max().item()),
+    ),
 }
 
 
