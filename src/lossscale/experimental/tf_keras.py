@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import lossscale.tf_keras as wrapper
 from lossscale.experimental import optimizer
+from lossscale.experimental.loss_scale_as_object import LossScaleAsObject
 
 
 @optimizer.LossScaleOptimizer.register
 @wrapper.LossScaleOptimizer._library.saving.register_keras_serializable(
     package="lossscale.experimental"
 )
-class LossScaleOptimizer(optimizer.LossScaleAsObject, wrapper.LossScaleOptimizer):
+class LossScaleOptimizer(LossScaleAsObject, wrapper.LossScaleOptimizer):
     """The class that `lossscale.experimental.LossScaleOptimizer` creates; inherit from it."""
