@@ -13,6 +13,7 @@ import tf_keras
 
 import lossscale
 import support
+from lossscale import registry
 from lossscale.errors import ArgumentError, MissingPackageError, OldFileError
 from lossscale.keras import LossScaleOptimizer
 from lossscale_migration import describe_file, load_model, migrate_file
@@ -432,6 +433,9 @@ def test_a_framework_that_there_is_not():
 
 
 def test_without_tf_keras_it_says_what_to_install(monkeypatch):
+    # Other tests have imported it.
+    registry.package.cache_clear()
+    monkeypatch.delitem(sys.modules, "lossscale_migration.tf_keras_models", raising=False)
     monkeypatch.setitem(sys.modules, "tf_keras", None)
     with pytest.raises(MissingPackageError, match=r'pip install "lossscale\[tf-keras\]"'):
         load_model(DENSE, framework="tf_keras")
