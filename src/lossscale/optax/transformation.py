@@ -15,7 +15,12 @@ import lossscale.optax.gating as gating
 import lossscale.optax.scale_state as scale_state
 from lossscale.arguments import rule_from_arguments
 from lossscale.checks import checks_keywords
-from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, GradientsError
+from lossscale.errors import (
+    AlreadyWrappedError,
+    ArgumentTypeError,
+    GradientsError,
+    UnsupportedError,
+)
 from lossscale.jax.apply_or_skip import varying_axes
 from lossscale.jax.gradients import gradient_stats, is_traced, unscaled
 from lossscale.optax.scale_state import LossScaleState
@@ -141,6 +146,8 @@ class LossScaled:
         before = scale_state.scalars_of(self.rule, state)
         # Outside of jit, this is one dispatch instead of many.
         traced = is_traced([*gradients, *jax.tree.leaves(before)])
+        if not traced:
+            _check_together(gradients)
         finite, divided = (_check_and_unscale if traced else _check_and_unscale_jit)(
             self.rule, self._axis_names, gradients, before.loss_scale
         )
@@ -167,6 +174,17 @@ class LossScaled:
                 self.rule, self._axis_names, before, finite, gradients
             )
         return new_updates, after._replace(inner_state=inner_state)
+
+
+def _check_together(gradients: Sequence[Any]) -> None:
+    """Raises if gradients are on different devices, where one check cannot cover them all."""
+    places = {frozenset(x.devices()) for x in gradients if getattr(x, "committed", False)}
+    if len(places) > 1:
+        raise UnsupportedError(
+            f"The gradients must be on the same devices. Received: gradients on {len(places)} sets "
+            "of devices. Put the parameters on one mesh with jax.device_put and a NamedSharding, "
+            "and compile the step with jax.jit."
+        )
 
 
 def _check_and_unscale(

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lossscale.errors import GradientsError
+from lossscale.errors import GradientsError, UnsupportedError
 from lossscale.optax import loss_scaled, value_and_grad
 from recording_rule import RecordingRule
 
@@ -224,3 +224,13 @@ def test_what_a_rule_sees_is_of_all_devices(check_vma):
     # The scale is 8; EDGES are 4 and 16.
     names = ("largest", "low", "high", "elements")
     assert [float(seen[name]) for name in names] == [16.0, 6.0, 4.0, 8.0]
+
+
+def test_gradients_on_several_devices_are_refused_with_what_to_do():
+    first, last = jax.devices()[0], jax.devices()[-1]
+    params = {"a": jax.device_put(jnp.ones(3), first), "b": jax.device_put(jnp.ones(3), last)}
+    tx = loss_scaled(optax.sgd(0.1), initial_scale=8)
+    with pytest.raises(UnsupportedError, match=r"on 2 sets of devices.*NamedSharding"):
+        tx.update(params, tx.init(params), params)
+    with pytest.raises(TypeError, match=r"no `axis_name`.*jax\.lax\.pmean\(grads, 'batch'\)"):
+        value_and_grad(lambda params: params["a"].sum(), axis_name="batch")
