@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -168,6 +169,14 @@ def check_processes(inner: Any, process_group: Any) -> None:
                 "ZeroRedundancyOptimizer with overlap_with_ddp=True steps inside backward(), "
                 "before all gradients are checked. Make it with overlap_with_ddp=False."
             )
+    # By who calls: nothing else shows that only a part of the parameters is given.
+    callers = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+    if process_group is None and any("zero_redundancy_optimizer" in each for each in callers):
+        raise UnsupportedError(
+            "A LossScaleOptimizer inside a ZeroRedundancyOptimizer cannot see overflows of other "
+            "processes. Wrap the ZeroRedundancyOptimizer, or make the LossScaleOptimizer with "
+            "process_group=torch.distributed.group.WORLD."
+        )
     if any(hasattr(p, "_in_backward_optimizers") for p in ranks.parameters_of(inner)):
         raise UnsupportedError(
             "_apply_optimizer_in_backward steps these parameters inside backward(), before all "

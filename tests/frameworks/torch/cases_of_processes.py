@@ -16,6 +16,7 @@ import traceback
 import warnings
 from unittest import mock
 
+import pytest
 import torch
 from torch import distributed
 from torch.distributed.algorithms import Join
@@ -622,11 +623,16 @@ def in_zero(folder):
 
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
 
-    def made(part):
-        inner = torch.optim.SGD(part, lr=0.5)
-        return LossScaleOptimizer(inner, process_group=distributed.group.WORLD)
+    def made(group):
+        return ZeroRedundancyOptimizer(
+            model.parameters(),
+            lambda part: LossScaleOptimizer(torch.optim.SGD(part, lr=0.5), process_group=group),
+        )
 
-    outer = ZeroRedundancyOptimizer(model.parameters(), made)
+    words = "Wrap the ZeroRedundancyOptimizer, or make the LossScaleOptimizer with"
+    with pytest.raises(lossscale.errors.UnsupportedError, match=words):
+        made(None)
+    outer = made(distributed.group.WORLD)
     for factor in (1.0, INF, 1.0):
         outer.zero_grad()
         outer.optim.scale_loss(model(torch.ones(1, 2)).sum() * factor).backward()
