@@ -286,6 +286,16 @@ class StepCounter(tf.Variable):
         """Returns the number of steps in a session of TensorFlow 1."""
         return self.value().eval(session=session)
 
+    @property
+    def device(self) -> str:
+        """The device of the inner optimizer's counter."""
+        return str(self._applied().device)
+
+    @property
+    def graph(self) -> Any:
+        """The graph of the inner optimizer's counter."""
+        return self._applied().graph
+
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> Any:
         value = self.value()
         if dtype is not None and not dtype.is_compatible_with(value.dtype):

@@ -52,6 +52,7 @@ def test_iterations_serve_as_a_variable(optimizers, var):
     assert (steps.numpy(), tf_keras.backend.get_value(steps), int(steps + 1)) == (3, 3, 4)
     assert float(tf.cast(steps, tf.float32) * 2.0) == float(steps) * 2.0 == 6.0
     assert (steps.dtype, steps.shape) == (tf.int64, ())
+    assert steps.device == optimizer.inner_optimizer.iterations.device
     steps.assign_add(7)
     assert (int(steps), int(optimizer.inner_optimizer.iterations)) == (10, 8)
     assert int(optimizer.steps_skipped) == 2
