@@ -125,8 +125,11 @@ class Engine:
 
     def check_unscaled(self, name: str, optimizer: Any) -> None:
         """Checks that a method of an inner optimizer finds no scaled gradients."""
-        record, info = self.record, self.info()
-        if not record.is_scaled or info.first_gradient() is None:
+        record = self.record
+        if not record.is_scaled:
+            return
+        info = self.info()
+        if info.first_gradient() is None:
             return
         # A set may be left that holds none of them: another optimizer has cleared those they share.
         if record.unseen or holding(info):

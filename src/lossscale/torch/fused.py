@@ -35,8 +35,8 @@ def can_unscale(inner: Any) -> bool:
     if isinstance(inner, OptimizerList):
         return not _has_pre_hooks(inner) and all(map(can_unscale, inner.optimizers))
     return (
-        steps_as_torch(inner)
-        and all(group.get("fused") for group in inner.param_groups)
+        can_skip(inner)
+        and steps_as_torch(inner)
         and not _has_pre_hooks(inner)
         and not torch_optimizer._global_optimizer_pre_hooks
     )
