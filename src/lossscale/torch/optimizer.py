@@ -31,7 +31,6 @@ from lossscale.torch.engine import Engine, StepDecision
 from lossscale.torch.optimizer_list import OptimizerList, with_parts, zero_grad
 from lossscale.torch.scale import DeviceLossScale, LossScale
 from lossscale.torch.scaled_gradients import (
-    OF_THE_VERB,
     ONE_FOR_SEVERAL,
     is_seen,
     prepare_backward,
@@ -221,8 +220,6 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         by = engine.scale.multiplier
         outer = torch._C._current_graph_task_id()
         sets = prepare_backward(loss, by, engine, inputs=inputs, outer=outer)
-        for each in sets:
-            each.task = OF_THE_VERB
         record.in_backward = True
         try:
             _backpropagate(loss, by, gradient, retain_graph, create_graph, inputs)

@@ -25,9 +25,6 @@ from lossscale.torch.scaling import real_parts
 lock = threading.RLock()
 """Held while gradients join or leave a set: autograd runs hooks in a thread for each device."""
 
-OF_THE_VERB = -2
-"""In the place of a backward pass: one that `backward` runs, which then settles the gradients."""
-
 ONE_FOR_SEVERAL = "Make one for both: LossScaleOptimizer([optimizer, other])."
 
 _MARK = "_is_scaled_by_lossscale"
@@ -128,14 +125,16 @@ class ScaledGradients:
         info: The parameters.
         left: If the device may have skipped a step and left these gradients behind: whether it
             has, 1 or 0, and the engine of the loss, which such an overflow does not concern.
-        task: The last backward pass that has begun.
+        task: The last backward pass that has begun; -1 for one that `backward` runs and then
+            settles, None if there was none.
         has_graph: Whether a pass may have given gradients a graph.
     """
 
     def __init__(self, by: Any) -> None:
         self.by, self.info = by, _NOTHING
         self.left: tuple[Any, Any] | None = None
-        self.task, self.has_graph = -1, False
+        self.task: int | None = None
+        self.has_graph = False
         self._before: dict[int, int] = {}
 
     def begin_pass(self, task: int) -> None:
@@ -451,7 +450,7 @@ def prepare_backward(
 def _check_idle(info: ranks.ParameterInfo, outer: int, by: Multiplier | None) -> None:
     """Checks that a pass within another one takes no gradients that the outer one will add to."""
     for each in holding(info):
-        if each.task in (outer, OF_THE_VERB) and each.by is not by:
+        if each.task in (outer, -1) and each.by is not by:
             raise GradientsError(
                 "A backward pass that is still running adds to gradients that this loss reaches. "
                 "Call backward() of this loss after that pass."
