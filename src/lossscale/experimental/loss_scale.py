@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import functools
 from typing import Any
 
@@ -264,17 +263,16 @@ def get(loss_scale: Any) -> LossScale:
     if type(loss_scale).__name__ in _KNOWN and hasattr(loss_scale, "get_config"):
         # TensorFlow's own class of this name, still found under tf.compat.v1.
         return deserialize(serialize(loss_scale))
-    is_no_number = isinstance(loss_scale, (str, bool)) or loss_scale is None
-    value = None
-    if not is_no_number:
-        with contextlib.suppress(TypeError, ValueError):
-            value = float(loss_scale)
-    if value is None:
-        error = ArgumentError if is_no_number else ArgumentTypeError
-        raise error(
-            "`loss_scale` must be a number, the string 'dynamic' or a LossScale. "
-            f"Received: loss_scale={loss_scale!r} of type {type(loss_scale).__name__}."
-        )
+    message = (
+        "`loss_scale` must be a number, the string 'dynamic' or a LossScale. "
+        f"Received: loss_scale={loss_scale!r} of type {type(loss_scale).__name__}."
+    )
+    if isinstance(loss_scale, (str, bool)) or loss_scale is None:
+        raise ArgumentError(message)
+    try:
+        value = float(loss_scale)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(message) from None
     return FixedLossScale(checked_scale("loss_scale", value))
 
 

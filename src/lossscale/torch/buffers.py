@@ -71,9 +71,9 @@ def guard_model(model: Any, optimizers: Sequence[Any], names: Iterable[str] | No
     made = BufferGuard(inner, chosen, len(optimizers))
     _warn_of_size(inner, chosen)
     unguard_model(model)
-    told = torch.compiler.assume_constant_result(lambda: made.compiled())
+    on_compile = torch.compiler.assume_constant_result(lambda: made.compiled())
     made.handles = [
-        inner.register_forward_pre_hook(Hook(made.before_forward, told), prepend=True),
+        inner.register_forward_pre_hook(Hook(made.before_forward, on_compile), prepend=True),
         inner.register_forward_hook(Hook(made.after_forward)),
         inner.register_load_state_dict_post_hook(Hook(lambda module, keys: made.save())),
     ]
@@ -269,20 +269,20 @@ class Hook:
 
     Args:
         function: Called as the hook, except in compiled code.
-        told: Called while a forward pass is compiled, and never when it runs, if PyTorch assumes
-            that its result is constant.
+        on_compile: Called while a forward pass is compiled, and never when it runs, if PyTorch
+            assumes that its result is constant.
     """
 
     def __init__(
-        self, function: Callable[..., None], told: Callable[[], None] | None = None
+        self, function: Callable[..., None], on_compile: Callable[[], None] | None = None
     ) -> None:
-        self.function, self.told = function, told
+        self.function, self.on_compile = function, on_compile
 
     def __call__(self, *args: Any) -> None:
         if not torch.compiler.is_compiling():
             self.function(*args)
-        elif self.told is not None:
-            self.told()
+        elif self.on_compile is not None:
+            self.on_compile()
 
     def __reduce__(self) -> Any:
         # A saved model loads without this library.

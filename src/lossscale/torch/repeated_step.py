@@ -217,9 +217,10 @@ class CallRecorder:
             for number, call in enumerate(self._calls, start=1):
                 found = _repeated(self._model, call, scale) if call.gradients else unknown("")
                 if found.cause is not Cause.UNKNOWN:
-                    where = f"in call {number} of {self._made} of the model, "
-                    reason = where * (self._made > 1) + found.reason
-                    return dataclasses.replace(found, reason=reason)
+                    if self._made > 1:
+                        reason = f"in call {number} of {self._made} of the model, {found.reason}"
+                        found = dataclasses.replace(found, reason=reason)
+                    return found
         except UnrepeatableError as error:
             return unknown(str(error))
         # A model may raise anything, and training has to continue.
