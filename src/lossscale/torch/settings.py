@@ -31,14 +31,24 @@ from lossscale.torch.optimizer_list import parts_of
 from lossscale.torch.scaled_gradients import was_scaled
 
 
+def _of_inner(name: str) -> Any:
+    """An attribute of the inner optimizer."""
+
+    def set_(wrapper: Any, value: Any) -> None:
+        setattr(wrapper.inner_optimizer, name, value)
+
+    return property(lambda wrapper: getattr(wrapper.inner_optimizer, name), set_)
+
+
 class InnerSettings(Wrapper):
     """The inner optimizer's groups, learning rate, hooks and methods."""
 
     _inner_attribute = "_inner"
 
-    param_groups: list[dict[str, Any]]
-    state: Any
-    defaults: dict[str, Any]
+    # Since Python 3.12 a protocol, such as Lightning's of an optimizer, sees what a class has.
+    param_groups: list[dict[str, Any]] = _of_inner("param_groups")
+    state: Any = _of_inner("state")
+    defaults: dict[str, Any] = _of_inner("defaults")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group to the inner optimizer.

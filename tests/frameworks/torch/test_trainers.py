@@ -7,8 +7,11 @@ float16, and clip and log unscaled gradients.
 """
 
 import contextlib
+import copy
 import functools
+import inspect
 import io
+import os
 import re
 import warnings
 
@@ -24,6 +27,10 @@ from lossscale.torch.grad_scaler import GradScaler
 from pages import programs
 from records import column
 
+# tools.gpu asks for a GPU.
+DEVICE = os.environ.get("LOSSSCALE_TEST_DEVICE", "cpu")
+ON_THE_CPU = DEVICE == "cpu"
+ACCELERATOR = "cpu" if ON_THE_CPU else "gpu"
 STEPS, SAVED = 6, 3
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -37,7 +44,7 @@ class Net(torch.nn.Module):
         )
 
     def forward(self, x):
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(x.device.type, torch.float16):
             return self.layers(x).float().square().mean()
 
 
@@ -45,7 +52,7 @@ def data():
     """Two make the gradients infinite at any scale, one of them the first after the file."""
     batches = torch.randn(STEPS, 2, 3, generator=torch.Generator().manual_seed(1))
     batches[1] = batches[SAVED] = torch.inf
-    return batches
+    return batches.to(DEVICE)
 
 
 def made(net, clip=None):
@@ -66,7 +73,7 @@ def compared(net, optimizer, scheduler):
 @pytest.fixture(scope="module", params=[None, 0.05], ids=["", "clipped"])
 def plain(request):
     """What a plain loop ends with, and how it clips."""
-    net = Net()
+    net = Net().to(DEVICE)
     optimizer, scheduler = made(net, request.param)
     for batch in data():
         optimizer.scale_loss(net(batch)).backward()
@@ -77,6 +84,17 @@ def plain(request):
     assert result[2][0] == STEPS
     assert 1 < result[2][1] < STEPS - 1
     return result, request.param
+
+
+def test_a_protocol_finds_the_attributes_of_an_optimizer():
+    """Lightning accepts what has them; since Python 3.12 it does not ask `__getattr__`."""
+    inner = torch.optim.AdamW(Net().parameters())
+    wrapper = lossscale.torch.LossScaleOptimizer(inner)
+    for name in (name for name in vars(inner) if not name.startswith("_")):
+        inspect.getattr_static(wrapper, name)
+        assert getattr(wrapper, name) is getattr(inner, name)
+        setattr(wrapper, name, new := copy.copy(getattr(inner, name)))
+        assert getattr(inner, name) is new
 
 
 # Lightning
@@ -124,7 +142,7 @@ def test_lightning(lightning, tmp_path, plain, manual):
     def runner(steps):
         names = "logger", "enable_progress_bar", "enable_model_summary"
         quiet = dict.fromkeys(names, False)
-        where = {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path}
+        where = {"accelerator": ACCELERATOR, "devices": 1, "default_root_dir": tmp_path}
         return lightning.Trainer(**quiet, **where, precision="32-true", max_steps=steps)
 
     loader = torch.utils.data.DataLoader(torch.zeros(STEPS))
@@ -149,7 +167,7 @@ def test_lightning(lightning, tmp_path, plain, manual):
 
 def by_fabric(net, wrapper, scheduler):
     lightning = pytest.importorskip("lightning")
-    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="32-true")
+    fabric = lightning.Fabric(accelerator=ACCELERATOR, devices=1, precision="32-true")
     model, optimizer = fabric.setup(net, wrapper)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     save, load = (functools.partial(call, state=state) for call in (fabric.save, fabric.load))
@@ -157,7 +175,7 @@ def by_fabric(net, wrapper, scheduler):
 
 
 def new_accelerator():
-    return pytest.importorskip("accelerate").Accelerator(cpu=True)
+    return pytest.importorskip("accelerate").Accelerator(cpu=ON_THE_CPU)
 
 
 def by_accelerate(net, wrapper, scheduler):
@@ -209,7 +227,7 @@ def test_transformers(tmp_path, plain):
             max_steps=STEPS,
             max_grad_norm=0.0,
             per_device_train_batch_size=1,
-            use_cpu=True,
+            use_cpu=ON_THE_CPU,
             report_to=[],
             disable_tqdm=True,
             logging_strategy="no",
@@ -246,7 +264,7 @@ def four_batches():
     """The second one makes the gradients infinite."""
     batches = torch.ones(4, 2)
     batches[1] = torch.inf
-    return batches
+    return batches.to(DEVICE)
 
 
 class Weight(torch.nn.Module):
@@ -263,7 +281,7 @@ class Weight(torch.nn.Module):
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_accelerate_4289_a_step_that_only_makes_state(make):
     """torch.distributed.checkpoint makes the state of an optimizer by a step, here a scaled one."""
-    accelerator, scaler, net = new_accelerator(), make("cpu"), Weight()
+    accelerator, scaler, net = new_accelerator(), make(DEVICE), Weight()
     # Accelerate makes no scaler of its own on the CPU.
     accelerator.scaler, accelerator.native_amp = scaler, True
     net, optimizer = accelerator.prepare(net, OPTIMIZERS["adam"](net.parameters()))
@@ -313,6 +331,17 @@ RECIPES = {
 CASES = [(name, number) for name in RECIPES for number in range(2)]
 
 
+# What a recipe says of a GPU, in comments.
+ON_A_GPU = {
+    r'accelerator="cpu"(, *)# or "gpu"': r'accelerator="gpu"\1',
+    r'device = "cpu" *# or "cuda"': 'device = "cuda"',
+    r"Accelerator\(cpu=True\) *# on a GPU: (.*)": r"\1",
+    r"use_cpu=True, *# on a GPU: False": "use_cpu=False,",
+    r'GradScaler\("cpu"\) *# on a GPU: "cuda"': 'GradScaler("cuda")',
+    r".*# on a GPU, Accelerate does this itself\n": "",
+}
+
+
 def ran(source):
     """Runs a recipe; returns its names, and the dtypes of what its layers returned."""
     for name in RECIPES:
@@ -342,10 +371,11 @@ IN_FLOAT32 = {
     r"lossscale\.torch\.LossScaleOptimizer\(inner.*\)": "inner",
     r"with torch\.autocast.*:$": "if True:",
     "fp16=True": "fp16=False",
+    'mixed_precision="fp16"': "",
     r"self\.optimizers\(\)\.backward\(loss\)": "loss.backward()",
     r"scaling\.scale_loss\(loss\)": "loss",
     # The wrapper clips these itself.
-    r"max_steps=3,(\n *accelerator=\"cpu\")": r"max_steps=3, gradient_clip_val=1.0,\1",
+    r"max_steps=3,(\n *accelerator=\"[cg]pu\")": r"max_steps=3, gradient_clip_val=1.0,\1",
     r"^    optimizer\.step\(\)$": "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
     "    optimizer.step()",
     r"^( *scheduler = lossscale| *plugins=|trainer\.accelerator\.|accelerator\.scaler"
@@ -372,6 +402,8 @@ def with_sgd(source):
 def test_a_recipe_computes_in_float16_and_ends_with_the_weights_of_float32(name, number):
     assert len(RECIPES[name]) == 2
     source = with_sgd(RECIPES[name][number])
+    for pattern, instead in ({} if ON_THE_CPU else ON_A_GPU).items():
+        source = re.sub(pattern, instead, source)
     (scaled, dtypes), (plain, plain_dtypes) = ran(source), ran(in_float32(source))
     assert (dtypes, plain_dtypes) == ({torch.float16}, {torch.float32})
     models = [names.get("module", names.get("model")) for names in (scaled, plain)]
