@@ -354,17 +354,17 @@ class Engine:
         unchecked = not (self.rule.checks_gradients or clips or self.scale.on_device)
         # A check divides them in the same pass, except for float16, which would flush to 0.
         wants_kernel = not in_place and (clips or unchecked or info.has_half)
-        of_kernel: Any = self._of_kernel(info, mine) if wants_kernel and mine is not None else None
+        of_kernel = wants_kernel and first is not None and self._can_divide(mine)
         if clips and measured is None and self._norm_checks(info, by):
             decision = self._decide_by_norm(info, mine, is_scaled, of_kernel)
             if decision is not None:
                 return decision
-        leaves = of_kernel is not None and (info.has_half or unchecked)
+        leaves = of_kernel and (info.has_half or unchecked)
         divisor = by.scale_on(first.device) if leaves else None
         if leaves:
-            if not self.rule.checks_gradients and gradients.share_memory(of_kernel, info):
-                # The kernel would divide them twice.
-                gradients.collect(info, of_kernel, allow_float16=True)
+            if not self.rule.checks_gradients and not gradients.lie_as_before(info):
+                # The kernel would divide twice what shares memory.
+                gradients.collect(info, allow_float16=True)
             self._give_up([mine], info)
             if unchecked and measured is None and not groups:
                 return StepDecision(True, GradientStats(True), divisor=divisor)
@@ -391,12 +391,10 @@ class Engine:
         self.settle(sets)
         return None
 
-    def _of_kernel(self, info: ParameterInfo, mine: ScaledGradients) -> Any:
-        """The gradients, if the optimizer's kernel may divide them; else None."""
+    def _can_divide(self, mine: ScaledGradients | None) -> bool:
+        """Whether the optimizer's kernel may divide the gradients of a set."""
         # A kernel must not change one that is part of a graph.
-        if mine.has_graph or not fused.can_unscale(self.inner):
-            return None
-        return info.gradients() or None
+        return mine is not None and not mine.has_graph and fused.can_unscale(self.inner)
 
     def _agreed(
         self, info: ParameterInfo, by: Any, overflow: Any, here: bool, is_scaled: bool
@@ -430,10 +428,10 @@ class Engine:
         info: ParameterInfo,
         mine: Any,
         is_scaled: bool,
-        of_kernel: Any,
+        of_kernel: bool,
     ) -> StepDecision | None:
         """Clips by a norm that checks for overflow as well; None if it cannot tell."""
-        given = gradients.collect(info, of_kernel)
+        given = gradients.collect(info)
         scale = 1.0 if mine is None else mine.by.number
         norm, found = gradients.grad_norm(given, info), self.record.found
         if found is not None:

@@ -18,7 +18,8 @@ from lossscale.torch import ranks
 from lossscale.torch.ranks import ParameterInfo, largest_and_added, local
 from lossscale.torch.scaling import CPU, real_parts, scalar, unscaled, widened
 
-_DTYPE = operator.attrgetter("dtype")
+_DTYPE, _GRAD = operator.attrgetter("dtype"), operator.attrgetter("grad")
+_START = torch.Tensor.data_ptr
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _IN_PLACE = frozenset({torch.float32, torch.float64, torch.bfloat16})
 
@@ -85,6 +86,15 @@ def collect(
     return given
 
 
+def lie_as_before(info: ranks.ParameterInfo) -> bool:
+    """Whether all gradients lie where they were found to share no memory."""
+    try:
+        return info.places == list(map(_START, map(_GRAD, info.parameters)))
+    except (RuntimeError, TypeError):
+        # One is sparse, or None.
+        return False
+
+
 def share_memory(tensors: Sequence[Any], info: ParameterInfo) -> bool:
     """Whether two tensors share memory, or one shares it with itself, as an expanded one does.
 
@@ -92,7 +102,7 @@ def share_memory(tensors: Sequence[Any], info: ParameterInfo) -> bool:
     once. Those of a step tend to lie where those of the step before did, which is quick to see.
     """
     try:
-        starts = list(map(torch.Tensor.data_ptr, tensors))
+        starts = list(map(_START, tensors))
     except RuntimeError:
         # A sparse one has no memory of its own: its values have.
         return True
