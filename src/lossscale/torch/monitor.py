@@ -262,7 +262,8 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
 
     def _create(self) -> None:
         self.last_step, self._scale = 0, 0.0
-        self._skip: tuple[int, Any, list[Any]] = (0, 0.0, [])
+        # The number of the step, its scale, and the counts by parameter of each optimizer.
+        self._skip: tuple[int, Any, list[list[Any]]] = (0, 0.0, [])
 
     def count_from(self, step: int) -> None:
         """Sets the number of steps so far, which would wait if it were read from the device."""
@@ -274,17 +275,16 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
         number = self.last_step + 1 if step.number is None else step.number
         if not step.finite:
             counts = [_nonfinite(gradient) for gradient in self._unscaled_by_row(step)]
-            if number == self.last_step == self._skip[0]:
-                # Another optimizer has skipped in the same step.
-                counts = [one + other for one, other in zip(counts, self._skip[2], strict=True)]
-            self._skip = (number, step.scale, counts)
+            # Another optimizer may have skipped in the same step.
+            others = self._skip[2] if number == self.last_step == self._skip[0] else []
+            self._skip = (number, step.scale, [*others, counts])
         self.last_step, self._scale = number, step.scale
 
     def read(self, after: int, until: int) -> tuple[float, SkippedStep | None]:
         skip, (step, scale, counts) = None, self._skip
         if after < step <= until:
-            stacked = torch.stack([count.to(counts[0].device) for count in counts])
-            tensors = overflow_tracker.nonfinite_tensors(self.names, numpy.asarray(stacked.cpu()))
+            total = sum(map(_on_host, counts))
+            tensors = overflow_tracker.nonfinite_tensors(self.names, total)
             skip = SkippedStep(step, float(scale), tensors)
         return float(self._scale), skip
 
@@ -295,6 +295,12 @@ def _nonfinite(gradient: Any) -> Any:
     if not parts:
         return torch.zeros(2, dtype=torch.int64, device=CPU)
     return torch.stack([test(parts[0]).sum() for test in (torch.isinf, torch.isnan)])
+
+
+def _on_host(counts: list[Any]) -> Any:
+    # Those of parameters without a gradient are there already.
+    device = next((count.device for count in counts if not count.is_cpu), CPU)
+    return numpy.asarray(torch.stack([count.to(device) for count in counts]).cpu())
 
 
 class _Explainer:
