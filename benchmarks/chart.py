@@ -33,23 +33,17 @@ FIRST, LAST = 0.95, 1.5
 # stays readable if the reader switches the palette of the site.
 STYLE = """
   svg { font: 13px system-ui, sans-serif; }
-  .page { fill: #ffffff; }
-  text { fill: #30343f; }
+  .page { fill: #ffffff; } text { fill: #30343f; }
   .group { font-weight: 600; paint-order: stroke; stroke: #ffffff; stroke-width: 6px; }
   .axis { fill: #5c6270; font-size: 12px; }
-  line { stroke: #d9dce3; }
-  .one { stroke: #7a8090; }
+  line { stroke: #d9dce3; } .one { stroke: #7a8090; }
   .ours { fill: #3f51b5; }
   .peer { fill: none; stroke: #c2410c; stroke-width: 2; }
   @media (prefers-color-scheme: dark) {
-    .page { fill: #1e2129; }
-    text { fill: #e3e5ea; }
-    .group { stroke: #1e2129; }
-    .axis { fill: #a9afbd; }
-    line { stroke: #3a3f4b; }
-    .one { stroke: #8d93a1; }
-    .ours { fill: #8c9eff; }
-    .peer { stroke: #ff9e6d; }
+    .page { fill: #1e2129; } text { fill: #e3e5ea; }
+    .group { stroke: #1e2129; } .axis { fill: #a9afbd; }
+    line { stroke: #3a3f4b; } .one { stroke: #8d93a1; }
+    .ours { fill: #8c9eff; } .peer { stroke: #ff9e6d; }
   }"""
 
 
@@ -100,8 +94,7 @@ def drawn(groups: dict[str, list[tuple[str, float, float]]]) -> str:
         y += 6
     ticks = []
     for tick in (1.0, 1.1, 1.2, 1.3, 1.4):
-        kind = "one" if tick == 1.0 else "tick"
-        x = x_of(tick)
+        kind, x = "one" if tick == 1.0 else "tick", x_of(tick)
         ticks += [
             f'<line class="{kind}" x1="{x}" x2="{x}" y1="{top + 6}" y2="{y + 4}"/>',
             f'<text class="axis" x="{x}" y="{y + 20}" text-anchor="middle">{tick}</text>',

@@ -3,10 +3,9 @@
     python -m benchmarks.gpu_torch
 
 These are counts and no times, of the simulated CUDA device (tests/simulated_cuda), so two runs give
-the same text. A launch is one operator that computes. Of `_foreach_`, fused and `_amp_` operators,
-ATen makes one for at most 65,536 x 320 elements and some tens of tensors; views and `empty` make
-none. Bytes are the tensors that an operator reads and those that it writes, once each. A step
-consists of a backward pass that only puts gradients in place, the scaling, and the optimizer.
+the same text. A launch is an operator that computes: `_foreach_`, fused and `_amp_` ones have one
+for 65,536 x 320 elements and some tens of tensors; views and `empty` none. Bytes are what it reads
+and writes. A step puts gradients in place, in a backward pass, scales and steps the optimizer.
 """
 
 from __future__ import annotations
@@ -25,14 +24,15 @@ from typing import Any
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "tests"))
 from simulated_cuda import device
 
-device.start()
+if "torch" not in sys.modules:  # tools.gpu_counts, which has imported it, counts on a real GPU
+    device.start()
 
-import torch  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-import lossscale  # noqa: E402
-from benchmarks.frameworks.torch_native import WAYS, Way  # noqa: E402
+import lossscale
+from benchmarks.frameworks.torch_native import WAYS, Way
 
 SCALE = 2.0**10
 

@@ -203,7 +203,7 @@ def _of_torch() -> Iterator[Row]:
         for name, each in shapes.items():
             work, point = Workload(each), f"with an empty backward pass, {mode}, {name}"
             yield row("backward", mode=mode, methods=methods, point=point, workload=work)
-    for model in ("mlp", "cnn", "mlp, 4 micro-batches", "cnn, 4 micro-batches"):
+    for model in ("mlp", "cnn", "transformer", "mlp, 4 micro-batches", "cnn, 4 micro-batches"):
         point = f"whole step, {model}"
         yield row("whole", mode="fused", methods=TORCH, point=point, model=model)
 

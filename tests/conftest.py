@@ -26,6 +26,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(_compiled.cleanup)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
 SIMULATED_CUDA = "LOSSSCALE_TEST_SIMULATED_CUDA" in os.environ
+# Of the simulated device's tests those that a real one can run, too: tools.gpu asks for them.
+ON_EACH_GPU = ("test_capture.py", "test_devices_and_streams.py", "test_threads.py")
 if SIMULATED_CUDA:
     # Before anything imports PyTorch.
     simulated_cuda.start()
@@ -85,7 +87,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if SIMULATED_CUDA and (why := simulated_cuda.CANNOT.get(getattr(item, "originalname", ""))):
             item.add_marker(pytest.mark.skip(why))
-        if not SIMULATED_CUDA and "/simulated_cuda/" in item.path.as_posix():
+        on_a_gpu = (
+            os.environ.get("LOSSSCALE_TEST_DEVICE") == "cuda" and item.path.name in ON_EACH_GPU
+        )
+        simulated = "/simulated_cuda/" in item.path.as_posix()
+        if simulated and not SIMULATED_CUDA and not on_a_gpu:
             item.add_marker(pytest.mark.skip("tests/run.py runs it on a simulated device"))
         if not XLA_GPU and "/xla_gpu/" in item.path.as_posix():
             item.add_marker(pytest.mark.skip("tests/run.py runs it with XLA's compiler for GPUs"))

@@ -12,13 +12,16 @@ import dataclasses
 import datetime
 import functools
 import importlib.util
+import itertools
 import json
+import multiprocessing.pool
 import os
 import pathlib
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,6 +46,9 @@ SEEN = {
 PROMISES = tuple(
     f"tests/conformance/test_{name}.py"
     for name in ("device", "promises", "what_rules_see", "random_programs", "arguments")
+)
+ON_EACH_GPU = tuple(
+    f"tests/simulated_cuda/test_{name}.py" for name in ("capture", "devices_and_streams", "threads")
 )
 BENCHMARKS = "benchmarks"
 
@@ -72,6 +78,7 @@ class Part:
         return self.arguments[:2] == ("-m", BENCHMARKS)
 
 
+OWN = tuple(map(str, (ROOT / "src", ROOT, ROOT / "tests")))
 # What a test of tests/frameworks/torch/test_devices.py shows.
 OF_TORCH = {
     "every way with single, foreach and fused optimizers; "
@@ -88,6 +95,8 @@ OF_TORCH = {
     "`diagnose` and `Monitor`": "a_diagnosis_and_a_monitor",
     "two ranks on one GPU, over gloo": "two_ranks_on_one_device",
 }
+OF_JAX = ("docstrings", "from_jmp", "jaxprs", "leaves", "loops", "monitor", "orders", "persistence")
+OF_JAX += ("diagnose", "explain", "skipping", "state_form", "unless_skipped", "wrong_calls")
 IN_JAX = {
     "flax_linen": "flax",
     "flax_nnx": "flax",
@@ -110,7 +119,24 @@ def _parts() -> list[Part]:
             "PyTorch: clipping", "torch", ("tests/frameworks/torch/test_clipping.py",), (), on_torch
         ),
         Part("PyTorch: promises", "torch", PROMISES, (), on_torch | native),
+        Part("PyTorch: replayed steps, streams and threads", "torch", ON_EACH_GPU, (), on_torch),
+        # They take the GPU by themselves.
+        Part(
+            "PyTorch: Accelerate, Lightning and Hugging Face's Trainer",
+            "torch",
+            ("tests/frameworks/torch/test_trainers.py",),
+            ("accelerate", "lightning", "transformers"),
+            on_torch | native,
+        ),
         Part("JAX with Optax: promises", "jax", PROMISES, ("optax",), on_jax | native),
+        Part(
+            "JAX with Optax: all its other tests but those of several devices and of CPUs",
+            "jax",
+            tuple(f"tests/frameworks/jax/test_{name}.py" for name in OF_JAX),
+            ("optax", "flax", "equinox", "haiku", "orbax"),
+            on_jax | native,
+        ),
+        Part("PyTorch: waits and launches", "torch", ("-m", "tools.gpu_counts"), (), on_torch),
         _measured("PyTorch: benchmarks", "torch", "torch_native", ()),
         _measured("JAX with Optax: benchmarks", "jax", "optax", ("optax",)),
     ]
@@ -199,7 +225,9 @@ def run(part: Part, device: str, seconds: float) -> dict[str, Any]:
                     "CUDA_VISIBLE_DEVICES": "0",
                     **os.environ,
                     "LOSSSCALE_TEST_DEVICE": device,
-                    "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT, ROOT / "tests"))),
+                    "PYTHONPATH": os.pathsep.join(
+                        filter(None, (*OWN, os.environ.get("PYTHONPATH")))
+                    ),
                     "TF_CPP_MIN_LOG_LEVEL": "3",
                     # Several processes share the memory of the GPU.
                     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -285,6 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", default="", help="parts whose names have this in them")
     parser.add_argument("--minutes", type=float, default=9.5, help="after so many nothing starts")
+    parser.add_argument("--jobs", type=int, default=4, help="parts at a time; measured ones alone")
     parser.add_argument("--output", type=pathlib.Path, default=ROOT / "build" / "gpu.json")
     parser.add_argument("--page", type=pathlib.Path, default=ROOT / "docs" / "internals" / "gpu.md")
     options = parser.parse_args(arguments)
@@ -306,16 +335,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     parts = [part for part in PARTS if options.only in part.name]
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    for number, part in enumerate(parts, start=1):
+    number = itertools.count(1)
+    lock = threading.Lock()
+
+    def take(part: Part) -> None:
         left = 60 * options.minutes - (time.monotonic() - start)
         why = why_not(part, seen) or ("" if left > 0 else "no time was left")
         found = {"outcome": "not run", "why": why} if why else run(part, options.device, left)
-        results["parts"][part.name] = found
-        print(f"[{number}/{len(parts)}] {part.name}: {_outcome(found)}", flush=True)
-        # At once: a run that is cut off has shown something.
-        options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        if options.device == "cuda" or options.page != parser.get_default("page"):
-            write_page(options.page, results)
+        with lock:
+            results["parts"][part.name] = found
+            print(f"[{next(number)}/{len(parts)}] {part.name}: {_outcome(found)}", flush=True)
+            # At once: a run that is cut off has shown something.
+            options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            if options.device == "cuda" or options.page != parser.get_default("page"):
+                write_page(options.page, results)
+
+    with multiprocessing.pool.ThreadPool(options.jobs) as pool:
+        pool.map(take, [part for part in parts if not part.is_benchmarks], chunksize=1)
+    for part in parts:
+        if part.is_benchmarks:
+            take(part)
     failed = [name for name, found in results["parts"].items() if found["outcome"] == "failed"]
     for name in failed:
         print(f"--- {name}\n{results['parts'][name]['output']}")

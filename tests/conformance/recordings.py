@@ -6,6 +6,7 @@ Compiling the two steps is what such a run costs, so several promises are read o
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,10 +38,11 @@ def same_bits(left: list[Any], right: list[Any]) -> None:
 def same_training(wrapper: Wrapper, scaled: list[Any], plain: list[Any]) -> None:
     """Asserts that training with loss scaling gave what training without it gives.
 
-    To the last bit, but where Grappler optimizes the step: it may fuse what stands in a branch
-    otherwise than what stands outside of one.
+    To the last bit, but where Grappler optimizes the step, which may fuse what stands in a branch
+    otherwise than what stands outside of one, or XLA does so for a GPU.
     """
-    if wrapper.has_grappler:
+    on_a_gpu = wrapper.backend == "jax" and os.environ.get("LOSSSCALE_TEST_DEVICE") == "cuda"
+    if wrapper.has_grappler or (wrapper.compiles and on_a_gpu):
         same_but_for_rounding(scaled, plain)
     else:
         same_bits(scaled, plain)

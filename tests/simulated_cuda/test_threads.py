@@ -16,6 +16,8 @@ import lossscale
 from lossscale.errors import GradientsError
 from lossscale.torch import LossScaleOptimizer
 
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it needs two GPUs")
+
 
 def ones(at="cuda"):
     return nn.Parameter(torch.ones(4, device=at))
@@ -57,6 +59,7 @@ def test_an_error_in_a_device_thread_arrives_as_ours_and_checkpointing_goes_on()
     assert p.tolist() == [0.5] * 4
 
 
+@two_gpus
 def test_two_wrappers_on_two_devices_in_one_pass():
     p, q = ones("cuda:0"), ones("cuda:1")
     first, second = wrapped(p), wrapped(q, scale=2.0**10)
@@ -79,6 +82,7 @@ class SlowThreads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@two_gpus
 @pytest.mark.parametrize("there", [False, True], ids=["no gradients yet", "gradients are there"])
 @pytest.mark.parametrize("how", ["one sum", "several losses"])
 @pytest.mark.parametrize("way", ["wrapper", "drop-in"])

@@ -37,7 +37,8 @@ def _of_inner(name: str) -> Any:
     def set_(wrapper: Any, value: Any) -> None:
         setattr(wrapper.inner_optimizer, name, value)
 
-    return property(lambda wrapper: getattr(wrapper.inner_optimizer, name), set_)
+    doc = f"`{name}` of the inner optimizer."
+    return property(lambda wrapper: getattr(wrapper.inner_optimizer, name), set_, doc=doc)
 
 
 class InnerSettings(Wrapper):

@@ -64,7 +64,9 @@ def test_it_clips_as_pytorch_does(kind, clip, way):
     if kind == "fused" and clip == 0.5 and way != "unscale_":
         for (_, _, left), (_, _, right) in zip(ours, theirs, strict=True):
             numbers = [np.frombuffer(stored, np.float32) for stored in (left, right)]
-            np.testing.assert_allclose(*numbers, rtol=3e-7)
+            # A GPU rounds products and sums once, so that weights and then gradients differ.
+            rtol = 3e-7 if given[0].device.type == "cpu" else 3e-6
+            np.testing.assert_allclose(*numbers, rtol=rtol)
     else:
         assert (snapshot(given, optimizer), ours) == (snapshot(plain, bare), theirs)
 

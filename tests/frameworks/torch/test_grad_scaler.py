@@ -555,7 +555,10 @@ def test_only_an_optimizer_that_skips_by_itself_is_called_on_a_skip(make, mended
         before = numbers(weights)
         one_step(scaler, optimizer, weights, slope)
         assert (numbers(weights) == before) == (slope == torch.inf)
-    assert len(calls) == (2 if name == "adam" else 3)
+    # Adagrad says so since PyTorch 2.12.
+    skips_by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+    assert len(calls) == (3 if skips_by_itself else 2)
+    assert skips_by_itself or name in ("adam", "adagrad-fused")
 
 
 @both

@@ -405,7 +405,10 @@ def test_a_recipe_computes_in_float16_and_ends_with_the_weights_of_float32(name,
     for pattern, instead in ({} if ON_THE_CPU else ON_A_GPU).items():
         source = re.sub(pattern, instead, source)
     (scaled, dtypes), (plain, plain_dtypes) = ran(source), ran(in_float32(source))
-    assert (dtypes, plain_dtypes) == ({torch.float16}, {torch.float32})
+    # Accelerate's own float16 mode, on a GPU, converts what a model returns.
+    converts = not ON_THE_CPU and (name, number) == ("accelerate", 1)
+    expected = torch.float32 if converts else torch.float16
+    assert (dtypes, plain_dtypes) == ({expected}, {torch.float32})
     models = [names.get("module", names.get("model")) for names in (scaled, plain)]
     for ours, expected in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-2, atol=1e-3)

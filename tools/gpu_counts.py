@@ -1,0 +1,97 @@
+"""Counts what a real GPU is asked for in a step, beside the counts of the simulated one.
+
+    python -m tools.gpu_counts
+
+prints a row for each step and way of `benchmarks.gpu_torch` whose counts differ, and how many are
+equal: the waits of the host, and the kernels and copies that PyTorch's profiler has seen on the
+device. docs/internals/gpu_counts.md holds those of the simulated device. Needs an NVIDIA GPU, and
+takes a minute; the status is 1 if loss scaling adds another count than there.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu_counts import PAGE
+from benchmarks.gpu_torch import LAYOUTS, OPTIMIZERS, WAYS, prepared
+from tools import ROOT
+
+Counts = tuple[int, int]
+"""Waits and launches of a step."""
+
+
+def on_the_page() -> dict[tuple[str, str], Counts]:
+    """Returns the counts of the simulated device, by step and way."""
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    found = {}
+    for line in text.partition("<!-- gpu counts torch")[2].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 6 and cells[2].isdigit():
+            found[cells[0], cells[1]] = int(cells[2]), int(cells[3])
+    return found
+
+
+def counted(way: str, optimizer: str, layout: str, clip_norm: float | None) -> Any:
+    """Counts the fourth step; returns waits and launches, and what was launched, by name."""
+    made, loss = prepared(way, optimizer, LAYOUTS[layout], clip_norm)
+    for _ in range(3):
+        made.backward(loss())
+        made.step()
+    value = loss()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        made.backward(value)
+        made.step()
+    waits = 0
+    launches: collections.Counter[str] = collections.Counter()
+    for event in profiler.events():
+        # PyTorch marks the step of an optimizer, which is no launch.
+        is_mark = event.name.startswith("Optimizer.")
+        if event.device_type == torch.autograd.DeviceType.CUDA and not is_mark:
+            # The copy that a wait waits for is no launch of its own on the page.
+            launches[event.name] += not event.name.startswith("Memcpy DtoH")
+        # The profiler itself waits for the device when it ends.
+        waits += event.name in ("cudaStreamSynchronize", "cudaEventSynchronize")
+    return (waits, launches.total()), launches
+
+
+def rows() -> Iterator[tuple[str, str, Counts, Any]]:
+    """Yields each step and way with its counts on the GPU."""
+    for layout, optimizer, clip_norm in itertools.product(LAYOUTS, OPTIMIZERS, (None, 1.0)):
+        step = f"{optimizer}, {layout}" + (", clipped" if clip_norm else "")
+        for way in WAYS:
+            if way != "device" or "fused" in optimizer:
+                yield step, way, *counted(way, optimizer, layout, clip_norm)
+
+
+def main() -> int:
+    """Prints the rows."""
+    warnings.simplefilter("ignore")
+    expected, bare, known = on_the_page(), dict[str, Any](), dict[str, Any]()
+    equal, differ = 0, 0
+    for step, way, found, launches in rows():
+        if way == "bare":
+            bare[step], known[step] = found, launches
+        page, adds = expected[step, way], found[1] - bare[step][1]
+        if (page[0], page[1] - expected[step, "bare"][1]) == (found[0], adds):
+            equal += 1
+            if page != found:
+                print(f"{step} | {way} | page {page} | here {found}: adds as much")
+            continue
+        differ += 1
+        more = {k: n - known[step][k] for k, n in launches.items() if n != known[step][k]}
+        print(f"{step} | {way} | page {page} | here {found} | adds {adds}: {more}")
+    print(f"{torch.cuda.get_device_name()}: {equal} add what the page has, {differ} do not")
+    return 1 if differ else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
