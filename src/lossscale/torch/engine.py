@@ -75,6 +75,7 @@ class Engine:
     Attributes:
         rule: The rule that moves the loss scale.
         record: The state of its gradients.
+        last_info: What `info` returned last.
         join_group: The processes of a `torch.distributed.algorithms.Join`, within it.
     """
 
@@ -85,19 +86,19 @@ class Engine:
     ) -> None:
         self.inner, self.scale, self.rule = inner, scale, scale.rule
         self.clip_norm, self.process_group = clip_norm, process_group
-        self._info = ParameterInfo(ranks.parameters_of(self.inner), process_group)
+        self.last_info = ParameterInfo(ranks.parameters_of(self.inner), process_group)
         self._first_steps = FirstSteps()
         self.record = GradientRecord()
-        self._forget = register(self, self._info)
+        self._forget = register(self, self.last_info)
 
     def info(self) -> ParameterInfo:
         """Facts about the parameters that the optimizer has now."""
         parameters = ranks.parameters_of(self.inner)
-        if not self._info.is_of(parameters):
+        if not self.last_info.is_of(parameters):
             self._forget()
-            self._info = ParameterInfo(parameters, self.process_group)
-            self._forget = register(self, self._info)
-        return self._info
+            self.last_info = ParameterInfo(parameters, self.process_group)
+            self._forget = register(self, self.last_info)
+        return self.last_info
 
     def _groups(self, info: ParameterInfo) -> Any:
         return info.groups or (() if self.join_group is None else (self.join_group,))

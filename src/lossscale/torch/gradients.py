@@ -70,7 +70,8 @@ def collect(
     grads = info.gradients() if grads is None else grads
     if len(info.devices) == 1 and _PLAIN_TYPES.issuperset(map(type, grads)):
         # One loop in C for each property: a loop over tuples takes twice the time.
-        dtypes = set(map(_DTYPE, grads))
+        with ranks.UNSEEN():
+            dtypes = set(map(_DTYPE, grads))
         if len(dtypes) == 1 and dtypes <= _IN_PLACE and not share_memory(grads, info):
             return Gradients(grads, [grads], [grads])
     owning = [p for p in info.parameters if p.grad is not None]
@@ -89,7 +90,8 @@ def collect(
 def lie_as_before(info: ranks.ParameterInfo) -> bool:
     """Whether all gradients lie where they were found to share no memory."""
     try:
-        return info.places == list(map(_START, map(_GRAD, info.parameters)))
+        with ranks.UNSEEN():
+            return info.places == list(map(_START, map(_GRAD, info.parameters)))
     except (RuntimeError, TypeError):
         # One is sparse, or None.
         return False
@@ -101,22 +103,23 @@ def share_memory(tensors: Sequence[Any], info: ParameterInfo) -> bool:
     Autograd gives the same gradient, or views of it, to each term of a sum. Each must be divided
     once. Those of a step tend to lie where those of the step before did, which is quick to see.
     """
-    try:
-        starts = list(map(_START, tensors))
-    except RuntimeError:
-        # A sparse one has no memory of its own: its values have.
-        return True
-    if starts == info.places:
-        return False
-    ends = []
-    for tensor, start in zip(tensors, starts, strict=True):
-        last = tensor.numel()
-        if not tensor.is_contiguous():
-            strides = zip(tensor.shape, tensor.stride(), strict=True)
-            last = sum((size - 1) * stride for size, stride in strides) + 1
-        if last < tensor.numel():
+    with ranks.UNSEEN():
+        try:
+            starts = list(map(_START, tensors))
+        except RuntimeError:
+            # A sparse one has no memory of its own: its values have.
             return True
-        ends.append(start + last * tensor.element_size())
+        if starts == info.places:
+            return False
+        ends = []
+        for tensor, start in zip(tensors, starts, strict=True):
+            last = tensor.numel()
+            if not tensor.is_contiguous():
+                strides = zip(tensor.shape, tensor.stride(), strict=True)
+                last = sum((size - 1) * stride for size, stride in strides) + 1
+            if last < tensor.numel():
+                return True
+            ends.append(start + last * tensor.element_size())
     shared = any(map(operator.gt, sorted(ends), sorted(starts)[1:]))
     # If each parameter has a gradient, the same places mean the same sizes.
     info.places = None if shared or len(starts) < len(info.parameters) else starts

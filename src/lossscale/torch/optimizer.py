@@ -392,7 +392,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         """Remembers what all processes have decided."""
         record = self._record
         record.unseen, record.divided = False, None
-        record.decision, record.known = decision, self._engine.info()
+        record.decision, record.known = decision, self._engine.last_info
 
     def _finish(self, decision: StepDecision, *, keep: bool = False) -> None:
         """Moves the scale and counts the step, once it was applied or is to be skipped."""

@@ -26,6 +26,8 @@ from lossscale.errors import ArgumentTypeError, UnsupportedError
 
 HALF = (torch.float16, torch.complex32)
 """Formats in which gradients are not divided: small ones would flush to zero."""
+UNSEEN: Any = torch._C.DisableTorchFunction
+"""Within it no mode sees a call: with a default device, each `.grad` would take microseconds."""
 
 
 def _dtensor() -> Any:
@@ -124,15 +126,18 @@ class ParameterInfo:
 
     def gradients(self) -> list[Any]:
         """The gradients that are not None."""
-        return [gradient for p in self.parameters if (gradient := p.grad) is not None]
+        with UNSEEN():
+            return [gradient for p in self.parameters if (gradient := p.grad) is not None]
 
     def first_gradient(self) -> Any:
         """The first gradient that is not None; None if there is none."""
-        return next((g for p in self.parameters if (g := p.grad) is not None), None)
+        with UNSEEN():
+            return next((g for p in self.parameters if (g := p.grad) is not None), None)
 
     def last_gradient(self) -> Any:
         """The last gradient that is not None: what optimizers share tends to come first."""
-        return next((g for p in reversed(self.parameters) if (g := p.grad) is not None), None)
+        with UNSEEN():
+            return next((g for p in reversed(self.parameters) if (g := p.grad) is not None), None)
 
     def copies(self, gradient: Any) -> int:
         """The number of times that a sum over `groups` counts each number of a gradient.

@@ -565,7 +565,9 @@ def unscale(
         they are not checked.
     """
     grads, in_graph = info.gradients(), []
-    if any(map(_REQUIRES_GRAD, grads)):
+    with ranks.UNSEEN():
+        has_graph = any(map(_REQUIRES_GRAD, grads))
+    if has_graph:
         in_graph = [p for p in info.parameters if (g := p.grad) is not None and g.requires_grad]
         info = info.without(set(map(id, in_graph)))
         grads = info.gradients()
