@@ -60,9 +60,8 @@ class Way:
             cls = lossscale.torch.GradScaler if self.name == "drop-in" else torch.amp.GradScaler
             self.scaler = cls(self.device, init_scale=self.scale, growth_interval=self.interval)
         elif self.name != "bare":
-            rule: Any = lossscale.DynamicScale(self.scale, growth_interval=self.interval)
-            if self.name == "fixed":
-                rule = lossscale.FixedScale(self.scale)
+            dynamic = lossscale.DynamicScale(self.scale, growth_interval=self.interval)
+            rule = lossscale.FixedScale(self.scale) if self.name == "fixed" else dynamic
             decide = "device" if self.name == "device" else "host"
             settings = {"rule": rule, "decide": decide, "clip_norm": self.clip_norm}
             self.wrappers = [
@@ -152,8 +151,8 @@ def _way(name: str, parameters: list[Any], row: Row) -> Way:
     # The verb leaves gradients that anything can clip.
     settings = {"clip_norm": None} if way == "verb" else {}
     device = "cpu" if row.device == "cpu" else "cuda"
-    clip_norm = CLIP if clips else None
-    return Way(NAMES.get(way, way), [inner], clip_norm, device=device, settings=settings)
+    name = NAMES.get(way, way)
+    return Way(name, [inner], CLIP if clips else None, device=device, settings=settings)
 
 
 @functools.lru_cache(maxsize=1)
@@ -192,6 +191,12 @@ def _shared(row: Row, small: bool) -> tuple[list[Any], Callable[[], Any]]:
 
 
 def _program(row: Row, name: str, small: bool) -> Step:
+    # Not while it runs: with a default device, each call of PyTorch takes longer.
+    with torch.device("cpu" if row.device == "cpu" else "cuda"):
+        return _built(row, name, small)
+
+
+def _built(row: Row, name: str, small: bool) -> Step:
     parameters, loss = _shared(row, small)
     way = _way(name, parameters, row)
     owner = way.scaler or way.optimizers[0]
@@ -224,15 +229,9 @@ def _program(row: Row, name: str, small: bool) -> Step:
         return _Step(whole, owner, parameters)
     factor = 1.0 if name.startswith("bare") else SCALE
     gradients = [torch.tensor(gradient) for gradient in row.workload.gradients(factor)]
-    run = backward if row.case == "backward" else alone
-    return _Step(run, owner, parameters, gradients)
+    return _Step(backward if row.case == "backward" else alone, owner, parameters, gradients)
 
 
 FRAMEWORK = Framework(
-    _program,
-    start=lambda: torch.set_num_threads(1),
-    devices=devices,
-    # What is made without a device is made on that one.
-    on_device=lambda kind: torch.device("cpu" if kind == "cpu" else "cuda"),
-    forget=_shared.cache_clear,
+    _program, lambda: torch.set_num_threads(1), devices, forget=_shared.cache_clear
 )
