@@ -145,6 +145,8 @@ class Monitor(LoopMonitor):
         number = self._steps_so_far() + 1
         if self._explainer is not None:
             self._explainer.decided(number, applied, float(scale) if not applied else 0.0)
+        # Of an applied step they are not looked at.
+        groups = () if applied else groups
         parameters = [p for group in groups for p in group["params"] if p.grad is not None]
 
         def unscale(gradients: Any) -> list[Any]:

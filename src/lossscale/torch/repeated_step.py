@@ -258,8 +258,10 @@ class _Call:
     """A call of the model."""
 
     def __init__(self, args: Any, kwargs: Any, draws: bool) -> None:
-        # The program may change its containers.
-        self.args, self.kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
+        if not all(map(torch.is_tensor, (*args, *kwargs.values()))):
+            # The program may change its containers.
+            args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
+        self.args, self.kwargs = args, kwargs
         self.given = list(tensors_in((self.args, self.kwargs)))
         self.versions = list(map(_VERSION, self.given))
         # Those of the host only if need be: it takes as long as the rest.

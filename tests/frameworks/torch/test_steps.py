@@ -465,13 +465,17 @@ class Intercepted(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", [name for name in WAYS if name != "PyTorch's scaler"])
+@pytest.mark.parametrize("name", [*WAYS[1:-1], "scale_loss, monitored", "drop-in, monitored"])
 def test_a_mode_sees_no_call_for_each_parameter(name):
     """With a default device each call takes microseconds more."""
 
     def calls(name, count):
+        name, _, monitored = name.partition(", ")
         parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(count)]
         way = Way(name, [torch.optim.SGD(parameters, fused=True)], device="cpu")
+        if monitored:
+            named = [(str(number), p) for number, p in enumerate(parameters)]
+            way.monitor = lossscale.torch.Monitor(way.scaler or way.wrappers[0], named)
         for _ in range(2):
             way.zero_grad()
             loss = sum(p.sum() for p in parameters)
