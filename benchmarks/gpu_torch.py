@@ -244,8 +244,7 @@ def of_keras(way: str, inner: str) -> tuple[Recorder, list[Any]]:
     """
     import keras
 
-    kind, settings = KERAS_INNERS[inner]
-    made = getattr(keras.optimizers, kind)(1e-4, **settings)
+    made = getattr(keras.optimizers, inner)(1e-4, **KERAS_INNERS[inner])
     if way != "bare":
         cls: Any = lossscale if way == "ours" else keras.mixed_precision
         made = cls.LossScaleOptimizer(made, initial_scale=SCALE)
@@ -261,21 +260,24 @@ def of_keras(way: str, inner: str) -> tuple[Recorder, list[Any]]:
 
 
 KERAS_WAYS = ("bare", "ours", "Keras' class")
-KERAS_INNERS: dict[str, tuple[str, dict[str, float]]] = {
-    "Adam": ("Adam", {}),
-    "SGD": ("SGD", {"momentum": 0.9}),
-}
+KERAS_INNERS: dict[str, dict[str, float]] = {"Adam": {}, "SGD": {"momentum": 0.9}}
 
 
-def rows(layouts: Iterable[str] = tuple(LAYOUTS)) -> Iterator[tuple[dict[str, Any], Recorder]]:
-    """Yields the rows of the tables, and what they count."""
+def steps(layouts: Iterable[str] = tuple(LAYOUTS)) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yields the name of each step, and for each of its ways the arguments of `prepared`."""
     for layout, optimizer, clip_norm in itertools.product(layouts, OPTIMIZERS, (None, 1.0)):
         step = f"{optimizer}, {layout}" + (", clipped" if clip_norm else "")
         for way in WAYS:
             # Only fused optimizers can skip their own step.
             if way != "device" or "fused" in optimizer:
-                found = counted(way, optimizer, LAYOUTS[layout], clip_norm)
-                yield {"step": step, "way": way, **found.counts()}, found
+                yield step, (way, optimizer, LAYOUTS[layout], clip_norm)
+
+
+def rows(layouts: Iterable[str] = tuple(LAYOUTS)) -> Iterator[tuple[dict[str, Any], Recorder]]:
+    """Yields the rows of the tables, and what they count."""
+    for step, arguments in steps(layouts):
+        found = counted(*arguments)
+        yield {"step": step, "way": arguments[0], **found.counts()}, found
     for inner, way in itertools.product(KERAS_INNERS, KERAS_WAYS):
         found, _ = of_keras(way, inner)
         yield {"step": f"Keras, {inner}, 10 x 100", "way": way, **found.counts()}, found

@@ -26,8 +26,6 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(_compiled.cleanup)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
 SIMULATED_CUDA = "LOSSSCALE_TEST_SIMULATED_CUDA" in os.environ
-# Of the simulated device's tests those that a real one can run, too: tools.gpu asks for them.
-ON_EACH_GPU = ("test_capture.py", "test_devices_and_streams.py", "test_threads.py")
 if SIMULATED_CUDA:
     # Before anything imports PyTorch.
     simulated_cuda.start()
@@ -84,14 +82,12 @@ def two_replicas():
 
 
 def pytest_collection_modifyitems(items):
+    on_a_gpu = os.environ.get("LOSSSCALE_TEST_DEVICE") == "cuda"
     for item in items:
         if SIMULATED_CUDA and (why := simulated_cuda.CANNOT.get(getattr(item, "originalname", ""))):
             item.add_marker(pytest.mark.skip(why))
-        on_a_gpu = (
-            os.environ.get("LOSSSCALE_TEST_DEVICE") == "cuda" and item.path.name in ON_EACH_GPU
-        )
-        simulated = "/simulated_cuda/" in item.path.as_posix()
-        if simulated and not SIMULATED_CUDA and not on_a_gpu:
+        runs = SIMULATED_CUDA or (on_a_gpu and item.path.name in simulated_cuda.ON_EACH_GPU)
+        if "/simulated_cuda/" in item.path.as_posix() and not runs:
             item.add_marker(pytest.mark.skip("tests/run.py runs it on a simulated device"))
         if not XLA_GPU and "/xla_gpu/" in item.path.as_posix():
             item.add_marker(pytest.mark.skip("tests/run.py runs it with XLA's compiler for GPUs"))

@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import machine, tables
+from simulated_cuda import device as simulated_cuda
 from tools import ROOT
 
 BEGIN, END = "<!-- gpu: python -m tools.gpu -->", "<!-- end of gpu -->"
@@ -47,9 +48,7 @@ PROMISES = tuple(
     f"tests/conformance/test_{name}.py"
     for name in ("device", "promises", "what_rules_see", "random_programs", "arguments")
 )
-ON_EACH_GPU = tuple(
-    f"tests/simulated_cuda/test_{name}.py" for name in ("capture", "devices_and_streams", "threads")
-)
+ON_EACH_GPU = tuple(f"tests/simulated_cuda/{name}" for name in simulated_cuda.ON_EACH_GPU)
 BENCHMARKS = "benchmarks"
 
 
@@ -95,8 +94,10 @@ OF_TORCH = {
     "`diagnose` and `Monitor`": "a_diagnosis_and_a_monitor",
     "two ranks on one GPU, over gloo": "two_ranks_on_one_device",
 }
-OF_JAX = ("docstrings", "from_jmp", "jaxprs", "leaves", "loops", "monitor", "orders", "persistence")
-OF_JAX += ("diagnose", "explain", "skipping", "state_form", "unless_skipped", "wrong_calls")
+OF_JAX = (
+    *("docstrings", "from_jmp", "jaxprs", "leaves", "loops", "monitor", "orders", "persistence"),
+    *("diagnose", "explain", "skipping", "state_form", "unless_skipped", "wrong_calls"),
+)
 IN_JAX = {
     "flax_linen": "flax",
     "flax_nnx": "flax",

@@ -11,17 +11,15 @@ takes a minute; the status is 1 if loss scaling adds another count than there.
 from __future__ import annotations
 
 import collections
-import itertools
 import sys
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_counts import PAGE
-from benchmarks.gpu_torch import LAYOUTS, OPTIMIZERS, WAYS, prepared
+from benchmarks.gpu_torch import prepared, steps
 from tools import ROOT
 
 Counts = tuple[int, int]
@@ -39,9 +37,13 @@ def on_the_page() -> dict[tuple[str, str], Counts]:
     return found
 
 
-def counted(way: str, optimizer: str, layout: str, clip_norm: float | None) -> Any:
-    """Counts the fourth step; returns waits and launches, and what was launched, by name."""
-    made, loss = prepared(way, optimizer, LAYOUTS[layout], clip_norm)
+def counted(*arguments: Any) -> tuple[Counts, Any]:
+    """Counts the fourth step of what `prepared` returns.
+
+    Returns:
+        Waits and launches, and what was launched, by name.
+    """
+    made, loss = prepared(*arguments)
     for _ in range(3):
         made.backward(loss())
         made.step()
@@ -63,21 +65,13 @@ def counted(way: str, optimizer: str, layout: str, clip_norm: float | None) -> A
     return (waits, launches.total()), launches
 
 
-def rows() -> Iterator[tuple[str, str, Counts, Any]]:
-    """Yields each step and way with its counts on the GPU."""
-    for layout, optimizer, clip_norm in itertools.product(LAYOUTS, OPTIMIZERS, (None, 1.0)):
-        step = f"{optimizer}, {layout}" + (", clipped" if clip_norm else "")
-        for way in WAYS:
-            if way != "device" or "fused" in optimizer:
-                yield step, way, *counted(way, optimizer, layout, clip_norm)
-
-
 def main() -> int:
     """Prints the rows."""
     warnings.simplefilter("ignore")
     expected, bare, known = on_the_page(), dict[str, Any](), dict[str, Any]()
     equal, differ = 0, 0
-    for step, way, found, launches in rows():
+    for step, arguments in steps():
+        way, (found, launches) = arguments[0], counted(*arguments)
         if way == "bare":
             bare[step], known[step] = found, launches
         page, adds = expected[step, way], found[1] - bare[step][1]

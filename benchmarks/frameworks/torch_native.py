@@ -150,9 +150,8 @@ def _way(name: str, parameters: list[Any], row: Row) -> Way:
     way, _, clips = name.partition(", ")
     # The verb leaves gradients that anything can clip.
     settings = {"clip_norm": None} if way == "verb" else {}
-    device = "cpu" if row.device == "cpu" else "cuda"
-    name = NAMES.get(way, way)
-    return Way(name, [inner], CLIP if clips else None, device=device, settings=settings)
+    device, clip_norm = parameters[0].device.type, CLIP if clips else None
+    return Way(NAMES.get(way, way), [inner], clip_norm, device=device, settings=settings)
 
 
 @functools.lru_cache(maxsize=1)
@@ -172,16 +171,15 @@ def _shared(row: Row, small: bool) -> tuple[list[Any], Callable[[], Any]]:
         x = torch.randn(128, 784)
     elif row.model == "transformer":
         width = 8 if small else 512
-        layers = [nn.TransformerEncoderLayer(width, 8, 4 * width, 0.0) for _ in range(6)]
-        layers += [nn.Flatten(1), nn.LazyLinear(10)]
         x = torch.randn(*((2, 16) if row.device == "cpu" else (32, 128)), width)
+        layers = [nn.TransformerEncoderLayer(width, 8, 4 * width, 0.0) for _ in range(6)]
+        layers += [nn.Flatten(1), nn.Linear(x[0].numel(), 10)]
     else:
         width = 4 if small else 32
         layers = [nn.Conv2d(3, width, 3), nn.ReLU(), nn.Conv2d(width, width, 3), nn.ReLU()]
         layers += [nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(width * 16, 10)]
         x = torch.randn(32, 3, 24, 24)
     model, labels = nn.Sequential(*layers), torch.randint(0, 10, (len(x),))
-    model(x)
 
     def loss() -> Any:
         with torch.autocast("cuda", torch.float16, enabled=row.device != "cpu"):

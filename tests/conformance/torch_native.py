@@ -77,6 +77,15 @@ def inner_optimizers(fused: bool) -> dict[str, Callable[[Sequence[Any]], Any]]:
         made = torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.01, **flag)
         return _clipping(_each_norm)(made)
 
+    def clipping_values(parameters: Sequence[Any]) -> Any:
+        if not fused:
+            made: Any = torch.optim.RMSprop(parameters, lr=0.1)
+        elif FUSED_ADAGRAD:
+            made = torch.optim.Adagrad(parameters, lr=0.1, fused=True)
+        else:
+            made = torch.optim.Adam(parameters, lr=0.1, amsgrad=True, fused=True)
+        return _clipping(_each_value)(made)
+
     found = {
         "plain": sgd(1.0),
         "sgd": sgd(0.5),
@@ -87,13 +96,7 @@ def inner_optimizers(fused: bool) -> dict[str, Callable[[Sequence[Any]], Any]]:
         "small-rate": sgd(2.0**-13),
         "large-rate": sgd(8.0),
         "small-momentum": sgd(2.0**-13, momentum=0.5),
-        "clipvalue": lambda parameters: _clipping(_each_value)(
-            torch.optim.RMSprop(parameters, lr=0.1)
-            if not fused
-            else torch.optim.Adagrad(parameters, lr=0.1, fused=True)
-            if FUSED_ADAGRAD
-            else torch.optim.Adam(parameters, lr=0.1, amsgrad=True, fused=True)
-        ),
+        "clipvalue": clipping_values,
     }
     if fused:
         return found

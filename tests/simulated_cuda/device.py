@@ -39,6 +39,9 @@ Keras' initializers ask for), and of memory that the allocator gives to another 
 """
 
 
+ON_EACH_GPU = ("test_capture.py", "test_devices_and_streams.py", "test_threads.py")
+"""Of the files beside this one those that run on a real GPU, too; tools.gpu asks for them."""
+
 _driver: Any = None
 
 

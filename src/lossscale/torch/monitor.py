@@ -145,9 +145,9 @@ class Monitor(LoopMonitor):
         number = self._steps_so_far() + 1
         if self._explainer is not None:
             self._explainer.decided(number, applied, float(scale) if not applied else 0.0)
-        # Of an applied step they are not looked at.
-        groups = () if applied else groups
-        parameters = [p for group in groups for p in group["params"] if p.grad is not None]
+        # The tracker reads the gradients of skipped steps only.
+        skipped = () if applied else groups
+        parameters = [p for group in skipped for p in group["params"] if p.grad is not None]
 
         def unscale(gradients: Any) -> list[Any]:
             return [g if divisor is None else g / divisor.to(g.device) for g in gradients]
