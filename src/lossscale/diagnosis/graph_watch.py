@@ -14,12 +14,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.diagnosis.evaluation import Call, Evaluation, line_of, origin_of
 from lossscale.monitoring.explanation import Origin
-from lossscale.monitoring.origins import Watched
+from lossscale.monitoring.origins import Call, Evaluation, Watched, bounded, line_of
 
 _BACKWARD = "gradient_tape/"
-_SETTERS = ("Const", "Fill", "BroadcastTo", "Select", "SelectV2", "PadV2")
 _NARROW = (tf.float16, tf.bfloat16, tf.float32)
 
 
@@ -59,7 +57,8 @@ class GraphWatch:
         read = [outer for outer, _ in graph.captures]
         named = [(each, *self._names.get(id(each), ("", False))) for each in read]
         weights = {id(each): name for each, name, is_weight in named if is_weight}
-        self._evaluation = Evaluation(weights)
+        self._evaluation = Evaluation(lambda value: weights.get(id(value), ""))
+        origin_of = self._evaluation.origin_of
         origins = [origin_of(each, name, is_weight=kind) for each, name, kind in named]
         given, origins = [tf.constant(scale, tf.float32), *read], [None, *origins]
         _, (loss, *gradients) = self._evaluate(graph, given, origins, self._outputs)
@@ -121,12 +120,13 @@ class GraphWatch:
             [(each.filename, each.lineno, each.name) for each in reversed(operation.traceback)]
         )
         call = Call(
+            operation.type,
             f"backward of {_derived(operation)}" if in_backward else operation.type,
             module,
             in_backward,
-            operation.type in _SETTERS and not any(taken),
-            lambda given: _computed(operation, given),
-            lambda given: _computed(operation, given, wide=True),
+            False,
+            lambda: _computed(operation, list(map(bounded, given))),
+            lambda: _computed(operation, given, wide=True),
         )
         return made, self._evaluation.origins(call, given, taken, made)
 

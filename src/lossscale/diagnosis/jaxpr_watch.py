@@ -16,17 +16,16 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Literal
 
-from lossscale.diagnosis.evaluation import (
-    Call,
-    Evaluation,
-    flags_of,
-    is_float,
-    line_of,
-    origin_of,
-)
 from lossscale.jax.apply_or_skip import bind
 from lossscale.monitoring.explanation import FailedOperation, Origin
-from lossscale.monitoring.origins import Watched
+from lossscale.monitoring.origins import (
+    Call,
+    Evaluation,
+    Watched,
+    bounded,
+    is_float,
+    line_of,
+)
 
 _TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "rematted_computation"}
 _DERIVED = ("div", "rsqrt", "sqrt", "log", "log1p", "pow", "integer_pow", "acos", "asin", "atanh")
@@ -60,9 +59,10 @@ class JaxprWatch:
         """Evaluates it, and returns the origins of what is not finite."""
         named = list(zip(self._names, self._arrays, strict=True))
         weights = {id(array): name for (name, is_weight), array in named if is_weight}
-        self._evaluation = Evaluation(weights)
+        self._evaluation = Evaluation(lambda value: weights.get(id(value), ""))
         self._callers: list[Any] = []
         self._derived: dict[FailedOperation, str] = {}
+        origin_of = self._evaluation.origin_of
         origins = [origin_of(array, name, is_weight=kind) for (name, kind), array in named]
         given = [*self._arrays, np.float32(scale)]
         _, (loss, *gradients) = self._evaluate(self.closed, given, [*origins, None])
@@ -79,6 +79,7 @@ class JaxprWatch:
         """Returns the outputs of a jaxpr, and the origins of those that are not finite."""
         jaxpr = closed.jaxpr
         inputs = [*jaxpr.constvars, *jaxpr.invars]
+        origin_of = self._evaluation.origin_of
         values = dict(zip(inputs, [*closed.consts, *arguments], strict=True))
         known = dict(zip(inputs, [*map(origin_of, closed.consts), *origins], strict=True))
 
@@ -114,13 +115,15 @@ class JaxprWatch:
     ) -> list[Origin | None]:
         nested = [*self._callers, equation]
         literals = [atom.val for atom in equation.invars if isinstance(atom, Literal)]
+        name = equation.primitive.name
         call = Call(
-            equation.primitive.name,
+            name,
+            name,
             self._plain(_module(nested)),
             "transpose(" in _scopes(nested),
-            any(any(flags_of(value)) for value in literals),
-            lambda given: bind(jaxpr, equation, given),
-            lambda given: _widened(equation, given),
+            any(map(self._evaluation.origin_of, literals)),
+            lambda: bind(jaxpr, equation, list(map(bounded, given))),
+            lambda: _widened(equation, given),
         )
         found = self._evaluation.origins(call, given, taken, made)
         for origin in found:

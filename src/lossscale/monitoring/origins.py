@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from lossscale.monitoring.explanation import (
+    LARGEST,
     Explanation,
+    FailedOperation,
     Origin,
     constant_beyond_float16,
     explained,
@@ -19,8 +27,21 @@ from lossscale.monitoring.explanation import (
     with_line,
 )
 
+SMALL = 2.0**-14
+"""The smallest float16 number with all digits."""
 _HARM = 2.0**-10
 """Float16's rounding of 1."""
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_ADDING = ("add", "addv2", "biasadd", "clamp", "clamp_min", "max", "maximum")
+_CASTS = ("convert_element_type", "Cast", "_to_copy", "copy_")
+_SETTERS = (
+    *("full", "full_like", "new_full", "fill_", "fill", "scalar_tensor", "masked_fill_"),
+    *("masked_fill", "where", "constant_pad_nd", "lift_fresh", "lift_fresh_copy"),
+    *("Const", "Fill", "BroadcastTo", "Select", "SelectV2", "PadV2"),
+)
+"""Operations that may put an infinity of the program into an array."""
+_SINGULAR = ("div", "reciprocal", "inv", "sqrt", "log", "pow", "acos", "asin", "atanh")
+"""Parts of the names of operations that may have no finite result for finite numbers."""
 
 
 class Flags(NamedTuple):
@@ -51,31 +72,164 @@ class Watched(NamedTuple):
         return self.loss is None and self.gradients is None
 
 
-def passed_on(
-    taken: Sequence[tuple[Origin, Flags]], made: Flags, *, sets: bool, in_backward: bool
-) -> Origin | None:
-    """Returns the origin of what an operation only passes on; None if it makes something new.
+class Call(NamedTuple):
+    """A call of an operation.
+
+    Attributes:
+        name: The name of the operation.
+        shown: The name for texts.
+        module: The path of its module.
+        in_backward: Whether it is in the backward pass.
+        sets: Whether the program gives it an infinity.
+        bounded: Computes its results again, from 65,504 in place of infinities; it may raise.
+        widened: Does the same in float64, from its inputs as they are.
+        line: The line of the program, if it is outside of modules.
+    """
+
+    name: str
+    shown: str
+    module: str
+    in_backward: bool
+    sets: bool
+    bounded: Callable[[], Sequence[Any]]
+    widened: Callable[[], Sequence[Any]]
+    line: str = ""
+
+
+class Evaluation:
+    """The origins of what is not finite in one pass, whose operations are called one by one.
 
     Args:
-        taken: The inputs that are not finite.
-        made: The kinds of numbers in the result.
-        sets: Whether the program gives the operation an infinity.
-        in_backward: Whether it is an operation of the backward pass.
+        name_of: Returns the name of the parameter that a value is; "" if it is none.
+
+    Attributes:
+        small: The small numbers that are added, by module; see `Watched`.
+        hidden: The origin of the first overflow that makes a result wrong, and finite.
+        absorbed: The origins of overflows that end in the forward pass.
     """
+
+    def __init__(self, name_of: Callable[[Any], str]) -> None:
+        self._name_of, self._in_float16 = name_of, False
+        self.small: dict[str, float] = {}
+        self.hidden: Origin | None = None
+        self.absorbed: set[Origin] = set()
+
+    def origins(
+        self,
+        call: Call,
+        given: Sequence[Any],
+        taken: Sequence[Origin | None],
+        made: Sequence[Any],
+    ) -> list[Origin | None]:
+        """Returns the origins of the results of a call that are not finite.
+
+        Args:
+            call: The call.
+            given: Its inputs.
+            taken: Their origins; None for those that are finite, or that the program has set.
+            made: Its results.
+        """
+        for each in given if call.name.lower().rstrip("_") in _ADDING else ():
+            if is_float(each) and np.ndim(each) == 0 and 0 < abs(float(each)) < SMALL:
+                self.small[call.module] = abs(float(each))
+        self._in_float16 |= any(re.search(r"\bfloat16", _dtype(each)) for each in made)
+        flags = list(map(self.flags_of, made))
+        is_finite = not any(map(any, flags))
+        infinite = []
+        for origin, each in zip(taken, given, strict=True):
+            kinds = self.flags_of(each) if origin or not is_finite else Flags()
+            # A list of tensors in a graph of TensorFlow has no numbers itself.
+            if any(kinds) or (origin and not is_float(each)):
+                infinite.append((origin or Origin(is_mask=True), kinds))
+        if infinite and is_finite and not call.in_backward:
+            self._note_harm(call, infinite, made)
+        return [self._origin(call, given, infinite, each) if any(each) else None for each in flags]
+
+    def origin_of(self, value: Any, name: str = "", *, is_weight: bool = False) -> Origin | None:
+        """Returns the origin of a value that a pass starts with; None if it is finite."""
+        if not any(self.flags_of(value)):
+            return None
+        array = self.on_host(value)
+        is_mask = not name or bool(((array == 0) | (array == -math.inf)).all())
+        return Origin(name=name, is_weight=is_weight, is_mask=is_mask)
+
+    # What arrays of other libraries than NumPy override.
+
+    def on_host(self, value: Any) -> Any:
+        """A value as a NumPy array of float64."""
+        return np.asarray(value, np.float64)
+
+    def flags_of(self, value: Any) -> Flags:
+        """The kinds of non-finite numbers in a value."""
+        if not is_float(value):
+            return Flags()
+        array = np.asarray(value)
+        return Flags(bool(np.isnan(array).any()), bool(np.isinf(array).any()))
+
+    def _note_harm(
+        self, call: Call, infinite: Sequence[tuple[Origin, Flags]], made: Sequence[Any]
+    ) -> None:
+        """Notes an overflow that ends here, and whether another number is made of 65,504."""
+        overflows = [o for o, flags in infinite if o.failed and flags.infinity and not flags.nan]
+        if not overflows:
+            return
+        self.absorbed.add(overflows[0])
+        with contextlib.suppress(Exception):
+            for one, other in zip(made, call.bounded(), strict=True):
+                if is_float(one):
+                    wide = self.on_host(other)
+                    if is_harmed(largest(self.on_host(one) - wide), largest(wide)):
+                        self.hidden = self.hidden or overflows[0]
+
+    def _origin(
+        self,
+        call: Call,
+        given: Sequence[Any],
+        infinite: Sequence[tuple[Origin, Flags]],
+        made: Flags,
+    ) -> Origin:
+        """The origin of a result that is not finite."""
+        if old := _passed_on(call, infinite, made):
+            return old._replace(line=old.line or call.line) if old.is_mask else old
+        is_cast = call.name in _CASTS
+        floats = [self.on_host(each) for each in given if is_cast or is_float(each)]
+        decisive = (floats[1:] or floats) if "div" in call.name.lower() else floats[:1]
+        failed = FailedOperation(
+            call.shown,
+            call.module,
+            call.in_backward,
+            largest_input=max(map(largest, floats), default=0.0),
+            largest_result=largest(floats[-1]) if is_cast else self._in_float64(call),
+            meets_zero=any((each == 0).any() for each in decisive),
+            meets_negative=any((each < 0).any() for each in decisive),
+            of_infinities=bool(infinite),
+            cast_of=self._name_of(given[-1]) if is_cast else "",
+            is_cast=is_cast,
+            in_float16=self._in_float16,
+        )
+        return Origin(failed, line=call.line)
+
+    def _in_float64(self, call: Call) -> float | None:
+        """The largest magnitude that a call computes in float64; None if not finite."""
+        with contextlib.suppress(Exception):
+            made = [self.on_host(each) for each in call.widened() if is_float(each)]
+            finite = all(np.isfinite(each).all() for each in made)
+            return max(map(largest, made), default=0.0) if finite else None
+        # Not every operation exists in every dtype.
+        return None if any(part in call.name.lower() for part in _SINGULAR) else math.inf
+
+
+def _passed_on(call: Call, taken: Sequence[tuple[Origin, Flags]], made: Flags) -> Origin | None:
+    """Returns the origin of what an operation only passes on; None if it makes something new."""
     real = [origin for origin, _ in taken if not origin.is_mask]
     if real:
         # A skipped step may have left NaN in statistics, which a norm takes but does not read.
         return next((origin for origin in real if origin.failed is not None), real[0])
-    if sets:
+    if call.sets or (call.name in _SETTERS and not taken):
         return Origin(is_mask=True)
-    if taken and not in_backward and (not made.nan or any(flags.nan for _, flags in taken)):
+    if taken and not call.in_backward and (not made.nan or any(flags.nan for _, flags in taken)):
         return taken[0][0]
     return None
-
-
-def overflow_in(taken: Sequence[tuple[Origin, Flags]]) -> Origin | None:
-    """Returns the origin of an infinity that an operation of the forward pass has made."""
-    return next((o for o, flags in taken if o.failed and flags.infinity and not flags.nan), None)
 
 
 def is_harmed(difference: float, largest: float) -> bool:
@@ -94,6 +248,40 @@ def is_harmed(difference: float, largest: float) -> bool:
     return difference > _HARM * min(largest, 1.0)
 
 
+def _dtype(value: Any) -> str:
+    return str(getattr(value, "dtype", type(value)))
+
+
+def is_float(value: Any) -> bool:
+    """Whether a value is an array of floating-point numbers."""
+    return re.search(r"float\d\d|'float'", _dtype(value)) is not None
+
+
+def bounded(value: Any) -> Any:
+    """A NumPy array, or what can be one, with 65,504 in place of infinities."""
+    if not is_float(value) or not np.isinf(array := np.asarray(value)).any():
+        return value
+    return np.nan_to_num(array, nan=math.nan, posinf=LARGEST, neginf=-LARGEST)
+
+
+def line_of(frames: Iterable[tuple[str, int, str]]) -> str:
+    """The line of the program, outside of installed packages, in words; "" if there is none.
+
+    Args:
+        frames: The file, the line and the name of the function, of each call, the innermost first.
+    """
+    for file, line, function in frames:
+        if not file.startswith(_HERE) and "site-packages" not in file:
+            names = [name for name in function.split(".<locals>.") if name != "<lambda>"]
+            return f"{['', *names][-1]}, line {line}".removeprefix(", ")
+    return ""
+
+
+def largest(array: Any) -> float:
+    """The largest finite magnitude in an array; 0 if there is none."""
+    return float(np.abs(np.nan_to_num(array, nan=0, posinf=0, neginf=0)).max(initial=0))
+
+
 def explain_pass(
     watch: Callable[[float], Watched],
     scale: float,
@@ -105,7 +293,7 @@ def explain_pass(
         watch: Computes the pass at a loss scale, and watches it.
         scale: The loss scale.
         in_float32: Does the same in float32; None if the program cannot set a number above the
-            largest float16 number, and the watch knows the small numbers.
+            largest float16 number, and the watch sees small numbers before they are rounded.
     """
 
     @functools.cache
@@ -118,9 +306,10 @@ def explain_pass(
         return Watched(Origin(), None) if in_float32 is None else in_float32(scale)
 
     def with_epsilon(origin: Origin) -> Origin:
-        if origin.failed is None or origin.failed.epsilon:
+        if origin.failed is None:
             return origin
-        epsilon = wide().small.get(origin.failed.module, 0.0)
+        small = {**after(0).small, **wide().small}
+        epsilon = small.get(origin.failed.module, 0.0)
         return origin._replace(failed=origin.failed._replace(epsilon=epsilon))
 
     found = after(0)

@@ -280,9 +280,11 @@ def _size(tensor: Any) -> int:
 
 def _keep(gradients: dict[int, Any], number: int, gradient: Any) -> None:
     """Keeps the gradient of an output; holds neither the output nor its graph."""
-    before = gradients.get(number)
-    gradient = gradient.detach()
-    gradients[number] = gradient if before is None else before + gradient
+    # One of several outputs of an operation may get none.
+    if gradient is not None:
+        before = gradients.get(number)
+        gradient = gradient.detach()
+        gradients[number] = gradient if before is None else before + gradient
 
 
 def _refusal(model: Any) -> str:
@@ -323,7 +325,7 @@ def _repeated(model: Any, call: _Call, scale: float) -> Explanation:
         seeds = [call.gradients[number] for number in numbers]
         of_outputs = None
         if origin is None and not all(map(is_finite, seeds)):
-            of_outputs = with_hidden(_of_seeds(outputs, seeds, scale), watch.hidden)
+            of_outputs = with_hidden(_of_seeds(outputs, seeds, scale), watch.watched(None).hidden)
             if of_outputs.cause is not Cause.SCALE:
                 return of_outputs
             # At a lower scale they are finite, and something else may not be.
@@ -359,12 +361,12 @@ def examined(
     def watched(lower: float) -> Watched:
         origin = watch.origin(outputs, masks=is_loss)
         if origin is not None or not pairs or not roots:
-            return Watched(origin, None, watch.hidden)
+            return watch.watched(origin)
         derived, by = zip(*((out, seed * (lower / scale)) for out, seed in pairs), strict=True)
         watch.in_backward = True
         with watch:
             found = torch.autograd.grad(derived, roots, by, retain_graph=True, allow_unused=True)
-            return Watched(None, watch.origin(g for g in found if g is not None), watch.hidden)
+            return watch.watched(None, watch.origin(g for g in found if g is not None))
 
     return explain_pass(watched, scale, in_float32)
 

@@ -139,6 +139,9 @@ def test_a_block_is_named(name):
 # --- It changes nothing --------------------------------------------------------------------------
 
 
+GENERATOR = torch.Generator()
+
+
 class Slotted:
     __slots__ = ("calls", "seen")
 
@@ -202,6 +205,7 @@ class Eventful(nn.Module):
             self.codes = self.codes + 1
         self.numbers.data = self.numbers.data + 1
         noise = random.random() + np.random.randn() + torch.rand((), generator=self.generator)
+        noise += torch.rand((), generator=GENERATOR)
         noise += self.random.random() + self.numpy.random() + self.old_numpy.rand()
         self.array += 1
         self.object.calls += 1
@@ -221,6 +225,7 @@ class Eventful(nn.Module):
             *(self.array.tolist(), self.numbers.tolist(), self.total.tolist()),
             *(self.random.getstate(), self.numpy.bit_generator.state, self.old_numpy.get_state()),
             *(self.bit_generator.state, bits(self.generator.get_state())),
+            bits(GENERATOR.get_state()),
         )
         return repr(kept)
 
@@ -230,6 +235,7 @@ def trained(way, explain, micro_batches, guarded):
     torch.manual_seed(0)
     random.seed(1)
     np.random.seed(1)
+    GENERATOR.manual_seed(1)
     model, called = Eventful(), []
     rule = lossscale.DynamicScale(initial_scale=2.0**24, growth_interval=3)
     inner = torch.optim.AdamW(model.parameters())
@@ -501,6 +507,13 @@ PROGRAMS = {words: (Cause.UNKNOWN, program) for words, program in UNKNOWN.items(
     "The argument x.x": (
         Cause.BATCH,
         lambda p: p.replaced(lambda x: p.plain(x.x)).takes(Batch(BROKEN)),
+    ),
+    # One of several outputs of an operation gets no gradient.
+    "at a loss scale of 32768, 1 of their": (
+        Cause.SCALE,
+        lambda p: p.replaced(lambda x: p.plain(x).chunk(2)).takes(
+            ONES, called=lambda x: p.model(x)[0], factor=1e9
+        ),
     ),
     "state.h.0 of the model": (Cause.WEIGHTS, with_state),
     "The outputs of the model are finite": (
