@@ -22,7 +22,12 @@ from lossscale.diagnosis.report import Report
 from lossscale.errors import UnsupportedError
 from lossscale.monitoring.explanation import Explanation
 from lossscale.torch.ranks import is_spread
-from lossscale.torch.repeated_step import check_model_and_loss, eager_passes, explain
+from lossscale.torch.repeated_step import (
+    check_model_and_loss,
+    eager_passes,
+    explain,
+    needs_autocast,
+)
 from lossscale.torch.scaling import real_parts, scaled, widened
 
 LossFn = Callable[[Any, Any], Any]
@@ -105,7 +110,7 @@ class TorchGradientFunction:
         named = model.named_parameters()
         self._names = [_plain(n) for n, p in named if p.requires_grad and id(p) in owned]
         self._device = next((p.device.type for p in model.parameters()), "cpu")
-        self._casts = all(each.dtype != torch.float16 for each in model.parameters())
+        self._casts = needs_autocast(model)
         casting = "autocast to float16" if self._casts else "its own float16"
         self.setting = f"PyTorch, {self._device}, {casting}"
 

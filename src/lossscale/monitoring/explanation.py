@@ -28,6 +28,7 @@ _CHECK_THE_LOSS = (
 )
 NO_SCALE_HELPS = "no loss scale helps: "
 """Advice begins with it if no loss scale makes the step finite."""
+_OF_OUTPUTS = "gradient of the outputs"
 _FINITE = "the forward pass is finite; "
 _ADVISED_EPSILON = "1e-4"
 _MANY_HALVINGS, _LOW = 8, 2**8
@@ -38,6 +39,9 @@ _SINGULAR = {
     "log": "takes the logarithm of 0",
     "pow": "raises 0 to a negative power",
 }
+_OF_POSITIVE = ("rsqrt", "sqrt", "log", "pow")
+_BOUNDED = ("acos", "asin", "atanh", "acosh", "erfinv", "erf_inv")
+"""Operations that are not finite outside of an interval, or at its ends."""
 _SAME = {"true_divide": "div", "truediv": "div", "divide": "div", "addcdiv": "div", "power": "pow"}
 _SAME |= {"realdiv": "div", "divnonan": "div", "integer_pow": "pow", "inv": "reciprocal"}
 
@@ -78,7 +82,8 @@ class Explanation:
             not; "" if it is not known.
         module: The path of its module, or the parameter that is not finite; "" if not known.
         in_backward: Whether it is an operation of the backward pass.
-        halvings: Number of times the loss scale must be halved; None if no loss scale helps.
+        halvings: Number of times the loss scale must be halved, or 1 if it is not known, as for
+            gradients that overflow in outputs in float16; None if no loss scale helps.
         in_float16: Whether the pass had computed in float16 by then. If not, float16 is not to
             blame.
 
@@ -310,13 +315,19 @@ def _meaning(failed: FailedOperation) -> tuple[Cause, str, str]:
 
 def _singularity(failed: FailedOperation) -> str:
     """The action of an operation, as a verb."""
-    name = failed.operation.rpartition("(")[2].strip("_)").lower()
-    name = "log" if name.startswith("log") else _SAME.get(name, name)
-    if failed.meets_zero:
-        return _SINGULAR.get(name, "has no finite result for 0")
-    if failed.meets_negative:
+    name = _plain_name(failed)
+    if failed.meets_zero and name not in _BOUNDED:
+        words = None if failed.in_backward else _SINGULAR.get(name)
+        return words or "has no finite result for 0"
+    if failed.meets_negative and name in _OF_POSITIVE:
         return "has no finite result for a negative number"
-    return "has no finite result"
+    return "has no finite result for its input"
+
+
+def _plain_name(failed: FailedOperation) -> str:
+    """The name of an operation, the same in every framework."""
+    name = failed.operation.rpartition("(")[2].rpartition(" ")[2].strip("_)").lower()
+    return "log" if name.startswith("log") else _SAME.get(name, name)
 
 
 def _about_epsilon(failed: FailedOperation, here: str) -> str:
@@ -326,7 +337,10 @@ def _about_epsilon(failed: FailedOperation, here: str) -> str:
             f"the epsilon {failed.epsilon:g} is 0 in float16, whose smallest number above 0 is "
             f"{SMALLEST:.3g}; use {_ADVISED_EPSILON} or more, or compute {here} in float32"
         )
-    if failed.largest_result is None and failed.meets_negative and not failed.meets_zero:
+    name = _plain_name(failed)
+    if failed.largest_result is None and name in _BOUNDED:
+        return f"keep the input of {name} in {here} inside of its domain"
+    if failed.largest_result is None and name in _OF_POSITIVE and not failed.meets_zero:
         return f"keep the input of {here} above 0"
     advice = f"keep the numbers there away from 0, with an epsilon of {_ADVISED_EPSILON} or more"
     return f"{advice}, or compute {here} in float32" if failed.in_float16 else advice
@@ -380,32 +394,30 @@ def infinity_in_the_loss(line: str) -> Explanation:
     return Explanation(Cause.LOSS, reason, "check the targets and the loss function")
 
 
-def scaled_outputs(infs: int, scale: float, *, is_sure: bool = True) -> Explanation:
+def scaled_outputs(infs: int, scale: float) -> Explanation:
     """Returns the explanation of gradients of the model's outputs that overflow in float16.
 
     Args:
         infs: The number of gradients.
         scale: The loss scale of the step.
-        is_sure: Whether it is known that the loss is finite, or that others are near overflow.
     """
     reason = (
         f"the outputs of the model are finite; at a loss scale of {scale_in_words(scale)}, {infs} "
         "of their gradients, in float16, overflow"
     )
     advice = "a lower scale helps, or outputs in float32"
-    operation = "gradient of the outputs"
-    return Explanation(Cause.SCALE, reason, advice, operation, "", True, 1 if is_sure else None)
+    return Explanation(Cause.SCALE, reason, advice, _OF_OUTPUTS, "", True, 1)
 
 
 def with_loss(found: Explanation, loss: float) -> Explanation:
-    """Returns what `scaled_outputs` means if the loss is known.
+    """Returns an explanation if the loss is known: `scaled_outputs` means something else then.
 
     Args:
-        found: The explanation that was not sure.
+        found: The explanation.
         loss: The unscaled loss of the step.
     """
-    if math.isfinite(loss):
-        return dataclasses.replace(found, halvings=1)
+    if found.operation != _OF_OUTPUTS or math.isfinite(loss):
+        return found
     reason = f"the outputs of the model are finite, but the loss is {loss:g}"
     return Explanation(Cause.LOSS, reason, _CHECK_THE_LOSS, in_backward=True)
 

@@ -193,7 +193,9 @@ class Evaluation:
             return old._replace(line=old.line or call.line) if old.is_mask else old
         is_cast = call.name in _CASTS
         floats = [self.on_host(each) for each in given if is_cast or is_float(each)]
-        decisive = (floats[1:] or floats) if "div" in call.name.lower() else floats[:1]
+        # A count that a sum is divided by is an integer.
+        divisors = given[1:] if "div" in call.name.lower() else ()
+        decisive = [self.on_host(each) for each in divisors] or floats[:1]
         failed = FailedOperation(
             call.shown,
             call.module,

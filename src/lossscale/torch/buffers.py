@@ -323,7 +323,7 @@ def unguard_average(averaged: Any) -> None:
 def innermost(model: Any) -> Any:
     """The module in what PyTorch wraps around modules."""
     wraps = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-    inner = model.module if isinstance(model, wraps) else model._modules.get("_orig_mod")
+    inner = model.module if isinstance(model, wraps) else getattr(model, "_orig_mod", None)
     return model if inner is None else innermost(inner)
 
 

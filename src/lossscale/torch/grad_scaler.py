@@ -452,15 +452,24 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
+        left_out = self._left_out()
         if new_scale is None:
             self._move()
         else:
             if self._scale is not None:
                 self._check_scale_growth_tracker("update")
             self._set_scale(new_scale_of(new_scale, self._rule))
-        buffers.note_step(self, False)
+        buffers.note_step(self, left_out)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._scaled_since_update = False
+
+    def _left_out(self) -> Any:
+        """Whether gradients have overflowed, and the program has called no `step`."""
+        entries = self._per_optimizer_states.values()
+        if any(entry["stage"] is OptState.STEPPED for entry in entries):
+            return False
+        by_tensor = {id(t): t for e in entries for t in e["found_inf_per_device"].values()}
+        return bool(by_tensor) and gradients.any_overflow(by_tensor)
 
     def _move(self) -> None:
         """Moves the scale by what the optimizers have found."""

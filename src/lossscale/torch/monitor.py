@@ -344,7 +344,7 @@ class _Explainer:
         for step, found in self.found.items():
             if found is self._last:
                 continue
-            if found.cause is Cause.SCALE and found.halvings is None and loss is not None:
+            if loss is not None:
                 found = with_loss(found, float(loss))
             self._last = self.found[step] = found
             key = f"{found.cause} {found.operation} {found.module}"

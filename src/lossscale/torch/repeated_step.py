@@ -29,7 +29,6 @@ from lossscale.checks import checked_above_zero
 from lossscale.common.monkeypatch import replace
 from lossscale.errors import ArgumentTypeError, first_line
 from lossscale.monitoring.explanation import (
-    LARGEST,
     Cause,
     Explanation,
     in_the_loss,
@@ -61,8 +60,6 @@ _NAMES: dict[Any, tuple[str, ...]] = {
 }
 """What holds the attributes of a module, and the variables of a function."""
 _VERSION = operator.attrgetter("_version")
-_NEAR = 64
-"""The distance to overflow of the gradients next to one that overflows."""
 
 
 def explain(
@@ -107,7 +104,7 @@ def explain(
     if why := _refusal(model):
         return unknown(why)
     device = next((p.device.type for p in model.parameters()), "cpu")
-    casts = all(p.dtype != torch.float16 for p in model.parameters())
+    casts = needs_autocast(model)
     owned = set(map(id, model.parameters() if parameters is None else parameters))
     trained = [p for p in model.parameters() if p.requires_grad and id(p) in owned]
     try:
@@ -127,6 +124,12 @@ def explain(
             return examined(watch, outputs, roots, [torch.full_like(outputs[0], scale)], scale)
     except UnrepeatableError as error:
         return unknown(str(error))
+
+
+def needs_autocast(model: torch.nn.Module) -> bool:
+    """Whether a model computes in float16 under autocast only; some of its parameters may be."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return dtypes != {torch.float16}
 
 
 def check_model_and_loss(model: Any, loss_fn: Any) -> None:
@@ -280,10 +283,9 @@ def _size(tensor: Any) -> int:
 
 def _keep(gradients: dict[int, Any], number: int, gradient: Any) -> None:
     """Keeps the gradient of an output; holds neither the output nor its graph."""
-    # One of several outputs of an operation may get none.
-    if gradient is not None:
-        before = gradients.get(number)
-        gradient = gradient.detach()
+    # One of several outputs of an operation may get none, and a gradient within `vmap` is refused.
+    with contextlib.suppress(Exception):
+        before, gradient = gradients.get(number), gradient.detach()
         gradients[number] = gradient if before is None else before + gradient
 
 
@@ -375,14 +377,9 @@ def _of_seeds(outputs: list[Any], seeds: list[Any], scale: float) -> Explanation
     """The explanation of gradients that reach finite outputs and are not finite."""
     bad = [seed for seed in seeds if not is_finite(seed)]
     infs, nans = (sum(int(test(t).sum()) for t in bad) for test in (torch.isinf, torch.isnan))
-    others = max(map(largest, bad))
     if not nans and all(t.dtype == torch.float16 for t in bad):
-        # Infinities beside numbers near overflow come from the scale, in the cast to the outputs.
-        if others > LARGEST / _NEAR:
-            return scaled_outputs(infs, scale)
-        if others == 0:
-            # Whether the loss is finite decides; see `Monitor.step`.
-            return scaled_outputs(infs, scale, is_sure=False)
+        # From the scale, in the cast to the outputs, if the loss is finite; see `Monitor.step`.
+        return scaled_outputs(infs, scale)
     return in_the_loss(infs, nans, max(map(largest, outputs)))
 
 
@@ -390,11 +387,11 @@ def _last_ones(returned: list[Any], numbers: list[int]) -> list[int]:
     """Leaves out outputs that another output was computed from, such as the logits of a loss."""
     inner, left = set(), [returned[n].grad_fn for n in numbers if returned[n].grad_fn]
     while left:
-        for node, _ in left.pop().next_functions:
-            if node is not None and node not in inner:
-                inner.add(node)
-                left.append(node)
-    return [n for n in numbers if returned[n].grad_fn not in inner]
+        for each in left.pop().next_functions:
+            if each[0] is not None and each not in inner:
+                inner.add(each)
+                left.append(each[0])
+    return [n for n in numbers if (returned[n].grad_fn, returned[n].output_nr) not in inner]
 
 
 @contextlib.contextmanager

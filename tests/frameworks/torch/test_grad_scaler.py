@@ -687,3 +687,18 @@ def test_a_replaced_unscale_grads_allows_float16_parameters_as_trainers_write_it
     for _ in range(2):
         one_step(scaler, optimizer, weights, unscale=True)
     assert numbers(weights) == [[0.0] * 3]
+
+
+def test_a_step_that_the_program_leaves_out_restores_the_buffers_of_a_guarded_model():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = lossscale.torch.GradScaler("cpu")
+    lossscale.torch.guard(model, scaler)
+    for factor, mean in ((1.0, 0.1), (float("inf"), 0.1), (1.0, 0.19)):
+        scaler.scale((model(torch.ones(4, 2)) * factor).sum()).backward()
+        scaler.unscale_(optimizer)
+        if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+            scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert model[0].running_mean.tolist() == pytest.approx([mean] * 2)
