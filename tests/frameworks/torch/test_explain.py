@@ -16,80 +16,70 @@ from torch.utils.checkpoint import checkpoint
 import broken_blocks
 import lossscale
 from broken_blocks import FAULTS, SHARED
-from frameworks.torch.explain_cases import CASES, INF, mistakes, program
-from frameworks.torch.support import bits
+from frameworks.torch.support import OURS, bits
 from lossscale.monitoring import Cause, Explanation
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Step .* was skipped", "ignore:The loss of step", "ignore:A skipped step has left"
 )
+INF = math.inf
+ONES, UNLIKE = torch.ones(2, 4), torch.tensor([[1.0] * 4, [0.0] * 4])
+BROKEN = ONES * INF
 
 
-@pytest.fixture(autouse=True)
-def _without_onednn():
-    """It has no float16 GRU."""
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    yield
-    torch._C._set_mkldnn_enabled(before)
+def square(model, x):
+    return model(x).float().pow(2).mean()
 
 
-def monitored(model, scale=2.0**15, explain=20, **settings):
-    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
-    optimizer = lossscale.LossScaleOptimizer(inner, rule=lossscale.FixedScale(scale, True))
-    settings = {"explain": explain, "on_floor": "ignore", **settings}
-    return optimizer, lossscale.torch.Monitor(optimizer, model, **settings)
+def distance_to_infinity(model, x):
+    return (model(x).float() - INF).pow(2).mean()
 
 
-def step_on(optimizer, monitor, *losses):
-    """Takes a step; returns the explanation, and None if the step was not skipped."""
-    optimizer.zero_grad()
-    for compute in losses:
+def times(factor):
+    return lambda model, x: square(model, x) * factor
+
+
+class Program:
+    """A model that is trained with a monitor, and whose forward pass may be replaced."""
+
+    def __init__(self, model=None, scale=2.0**15, rule=None, **settings):
+        torch.manual_seed(0)
+        self.model = model or nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        inner = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        rule = rule or lossscale.FixedScale(scale, skip_nonfinite=True)
+        self.optimizer = lossscale.LossScaleOptimizer(inner, rule=rule)
+        settings = {"explain": 20, "on_floor": "ignore", **settings}
+        self.monitor = lossscale.torch.Monitor(self.optimizer, self.model, **settings)
+        self.calls = 0
+
+    def plain(self, x):
+        return self.model[1](self.model[0](x))
+
+    def backward(self, x, loss=square):
         with torch.autocast("cpu", torch.float16):
-            loss = compute()
-        optimizer.backward(loss)
-    optimizer.step()
-    monitor.step(loss)
-    return monitor.explanation if optimizer.last_step_skipped else None
+            value = loss(self.model, x)
+        self.optimizer.backward(value)
+        return value
 
+    def step(self, *inputs, loss=square, forward=None, before=lambda: None):
+        """Takes a step; returns the explanation, and None if it was not skipped."""
 
-def small(**settings):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    return model, *monitored(model, **settings)
+        def counted(x):
+            self.calls += 1
+            return forward(x)
 
-
-def step_of(model, optimizer, monitor, *inputs, factor=1.0):
-    losses = [lambda x=x: model(x).float().pow(2).mean() * factor for x in inputs]
-    return step_on(optimizer, monitor, *losses)
-
-
-ONES = torch.ones(2, 4)
+        if forward:
+            self.model.forward = counted
+        for x in inputs:
+            value = self.backward(x, loss)
+        before()
+        self.optimizer.step()
+        self.monitor.step(value)
+        self.optimizer.zero_grad()
+        return self.monitor.explanation if self.optimizer.last_step_skipped else None
 
 
 # --- Faults, in training and in one batch --------------------------------------------------------
-
-
-def values(model):
-    return {n: bits(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_fault_is_named(name):
-    model, given, loss_fn = program(name)
-    before, scale = values(model), CASES[name].scale
-    found = lossscale.torch.explain(model, lambda m, x: loss_fn(m(**x)), given, scale=scale)
-    assert values(model) == before
-    assert all(p.grad is None for p in model.parameters())
-    if CASES[name].causes == "loss":
-        assert str(found.cause) in ("loss", "singular")
-        assert "explain_cases.py" in found.text
-    else:
-        # An argument of the loss function is a part of the batch.
-        assert not mistakes(name, found) or found.cause == Cause.BATCH
-    found = step_on(*monitored(model, scale), lambda: loss_fn(model(**given)))
-    assert not mistakes(name, found), f"{found.cause}: {found}"
-
 
 NUMPY = types.SimpleNamespace(
     **{name: getattr(torch, name) for name in SHARED.split() if hasattr(torch, name)},
@@ -107,15 +97,20 @@ class Block(nn.Module):
         return self.function(NUMPY, h, self.gain.to(h.dtype))
 
 
+def values(model):
+    return bits([*model.parameters(), *model.buffers()])
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_block_is_named(name):
     fault = FAULTS[name]
-    up, head = nn.Linear(8, 16, bias=False), nn.Linear(16, 2, bias=False)
-    for layer, key in ((up, "up"), (head, "head")):
-        layer.weight.data = torch.tensor(fault.weights[key].T.copy())
     model, x = nn.Sequential(), torch.tensor(fault.batch)
-    for key, layer in (("up", up), ("block", Block(fault)), ("head", head)):
-        model.add_module(key, layer)
+    model.add_module("up", nn.Linear(8, 16, bias=False))
+    model.add_module("block", Block(fault))
+    model.add_module("head", nn.Linear(16, 2, bias=False))
+    for key in ("up", "head"):
+        model.get_submodule(key).weight.data = torch.tensor(fault.weights[key].T.copy())
+    before = values(model)
 
     def loss_fn(model, x):
         return fault.loss(NUMPY, model(x).float())
@@ -124,33 +119,23 @@ def test_a_block_is_named(name):
         return lossscale.torch.explain(model, loss_fn, x, scale=scale)
 
     def explain_in_training(scale):
-        return step_on(*monitored(model, scale), lambda: loss_fn(model, x))
+        return Program(model, scale).step(x, loss=loss_fn)
 
-    broken_blocks.check(name, explain, lambda: lossscale.torch.diagnose(model, loss_fn, [x]))
+    broken_blocks.check(fault, explain, lambda: lossscale.torch.diagnose(model, loss_fn, [x]))
+    assert values(model) == before
+    assert all(p.grad is None for p in model.parameters())
     if fault.is_hidden:
         # Such a step is not skipped.
         assert f"Besides, {explain(1.0).reason}" in explain_in_training(2.0**30).text
-    else:
-        # The loss function is not a part of the model.
-        wrong = broken_blocks.mistakes(name, explain_in_training(fault.scale))
-        assert wrong == ["operation"] * ("loss" in fault.causes)
+        return
+    # The loss function is not a part of the model.
+    is_in_the_loss = "loss" in fault.causes
+    assert not is_in_the_loss or "broken_blocks.py" in explain(fault.scale).text
+    wrong = broken_blocks.mistakes(fault, explain_in_training(fault.scale))
+    assert wrong == ["operation"] * is_in_the_loss
 
 
 # --- It changes nothing --------------------------------------------------------------------------
-
-
-GENERATOR = torch.Generator()
-
-
-class Slotted:
-    __slots__ = ("calls", "seen")
-
-    def __init__(self):
-        self.calls, self.seen = 0, []
-
-    def __call__(self):
-        self.calls += 1
-        self.seen.append(self.calls)
 
 
 def counter():
@@ -168,6 +153,31 @@ def counter():
     return write
 
 
+def write_to_data(tensor):
+    tensor.data = tensor.data + 1
+
+
+def draw(generator):
+    return generator.random()
+
+
+# How a state of a model is made, how it is changed, and how it is read.
+STATES = {
+    "nested": (lambda: {"deep": [[], set()]}, lambda it: it["deep"][0].append(1), repr),
+    "bytes": (bytearray, lambda it: it.append(1), repr),
+    "object": (types.SimpleNamespace, lambda it: vars(it).update({repr(it): 1}), repr),
+    "function": (counter, lambda it: it(), lambda it: it.calls),
+    "array": (lambda: np.zeros(2), lambda it: it.put(0, it[0] + 1), repr),
+    "tensor": (lambda: torch.zeros(2), lambda it: it.add_(1), bits),
+    "data": (lambda: torch.zeros(2), write_to_data, bits),
+    "torch": (torch.Generator, lambda it: torch.rand((), generator=it), lambda it: it.get_state()),
+    "python": (lambda: random.Random(3), draw, lambda it: it.getstate()),
+    "numpy": (lambda: np.random.default_rng(3), draw, lambda it: it.bit_generator.state),
+    "old": (lambda: np.random.RandomState(3), lambda it: it.rand(), lambda it: it.get_state()),
+    "raw": (lambda: np.random.PCG64(0), lambda it: it.random_raw(), lambda it: it.state),
+}
+
+
 class Eventful(nn.Module):
     """A forward pass that draws, counts, appends and writes wherever a module can."""
 
@@ -177,18 +187,13 @@ class Eventful(nn.Module):
         self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
         self.old_spectral = nn.utils.spectral_norm(nn.Linear(8, 8))
         self.dropout, self.last = nn.Dropout(0.3), nn.Linear(8, 1)
-        self.renormed = nn.Embedding(3, 8, max_norm=0.5)
-        self.calls, self.sizes, self.by_name, self.own_hooks = 0, [], {"deep": [[], {}]}, set()
-        self.total, self.numbers = torch.zeros(8), torch.zeros(2)
-        self.generator, self.random = torch.Generator(), random.Random(3)
-        self.numpy, self.old_numpy = np.random.default_rng(3), np.random.RandomState(3)
-        self.array, self.object = np.zeros(2), types.SimpleNamespace(calls=0, seen=[])
-        self.slots, self.function, self.bytes = Slotted(), counter(), bytearray()
-        # Only one of the references that training has to it is in the module.
+        self.renormed, self.calls = nn.Embedding(3, 8, max_norm=0.5), 0
+        self.register_buffer("codes", torch.zeros(8))
+        # Of the references to its list, only one is in the module.
         one = [[]]
         self.lists, self.append = one, lambda: one[0].append(1)
-        self.bit_generator = np.random.PCG64(0)
-        self.register_buffer("codes", torch.zeros(8))
+        for name, (make, _, _) in STATES.items():
+            setattr(self, name, make())
 
     def forward(self, x):
         hidden = self.norm(self.first(x))
@@ -196,38 +201,18 @@ class Eventful(nn.Module):
         hidden = checkpoint(torch.tanh, hidden, use_reentrant=False)
         hidden = hidden + self.renormed(torch.arange(6) % 3).to(hidden.dtype)
         self.calls += 1
-        self.sizes.append(len(x))
-        self.by_name["deep"][0].append(self.calls)
-        self.by_name["deep"][1][self.calls] = True
-        self.own_hooks.add(self.calls)
-        with torch.no_grad():
-            self.total += hidden.float().nan_to_num(0, 0, 0).mean(0)
-            self.codes = self.codes + 1
-        self.numbers.data = self.numbers.data + 1
-        noise = random.random() + np.random.randn() + torch.rand((), generator=self.generator)
-        noise += torch.rand((), generator=GENERATOR)
-        noise += self.random.random() + self.numpy.random() + self.old_numpy.rand()
-        self.array += 1
-        self.object.calls += 1
-        self.object.seen.append(self.calls)
-        self.slots()
-        self.function()
-        self.bytes.append(1)
         self.append()
-        self.bit_generator.random_raw()
+        noise = random.random() + np.random.randn()
+        with torch.no_grad():
+            self.codes = self.codes + 1
+            drawn = {name: change(getattr(self, name)) for name, (_, change, _) in STATES.items()}
+            noise += drawn["torch"] + drawn["python"] + drawn["numpy"] + drawn["old"]
         return self.last(hidden) * (1 + noise * torch.rand(()))
 
     def left(self):
         """All that it has written."""
-        kept = (
-            *(self.calls, self.sizes, self.by_name, self.own_hooks, self.object, self.bytes),
-            *(self.slots.calls, self.slots.seen, self.function.calls, self.lists),
-            *(self.array.tolist(), self.numbers.tolist(), self.total.tolist()),
-            *(self.random.getstate(), self.numpy.bit_generator.state, self.old_numpy.get_state()),
-            *(self.bit_generator.state, bits(self.generator.get_state())),
-            bits(GENERATOR.get_state()),
-        )
-        return repr(kept)
+        states = {name: bits(read(getattr(self, name))) for name, (_, _, read) in STATES.items()}
+        return repr((self.calls, self.lists, states))
 
 
 def trained(way, explain, micro_batches, guarded):
@@ -235,44 +220,33 @@ def trained(way, explain, micro_batches, guarded):
     torch.manual_seed(0)
     random.seed(1)
     np.random.seed(1)
-    GENERATOR.manual_seed(1)
-    model, called = Eventful(), []
+    model, called, causes = Eventful(), [], []
     rule = lossscale.DynamicScale(initial_scale=2.0**24, growth_interval=3)
-    inner = torch.optim.AdamW(model.parameters())
-    if way == "scale":
-        watched = lossscale.torch.GradScaler("cpu", rule=rule)
-    else:
-        watched = lossscale.LossScaleOptimizer(inner, rule=rule)
+    trainer = OURS[way](torch.optim.AdamW(model.parameters()), rule=rule)
+    watched = trainer.watched
     model.first.register_forward_hook(lambda *_: called.append("forward"))
     model.last.register_full_backward_hook(lambda *_: called.append("backward"))
     model.first.weight.register_hook(lambda gradient: called.append("gradient"))
     if guarded:
         lossscale.torch.guard(model, watched)
     monitor = lossscale.torch.Monitor(watched, model, explain=explain, on_floor="ignore")
-    causes = []
     for _ in range(5):
-        (inner if way == "scale" else watched).zero_grad()
+        trainer.zero_grad()
         for _ in range(micro_batches):
-            x = torch.randn(6, 4)
             with torch.autocast("cpu", torch.float16):
-                loss = model(x).float().pow(2).mean()
-            if way == "backward":
-                watched.backward(loss)
-            else:
-                getattr(watched, way)(loss).backward()
-        watched.step(*[inner] * (way == "scale"))
-        if way == "scale":
-            watched.update()
+                loss = square(model, torch.randn(6, 4))
+            trainer.scale_loss(loss).backward()
+        trainer.step()
         monitor.step(1.0)
         causes.append(str(monitor.explanation.cause) if explain else "")
     states = repr((random.getstate(), np.random.get_state())), bits(torch.get_rng_state())
-    gradients = [bits(p.grad) if p.grad is not None else None for p in model.parameters()]
+    gradients = bits([p.grad for p in model.parameters()])
     return (values(model), model.left(), states, called, gradients), causes
 
 
 @pytest.mark.parametrize(
     ("way", "micro_batches", "guarded"),
-    [("backward", 1, False), ("scale_loss", 2, True), ("scale", 2, False), ("scale", 1, True)],
+    [("wrapper", 1, False), ("wrapper", 2, True), ("scaler", 2, False), ("scaler", 1, True)],
 )
 def test_training_is_the_same_with_and_without(way, micro_batches, guarded):
     plain, _ = trained(way, 0, micro_batches, guarded)
@@ -283,112 +257,105 @@ def test_training_is_the_same_with_and_without(way, micro_batches, guarded):
 
 
 def test_a_pass_is_repeated_with_the_numbers_of_python_and_numpy():
-    model, optimizer, monitor = small()
-    model.forward = lambda x: model[1](
-        model[0](x) * (1e6 if random.random() + np.random.rand() > 1 else 1.0)
-    )
-    found = [step_of(model, optimizer, monitor, ONES) for _ in range(12)]
+    program = Program()
+
+    def forward(x):
+        return program.plain(x) * (1e6 if random.random() + np.random.rand() > 1 else 1.0)
+
+    found = [program.step(ONES, forward=forward) for _ in range(12)]
     assert {str(each.cause) for each in found if each} == {"forward overflow"}
 
 
 def test_a_model_may_be_compiled_before_and_after_and_copied():
-    model, optimizer, monitor = small()
-    assert step_of(model, optimizer, monitor, ONES * INF).cause == Cause.BATCH
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    found = step_of(compiled, optimizer, monitor, ONES * INF)
+    program = Program()
+    assert program.step(BROKEN).cause == Cause.BATCH
+    compiled = torch.compile(program.model, backend="eager", fullgraph=True)
+    found = program.step(BROKEN, loss=lambda _, x: square(compiled, x))
     assert found.cause in (Cause.UNKNOWN, Cause.BATCH)
-    step_of(compiled, optimizer, monitor, ONES)
-    assert not optimizer.last_step_skipped
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    assert program.step(ONES, loss=lambda _, x: square(compiled, x)) is None
+    for other in (copy.deepcopy(program.model), pickle.loads(pickle.dumps(program.model))):
         other(ONES)
-        step_of(model, optimizer, monitor, ONES)
-    model.compile(backend="eager", fullgraph=True)
-    assert "compiled" in step_of(model, optimizer, monitor, ONES * INF).text
-    monitor.close()
+        program.step(ONES)
+    program.model.compile(backend="eager", fullgraph=True)
+    assert "compiled" in program.step(BROKEN).text
+    program.monitor.close()
 
 
 # --- How many, and where it is said --------------------------------------------------------------
 
 
 def test_after_that_many_skips_the_hooks_are_gone():
-    model, optimizer, monitor = small(explain=2)
-    assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == (1, 1)
+    program = Program(explain=2)
+    hooks = program.model._forward_hooks, program.model._forward_pre_hooks
+    assert list(map(len, hooks)) == [1, 1]
     for number in range(4):
-        step_of(model, optimizer, monitor, ONES * INF)
-        assert (monitor.last_record.explanation is not None) == (number < 2)
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
+        program.step(BROKEN)
+        assert (program.monitor.last_record.explanation is not None) == (number < 2)
+    assert list(map(len, hooks)) == [0, 0]
 
 
 def test_single_skips_because_of_the_scale_count_five_times():
-    model, optimizer, monitor = small(explain=7)
+    program = Program(explain=7)
     for number in range(12):
-        found = step_of(model, optimizer, monitor, ONES, factor=1e9)
+        found = program.step(ONES, loss=times(1e9))
         assert found.cause == Cause.SCALE
-        assert monitor.last_record.explanation is found
+        assert program.monitor.last_record.explanation is found
         if number < 11:
-            step_of(model, optimizer, monitor, ONES)
-    assert model._forward_hooks
+            program.step(ONES)
+    assert program.model._forward_hooks
     # In a row they count.
     for _ in range(3):
-        step_of(model, optimizer, monitor, ONES, factor=1e9)
-    assert not model._forward_hooks
+        program.step(ONES, loss=times(1e9))
+    assert not program.model._forward_hooks
 
 
 def test_an_explanation_is_in_the_record_the_file_and_a_warning(tmp_path):
-    model, optimizer, monitor = small(path=tmp_path / "records.jsonl")
+    # Also of a step between those that are sampled.
+    program = Program(path=tmp_path / "records.jsonl", every=2)
     with pytest.warns(lossscale.LossScaleWarning, match=r"Step 2 was skipped\. The argument input"):
-        [step_of(model, optimizer, monitor, x) for x in (ONES, ONES * INF, ONES, ONES * INF)]
-    monitor.close()
+        [program.step(x) for x in (ONES, BROKEN, BROKEN, ONES)]
+    program.monitor.close()
     records = lossscale.monitoring.read_records(tmp_path / "records.jsonl")
-    assert [record.explanation is not None for record in records] == [False, True, False, True]
-    assert records[3].explanation == monitor.explanation
+    assert [bool(record.explanation) for record in records] == [False, True, True, False]
+    assert records[2].explanation == program.monitor.explanation
     saved = records[1].to_dict()["explanation"]
     assert (saved["cause"], saved["text"]) == ("batch", records[1].explanation.text)
     assert records[1].reason == "loss"
 
 
-def test_a_record_between_samples_has_the_explanation_of_its_step():
-    records = []
-    model, optimizer, monitor = small(every=100, log=records.append)
-    [step_of(model, optimizer, monitor, x) for x in (ONES, ONES * INF, ONES)]
-    monitor.close()
-    assert [record["step"] for record in records][-2:] == [2, 3]
-    assert records[-2]["explanation"]["cause"] == "batch"
-
-
 @pytest.mark.parametrize(("explain", "words"), [(0, "explain=20"), (1, "The argument input")])
 def test_the_warning_at_the_lowest_scale_names_explain_and_diagnose(explain, words):
-    model = nn.Linear(4, 1)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = lossscale.LossScaleOptimizer(inner, initial_scale=1.0)
-    monitor = lossscale.torch.Monitor(optimizer, model, explain=explain)
-    with torch.autocast("cpu", torch.float16):
-        optimizer.backward(model(ONES * INF).float().mean())
-    optimizer.step()
+    rule = lossscale.DynamicScale(initial_scale=1.0)
+    program = Program(rule=rule, explain=explain, on_floor="warn")
+    program.optimizer.backward(square(program.model, BROKEN))
+    program.optimizer.step()
     with pytest.warns(lossscale.LossScaleWarning, match=words):
-        monitor.step()
+        program.monitor.step()
 
 
 def test_arguments_that_cannot_be_used():
-    model, optimizer, monitor = small()
-    monitor.close()
+    program = Program()
+    model, explain = program.model, lossscale.torch.explain
+    program.monitor.close()
     for settings, words in (
         ({"model": model, "explain": True}, "`explain` must be an integer"),
         ({"explain": 20}, "`explain` needs the model"),
         ({"model": model, "explain": 1, "explain_bytes": 0}, "`explain_bytes`"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
-            lossscale.torch.Monitor(optimizer, **settings)
-    for call, words in (
-        (lambda: lossscale.torch.explain(model[0], lambda m, x: m(x), ONES), "one element"),
-        (lambda: lossscale.torch.explain(lambda x: x, model, ONES), r"must be a torch\.nn\.Module"),
+            lossscale.torch.Monitor(program.optimizer, **settings)
+    for given, words in (
+        ((model[0], lambda m, x: m(x), ONES), "one element"),
+        ((lambda x: x, model, ONES), r"must be a torch\.nn\.Module"),
     ):
         with pytest.raises(TypeError, match=words):
-            call()
-    found = lossscale.torch.explain(model, lambda model, x: model(x).mean(), ONES)
+            explain(*given)
+    found = explain(model, square, ONES)
     assert found.cause == Cause.UNKNOWN
     assert "finite at a scale of 32768" in found.text
+    found = explain(model, distance_to_infinity, ONES)
+    assert found.cause == Cause.LOSS
+    assert "test_explain.py" in found.text
     for reason, text in (("the pass", "The pass."), ("t (add) fails", "t (add) fails.")):
         assert Explanation(Cause.SCALE, reason, operation="add", module="t").text == text
 
@@ -415,130 +382,117 @@ class Batch:
     x: torch.Tensor
 
 
-class Program:
-    """A model with a monitor, whose forward pass may be replaced."""
+class Divided(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, divisor):
+        ctx.save_for_backward(divisor)
+        return x.clone()
 
-    def __init__(self, **settings):
-        self.model, self.optimizer, self.monitor = small(**settings)
-        self.calls = 0
-
-    def plain(self, x):
-        return self.model[1](self.model[0](x))
-
-    def replaced(self, forward):
-        def counted(x):
-            self.calls += 1
-            return forward(x)
-
-        self.model.forward = counted
-        return self
-
-    def backward(self, x, called=None, factor=1.0):
-        with torch.autocast("cpu", torch.float16):
-            y = (called or self.model)(x).float()
-            # Outputs may be masked.
-            loss = (y.log_softmax(-1)[:, 0] if y.shape[1] > 1 else y.pow(2)).mean() * factor
-        self.optimizer.backward(loss)
-        return loss
-
-    def takes(self, *inputs, before_the_step=lambda: None, **how):
-        for x in inputs:
-            loss = self.backward(x, **how)
-        before_the_step()
-        self.optimizer.step()
-        self.monitor.step(loss)
-        assert self.optimizer.last_step_skipped
-        return self
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / ctx.saved_tensors[0], None
 
 
-BROKEN, UNLIKE = ONES * INF, torch.tensor([[1.0] * 4, [0.0] * 4])
+def through(p, function, buffer=0.0):
+    """A step with a function of activations and a buffer."""
+    p.model.register_buffer("bias", torch.tensor(buffer))
+    return p.step(ONES, forward=lambda x: p.model[1](function(p.model[0](x), p.model.bias)))
 
 
-def with_state(program):
-    program.model.state = {"h": [torch.tensor([math.nan])]}
-    return program.replaced(lambda x: program.plain(x) + program.model.state["h"][0]).takes(ONES)
-
-
-def with_a_generator(program):
-    program.model.batches = (x for x in ONES)
-    return program.takes(BROKEN)
-
-
-def masked(program):
+def masked(p, factor):
     """The actions that a policy may not take have a logit of minus infinity."""
-    return program.replaced(
-        lambda x: (program.model[0](x) * 1e-3 * 1e3).masked_fill(torch.arange(4) == 1, -INF)
-    )
+
+    def forward(x):
+        return (p.model[0](x) * 1e-3 * 1e3).masked_fill(torch.arange(4) == 1, -INF)
+
+    def loss(model, x):
+        return model(x).float().log_softmax(-1)[:, 0].mean() * factor
+
+    return p.step(ONES, forward=forward, loss=loss)
 
 
-UNKNOWN = {
-    "need more than explain_bytes=10 of Monitor.": lambda p: Program(explain_bytes=10).takes(
-        *[ONES] * 20, BROKEN
-    ),
-    "explain_bytes=327680 of Monitor, and the others are finite": lambda p: Program(
+def dice(model, x):
+    nothing = square(model, x) * 0
+    return nothing / nothing
+
+
+def with_state(p):
+    p.model.state = {"h": [torch.tensor([math.nan])]}
+    return p.step(ONES, forward=lambda x: p.plain(x) + p.model.state["h"][0])
+
+
+def with_a_generator(p):
+    p.model.batches = (x for x in ONES)
+    return p.step(BROKEN)
+
+
+def with_a_monitor_of_micro_batches(p):
+    p.monitor.step(p.backward(BROKEN))
+    return p.step(ONES)
+
+
+def with_infinite_gradients(p):
+    loss = p.model[0].weight.sum() * INF
+    return p.step(ONES, before=p.optimizer.scale_loss(loss).backward)
+
+
+def with_another_optimizer(p):
+    return p.step(BROKEN, before=torch.optim.SGD(p.model.parameters(), lr=0.0).step)
+
+
+def near_overflow(p):
+    """The gradient of one output overflows, and that of the other one nearly does."""
+    return p.step(UNLIKE, loss=times(2.5 / p.plain(UNLIKE).abs().max().item()))
+
+
+MANY = (*[ONES] * 20, BROKEN)
+# By the cause and words of the text.
+PROGRAMS = {
+    "unknown: need more than explain_bytes=10 of": lambda p: Program(explain_bytes=10).step(*MANY),
+    "unknown: =327680 of Monitor, and the others are finite": lambda p: Program(
         explain_bytes=10 * 2**15
-    ).takes(*[ONES] * 20, BROKEN),
-    "was not called in this step as model": lambda p: p.takes(BROKEN, called=p.plain),
-    "another optimizer has changed the weights": lambda p: p.takes(
-        BROKEN, before_the_step=torch.optim.SGD(p.model.parameters(), lr=0.0).step
+    ).step(*MANY),
+    "unknown: not called in this step": lambda p: p.step(
+        BROKEN, loss=lambda _, x: p.plain(x).sum()
     ),
-    "arguments of the model were written to": lambda p: p.takes(
-        x := BROKEN.clone(), before_the_step=x.zero_
+    "unknown: another optimizer has changed the weights": with_another_optimizer,
+    "unknown: were written to": lambda p: p.step(x := BROKEN.clone(), before=x.zero_),
+    "unknown: returns something else": lambda p: p.step(
+        ONES, forward=lambda x: p.plain(x) / (p.calls - 1)
     ),
-    "returns something else": lambda p: p.replaced(
-        lambda x: p.plain(x) * (INF if p.calls == 1 else 1)
-    ).takes(ONES),
-    "is finite when it is repeated": lambda p: p.takes(
-        ONES,
-        before_the_step=lambda: p.optimizer.scale_loss(p.model[0].weight.sum() * INF).backward(),
+    "unknown: is finite when it is repeated": with_infinite_gradients,
+    "unknown: cannot be repeated (ZeroDivisionError: ": lambda p: p.step(
+        BROKEN, forward=lambda x: p.plain(x) / (1 // (2 - p.calls))
     ),
-    "cannot be repeated (ZeroDivisionError: ": lambda p: p.replaced(
-        lambda x: p.plain(x) / (1 // (2 - p.calls))
-    ).takes(BROKEN),
-    "cannot pickle 'generator' object": with_a_generator,
-}
-PROGRAMS = {words: (Cause.UNKNOWN, program) for words, program in UNKNOWN.items()} | {
-    "In call 2 of 3 of the model": (Cause.BATCH, lambda p: p.takes(ONES, BROKEN, BROKEN)),
-    "In call 1 of 2 of the model": (
-        Cause.BATCH,
-        # Some call the monitor after each micro-batch.
-        lambda p: (p.monitor.step(p.backward(BROKEN)), p.takes(ONES))[1],
+    "unknown: cannot pickle 'generator' object": with_a_generator,
+    "batch: In call 2 of 3 of the model": lambda p: p.step(ONES, BROKEN, BROKEN),
+    "batch: In call 1 of 2 of the model": with_a_monitor_of_micro_batches,
+    "batch: The argument x.x": lambda p: p.step(Batch(BROKEN), forward=lambda x: p.plain(x.x)),
+    "weights: state.h.0 of the model": with_state,
+    "weights: bias of the model": lambda p: through(p, torch.add, math.nan),
+    "singular: makes NaN of infinities": lambda p: through(
+        p, lambda x, bias: (x + bias).softmax(-1), -INF
     ),
-    "The argument x.x": (
-        Cause.BATCH,
-        lambda p: p.replaced(lambda x: p.plain(x.x)).takes(Batch(BROKEN)),
+    "singular: (backward of Divided) has no finite result for 0": lambda p: through(
+        p, Divided.apply
     ),
-    # One of several outputs of an operation gets no gradient.
-    "at a loss scale of 32768, 1 of their": (
-        Cause.SCALE,
-        lambda p: p.replaced(lambda x: p.plain(x).chunk(2)).takes(
-            ONES, called=lambda x: p.model(x)[0], factor=1e9
-        ),
+    "loss: NaN reach them from the loss": lambda p: p.step(ONES, loss=dice),
+    "loss: finite, but the loss is inf": lambda p: p.step(ONES, loss=distance_to_infinity),
+    "loss: The outputs of the model are finite": lambda p: masked(p, INF),
+    "scale: (backward of Divided) overflows": lambda p: through(
+        Program(scale=2.0**4), Divided.apply, 3e-9
     ),
-    "state.h.0 of the model": (Cause.WEIGHTS, with_state),
-    "The outputs of the model are finite": (
-        Cause.LOSS,
-        lambda p: masked(p).takes(ONES, factor=INF),
-    ),
-    "of their gradients, in float16, overflow": (
-        Cause.SCALE,
-        lambda p: masked(p).takes(ONES, factor=1e9),
-    ),
-    "The forward pass is finite": (Cause.SCALE, lambda p: masked(p).takes(ONES)),
-    "1 of their gradients, in float16, overflow": (
-        Cause.SCALE,
-        # The other one is near the largest number.
-        lambda p: p.takes(UNLIKE, factor=2.5 / p.plain(UNLIKE).abs().max().item()),
-    ),
+    "scale: of their gradients, in float16, overflow": lambda p: masked(p, 1e9),
+    "scale: The forward pass is finite": lambda p: masked(p, 1.0),
+    "scale: 1 of their gradients, in float16, overflow": near_overflow,
 }
 
 
-@pytest.mark.parametrize("words", PROGRAMS)
-def test_a_program_is_explained(words):
-    cause, run = PROGRAMS[words]
-    program = run(Program())
-    assert program.monitor.explanation.cause == cause
-    assert words in program.monitor.explanation.text
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_is_explained(name):
+    program, (cause, words) = Program(), name.split(": ", 1)
+    found = PROGRAMS[name](program)
+    assert (found.cause, words in found.text) == (cause, True), found.text
     assert not program.monitor._explainer.calls._calls
 
 
@@ -550,7 +504,7 @@ def test_the_logits_beside_a_loss_are_not_differentiated_twice():
 
     torch.manual_seed(0)
     model = WithLoss(4, 3)
-    found = step_on(*monitored(model), lambda: model(ONES)["loss"])
+    found = Program(model).step(ONES, loss=lambda model, x: model(x)["loss"])
     assert (found.cause, found.operation) == (Cause.SCALE, "backward of _to_copy")
     # That of the bias, which is the sum over both rows.
     largest = model(ONES)["logits"].softmax(-1).max().item() * 1e6 * 2**15
