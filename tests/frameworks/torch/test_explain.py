@@ -178,6 +178,9 @@ STATES = {
 }
 
 
+GENERATOR = torch.Generator()
+
+
 class Eventful(nn.Module):
     """A forward pass that draws, counts, appends and writes wherever a module can."""
 
@@ -202,7 +205,7 @@ class Eventful(nn.Module):
         hidden = hidden + self.renormed(torch.arange(6) % 3).to(hidden.dtype)
         self.calls += 1
         self.append()
-        noise = random.random() + np.random.randn()
+        noise = random.random() + np.random.randn() + torch.rand((), generator=GENERATOR)
         with torch.no_grad():
             self.codes = self.codes + 1
             drawn = {name: change(getattr(self, name)) for name, (_, change, _) in STATES.items()}
@@ -212,7 +215,7 @@ class Eventful(nn.Module):
     def left(self):
         """All that it has written."""
         states = {name: bits(read(getattr(self, name))) for name, (_, _, read) in STATES.items()}
-        return repr((self.calls, self.lists, states))
+        return repr((self.calls, self.lists, states, bits(GENERATOR.get_state())))
 
 
 def trained(way, explain, micro_batches, guarded):
@@ -220,6 +223,7 @@ def trained(way, explain, micro_batches, guarded):
     torch.manual_seed(0)
     random.seed(1)
     np.random.seed(1)
+    GENERATOR.manual_seed(1)
     model, called, causes = Eventful(), [], []
     rule = lossscale.DynamicScale(initial_scale=2.0**24, growth_interval=3)
     trainer = OURS[way](torch.optim.AdamW(model.parameters()), rule=rule)
@@ -416,6 +420,19 @@ def dice(model, x):
     return nothing / nothing
 
 
+def with_two_outputs_of_one_operation(p):
+    def forward(x):
+        mean, deviation = p.model[0](x).chunk(2, -1)
+        return mean * 2, mean, deviation
+
+    def loss(model, x):
+        decoded, mean, deviation = model(x)
+        nothing = deviation.float().sum() * 0
+        return decoded.float().sum() + mean.float().sum() + nothing / nothing
+
+    return p.step(ONES, forward=forward, loss=loss)
+
+
 def with_state(p):
     p.model.state = {"h": [torch.tensor([math.nan])]}
     return p.step(ONES, forward=lambda x: p.plain(x) + p.model.state["h"][0])
@@ -445,6 +462,8 @@ def near_overflow(p):
     return p.step(UNLIKE, loss=times(2.5 / p.plain(UNLIKE).abs().max().item()))
 
 
+# The last one is not near overflow.
+GAINS = torch.tensor([[10.0, 10.0, 10.0, 1e-4], [1e-4] * 4])
 MANY = (*[ONES] * 20, BROKEN)
 # By the cause and words of the text.
 PROGRAMS = {
@@ -477,12 +496,21 @@ PROGRAMS = {
         p, Divided.apply
     ),
     "loss: NaN reach them from the loss": lambda p: p.step(ONES, loss=dice),
+    "loss: but 0 infinities and 4 NaN reach them": with_two_outputs_of_one_operation,
     "loss: finite, but the loss is inf": lambda p: p.step(ONES, loss=distance_to_infinity),
     "loss: The outputs of the model are finite": lambda p: masked(p, INF),
     "scale: (backward of Divided) overflows": lambda p: through(
         Program(scale=2.0**4), Divided.apply, 3e-9
     ),
     "scale: of their gradients, in float16, overflow": lambda p: masked(p, 1e9),
+    # One of several outputs of an operation gets no gradient.
+    "scale: at a loss scale of 32768, 1 of their": lambda p: p.step(
+        ONES, forward=lambda x: p.plain(x).chunk(2), loss=lambda m, x: m(x)[0].float().mean() * 1e9
+    ),
+    "scale: at a loss scale of 32768, 3 of their": lambda p: p.step(
+        ONES, forward=p.model[0], loss=lambda m, x: (m(x).float() * GAINS).sum()
+    ),
+    "singular: (div) divides by 0": lambda p: through(p, lambda x, bias: x / (x > 1e9).sum()),
     "scale: The forward pass is finite": lambda p: masked(p, 1.0),
     "scale: 1 of their gradients, in float16, overflow": near_overflow,
 }
@@ -509,3 +537,18 @@ def test_the_logits_beside_a_loss_are_not_differentiated_twice():
     # That of the bias, which is the sum over both rows.
     largest = model(ONES)["logits"].softmax(-1).max().item() * 1e6 * 2**15
     assert found.halvings == math.ceil(math.log2(largest / 65504))
+
+
+def test_a_batch_of_gradients_is_computed_beside_a_monitor():
+    model = nn.Linear(4, 2)
+    optimizer = lossscale.LossScaleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with lossscale.torch.Monitor(optimizer, model, explain=20):
+        torch.autograd.grad(
+            model(ONES[0]), model.weight, torch.eye(2), is_grads_batched=True, retain_graph=True
+        )
+
+
+def test_a_model_of_which_a_part_is_in_float16_is_explained_under_autocast():
+    model = nn.Sequential(nn.Linear(4, 4).half().requires_grad_(False), nn.Linear(4, 1))
+    found = lossscale.torch.explain(model, square, ONES, scale=2.0**40)
+    assert found.cause == Cause.SCALE
