@@ -65,7 +65,6 @@ def _wide(x):
     return tf.cast(x, "float32")
 
 
-@keras.saving.register_keras_serializable("lossscale.tests")
 class OwnStep(keras.Model):
     def train_step(self, *args):
         return super().train_step(*args)
@@ -188,73 +187,15 @@ def test_a_guard_changes_nothing_without_a_skip_and_much_with_one():
     assert any(np.isnan(each).any() for each in fit(small(), rows()))
 
 
-class LoopOnTorch(keras.Model):
-    """The step that Keras has on PyTorch, with few calls of Keras in it."""
-
-    def __init__(self):
-        super().__init__()
-        self.kernel = self.add_weight(shape=(3, 1), initializer="ones")
-        self.average = self.add_weight(shape=(3,), initializer="zeros", trainable=False)
-
-    def call(self, x):
-        return x @ self.kernel.value
-
-    def train_step(self, data):
-        import torch
-
-        x, y = data
-        self.average.value.copy_(0.5 * self.average.value + 0.5 * x.mean(0))
-        self.zero_grad()
-        self.optimizer.scale_loss(((self.call(x) - y) ** 2).mean()).backward()
-        weights = self.trainable_weights
-        with torch.no_grad():
-            self.optimizer.apply([weight.value.grad for weight in weights], weights)
-        return {}
-
-
-@pytest.mark.skipif(BACKEND != "torch", reason="the others compile above")
-def test_a_compiled_step_on_pytorch(monkeypatch):
-    import torch
-
-    # Traced as ever, but to C++ in test_compile.py of PyTorch alone only. To trace all that Keras'
-    # own step calls would take half a minute.
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    keras.mixed_precision.set_global_policy("float32")
-    x, y = rows(3, spoiled=())
-    x[ROWS : 2 * ROWS] = np.nan
-    ends = []
-    for data, jit_compile in (((x, y), True), (without(x, y, spoiled=[1]), False)):
-        model = guard(LoopOnTorch())
-        optimizer = lossscale.LossScaleOptimizer(SGD(0.125, momentum=0.5), initial_scale=2.0**10)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ends.append(fit(compiled(model, optimizer, jit_compile=jit_compile), data))
-        found = status(optimizer)
-        assert (found.scale, found.skipped) == ((2.0**9, 1) if jit_compile else (2.0**10, 0))
-        assert (found.iterations, found.applied) == (2 + jit_compile, 2)
-    assert_same(*ends)
-
-
-def norm_alone():
-    seed(0)
-    return keras.Sequential(
-        [keras.Input((3,)), layers.Dense(2), layers.BatchNormalization(), layers.Dense(1)]
-    )
-
-
 def test_a_skip_of_the_first_step_of_all():
     """Where weights are made in the first step, they are what they were made as."""
-    data = rows(2, spoiled=[0])
+    x, y = rows(2, spoiled=[0])
     model = guard(Late())
-    found = fit(model, data, run_eagerly=False)
-    seed(0)
-    expected = Late()
-    expected(data[0][:ROWS])
-    expected.set_weights(found)
-    norm = model.parts[1]
+    found = fit(model, (x, y), run_eagerly=False)
+    first, norm, _ = model.parts
     assert skips(model) == 1
     assert np.isfinite(found[4]).all()
-    seen = array(model.parts[0](data[0][ROWS:])).astype("float32")
+    seen = array(first(x[ROWS:])).astype("float32")
     # Momentum 0.99, and one batch.
     assert array(norm.moving_mean).shape == (4,)
     assert np.abs(array(norm.moving_mean)).max() < np.abs(seen).max() * 0.02
@@ -328,64 +269,99 @@ def test_the_states_of_recurrent_layers(run_eagerly):
     assert_same(*ends)
 
 
+class Half(layers.Layer):
+    """Keeps an average of what it has seen, with few calls of Keras."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel = self.add_weight(shape=(3, 1), initializer="ones", name="kernel")
+        self.average = self.add_weight(
+            shape=(3,), initializer="zeros", trainable=False, name="average"
+        )
+        self.built = True
+
+
+def step_on_torch(half, x, y, optimizer):
+    import torch
+
+    half.average.value.copy_(0.5 * half.average.value + 0.5 * x.mean(0))
+    half.kernel.value.grad = None
+    optimizer.scale_loss(((x @ half.kernel.value - y) ** 2).mean()).backward()
+    with torch.no_grad():
+        optimizer.apply([half.kernel.value.grad], [half.kernel])
+
+
+def step_on_tensorflow(half, x, y, optimizer):
+    import tensorflow as tf
+
+    half.average.assign(0.5 * half.average + 0.5 * tf.reduce_mean(x, 0))
+    kernel = _native(half.kernel)
+    with tf.GradientTape() as tape:
+        scaled = optimizer.get_scaled_loss(tf.reduce_mean((x @ kernel - y) ** 2))
+    gradients = optimizer.get_unscaled_gradients(tape.gradient(scaled, [kernel]))
+    optimizer.apply_gradients([(gradients[0], half.kernel)])
+
+
 class TwoParts(keras.Model):
     """Trains its halves with an optimizer each, of which one may overflow alone."""
 
     def __init__(self):
         super().__init__()
-        self.halves = [norm_alone(), norm_alone()]
-        self.optimizers_of_halves = [wrapped(), wrapped()]
+        self.halves = [Half(), Half()]
+        self.optimizers_of_halves = [
+            lossscale.LossScaleOptimizer(SGD(0.125, momentum=0.5), initial_scale=2.0**10)
+            for _ in self.halves
+        ]
 
     def call(self, x):
-        return self.halves[0](x[:, :3])
+        return x
 
     def train_step(self, data):
-        x, y = data[0], data[1]
-        for half, inputs, optimizer in zip(
-            self.halves, (x[:, :3], x[:, 3:]), self.optimizers_of_halves, strict=True
+        step = step_on_torch if BACKEND == "torch" else step_on_tensorflow
+        for half, x, optimizer in zip(
+            self.halves, (data[0][:, :3], data[0][:, 3:]), self.optimizers_of_halves, strict=True
         ):
-            variables = half.trainable_variables
-            if BACKEND == "torch":
-                loss = ((half(inputs, training=True) - y) ** 2).mean()
-                gradients, _ = optimizer._backend.differentiate(
-                    loss, variables, optimizer.scale_loss
-                )
-                optimizer.apply(gradients, variables)
-            else:
-                import tensorflow as tf
-
-                with tf.GradientTape() as tape:
-                    loss = tf.reduce_mean((_wide(half(inputs, training=True)) - y) ** 2)
-                    scaled = optimizer.get_scaled_loss(loss)
-                gradients = tape.gradient(scaled, [_native(v) for v in variables])
-                unscaled = optimizer.get_unscaled_gradients(gradients)
-                optimizer.apply_gradients(zip(unscaled, variables, strict=True))
-        return {"loss": loss}
+            step(half, x, data[1], optimizer)
+        return {"loss": data[1][0, 0]}
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="`fit` passes the variables of one optimizer")
 @pytest.mark.parametrize("are_named", [False, True])
-def test_a_skip_of_either_optimizer_puts_the_statistics_back(are_named):
-    model = TwoParts()
-    guard(model, *(model.optimizers_of_halves if are_named else ()))
-    model.compile(run_eagerly=are_named, **({"jit_compile": False} if KERAS == "keras" else {}))
+def test_a_skip_of_either_optimizer_puts_the_statistics_back(are_named, monkeypatch):
+    arguments = {"jit_compile": False, "run_eagerly": are_named}
+    if BACKEND == "torch":
+        import torch
+
+        # Traced as ever, but to C++ in test_compile.py of PyTorch alone only.
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+        arguments["jit_compile"] = not are_named
+    keras.mixed_precision.set_global_policy("float32")
     x, y = rows(3, spoiled=())
     x = np.concatenate([x, x], axis=1)
-    x[ROWS : 2 * ROWS, 3:] *= 1e6
-    model.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0)
-    skipped = [int(array(each.steps_skipped)) for each in model.optimizers_of_halves]
-    assert skipped == [0, 1]
-    assert all(np.isfinite(each).all() for each in weights(model))
+    x[ROWS : 2 * ROWS, 3:] = np.nan
+    ends = []
+    for data in ((x, y), without(x, y, spoiled=[1])):
+        model = TwoParts()
+        guard(model, *(model.optimizers_of_halves if are_named else ()))
+        model.compile(**arguments)
+        with warnings.catch_warnings():
+            # Of PyTorch's compiler.
+            warnings.simplefilter("ignore")
+            model.fit(*data, batch_size=ROWS, shuffle=False, verbose=0)
+        ends.append(weights(model.halves[1]))
+        batches = len(data[0]) // ROWS
+        for skipped, optimizer in zip((0, batches - 2), model.optimizers_of_halves, strict=True):
+            found = status(optimizer)
+            assert (found.scale, found.skipped) == (2.0 ** (10 - skipped), skipped)
+            assert (found.iterations, found.applied) == (batches, batches - skipped)
+        assert all(np.isfinite(each).all() for each in weights(model))
     # Without the batch that the second half has skipped.
-    expected = norm_alone()
-    kept = [0, 1, 2, 3, 8, 9, 10, 11]
-    fit(expected, (x[kept, :3], y[kept]))
-    assert_same(weights(model.halves[1]), weights(expected))
+    assert_same(*ends)
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="others follow any optimizer")
 def test_an_optimizer_whose_variables_fit_does_not_pass_is_refused_on_jax():
-    model = compiled(guard(norm_alone(), wrapped()))
+    model = compiled(guard(small(), wrapped()))
     with pytest.raises(NotImplementedError, match="compiled with the optimizer whose skips count"):
         model.fit(*rows(1, spoiled=()), batch_size=ROWS, verbose=0)
 
@@ -398,25 +374,24 @@ def test_metrics_and_random_layers_go_on():
         def update_state(self, y_true, y_pred, sample_weight=None):
             return super().update_state(1.0)
 
-    model = guard(small(extra=[layers.Dropout(0.5, seed=1)]))
-    compiled(model, metrics=[Seen(name="seen")], jit_compile=False)
+    def draws(model):
+        # The state is two numbers; the second counts the draws.
+        return array(model.get_layer("dropout").seed_generator.state)[-1]
+
+    model, unskipped = (small(extra=[layers.Dropout(0.5, seed=1, name="dropout")]) for _ in "12")
+    compiled(guard(model), metrics=[Seen(name="seen")], jit_compile=False)
     history = model.fit(*rows(), batch_size=ROWS, shuffle=False, verbose=0).history
     assert history["seen"] == [6]
     if KERAS == "keras":
-        [generator] = [x for x in model._flatten_layers() if "Dropout" in type(x).__name__]
-        # Its state is two numbers; the second counts the draws.
-        count = array(generator.seed_generator.state)[-1]
-        unskipped = small(extra=[layers.Dropout(0.5, seed=1)])
         fit(unskipped, rows(spoiled=()))
-        [other] = [x for x in unskipped._flatten_layers() if "Dropout" in type(x).__name__]
-        assert count == array(other.seed_generator.state)[-1]
+        assert draws(model) == draws(unskipped)
 
 
 def test_train_on_batch_a_guard_after_compile_and_what_is_set_between_steps():
-    model = guard(compiled(norm_alone(), jit_compile=False, run_eagerly=False))
+    model = guard(compiled(small(), jit_compile=False, run_eagerly=False))
     x, y = rows(2, spoiled=[1])
     model.train_on_batch(x[:ROWS], y[:ROWS])
-    model.layers[1].moving_mean.assign([5.0, 6.0])
+    model.layers[2].moving_mean.assign([5.0, 6.0, 7.0, 8.0])
     before = weights(model)
     model.train_on_batch(x[ROWS:], y[ROWS:])
     assert skips(model) == 1
@@ -443,13 +418,13 @@ def test_a_second_guard_replaces_the_first_and_copies_and_files_have_none(tmp_pa
 
 
 def test_a_guard_without_an_optimizer_to_follow_warns_and_a_fixed_scale_is_no_mistake():
-    model = compiled(guard(norm_alone()), wrapped(skip_nonfinite=False), jit_compile=False)
+    model = compiled(guard(small()), wrapped(skip_nonfinite=False), jit_compile=False)
     data = rows(1, spoiled=())
     with warnings.catch_warnings():
         warnings.simplefilter("error", LossScaleWarning)
         model.fit(*data, batch_size=ROWS, verbose=0)
     keras.mixed_precision.set_global_policy("float32")
-    compiled(model := guard(norm_alone()), "sgd", jit_compile=False)
+    compiled(model := guard(small()), "sgd", jit_compile=False)
     message = r"needs a LossScaleOptimizer, .* is <(tf_)?keras\."
     with pytest.warns(LossScaleWarning, match=message):
         model.fit(*data, batch_size=ROWS, verbose=0)
@@ -459,8 +434,8 @@ def test_a_guard_without_an_optimizer_to_follow_warns_and_a_fixed_scale_is_no_mi
     ("arguments", "message"),
     [
         (lambda: (SGD(),), "`model` must be a keras.Model"),
-        (lambda: (norm_alone(), SGD()), "`optimizers` must be the LossScaleOptimizers"),
-        (lambda: (norm_alone(), [wrapped()]), "Received: list"),
+        (lambda: (small(), SGD()), "`optimizers` must be the LossScaleOptimizers"),
+        (lambda: (small(), [wrapped()]), "Received: list"),
     ],
 )
 def test_what_cannot_be_guarded_is_refused_and_nothing_changes(arguments, message):

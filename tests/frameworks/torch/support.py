@@ -143,17 +143,18 @@ def through_a_file(value, weights_only=True):
 
 
 class Reads(TorchDispatchMode):
-    """Counts how often a number is brought to the host."""
+    """Counts how often a number is brought to the host, and all operations that are not views."""
 
     def __init__(self):
         super().__init__()
-        self.count = 0
+        self.count = self.launched = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += function in (
             torch.ops.aten._local_scalar_dense.default,
             torch.ops.aten.is_nonzero.default,
         )
+        self.launched += not function.is_view
         return function(*args, **(kwargs or {}))
 
 

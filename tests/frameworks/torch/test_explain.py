@@ -146,7 +146,7 @@ def counter():
         calls += 1
         seen.append(calls)
         write.calls = calls, list(seen)
-        return later if calls < 0 else None
+        return later if calls < 0 else write.calls
 
     if calls:
         later = None
@@ -155,30 +155,28 @@ def counter():
 
 def write_to_data(tensor):
     tensor.data = tensor.data + 1
-
-
-def draw(generator):
-    return generator.random()
-
-
-# How a state of a model is made, how it is changed, and how it is read.
-STATES = {
-    "nested": (lambda: {"deep": [[], set()]}, lambda it: it["deep"][0].append(1), repr),
-    "bytes": (bytearray, lambda it: it.append(1), repr),
-    "object": (types.SimpleNamespace, lambda it: vars(it).update({repr(it): 1}), repr),
-    "function": (counter, lambda it: it(), lambda it: it.calls),
-    "array": (lambda: np.zeros(2), lambda it: it.put(0, it[0] + 1), repr),
-    "tensor": (lambda: torch.zeros(2), lambda it: it.add_(1), bits),
-    "data": (lambda: torch.zeros(2), write_to_data, bits),
-    "torch": (torch.Generator, lambda it: torch.rand((), generator=it), lambda it: it.get_state()),
-    "python": (lambda: random.Random(3), draw, lambda it: it.getstate()),
-    "numpy": (lambda: np.random.default_rng(3), draw, lambda it: it.bit_generator.state),
-    "old": (lambda: np.random.RandomState(3), lambda it: it.rand(), lambda it: it.get_state()),
-    "raw": (lambda: np.random.PCG64(0), lambda it: it.random_raw(), lambda it: it.state),
-}
+    return tensor.tolist()
 
 
 GENERATOR = torch.Generator()
+# How a state of a model is made, and how it is changed, which returns what it is then.
+STATES = {
+    "nested": (lambda: {"deep": [[], set()]}, lambda it: it["deep"][0].append(1) or repr(it)),
+    "bytes": (bytearray, lambda it: it.append(1) or repr(it)),
+    "object": (types.SimpleNamespace, lambda it: vars(it).update({repr(it): 1}) or repr(it)),
+    "function": (counter, lambda it: it()),
+    "array": (lambda: np.zeros(2), lambda it: it.__iadd__(1).tolist()),
+    "tensor": (lambda: torch.zeros(2), lambda it: it.add_(1).tolist()),
+    "data": (lambda: torch.zeros(2), write_to_data),
+    "raw": (lambda: np.random.PCG64(0), lambda it: it.random_raw()),
+}
+GENERATORS = {
+    "torch": (torch.Generator, lambda it: torch.rand((), generator=it).item()),
+    "python": (lambda: random.Random(3), lambda it: it.random()),
+    "numpy": (lambda: np.random.default_rng(3), lambda it: it.random()),
+    "old": (lambda: np.random.RandomState(3), lambda it: it.rand()),
+    "of the program": (lambda: None, lambda it: torch.rand((), generator=GENERATOR).item()),
+}
 
 
 class Eventful(nn.Module):
@@ -195,7 +193,7 @@ class Eventful(nn.Module):
         # Of the references to its list, only one is in the module.
         one = [[]]
         self.lists, self.append = one, lambda: one[0].append(1)
-        for name, (make, _, _) in STATES.items():
+        for name, (make, _) in (STATES | GENERATORS).items():
             setattr(self, name, make())
 
     def forward(self, x):
@@ -205,17 +203,18 @@ class Eventful(nn.Module):
         hidden = hidden + self.renormed(torch.arange(6) % 3).to(hidden.dtype)
         self.calls += 1
         self.append()
-        noise = random.random() + np.random.randn() + torch.rand((), generator=GENERATOR)
+        noise = random.random() + np.random.randn() + sum(self.changed(GENERATORS))
         with torch.no_grad():
             self.codes = self.codes + 1
-            drawn = {name: change(getattr(self, name)) for name, (_, change, _) in STATES.items()}
-            noise += drawn["torch"] + drawn["python"] + drawn["numpy"] + drawn["old"]
+            self.changed(STATES)
         return self.last(hidden) * (1 + noise * torch.rand(()))
 
+    def changed(self, states):
+        return [change(getattr(self, name)) for name, (_, change) in states.items()]
+
     def left(self):
-        """All that it has written."""
-        states = {name: bits(read(getattr(self, name))) for name, (_, _, read) in STATES.items()}
-        return repr((self.calls, self.lists, states, bits(GENERATOR.get_state())))
+        """What its states are, after one more change."""
+        return repr((self.calls, self.lists, self.changed(STATES | GENERATORS)))
 
 
 def trained(way, explain, micro_batches, guarded):
@@ -415,6 +414,15 @@ def masked(p, factor):
     return p.step(ONES, forward=forward, loss=loss)
 
 
+def attention(x, bias):
+    """The parts are views, of which one is finite."""
+    return torch.cat((x + bias).softmax(-1).unsafe_chunk(2))
+
+
+def with_norm():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
 def dice(model, x):
     nothing = square(model, x) * 0
     return nothing / nothing
@@ -489,8 +497,10 @@ PROGRAMS = {
     "batch: The argument x.x": lambda p: p.step(Batch(BROKEN), forward=lambda x: p.plain(x.x)),
     "weights: state.h.0 of the model": with_state,
     "weights: bias of the model": lambda p: through(p, torch.add, math.nan),
-    "singular: makes NaN of infinities": lambda p: through(
-        p, lambda x, bias: (x + bias).softmax(-1), -INF
+    "singular: makes NaN of infinities": lambda p: through(p, attention, [[0.0], [-INF]]),
+    # Whose statistics are not finite then.
+    "forward overflow: 0 (_to_copy) reaches 1e+06": lambda _: Program(with_norm()).step(
+        UNLIKE * 1e6
     ),
     "singular: (backward of Divided) has no finite result for 0": lambda p: through(
         p, Divided.apply
