@@ -53,7 +53,7 @@ class Cause(enum.StrEnum):
         SCALE: The forward pass is finite, and at a lower loss scale the backward pass is, too.
         FORWARD_OVERFLOW: A result of the forward pass is too large for float16.
         SINGULAR: A division by 0, the logarithm of 0, or another operation without a finite result.
-        BACKWARD_OVERFLOW: The backward pass overflows at every loss scale.
+        BACKWARD_OVERFLOW: The backward pass overflows at every loss scale that is tried.
         BATCH: An argument of the model contains an infinity or a NaN.
         WEIGHTS: A parameter or a buffer does.
         LOSS: The outputs of the model are finite, and the loss or its gradient is not.
@@ -249,7 +249,8 @@ def explained(
     # Not float16 alone is to blame for what float32 cannot hold either.
     if size is not None and LARGEST_OF_FLOAT32 < size < math.inf:
         failed = failed._replace(in_float16=False)
-    cause, reason, advice = _meaning(failed)
+    lowest = scale_in_words(scale / 2 ** most_halvings(scale))
+    cause, reason, advice = _meaning(failed, lowest)
     if halvings is not None:
         cause = Cause.SCALE
         above = "" if size is None else f" ({_size(size)})"
@@ -261,7 +262,7 @@ def explained(
         advice = "this is normal: the scale falls by itself"
         if halvings >= _MANY_HALVINGS and scale / 2**halvings < _LOW:
             advice = f"look for a reason why the gradient is so large at {failed.where}"
-    else:
+    elif cause is not Cause.BACKWARD_OVERFLOW:
         advice = NO_SCALE_HELPS + advice
     return Explanation(
         cause,
@@ -275,8 +276,8 @@ def explained(
     )
 
 
-def _meaning(failed: FailedOperation) -> tuple[Cause, str, str]:
-    """Returns the cause, the reason and the advice if no loss scale helps."""
+def _meaning(failed: FailedOperation, lowest: str) -> tuple[Cause, str, str]:
+    """Returns the cause, the reason and the advice if no loss scale helps, down to the lowest."""
     where, here = failed.where, failed.module or "this operation"
     when = (
         "at every loss scale, in the backward pass" if failed.in_backward else "in the forward pass"
@@ -294,7 +295,10 @@ def _meaning(failed: FailedOperation) -> tuple[Cause, str, str]:
             f"{where} {_singularity(failed)} {when}",
             _about_epsilon(failed, here),
         )
-    cause = Cause.BACKWARD_OVERFLOW if failed.in_backward else Cause.FORWARD_OVERFLOW
+    cause = Cause.FORWARD_OVERFLOW
+    if failed.in_backward:
+        cause = Cause.BACKWARD_OVERFLOW
+        when = f"in the backward pass, also at a loss scale of {lowest}"
     if failed.is_cast:
         of = f"the parameter {failed.cast_of}" if failed.cast_of else f"the input of {where}"
         to = f", to which {where} casts it" if failed.cast_of else ""
