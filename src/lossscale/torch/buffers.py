@@ -123,7 +123,7 @@ class BufferGuard:
             each.discard(self)
 
     def before_forward(self, module: Any, args: Any) -> None:
-        if torch._C._current_graph_task_id() != -1 or torch.jit.is_tracing():
+        if torch._C._current_graph_task_id() != -1:
             # Checkpointing repeats a forward pass in the backward pass.
             return
         if not self._waits:
@@ -268,7 +268,7 @@ class Hook:
     """A hook of a module. In a copy or a pickle of the module it does nothing.
 
     Args:
-        function: Called as the hook, except in compiled code.
+        function: Called as the hook, except in code that is compiled or traced.
         on_compile: Called while a forward pass is compiled, and never when it runs, if PyTorch
             assumes that its result is constant.
     """
@@ -279,10 +279,11 @@ class Hook:
         self.function, self.on_compile = function, on_compile
 
     def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            if self.on_compile is not None:
+                self.on_compile()
+        elif not torch.jit.is_tracing():
             self.function(*args)
-        elif self.on_compile is not None:
-            self.on_compile()
 
     def __reduce__(self) -> Any:
         # A saved model loads without this library.

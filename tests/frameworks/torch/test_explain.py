@@ -269,8 +269,10 @@ def test_a_pass_is_repeated_with_the_numbers_of_python_and_numpy():
     assert {str(each.cause) for each in found if each} == {"forward overflow"}
 
 
-def test_a_model_may_be_compiled_before_and_after_and_copied():
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_model_may_be_compiled_before_and_after_traced_and_copied():
     program = Program()
+    torch.jit.trace(program.model, ONES)
     assert program.step(BROKEN).cause == Cause.BATCH
     compiled = torch.compile(program.model, backend="eager", fullgraph=True)
     found = program.step(BROKEN, loss=lambda _, x: square(compiled, x))
