@@ -90,9 +90,9 @@ def test_a_block_is_named(name):
 
 
 def dense(params, batch, dtype):
+    predicted = batch.astype(dtype) @ params["w"].astype(dtype)
     # A line is that of the function that has a name.
-    predicted = jax.tree.map(lambda x, w: x.astype(dtype) @ w.astype(dtype), batch, params["w"])
-    return jnp.mean(predicted.astype(jnp.float32) ** 2)
+    return jax.tree.map(lambda y: jnp.mean(y.astype(jnp.float32) ** 2), predicted)
 
 
 X = np.ones((2, 3), np.float32)

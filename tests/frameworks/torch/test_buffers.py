@@ -380,9 +380,8 @@ def test_a_guard_keeps_neither_the_model_nor_the_optimizer():
 
 @pytest.mark.parametrize("decide", ["host", "device"])
 def test_between_the_steps_a_guard_holds_one_copy(decide):
-    model = made()
+    model, optimizer, step = guarded(decide=decide)
     model.register_buffer("table", torch.zeros(750_000))
-    optimizer, step = loop(model, decide=decide)
     guard(model, optimizer)
     step(X)
     gc.collect()

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import math
 import pickle
 import random
@@ -342,19 +343,16 @@ def test_arguments_that_cannot_be_used():
     program = Program()
     model, explain = program.model, lossscale.torch.explain
     program.monitor.close()
-    for settings, words in (
-        ({"model": model, "explain": True}, "`explain` must be an integer"),
-        ({"explain": 20}, "`explain` needs the model"),
-        ({"model": model, "explain": 1, "explain_bytes": 0}, "`explain_bytes`"),
+    watched = functools.partial(lossscale.torch.Monitor, program.optimizer)
+    for call, words in (
+        (lambda: watched(model, explain=True), "`explain` must be an integer"),
+        (lambda: watched(explain=20), "`explain` needs the model"),
+        (lambda: watched(model, explain=1, explain_bytes=0), "`explain_bytes`"),
+        (lambda: explain(model[0], lambda m, x: m(x), ONES), "one element"),
+        (lambda: explain(lambda x: x, model, ONES), r"must be a torch\.nn\.Module"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
-            lossscale.torch.Monitor(program.optimizer, **settings)
-    for given, words in (
-        ((model[0], lambda m, x: m(x), ONES), "one element"),
-        ((lambda x: x, model, ONES), r"must be a torch\.nn\.Module"),
-    ):
-        with pytest.raises(TypeError, match=words):
-            explain(*given)
+            call()
     found = explain(model, square, ONES)
     assert found.cause == Cause.UNKNOWN
     assert "finite at a scale of 32768" in found.text
@@ -417,8 +415,10 @@ def masked(p, factor):
 
 
 def attention(x, bias):
-    """The parts are views, of which one is finite."""
-    return torch.cat((x + bias).softmax(-1).unsafe_chunk(2))
+    """Changes the part of a result that is finite."""
+    weights = (x + bias).softmax(-1).clone()
+    weights[:1].mul_(2)
+    return weights
 
 
 def with_norm():
@@ -448,23 +448,9 @@ def with_state(p):
     return p.step(ONES, forward=lambda x: p.plain(x) + p.model.state["h"][0])
 
 
-def with_a_generator(p):
-    p.model.batches = (x for x in ONES)
-    return p.step(BROKEN)
-
-
 def with_a_monitor_of_micro_batches(p):
     p.monitor.step(p.backward(BROKEN))
     return p.step(ONES)
-
-
-def with_infinite_gradients(p):
-    loss = p.model[0].weight.sum() * INF
-    return p.step(ONES, before=p.optimizer.scale_loss(loss).backward)
-
-
-def with_another_optimizer(p):
-    return p.step(BROKEN, before=torch.optim.SGD(p.model.parameters(), lr=0.0).step)
 
 
 def near_overflow(p):
@@ -484,16 +470,22 @@ PROGRAMS = {
     "unknown: not called in this step": lambda p: p.step(
         BROKEN, loss=lambda _, x: p.plain(x).sum()
     ),
-    "unknown: another optimizer has changed the weights": with_another_optimizer,
+    "unknown: another optimizer has changed the weights": lambda p: p.step(
+        BROKEN, before=torch.optim.SGD(p.model.parameters(), lr=0.0).step
+    ),
     "unknown: were written to": lambda p: p.step(x := BROKEN.clone(), before=x.zero_),
     "unknown: returns something else": lambda p: p.step(
         ONES, forward=lambda x: p.plain(x) / (p.calls - 1)
     ),
-    "unknown: is finite when it is repeated": with_infinite_gradients,
+    "unknown: is finite when it is repeated": lambda p: p.step(
+        ONES, before=lambda: p.optimizer.backward(p.model[0].weight.sum() * INF)
+    ),
     "unknown: cannot be repeated (ZeroDivisionError: ": lambda p: p.step(
         BROKEN, forward=lambda x: p.plain(x) / (1 // (2 - p.calls))
     ),
-    "unknown: cannot pickle 'generator' object": with_a_generator,
+    "unknown: cannot pickle 'generator' object": lambda p: p.step(
+        BROKEN, before=lambda: setattr(p.model, "batches", iter(x for x in ONES))
+    ),
     "batch: In call 2 of 3 of the model": lambda p: p.step(ONES, BROKEN, BROKEN),
     "batch: In call 1 of 2 of the model": with_a_monitor_of_micro_batches,
     "batch: The argument x.x": lambda p: p.step(Batch(BROKEN), forward=lambda x: p.plain(x.x)),
