@@ -48,7 +48,25 @@ def newton(np, h, gain):
     return ops.fori_loop(0, 8, lambda _, y: y * (2 - (1 + h * h) * y), ops.ones_like(h) * 9)
 
 
-OWN = {"a loop that diverges": Fault(newton, OVERFLOW, "mul")}
+class Cell(layers.Layer):
+    """A state-space cell whose transition has an eigenvalue of 2."""
+
+    state_size = output_size = 16
+
+    def call(self, x, states):
+        state = states[0] * 2 + ops.abs(x) + 1
+        return state, [state]
+
+
+def doubling(np, h, gain):
+    """A graph of TensorFlow keeps what a recurrence returns in a list of tensors."""
+    return layers.RNN(Cell())(ops.repeat(h[:, None], 24, axis=1))
+
+
+OWN = {
+    "a loop that diverges": Fault(newton, OVERFLOW, "mul"),
+    "a recurrence that doubles": Fault(doubling, OVERFLOW, "mul add"),
+}
 
 
 @pytest.mark.parametrize("name", [*FAULTS, *OWN])

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale.monitoring.explanation import Origin
-from lossscale.monitoring.origins import Call, Evaluation, Watched, bounded, line_of
+from lossscale.monitoring.origins import Call, Evaluation, Watched, bounded, line_of, scalars
 
 _BACKWARD = "gradient_tape/"
 _NARROW = (tf.float16, tf.bfloat16, tf.float32)
@@ -63,7 +63,7 @@ class GraphWatch:
         given, origins = [tf.constant(scale, tf.float32), *read], [None, *origins]
         _, (loss, *gradients) = self._evaluate(graph, given, origins, self._outputs)
         first = next((each for each in gradients if each and not each.is_mask), None)
-        return Watched(loss, first, self._evaluation.hidden, self._evaluation.small)
+        return self._evaluation.watched(loss, first)
 
     def _evaluate(
         self,
@@ -125,6 +125,7 @@ class GraphWatch:
             module,
             in_backward,
             False,
+            scalars(given),
             lambda: _computed(operation, list(map(bounded, given))),
             lambda: _computed(operation, given, wide=True),
         )

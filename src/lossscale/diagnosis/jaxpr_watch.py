@@ -25,6 +25,7 @@ from lossscale.monitoring.origins import (
     bounded,
     is_float,
     line_of,
+    scalars,
 )
 
 _TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "rematted_computation"}
@@ -71,7 +72,7 @@ class JaxprWatch:
             # The forward pass is finite, so it is a part of a derivative.
             operation = self._derived[first.failed]
             first = Origin(first.failed._replace(operation=operation, in_backward=True))
-        return Watched(loss, first, self._evaluation.hidden, self._evaluation.small)
+        return self._evaluation.watched(loss, first)
 
     def _evaluate(
         self, closed: Any, arguments: Sequence[Any], origins: Sequence[Origin | None]
@@ -122,6 +123,7 @@ class JaxprWatch:
             self._plain(_module(nested)),
             "transpose(" in _scopes(nested),
             any(map(self._evaluation.origin_of, literals)),
+            scalars(given),
             lambda: bind(jaxpr, equation, list(map(bounded, given))),
             lambda: _widened(equation, given),
         )

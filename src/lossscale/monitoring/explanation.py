@@ -341,11 +341,12 @@ def _about_epsilon(failed: FailedOperation, here: str) -> str:
             f"the epsilon {failed.epsilon:g} is 0 in float16, whose smallest number above 0 is "
             f"{SMALLEST:.3g}; use {_ADVISED_EPSILON} or more, or compute {here} in float32"
         )
-    name = _plain_name(failed)
-    if failed.largest_result is None and name in _BOUNDED:
-        return f"keep the input of {name} in {here} inside of its domain"
-    if failed.largest_result is None and name in _OF_POSITIVE and not failed.meets_zero:
-        return f"keep the input of {here} above 0"
+    if failed.largest_result is None:
+        name = _plain_name(failed)
+        if name in _BOUNDED:
+            return f"keep the input of {name} in {here} inside of its domain"
+        if name in _OF_POSITIVE and not failed.meets_zero:
+            return f"keep the input of {here} above 0"
     advice = f"keep the numbers there away from 0, with an epsilon of {_ADVISED_EPSILON} or more"
     return f"{advice}, or compute {here} in float32" if failed.in_float16 else advice
 

@@ -27,7 +27,7 @@ from lossscale.monitoring.explanation import (
     with_line,
 )
 
-SMALL = 2.0**-14
+_SMALL = 2.0**-14
 """The smallest float16 number with all digits."""
 _HARM = 2.0**-10
 """Float16's rounding of 1."""
@@ -81,6 +81,7 @@ class Call(NamedTuple):
         module: The path of its module.
         in_backward: Whether it is in the backward pass.
         sets: Whether the program gives it an infinity.
+        numbers: The single numbers that it takes, of which one that is added may be an epsilon.
         bounded: Computes its results again, from 65,504 in place of infinities; it may raise.
         widened: Does the same in float64, from its inputs as they are.
         line: The line of the program, if it is outside of modules.
@@ -91,6 +92,7 @@ class Call(NamedTuple):
     module: str
     in_backward: bool
     sets: bool
+    numbers: Sequence[Any]
     bounded: Callable[[], Sequence[Any]]
     widened: Callable[[], Sequence[Any]]
     line: str = ""
@@ -129,8 +131,8 @@ class Evaluation:
             taken: Their origins; None for those that are finite, or that the program has set.
             made: Its results.
         """
-        for each in given if call.name.lower().rstrip("_") in _ADDING else ():
-            if is_float(each) and np.ndim(each) == 0 and 0 < abs(float(each)) < SMALL:
+        for each in call.numbers if call.name.lower().rstrip("_") in _ADDING else ():
+            if 0 < abs(float(each)) < _SMALL:
                 self.small[call.module] = abs(float(each))
         self._in_float16 |= any(re.search(r"\bfloat16", _dtype(each)) for each in made)
         flags = list(map(self.flags_of, made))
@@ -144,6 +146,10 @@ class Evaluation:
         if infinite and is_finite and not call.in_backward:
             self._note_harm(call, infinite, made)
         return [self._origin(call, given, infinite, each) if any(each) else None for each in flags]
+
+    def watched(self, loss: Origin | None, gradients: Origin | None = None) -> Watched:
+        """Returns the origins of a loss and of a gradient, with what else was seen."""
+        return Watched(loss, gradients, self.hidden, self.small)
 
     def origin_of(self, value: Any, name: str = "", *, is_weight: bool = False) -> Origin | None:
         """Returns the origin of a value that a pass starts with; None if it is finite."""
@@ -178,7 +184,7 @@ class Evaluation:
             for one, other in zip(made, call.bounded(), strict=True):
                 if is_float(one):
                     wide = self.on_host(other)
-                    if is_harmed(largest(self.on_host(one) - wide), largest(wide)):
+                    if _is_harmed(largest(self.on_host(one) - wide), largest(wide)):
                         self.hidden = self.hidden or overflows[0]
 
     def _origin(
@@ -234,7 +240,7 @@ def _passed_on(call: Call, taken: Sequence[tuple[Origin, Flags]], made: Flags) -
     return None
 
 
-def is_harmed(difference: float, largest: float) -> bool:
+def _is_harmed(difference: float, largest: float) -> bool:
     """Whether a finite result that an operation computes from an overflow is wrong.
 
     That of a division by a norm that overflows is, and the tanh of an overflow is not.
@@ -244,7 +250,7 @@ def is_harmed(difference: float, largest: float) -> bool:
         largest: The largest magnitude of the latter.
 
     Examples:
-        >>> is_harmed(1.5e-5, 1.5e-5), is_harmed(1.5e-5, 1.0)
+        >>> _is_harmed(1.5e-5, 1.5e-5), _is_harmed(1.5e-5, 1.0)
         (True, False)
     """
     return difference > _HARM * min(largest, 1.0)
@@ -257,6 +263,11 @@ def _dtype(value: Any) -> str:
 def is_float(value: Any) -> bool:
     """Whether a value is an array of floating-point numbers."""
     return re.search(r"float\d\d|'float'", _dtype(value)) is not None
+
+
+def scalars(values: Sequence[Any]) -> list[Any]:
+    """The floating-point arrays without dimensions among values."""
+    return [each for each in values if is_float(each) and np.ndim(each) == 0]
 
 
 def bounded(value: Any) -> Any:

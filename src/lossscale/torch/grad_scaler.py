@@ -11,7 +11,7 @@ import copy
 import itertools
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -468,7 +468,7 @@ class GradScaler(torch.amp.GradScaler):
         entries = self._per_optimizer_states.values()
         if any(entry["stage"] is OptState.STEPPED for entry in entries):
             return False
-        by_tensor = {id(t): t for e in entries for t in e["found_inf_per_device"].values()}
+        by_tensor = _results_in(entries)
         return bool(by_tensor) and gradients.any_overflow(by_tensor)
 
     def _move(self) -> None:
@@ -479,7 +479,7 @@ class GradScaler(torch.amp.GradScaler):
             # It says what is missing.
             super().update()
         entries = [entry for entry in states.values() if not entry.get("is_empty")]
-        by_tensor = {id(t): t for e in entries for t in e["found_inf_per_device"].values()}
+        by_tensor = _results_in(entries)
         found = gradients.any_overflow(by_tensor)
         if by_tensor and is_torchs(rule):
             # One tensor: PyTorch adds up the others in the first one, which is read later.
@@ -671,6 +671,11 @@ class GradScaler(torch.amp.GradScaler):
         memo[id(self._process_group)] = self._process_group
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return made
+
+
+def _results_in(entries: Iterable[dict[str, Any]]) -> dict[int, Any]:
+    """What optimizers have found, by the ids of the tensors: several may have one together."""
+    return {id(t): t for entry in entries for t in entry["found_inf_per_device"].values()}
 
 
 def _skips_by_itself(optimizer: Any) -> bool:

@@ -327,7 +327,7 @@ def _repeated(model: Any, call: _Call, scale: float) -> Explanation:
         seeds = [call.gradients[number] for number in numbers]
         of_outputs = None
         if origin is None and not all(map(is_finite, seeds)):
-            of_outputs = with_hidden(_of_seeds(outputs, seeds, scale), watch.watched(None).hidden)
+            of_outputs = with_hidden(_of_seeds(outputs, seeds, scale), watch.evaluation.hidden)
             if of_outputs.cause is not Cause.SCALE:
                 return of_outputs
             # At a lower scale they are finite, and something else may not be.
@@ -363,12 +363,12 @@ def examined(
     def watched(lower: float) -> Watched:
         origin = watch.origin(outputs, masks=is_loss)
         if origin is not None or not pairs or not roots:
-            return watch.watched(origin)
+            return watch.evaluation.watched(origin)
         derived, by = zip(*((out, seed * (lower / scale)) for out, seed in pairs), strict=True)
         watch.in_backward = True
         with watch:
             found = torch.autograd.grad(derived, roots, by, retain_graph=True, allow_unused=True)
-            return watch.watched(None, watch.origin(g for g in found if g is not None))
+            return watch.evaluation.watched(None, watch.origin(g for g in found if g is not None))
 
     return explain_pass(watched, scale, in_float32)
 

@@ -17,11 +17,10 @@ from torch.utils._pytree import tree_map
 
 from lossscale.common.monkeypatch import replace
 from lossscale.monitoring.explanation import LARGEST, FailedOperation, Origin
-from lossscale.monitoring.origins import SMALL, Call, Evaluation, Flags, Watched
+from lossscale.monitoring.origins import Call, Evaluation, Flags
 
 _UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_")
 _MESSAGES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
-_ADDING = ("add", "add_", "clamp_min", "clamp_min_", "clamp", "maximum")
 _WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
@@ -50,6 +49,7 @@ class Watch(TorchDispatchMode):
 
     Attributes:
         in_backward: Whether it watches a backward pass.
+        evaluation: What it has seen.
     """
 
     def __init__(self, model: Any, tensors: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ class Watch(TorchDispatchMode):
         root = type(model).__name__
         self._paths = {id(m): name or root for name, m in model.named_modules()}
         names = {_key(t): name for name, t in tensors.items()}
-        self._evaluation = _Evaluation(lambda tensor: names.get(_key(tensor), ""))
+        self.evaluation = _Evaluation(lambda tensor: names.get(_key(tensor), ""))
         self._calling = [""]
         self._origins: dict[int, Origin] = {}
         self._places: dict[int, Place] = {}
@@ -101,12 +101,8 @@ class Watch(TorchDispatchMode):
 
     def mark(self, tensor: Any, name: str, *, is_weight: bool = False) -> None:
         """Remembers that a tensor comes from outside, if it is not finite."""
-        if origin := self._evaluation.origin_of(tensor, name, is_weight=is_weight):
+        if origin := self.evaluation.origin_of(tensor, name, is_weight=is_weight):
             self._origins[_key(tensor)] = origin
-
-    def watched(self, loss: Origin | None, gradients: Origin | None = None) -> Watched:
-        """Returns the origins of a loss and of a gradient, with what else was seen."""
-        return Watched(loss, gradients, self._evaluation.hidden, self._evaluation.small)
 
     def origin(self, tensors: Iterable[Any], *, masks: bool = False) -> Origin | None:
         """Returns the origin of the first tensor that is not finite.
@@ -138,7 +134,7 @@ class Watch(TorchDispatchMode):
             raise UnrepeatableError("processes communicate in this pass, so it is not repeated")
         name = func._schema.name.partition("::")[2]
         inputs = list(tensors_in((args, kwargs)))
-        place = self._place(name, args, inputs)
+        place = self._place(name)
         before = self._before_writes(func, args, kwargs)
         generator = kwargs.get("generator")
         if generator is not None and generator not in self._generators:
@@ -148,19 +144,22 @@ class Watch(TorchDispatchMode):
             return result
         made = list(tensors_in(result))
         self._made.update(map(_key, made))
+        numbers = [value for value in args if isinstance(value, float)]
+        is_narrow = not self.in_backward and any(t.dtype == torch.float16 for t in inputs[:1])
         call = Call(
             name,
             place.shown,
             place.module,
             self.in_backward,
-            any(isinstance(a, float) and not math.isfinite(a) for a in args),
+            not all(map(math.isfinite, numbers)),
+            numbers if is_narrow else (),
             lambda: _repeated(func, (args, kwargs), before, _bounded),
             lambda: _repeated(func, (args, kwargs), before, torch.Tensor.double, _WIDE),
             place.line,
         )
         given = [before.get(id(tensor), tensor) for tensor in inputs]
         taken = [self._origins.get(_key(tensor)) for tensor in inputs]
-        found = self._evaluation.origins(call, given, taken, made)
+        found = self.evaluation.origins(call, given, taken, made)
         for tensor, origin in zip(made, found, strict=True):
             if origin is not None:
                 self._origins[_key(tensor)] = origin
@@ -169,7 +168,7 @@ class Watch(TorchDispatchMode):
                 self._origins.pop(_key(tensor), None)
         return result
 
-    def _place(self, name: str, args: Any, inputs: list[Any]) -> Place:
+    def _place(self, name: str) -> Place:
         """Returns where an operation, or that of which it is the backward pass, was called."""
         if self.in_backward:
             node = torch._C._current_autograd_node()
@@ -184,10 +183,6 @@ class Watch(TorchDispatchMode):
         number = torch._C._autograd._get_sequence_nr() - 1
         if number >= self._first_number:
             self._places.setdefault(number, place)
-        if name in _ADDING and inputs and inputs[0].dtype == torch.float16:
-            for value in args[1:]:
-                if isinstance(value, float) and 0 < abs(value) < SMALL:
-                    self._evaluation.small[module] = value
         return place
 
     def _before_writes(self, func: Any, args: Any, kwargs: Any) -> dict[int, Any]:

@@ -556,3 +556,13 @@ def test_a_model_of_which_a_part_is_in_float16_is_explained_under_autocast():
     model = nn.Sequential(nn.Linear(4, 4).half().requires_grad_(False), nn.Linear(4, 1))
     found = lossscale.torch.explain(model, square, ONES, scale=2.0**40)
     assert found.cause == Cause.SCALE
+
+
+def test_only_a_number_of_the_program_is_called_an_epsilon():
+    def loss_fn(model, x):
+        y = model(x).float()
+        return (y * 0).sqrt().mean() + y.mean().abs() * 1e-9
+
+    found = lossscale.torch.explain(nn.Linear(4, 1), loss_fn, ONES)
+    assert (found.cause, found.operation) == (Cause.SINGULAR, "backward of sqrt")
+    assert "is 0 in float16" not in found.text
