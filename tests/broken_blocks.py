@@ -121,6 +121,17 @@ FAULTS = {
         "div",
         words="he epsilon 1e-08 is 0 in float16",
     ),
+    "a small number that is computed": Fault(
+        lambda np, h, gain: h * 0 / deviation(np, h * 0, np.mean(gain) * 1e-9) * gain,
+        "singular",
+        "div",
+        words="away from 0",
+    ),
+    "a NaN of the program": Fault(
+        lambda np, h, gain: np.where(np.arange(16) == 3, math.nan, h) * gain,
+        "loss",
+        words="An infinity or NaN that the program sets, ",
+    ),
     "a power": Fault(lambda np, h, gain: np.exp(np.abs(h) * 40 + 5) * gain, OVERFLOW, "exp"),
     "a variance below 0": Fault(variance_below_0, "singular", "sqrt"),
     "scores of large activations": Fault(scores, OVERFLOW, "matmul mm dot einsum copy", size=20),

@@ -25,7 +25,6 @@ from lossscale.monitoring.origins import (
     bounded,
     is_float,
     line_of,
-    scalars,
 )
 
 _TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "rematted_computation"}
@@ -83,11 +82,13 @@ class JaxprWatch:
         origin_of = self._evaluation.origin_of
         values = dict(zip(inputs, [*closed.consts, *arguments], strict=True))
         known = dict(zip(inputs, [*map(origin_of, closed.consts), *origins], strict=True))
+        constants = self._evaluation.constants
+        constants.update((id(each), each) for each in closed.consts)
 
         def read(atoms: Sequence[Any]) -> tuple[list[Any], list[Origin | None]]:
             for atom in atoms:
                 if isinstance(atom, Literal):
-                    values[id(atom)] = atom.val
+                    values[id(atom)] = constants[id(atom.val)] = atom.val
                     known[id(atom)] = origin_of(atom.val)
             keys = [id(atom) if isinstance(atom, Literal) else atom for atom in atoms]
             return [values[key] for key in keys], [known[key] for key in keys]
@@ -123,7 +124,6 @@ class JaxprWatch:
             self._plain(_module(nested)),
             "transpose(" in _scopes(nested),
             any(map(self._evaluation.origin_of, literals)),
-            scalars(given),
             lambda: bind(jaxpr, equation, list(map(bounded, given))),
             lambda: _widened(equation, given),
         )
@@ -166,9 +166,21 @@ def _while(equation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
     def evaluated(name: str, part: slice) -> Any:
         return evaluate(params[name], [*given[part], *carry], [*taken[part], *origins])
 
-    while bool(evaluated("cond_jaxpr", slice(tests))[0][0]):
-        carry, origins = evaluated("body_jaxpr", slice(tests, constants))
+    while np.any(test := np.asarray(evaluated("cond_jaxpr", slice(tests))[0][0])):
+        new, found = evaluated("body_jaxpr", slice(tests, constants))
+        # Within `vmap`, each row has a test.
+        if test.ndim:
+            new = [_select(test, *pair) for pair in zip(new, carry, strict=True)]
+            found = [one or other for one, other in zip(found, origins, strict=True)]
+        carry, origins = new, found
     return carry, origins
+
+
+def _select(test: Any, new: Any, old: Any) -> Any:
+    """The results for the rows of a batch for which a test is true, and the old ones for others."""
+    return jnp.where(
+        np.reshape(test, np.shape(test) + (1,) * (np.ndim(new) - np.ndim(test))), new, old
+    )
 
 
 _INNER: dict[str, Callable[..., Any]] = {"cond": _branch, "while": _while}

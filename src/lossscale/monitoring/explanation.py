@@ -139,6 +139,7 @@ class FailedOperation(NamedTuple):
             mask.
         cast_of: Name of the parameter whose cast to float16 it is; "" if it is not one.
         is_cast: Whether it is a cast to float16.
+        is_narrow: Whether it takes or returns float16.
         epsilon: A small number that is added in the same module, in float16; 0 if none.
         in_float16: Whether the pass has computed in float16 by then.
     """
@@ -153,8 +154,14 @@ class FailedOperation(NamedTuple):
     of_infinities: bool = False
     cast_of: str = ""
     is_cast: bool = False
+    is_narrow: bool = True
     epsilon: float = 0.0
     in_float16: bool = True
+
+    @property
+    def here(self) -> str:
+        """The module."""
+        return self.module or "this operation"
 
     @property
     def where(self) -> str:
@@ -170,7 +177,8 @@ class Origin(NamedTuple):
         name: The argument, parameter or buffer that contained it.
         is_weight: Whether `name` is a parameter or a buffer.
         is_mask: Whether the program sets it itself, as in a mask.
-        line: The line of the program that calls the operation; "" if it is not known.
+        line: The line of the program that calls the operation, or the place that sets a mask, which
+            may be a module; "" if it is not known.
     """
 
     failed: FailedOperation | None = None
@@ -208,7 +216,7 @@ def of_forward_pass(origin: Origin) -> Explanation:
     if origin.failed is not None:
         return with_line(explained(origin.failed), origin)
     if origin.is_mask:
-        return infinity_in_the_loss(origin.line)
+        return set_by_the_program(origin.line)
     return (not_finite_weights if origin.is_weight else not_finite_argument)(origin.name)
 
 
@@ -278,7 +286,7 @@ def explained(
 
 def _meaning(failed: FailedOperation, lowest: str) -> tuple[Cause, str, str]:
     """Returns the cause, the reason and the advice if no loss scale helps, down to the lowest."""
-    where, here = failed.where, failed.module or "this operation"
+    where = failed.where
     when = (
         "at every loss scale, in the backward pass" if failed.in_backward else "in the forward pass"
     )
@@ -293,28 +301,34 @@ def _meaning(failed: FailedOperation, lowest: str) -> tuple[Cause, str, str]:
         return (
             Cause.SINGULAR,
             f"{where} {_singularity(failed)} {when}",
-            _about_epsilon(failed, here),
+            _about_epsilon(failed),
         )
     cause = Cause.FORWARD_OVERFLOW
     if failed.in_backward:
         cause = Cause.BACKWARD_OVERFLOW
         when = f"in the backward pass, also at a loss scale of {lowest}"
     if failed.is_cast:
-        of = f"the parameter {failed.cast_of}" if failed.cast_of else f"the input of {where}"
-        to = f", to which {where} casts it" if failed.cast_of else ""
+        of = f"the parameter {failed.cast_of}" if failed.cast_of else "a number"
         reason = (
-            f"{of} reaches {failed.largest_input:.3g}, above the largest float16 number, 65,504{to}"
+            f"{of} reaches {failed.largest_input:.3g}, above the largest float16 number, 65,504, "
+            f"and {where} casts it to float16"
         )
-        return cause, reason, f"compute {here} in float32, or make the number smaller"
+        return cause, reason, f"{_in_float32(failed)}, or make the number smaller"
     reason = f"{where} overflows {when}: its input reaches {failed.largest_input:.3g}"
     if math.isfinite(failed.largest_result):
         reason += f", its result {_size(failed.largest_result)}"
-    advice = f"compute {here} in float32, or " if failed.in_float16 else ""
+    advice = f"{_in_float32(failed)}, or " if failed.in_float16 else ""
     advice += "make its input smaller"
     # Divided by a small number, most likely.
     if any(part in failed.operation.lower() for part in _SINGULAR if part != "pow"):
-        advice = _about_epsilon(failed, here)
+        advice = _about_epsilon(failed)
     return cause, reason, advice
+
+
+def _in_float32(failed: FailedOperation) -> str:
+    """The advice to compute in float32; what is in float32 may take a number from float16."""
+    what = failed.here if failed.is_narrow else f"what {failed.here} takes"
+    return f"compute {what} in float32"
 
 
 def _singularity(failed: FailedOperation) -> str:
@@ -334,21 +348,21 @@ def _plain_name(failed: FailedOperation) -> str:
     return "log" if name.startswith("log") else _SAME.get(name, name)
 
 
-def _about_epsilon(failed: FailedOperation, here: str) -> str:
+def _about_epsilon(failed: FailedOperation) -> str:
     """The remedy for a number that is 0, or nearly 0, in float16."""
     if 0 < failed.epsilon <= SMALLEST / 2:
         return (
             f"the epsilon {failed.epsilon:g} is 0 in float16, whose smallest number above 0 is "
-            f"{SMALLEST:.3g}; use {_ADVISED_EPSILON} or more, or compute {here} in float32"
+            f"{SMALLEST:.3g}; use {_ADVISED_EPSILON} or more, or {_in_float32(failed)}"
         )
     if failed.largest_result is None:
         name = _plain_name(failed)
         if name in _BOUNDED:
-            return f"keep the input of {name} in {here} inside of its domain"
+            return f"keep the input of {name} in {failed.here} inside of its domain"
         if name in _OF_POSITIVE and not failed.meets_zero:
-            return f"keep the input of {here} above 0"
+            return f"keep the input of {failed.here} above 0"
     advice = f"keep the numbers there away from 0, with an epsilon of {_ADVISED_EPSILON} or more"
-    return f"{advice}, or compute {here} in float32" if failed.in_float16 else advice
+    return f"{advice}, or {_in_float32(failed)}" if failed.in_float16 else advice
 
 
 def not_finite_argument(name: str) -> Explanation:
@@ -380,8 +394,8 @@ def constant_beyond_float16(found: Explanation) -> Explanation:
         found: The explanation of the same pass, of infinities that the program sets.
     """
     reason = "a number that the program sets is above the largest float16 number, 65,504"
-    if found.operation:
-        name = FailedOperation(found.operation, found.module).where
+    name = FailedOperation(found.operation, found.module).where if found.operation else found.module
+    if name:
         reason += f", and is infinite when it reaches {name}"
     advice = f"{NO_SCALE_HELPS}use a smaller number, such as -1e4 in a mask, or compute in float32"
     return dataclasses.replace(
@@ -389,14 +403,15 @@ def constant_beyond_float16(found: Explanation) -> Explanation:
     )
 
 
-def infinity_in_the_loss(line: str) -> Explanation:
-    """Returns the explanation of a loss with an infinity that the program has set.
+def set_by_the_program(place: str) -> Explanation:
+    """Returns the explanation of a loss with an infinity or a NaN that the program has set.
 
     Args:
-        line: Where, in words; "" if it is not known.
+        place: The line or the module; "" if it is not known.
     """
-    reason = f"an infinity that the program sets{line and f', {line},'} reaches the loss"
-    return Explanation(Cause.LOSS, reason, "check the targets and the loss function")
+    reason = f"an infinity or NaN that the program sets{place and f', {place},'} reaches the loss"
+    advice = "set a finite number there, or check the targets and the loss function"
+    return Explanation(Cause.LOSS, reason, advice, module=place)
 
 
 def scaled_outputs(infs: int, scale: float) -> Explanation:

@@ -81,10 +81,10 @@ class Call(NamedTuple):
         module: The path of its module.
         in_backward: Whether it is in the backward pass.
         sets: Whether the program gives it an infinity.
-        numbers: The single numbers that it takes, of which one that is added may be an epsilon.
         bounded: Computes its results again, from 65,504 in place of infinities; it may raise.
         widened: Does the same in float64, from its inputs as they are.
         line: The line of the program, if it is outside of modules.
+        numbers: The numbers that it takes beside arrays.
     """
 
     name: str
@@ -92,10 +92,10 @@ class Call(NamedTuple):
     module: str
     in_backward: bool
     sets: bool
-    numbers: Sequence[Any]
     bounded: Callable[[], Sequence[Any]]
     widened: Callable[[], Sequence[Any]]
     line: str = ""
+    numbers: Sequence[Any] = ()
 
 
 class Evaluation:
@@ -105,6 +105,7 @@ class Evaluation:
         name_of: Returns the name of the parameter that a value is; "" if it is none.
 
     Attributes:
+        constants: The constants of the program, and what it computes from them alone, by their ids.
         small: The small numbers that are added, by module; see `Watched`.
         hidden: The origin of the first overflow that makes a result wrong, and finite.
         absorbed: The origins of overflows that end in the forward pass.
@@ -112,6 +113,7 @@ class Evaluation:
 
     def __init__(self, name_of: Callable[[Any], str]) -> None:
         self._name_of, self._in_float16 = name_of, False
+        self.constants: dict[int, Any] = {}
         self.small: dict[str, float] = {}
         self.hidden: Origin | None = None
         self.absorbed: set[Origin] = set()
@@ -131,9 +133,13 @@ class Evaluation:
             taken: Their origins; None for those that are finite, or that the program has set.
             made: Its results.
         """
-        for each in call.numbers if call.name.lower().rstrip("_") in _ADDING else ():
-            if 0 < abs(float(each)) < _SMALL:
-                self.small[call.module] = abs(float(each))
+        constant = [each for each in given if id(each) in self.constants]
+        if len(constant) == len(given) and (given or call.name == "Const"):
+            self.constants.update((id(each), each) for each in made)
+        if call.name.lower().rstrip("_") in _ADDING:
+            for each in (*call.numbers, *filter(_is_number, constant)):
+                if 0 < abs(float(each)) < _SMALL:
+                    self.small[call.module] = abs(float(each))
         self._in_float16 |= any(re.search(r"\bfloat16", _dtype(each)) for each in made)
         flags = list(map(self.flags_of, made))
         is_finite = not any(map(any, flags))
@@ -145,7 +151,9 @@ class Evaluation:
                 infinite.append((origin or Origin(is_mask=True), kinds))
         if infinite and is_finite and not call.in_backward:
             self._note_harm(call, infinite, made)
-        return [self._origin(call, given, infinite, each) if any(each) else None for each in flags]
+        return [
+            self._origin(call, given, infinite, made, each) if any(each) else None for each in flags
+        ]
 
     def watched(self, loss: Origin | None, gradients: Origin | None = None) -> Watched:
         """Returns the origins of a loss and of a gradient, with what else was seen."""
@@ -192,11 +200,13 @@ class Evaluation:
         call: Call,
         given: Sequence[Any],
         infinite: Sequence[tuple[Origin, Flags]],
+        results: Sequence[Any],
         made: Flags,
     ) -> Origin:
-        """The origin of a result that is not finite."""
+        """The origin of a result that is not finite, of which it has the flags."""
         if old := _passed_on(call, infinite, made):
-            return old._replace(line=old.line or call.line) if old.is_mask else old
+            place = old.line or call.line or call.module
+            return old._replace(line=place) if old.is_mask else old
         is_cast = call.name in _CASTS
         floats = [self.on_host(each) for each in given if is_cast or is_float(each)]
         # A count that a sum is divided by is an integer.
@@ -213,6 +223,7 @@ class Evaluation:
             of_infinities=bool(infinite),
             cast_of=self._name_of(given[-1]) if is_cast else "",
             is_cast=is_cast,
+            is_narrow=any("float16" in _dtype(each) for each in (*given, *results)),
             in_float16=self._in_float16,
         )
         return Origin(failed, line=call.line)
@@ -265,9 +276,9 @@ def is_float(value: Any) -> bool:
     return re.search(r"float\d\d|'float'", _dtype(value)) is not None
 
 
-def scalars(values: Sequence[Any]) -> list[Any]:
-    """The floating-point arrays without dimensions among values."""
-    return [each for each in values if is_float(each) and np.ndim(each) == 0]
+def _is_number(value: Any) -> bool:
+    """Whether a value is a floating-point array without dimensions."""
+    return is_float(value) and np.ndim(value) == 0
 
 
 def bounded(value: Any) -> Any:
@@ -285,8 +296,9 @@ def line_of(frames: Iterable[tuple[str, int, str]]) -> str:
     """
     for file, line, function in frames:
         if not file.startswith(_HERE) and "site-packages" not in file:
-            names = [name for name in function.split(".<locals>.") if name != "<lambda>"]
-            return f"{['', *names][-1]}, line {line}".removeprefix(", ")
+            names = [name for name in function.split(".<locals>.") if name[0] != "<"]
+            place = f"line {line}"
+            return f"{names[-1]}, {place}" if names else f"{place} of {os.path.basename(file)}"
     return ""
 
 

@@ -206,8 +206,8 @@ def unless_skipped(opt_state: object, new: Tree, old: Tree) -> Tree:
         A tree like `new`, with its dtypes.
 
     Raises:
-        ArgumentTypeError, ArgumentError: As for `scale_loss`, and if shapes in the two trees
-            differ.
+        ArgumentTypeError, ArgumentError: As for `scale_loss`, and if the two trees, or shapes in
+            them, differ.
 
     Examples:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.1))
@@ -218,6 +218,11 @@ def unless_skipped(opt_state: object, new: Tree, old: Tree) -> Tree:
     """
     skipped = state_in(opt_state).last_step_skipped
     _check_single(skipped, "decisions")
+    one, other = jax.tree.structure(new), jax.tree.structure(old)
+    if one != other:
+        raise ArgumentError(
+            f"`new` and `old` must be the same kind of tree. Received: {one} and {other}."
+        )
 
     def chosen(path: Any, new: Any, old: Any) -> Any:
         if new is old or not gating.is_array(new):

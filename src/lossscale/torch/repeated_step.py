@@ -318,7 +318,9 @@ def _repeated(model: Any, call: _Call, scale: float) -> Explanation:
             returned = list(tensors_in(model(*args, **kwargs)))
         numbers = _last_ones(returned, [n for n in call.outputs if n in call.gradients])
         outputs = [returned[number] for number in numbers]
-        origin = watch.origin(outputs)
+        # A NaN of the program makes the loss NaN, and an infinity may be a mask.
+        masks = any(bool(output.isnan().any()) for output in outputs)
+        origin = watch.origin(outputs, masks=masks)
         if any(map(_differ, outputs, map(call.outputs.get, numbers))):
             raise UnrepeatableError(
                 "the model returns something else when the pass is repeated. It draws random "
@@ -332,7 +334,7 @@ def _repeated(model: Any, call: _Call, scale: float) -> Explanation:
                 return of_outputs
             # At a lower scale they are finite, and something else may not be.
             seeds = list(map(torch.nan_to_num, seeds))
-        found = examined(watch, outputs, roots, seeds, scale, is_loss=False)
+        found = examined(watch, outputs, roots, seeds, scale, masks=masks)
         is_broken = found.halvings is None and found.in_backward
         return found if of_outputs is None or is_broken else of_outputs
 
@@ -344,7 +346,7 @@ def examined(
     seeds: list[Any],
     scale: float,
     *,
-    is_loss: bool = True,
+    masks: bool = True,
     in_float32: Callable[[float], Watched] | None = None,
 ) -> Explanation:
     """Explains what is not finite in outputs, or in their gradients.
@@ -355,13 +357,13 @@ def examined(
         roots: The tensors to differentiate by.
         seeds: The gradients of the outputs.
         scale: The loss scale.
-        is_loss: Whether the output is a loss, which no mask makes infinite.
+        masks: As for `Watch.origin`: a mask makes no loss infinite.
         in_float32: As for `explain_pass`.
     """
     pairs = [pair for pair in zip(outputs, seeds, strict=True) if pair[0].requires_grad]
 
     def watched(lower: float) -> Watched:
-        origin = watch.origin(outputs, masks=is_loss)
+        origin = watch.origin(outputs, masks=masks)
         if origin is not None or not pairs or not roots:
             return watch.evaluation.watched(origin)
         derived, by = zip(*((out, seed * (lower / scale)) for out, seed in pairs), strict=True)

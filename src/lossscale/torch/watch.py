@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,13 +16,11 @@ from torch.utils._pytree import tree_map
 
 from lossscale.common.monkeypatch import replace
 from lossscale.monitoring.explanation import LARGEST, FailedOperation, Origin
-from lossscale.monitoring.origins import Call, Evaluation, Flags
+from lossscale.monitoring.origins import Call, Evaluation, Flags, line_of
 
 _UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_")
 _MESSAGES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
 _WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 
 class UnrepeatableError(RuntimeError):
@@ -152,10 +149,10 @@ class Watch(TorchDispatchMode):
             place.module,
             self.in_backward,
             not all(map(math.isfinite, numbers)),
-            numbers if is_narrow else (),
             lambda: _repeated(func, (args, kwargs), before, _bounded),
             lambda: _repeated(func, (args, kwargs), before, torch.Tensor.double, _WIDE),
             place.line,
+            numbers if is_narrow else (),
         )
         given = [before.get(id(tensor), tensor) for tensor in inputs]
         taken = [self._origins.get(_key(tensor)) for tensor in inputs]
@@ -179,7 +176,7 @@ class Watch(TorchDispatchMode):
                 shown=f"backward of {of if is_custom else place.shown or of or name}"
             )
         module = self._calling[-1]
-        place = Place(module, name, "" if module else _line())
+        place = Place(module, name, "" if module else line_of(_frames()))
         number = torch._C._autograd._get_sequence_nr() - 1
         if number >= self._first_number:
             self._places.setdefault(number, place)
@@ -244,15 +241,12 @@ def _bounded(tensor: Any) -> Any:
     return torch.nan_to_num(tensor, math.nan, LARGEST, -LARGEST)
 
 
-def _line() -> str:
-    """The line of the program that is running, outside of the libraries."""
+def _frames() -> Iterator[tuple[str, int, str]]:
+    """The file, the line and the function of each call that is running, the innermost first."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_HERE, _TORCH, "<frozen")) and "keras/src" not in file:
-            return f"line {frame.f_lineno} of {os.path.basename(file)}"
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname
         frame = frame.f_back
-    return ""
 
 
 # --- Tensors ------------------------------------------------------------------------------------

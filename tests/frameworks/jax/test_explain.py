@@ -50,6 +50,13 @@ def newton(np, h, gain):
     return jax.lax.fori_loop(0, 12, lambda _, y: y * (2 - (1 + h * h) * y), jnp.full_like(h, 9.0))
 
 
+def loop_of_rows(np, h, gain):
+    """Rows leave a loop one after the other; the result of one more step would be infinite."""
+    first = jnp.array([6e4, 1.0, 0.1, 1e-3], h.dtype)
+    grown = jax.vmap(lambda x: jax.lax.while_loop(lambda x: x < 1e3, lambda x: x * 90, x))(first)
+    return jnp.log(jnp.minimum(h, 0)) + 1 / grown[:, None]
+
+
 def branch(np, h, gain):
     return jax.lax.cond(h.max() > 1e9, jnp.sin, lambda h: jnp.log(jnp.minimum(h, 0)), h)
 
@@ -64,7 +71,14 @@ OWN = {
     "a module of Flax": Fault(of_flax, OVERFLOW, "dot mul", words="/layers_0"),
     "a convolution": Fault(convolution, OVERFLOW, "conv", words="block/middle"),
     "a loop that diverges": Fault(newton, OVERFLOW, "mul"),
+    "a loop within vmap": Fault(loop_of_rows, "singular", "log"),
     "a branch": Fault(branch, "singular", "log"),
+    "a logarithm in float32": Fault(
+        lambda np, h, gain: jnp.log(h.astype(jnp.float32) * 0).astype(h.dtype),
+        "singular",
+        "log",
+        words="compute what block takes in float32",
+    ),
     "a gradient that is divided by 0": Fault(
         lambda np, h, gain: divided(h), BROKEN_GRADIENT, "div"
     ),

@@ -143,7 +143,7 @@ def test_a_population_is_taken_one_by_one():
     [
         ((None, 1.0, 1.0), ArgumentTypeError, "`opt_state` must be the state"),
         ((optax.sgd(0.1).init(1.0), 1.0, 1.0), ArgumentTypeError, "`opt_state` must be the state"),
-        ((state(True), {"a": 1.0}, {"b": 2.0}), ValueError, "key"),
+        ((state(True), {"a": 1.0}, {"b": 2.0}), ArgumentError, "same kind of tree"),
         ((state(True), {"a": jnp.ones(2)}, {"a": jnp.ones(3)}), ArgumentError, r"at \['a'\]"),
     ],
 )
