@@ -84,8 +84,9 @@ def two_replicas():
 def pytest_collection_modifyitems(items):
     on_a_gpu = os.environ.get("LOSSSCALE_TEST_DEVICE") == "cuda"
     for item in items:
-        if SIMULATED_CUDA and (why := simulated_cuda.CANNOT.get(getattr(item, "originalname", ""))):
-            item.add_marker(pytest.mark.skip(why))
+        for name in {item.name, getattr(item, "originalname", "")} if SIMULATED_CUDA else ():
+            if why := simulated_cuda.CANNOT.get(name):
+                item.add_marker(pytest.mark.skip(why))
         runs = SIMULATED_CUDA or (on_a_gpu and item.path.name in simulated_cuda.ON_EACH_GPU)
         if "/simulated_cuda/" in item.path.as_posix() and not runs:
             item.add_marker(pytest.mark.skip("tests/run.py runs it on a simulated device"))

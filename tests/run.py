@@ -51,7 +51,10 @@ FOR_GPUS = "tests/xla_gpu"
 # What runs on a CUDA device that is simulated.
 SIMULATED = (
     "tests/simulated_cuda",
-    *(f"tests/frameworks/torch/test_{name}.py" for name in ("devices", "clipping")),
+    *(
+        f"tests/frameworks/torch/test_{name}.py"
+        for name in ("devices", "clipping", "buffers", "explain")
+    ),
     *(
         f"tests/conformance/test_{name}.py"
         for name in ("device", "promises", "what_rules_see", "random_programs", "arguments")

@@ -119,6 +119,13 @@ def _parts() -> list[Part]:
         Part(
             "PyTorch: clipping", "torch", ("tests/frameworks/torch/test_clipping.py",), (), on_torch
         ),
+        Part(
+            "PyTorch: guard and explain",
+            "torch",
+            tuple(f"tests/frameworks/torch/test_{name}.py" for name in ("buffers", "explain")),
+            (),
+            on_torch,
+        ),
         Part("PyTorch: promises", "torch", PROMISES, (), on_torch | native),
         Part("PyTorch: replayed steps, streams and threads", "torch", ON_EACH_GPU, (), on_torch),
         # They take the GPU by themselves.

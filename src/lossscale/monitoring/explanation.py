@@ -139,6 +139,7 @@ class FailedOperation(NamedTuple):
             mask.
         cast_of: Name of the parameter whose cast to float16 it is; "" if it is not one.
         is_cast: Whether it is a cast to float16.
+        maker: The module and the operation that computed what is cast; "" if none did.
         is_narrow: Whether it takes or returns float16.
         epsilon: A small number that is added in the same module, in float16; 0 if none.
         in_float16: Whether the pass has computed in float16 by then.
@@ -154,6 +155,7 @@ class FailedOperation(NamedTuple):
     of_infinities: bool = False
     cast_of: str = ""
     is_cast: bool = False
+    maker: str = ""
     is_narrow: bool = True
     epsilon: float = 0.0
     in_float16: bool = True
@@ -308,7 +310,8 @@ def _meaning(failed: FailedOperation, lowest: str) -> tuple[Cause, str, str]:
         cause = Cause.BACKWARD_OVERFLOW
         when = f"in the backward pass, also at a loss scale of {lowest}"
     if failed.is_cast:
-        of = f"the parameter {failed.cast_of}" if failed.cast_of else "a number"
+        made = f"the result of {failed.maker}" if failed.maker else "a number"
+        of = f"the parameter {failed.cast_of}" if failed.cast_of else made
         reason = (
             f"{of} reaches {failed.largest_input:.3g}, above the largest float16 number, 65,504, "
             f"and {where} casts it to float16"

@@ -113,6 +113,7 @@ class Evaluation:
 
     def __init__(self, name_of: Callable[[Any], str]) -> None:
         self._name_of, self._in_float16 = name_of, False
+        self._makers: dict[int, str] = {}
         self.constants: dict[int, Any] = {}
         self.small: dict[str, float] = {}
         self.hidden: Origin | None = None
@@ -141,6 +142,8 @@ class Evaluation:
                 if 0 < abs(float(each)) < _SMALL:
                     self.small[call.module] = abs(float(each))
         self._in_float16 |= any(re.search(r"\bfloat16", _dtype(each)) for each in made)
+        maker = FailedOperation(call.shown, call.module).where
+        self._makers |= dict.fromkeys(map(self.key_of, made), maker)
         flags = list(map(self.flags_of, made))
         is_finite = not any(map(any, flags))
         infinite = []
@@ -168,6 +171,10 @@ class Evaluation:
         return Origin(name=name, is_weight=is_weight, is_mask=is_mask)
 
     # What arrays of other libraries than NumPy override.
+
+    def key_of(self, value: Any) -> int:
+        """The key of a value, which no other has while it lives."""
+        return id(value)
 
     def on_host(self, value: Any) -> Any:
         """A value as a NumPy array of float64."""
@@ -223,6 +230,7 @@ class Evaluation:
             of_infinities=bool(infinite),
             cast_of=self._name_of(given[-1]) if is_cast else "",
             is_cast=is_cast,
+            maker=self._makers.get(self.key_of(given[-1]), "") if is_cast else "",
             is_narrow=any("float16" in _dtype(each) for each in (*given, *results)),
             in_float16=self._in_float16,
         )

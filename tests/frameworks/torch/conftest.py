@@ -6,8 +6,10 @@ import pkgutil
 import sys
 
 import pytest
+import torch
 
 import lossscale.torch
+from frameworks.torch.support import DEVICE
 
 _PREFIX = f"{lossscale.torch.__name__}."
 
@@ -23,6 +25,14 @@ def _no_keras():
             importlib.import_module(module.name)
     now = {name for name in ("keras", "tf_keras", "tensorflow") if name in sys.modules}
     assert now == before
+
+
+@pytest.fixture
+def on_the_device():
+    """New tensors are on the device that is tested."""
+    torch.set_default_device(DEVICE)
+    yield
+    torch.set_default_device(None)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import io
+import os
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,6 +13,7 @@ import lossscale
 from lossscale.torch.grad_scaler import GradScaler
 from recording_rule import EDGES, RecordedStats
 
+DEVICE = os.environ.get("LOSSSCALE_TEST_DEVICE", "cpu")
 SHAPES = ((3,), (2, 2))
 ONES = [torch.ones(shape) for shape in SHAPES]
 KINDS = {

@@ -18,11 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 import lossscale
 from frameworks.torch import support
+from frameworks.torch.support import DEVICE
 from lossscale.torch import GradScaler, LossScaleOptimizer, guard, unguard
 
+pytestmark = pytest.mark.usefixtures("on_the_device")
 INF = float("inf")
 FIXED = lossscale.FixedScale(2.0**10, skip_nonfinite=True)
-X = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(3)).to(DEVICE)
 BAD = X * INF
 
 
@@ -100,7 +102,7 @@ def made(name="norm"):
 
 
 def loss_of(model, x, call=None):
-    with torch.autocast("cpu", torch.float16):
+    with torch.autocast(DEVICE, torch.float16):
         return (call or model)(x).float().pow(2).mean()
 
 
@@ -118,7 +120,7 @@ def loop(model, verb="backward", number=1, parts=1, fused=False, **settings):
     weights = list(model.parameters())
     fused = fused or "decide" in settings
     inner = [torch.optim.SGD(weights[i::number], lr=0.05, fused=fused) for i in range(number)]
-    scaler = GradScaler("cpu", rule=FIXED) if verb == "scale" else None
+    scaler = GradScaler(DEVICE, rule=FIXED) if verb == "scale" else None
     by = scaler or LossScaleOptimizer(inner, rule=FIXED, **settings)
 
     def derive(x, call):
@@ -265,7 +267,7 @@ def run(name, way, call, is_guarded):
             step(x * 1e6, now)
             assert before == bits(model) or name == "lazy"
     assert int(by.steps_skipped) >= skips
-    return {n: p.detach().numpy().tobytes() for n, p in model.named_parameters()}, bits(model)
+    return support.bits(dict(model.named_parameters())), bits(model)
 
 
 @pytest.mark.parametrize(("name", "way", "call"), PROGRAMS)
@@ -453,7 +455,7 @@ def test_a_guard_whose_optimizer_never_steps_warns():
     with pytest.warns(lossscale.LossScaleWarning, match="never stepped"):
         [step_of_another(X) for _ in range(20)]
     # A scaler that is not enabled skips nothing.
-    guard(model, GradScaler("cpu", enabled=False))
+    guard(model, GradScaler(DEVICE, enabled=False))
     # A model without parameters has nothing to watch.
     guard(nn.BatchNorm1d(4, affine=False), optimizer)
 

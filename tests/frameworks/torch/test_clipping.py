@@ -1,7 +1,6 @@
 """`clip_norm`: what `torch.nn.utils.clip_grad_norm_` does, and the verdict of the same norm."""
 
 import math
-import os
 
 import numpy as np
 import pytest
@@ -20,14 +19,8 @@ from frameworks.torch.support import (
 )
 from lossscale import DynamicScale, FixedScale, LossScaleWarning
 
+pytestmark = pytest.mark.usefixtures("on_the_device")
 KINDS = {**KINDS, "device": {"fused": True}}
-
-
-@pytest.fixture(autouse=True)
-def _on_the_device():
-    torch.set_default_device(os.environ.get("LOSSSCALE_TEST_DEVICE"))
-    yield
-    torch.set_default_device(None)
 
 
 def clipping(kind, clip=1.0):
