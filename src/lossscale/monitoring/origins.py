@@ -14,6 +14,7 @@ import numpy as np
 
 from lossscale.monitoring.explanation import (
     LARGEST,
+    SMALLEST,
     Explanation,
     FailedOperation,
     Origin,
@@ -141,7 +142,7 @@ class Evaluation:
             for each in (*call.numbers, *filter(_is_number, constant)):
                 if 0 < abs(float(each)) < _SMALL:
                     self.small[call.module] = abs(float(each))
-        self._in_float16 |= any(re.search(r"\bfloat16", _dtype(each)) for each in made)
+        self._in_float16 |= any(map(_is_float16, made))
         maker = FailedOperation(call.shown, call.module).where
         self._makers |= dict.fromkeys(map(self.key_of, made), maker)
         flags = list(map(self.flags_of, made))
@@ -219,19 +220,26 @@ class Evaluation:
         # A count that a sum is divided by is an integer.
         divisors = given[1:] if "div" in call.name.lower() else ()
         decisive = [self.on_host(each) for each in divisors] or floats[:1]
+        is_narrow = any(map(_is_float16, (*given, *results)))
+        # What is rounded to 0; CUDA rounds a divisor without dimensions, which may be float32.
+        zero = SMALLEST / 2 if is_narrow else 0.0
+        meets_zero = any((abs(each) <= zero).any() for each in decisive)
+        size = largest(floats[-1]) if is_cast else self._in_float64(call)
+        if divisors and meets_zero and size is not None and size <= LARGEST:
+            size = None
         failed = FailedOperation(
             call.shown,
             call.module,
             call.in_backward,
             largest_input=max(map(largest, floats), default=0.0),
-            largest_result=largest(floats[-1]) if is_cast else self._in_float64(call),
-            meets_zero=any((each == 0).any() for each in decisive),
+            largest_result=size,
+            meets_zero=meets_zero,
             meets_negative=any((each < 0).any() for each in decisive),
             of_infinities=bool(infinite),
             cast_of=self._name_of(given[-1]) if is_cast else "",
             is_cast=is_cast,
             maker=self._makers.get(self.key_of(given[-1]), "") if is_cast else "",
-            is_narrow=any("float16" in _dtype(each) for each in (*given, *results)),
+            is_narrow=is_narrow,
             in_float16=self._in_float16,
         )
         return Origin(failed, line=call.line)
@@ -277,6 +285,10 @@ def _is_harmed(difference: float, largest: float) -> bool:
 
 def _dtype(value: Any) -> str:
     return str(getattr(value, "dtype", type(value)))
+
+
+def _is_float16(value: Any) -> bool:
+    return re.search(r"\bfloat16", _dtype(value)) is not None
 
 
 def is_float(value: Any) -> bool:

@@ -160,7 +160,7 @@ class BufferGuard:
         saves = is_end and self._left == 0
         self._left = max(self._left - is_end, 0)
         if torch.is_tensor(skipped):
-            self._choose(skipped, saves)
+            self._choose(skipped, is_end and self._left == 0)
         elif skipped:
             self.restore()
         elif saves:
@@ -171,7 +171,7 @@ class BufferGuard:
         """Saves the buffers as they are."""
         if not (self._saved and self._is_known()):
             self._allocate()
-        for memory, saved in self._groups:
+        for memory, saved, _ in self._groups:
             torch.cat(memory, out=saved)
         for each in self._others:
             each[1] = each[0].detach().clone()
@@ -179,8 +179,8 @@ class BufferGuard:
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def restore(self) -> None:
         """Sets the buffers to what was saved."""
-        for memory, saved in self._groups:
-            _write(memory, saved)
+        for memory, _, parts in self._groups:
+            torch._foreach_copy_(memory, parts)
         for tensor, data in zip(self._plain, self._data, strict=True):
             # Somebody may have replaced `data` since.
             tensor.data = data
@@ -189,18 +189,19 @@ class BufferGuard:
         self._put_back()
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _choose(self, skipped: Any, saves: bool) -> None:
-        """Restores or saves as the device decides, without a wait of the host."""
+    def _choose(self, skipped: Any, is_last: bool) -> None:
+        """Restores as the device decides, without a wait of the host; after the last step saves."""
         if self._others or not self._is_known():
             # The host sees that a buffer is another tensor now, so it must know the decision.
             if bool(skipped):
                 self.restore()
-            elif saves:
+            elif is_last:
                 self.save()
             return
-        for memory, saved in self._groups:
+        for memory, saved, parts in self._groups:
             now, flag = torch.cat(memory), skipped.to(saved.device, torch.bool)
-            _write(memory, torch.where(flag, saved, now, out=saved if saves else now))
+            torch.where(flag, saved, now, out=saved if is_last else now)
+            torch._foreach_copy_(memory, parts if is_last else _split(now, memory))
 
     # --- Which tensors they are ---------------------------------------------------------------
 
@@ -261,7 +262,11 @@ class BufferGuard:
                 self._data.append(local.data)
                 of_devices.setdefault(local.device, []).append(memory)
         self._places = list(map(_POINTER, self._plain))
-        self._groups = [(memory, torch.cat(memory)) for memory in of_devices.values()]
+        self._groups = [
+            (memory, saved, _split(saved, memory))
+            for memory in of_devices.values()
+            for saved in [torch.cat(memory)]
+        ]
 
 
 class Hook:
@@ -366,9 +371,9 @@ def _is_lazy(tensor: Any) -> bool:
     return bool(torch.nn.parameter.is_lazy(tensor))
 
 
-def _write(memory: list[Any], numbers: Any) -> None:
-    """Writes the bytes of several tensors."""
-    torch._foreach_copy_(memory, numbers.split(list(map(len, memory))))
+def _split(numbers: Any, memory: list[Any]) -> Any:
+    """The bytes of each of several tensors, which lie one after the other."""
+    return numbers.split(list(map(len, memory)))
 
 
 def _memory(tensor: Any) -> Any:

@@ -112,7 +112,7 @@ def test_a_branch_for_another_platform_is_never_compiled():
         jax.jit(refused)(X)
 
     def by_platform(x, y):
-        return (jax.lax.platform_dependent(x, cpu=lambda x: x + 1.0, tpu=refused),)
+        return (jax.lax.platform_dependent(x, default=lambda x: x + 1.0, tpu=refused),)
 
     closed = jax.make_jaxpr(by_platform)(X, Y)
     step = jax.jit(lambda x, finite: gated(closed, [x, Y], {0: x}, finite))

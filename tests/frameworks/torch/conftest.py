@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lossscale.torch
-from frameworks.torch.support import DEVICE
+from frameworks.torch.support import DEVICE, forget_accelerate
 
 _PREFIX = f"{lossscale.torch.__name__}."
 
@@ -37,11 +37,8 @@ def on_the_device():
 
 @pytest.fixture(autouse=True)
 def _new_accelerate():
-    """Accelerate, which Hugging Face's Trainer uses too, keeps its state in classes."""
     yield
-    if state := sys.modules.get("accelerate.state"):
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-        state.GradientState._reset_state()
+    forget_accelerate()
 
 
 @pytest.fixture(scope="session")

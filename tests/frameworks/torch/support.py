@@ -5,6 +5,7 @@ import functools
 import inspect
 import io
 import os
+import sys
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +22,13 @@ KINDS = {
     "foreach": {"foreach": True},
     "single": {"foreach": False},
 }
+
+
+def forget_accelerate():
+    """Accelerate, which Hugging Face's Trainer uses too, keeps its state in classes."""
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 def parameters(*shapes, dtype=torch.float32):

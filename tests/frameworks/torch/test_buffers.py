@@ -24,7 +24,15 @@ from lossscale.torch import GradScaler, LossScaleOptimizer, guard, unguard
 pytestmark = pytest.mark.usefixtures("on_the_device")
 INF = float("inf")
 FIXED = lossscale.FixedScale(2.0**10, skip_nonfinite=True)
-X = torch.randn(8, 4, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+
+
+def drawn(seed):
+    """Activations, the same on each device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 4, generator=generator, device="cpu").to(DEVICE)
+
+
+X = drawn(3)
 BAD = X * INF
 
 
@@ -252,7 +260,7 @@ def run(name, way, call, is_guarded):
         whole = called if way == "scaler" and call == "compiled" else model
         assert guard(whole, by) is whole
     for number in range(8):
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+        x = drawn(number)
         # The first compiled step comes after others.
         now = None if call == "compiled" and number < 2 else called
         # Nor is a compiled pass seen that belongs to no step.

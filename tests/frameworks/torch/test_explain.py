@@ -19,6 +19,7 @@ import lossscale
 from broken_blocks import FAULTS, SHARED
 from frameworks.torch.support import DEVICE, OURS, bits
 from lossscale.monitoring import Cause, Explanation
+from lossscale.monitoring.origins import Call, Evaluation
 
 pytestmark = [
     pytest.mark.usefixtures("on_the_device"),
@@ -102,20 +103,27 @@ class Block(nn.Module):
         return self.function(NUMPY, h, self.gain.to(h.dtype))
 
 
-# Its autocast computes powers, sums and reciprocals in float32.
+# Its autocast computes powers, sums and reciprocals in float32, its kernels round otherwise, and
+# it rounds a divisor without dimensions to float16.
 NOT_ON_CUDA = {
     "a sum that overflows in some rows",
     "a power",
     "a sigmoid whose power overflows",
     "the inverse of a small number",
+    "scale: 1 of their gradients, in float16, overflow",
+    "scale: (backward of Divided) overflows",
 }
+
+
+def on_this_device(names):
+    return [name for name in names if DEVICE == "cpu" or name not in NOT_ON_CUDA]
 
 
 def values(model):
     return bits([*model.parameters(), *model.buffers()])
 
 
-@pytest.mark.parametrize("name", [n for n in FAULTS if DEVICE == "cpu" or n not in NOT_ON_CUDA])
+@pytest.mark.parametrize("name", on_this_device(FAULTS))
 def test_a_block_is_named(name):
     fault = FAULTS[name]
     model, x = nn.Sequential(), torch.tensor(fault.batch)
@@ -185,11 +193,14 @@ STATES = {
     "raw": (lambda: np.random.PCG64(0), lambda it: it.random_raw()),
 }
 GENERATORS = {
-    "torch": (torch.Generator, lambda it: torch.rand((), generator=it).item()),
+    "torch": (torch.Generator, lambda it: torch.rand((), generator=it, device="cpu").item()),
     "python": (lambda: random.Random(3), lambda it: it.random()),
     "numpy": (lambda: np.random.default_rng(3), lambda it: it.random()),
     "old": (lambda: np.random.RandomState(3), lambda it: it.rand()),
-    "of the program": (lambda: None, lambda it: torch.rand((), generator=GENERATOR).item()),
+    "of the program": (
+        lambda: None,
+        lambda it: torch.rand((), generator=GENERATOR, device="cpu").item(),
+    ),
 }
 
 
@@ -538,7 +549,16 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_divisor_that_float16_rounds_to_0():
+    """CUDA does so with a divisor without dimensions, a CPU does not."""
+    call = Call("div", "div", "block", True, False, lambda: [], lambda: [np.zeros(2)])
+    given = np.zeros(2, np.float16), np.float32(3e-9)
+    results = [np.full(2, math.nan, np.float16)]
+    (origin,) = Evaluation(lambda value: "").origins(call, given, [None, None], results)
+    assert (origin.failed.meets_zero, origin.failed.largest_result) == (True, None)
+
+
+@pytest.mark.parametrize("name", on_this_device(PROGRAMS))
 def test_a_program_is_explained(name):
     program, (cause, words) = Program(), name.split(": ", 1)
     found = PROGRAMS[name](program)

@@ -21,7 +21,13 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.modules.module import register_module_forward_hook
 
 import lossscale.torch
-from frameworks.torch.support import MAKERS, OPTIMIZERS, scale_and_tracker, snapshot
+from frameworks.torch.support import (
+    MAKERS,
+    OPTIMIZERS,
+    forget_accelerate,
+    scale_and_tracker,
+    snapshot,
+)
 from lossscale.monitoring import read_records
 from lossscale.torch.grad_scaler import GradScaler
 from pages import programs
@@ -348,6 +354,7 @@ def ran(source):
         if re.search(rf"\b{name}\b", source):
             # Where PyTorch alone is installed, with no trainer.
             pytest.importorskip(name)
+    forget_accelerate()
     dtypes = set()
 
     def note(module, inputs, output):
