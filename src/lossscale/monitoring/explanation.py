@@ -491,9 +491,16 @@ def scale_in_words(scale: float) -> str:
 
 
 def _size(value: float) -> str:
+    """Returns a number for a text, and how far above the largest float16 number it is.
+
+    Examples:
+        >>> _size(1e6), _size(65520.0), _size(1.5)
+        ('1e+06, 15.3 x 65,504', 'just above 65,504', '1.5')
+    """
     if value <= LARGEST or value >= LARGEST_OF_FLOAT32:
         return f"{value:.3g}"
-    return f"{value:.3g}, {value / LARGEST:.3g} x 65,504"
+    factor = f"{value / LARGEST:.3g}"
+    return "just above 65,504" if factor == "1" else f"{value:.3g}, {factor} x 65,504"
 
 
 def _capital(clause: str) -> str:

@@ -11,9 +11,13 @@ import copy
 import dataclasses
 import functools
 import inspect
+import multiprocessing.connection
+import multiprocessing.queues
 import operator
 import pickle
+import queue
 import random
+import threading
 import types
 import warnings
 from collections import OrderedDict
@@ -59,6 +63,12 @@ _NAMES: dict[Any, tuple[str, ...]] = {
     types.CellType: ("cell_contents",),
 }
 """What holds the attributes of a module, and the variables of a function."""
+_TAKING = (
+    (queue.Queue, "get"),
+    (multiprocessing.queues.Queue, "get"),
+    (multiprocessing.connection.Connection, "recv"),
+    (multiprocessing.connection.Connection, "recv_bytes"),
+)
 _VERSION = operator.attrgetter("_version")
 
 
@@ -435,12 +445,32 @@ def _as_it_was(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, dict[
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(eager_passes(model))
+            stack.enter_context(_without_queues())
             yield watch, known
     finally:
         for place in places:
             object.__setattr__(*place)
         watch.restore()
         _set_random_states(states)
+
+
+@contextlib.contextmanager
+def _without_queues() -> Iterator[None]:
+    """Within it, this thread takes nothing from a queue or a pipe: the program would miss it."""
+    here = threading.get_ident()
+
+    def or_refused(take: Callable[..., Any]) -> Callable[..., Any]:
+        def taken(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == here:
+                raise UnrepeatableError("the forward pass takes from a queue or a pipe")
+            return take(*args, **kwargs)
+
+        return taken
+
+    with contextlib.ExitStack() as stack:
+        for kind, name in _TAKING:
+            replace(stack, kind, name, or_refused(getattr(kind, name)))
+        yield
 
 
 def _places(model: Any) -> Iterator[tuple[Any, str, Any]]:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import pickle
+import queue
 import random
 import types
 
@@ -485,6 +486,8 @@ def near_overflow(p):
 # The last one is not near overflow.
 GAINS = torch.tensor([[10.0, 10.0, 10.0, 1e-4], [1e-4] * 4], device=DEVICE)
 MANY = (*[ONES] * 20, BROKEN)
+TAKEN: queue.Queue[float] = queue.Queue()
+TAKEN.put(0.0)
 # By the cause and words of the text.
 PROGRAMS = {
     "unknown: need more than explain_bytes=10 of": lambda p: Program(explain_bytes=10).step(*MANY),
@@ -509,6 +512,9 @@ PROGRAMS = {
     ),
     "unknown: cannot pickle 'generator' object": lambda p: p.step(
         BROKEN, before=lambda: setattr(p.model, "batches", iter(x for x in ONES))
+    ),
+    "unknown: takes from a queue": lambda p: p.step(
+        BROKEN, before=lambda: TAKEN.put(0.0), forward=lambda x: p.plain(x) + TAKEN.get()
     ),
     "batch: In call 2 of 3 of the model": lambda p: p.step(ONES, BROKEN, BROKEN),
     "batch: In call 1 of 2 of the model": with_a_monitor_of_micro_batches,
