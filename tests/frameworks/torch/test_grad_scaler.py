@@ -689,6 +689,14 @@ def test_a_replaced_unscale_grads_allows_float16_parameters_as_trainers_write_it
     assert numbers(weights) == [[0.0] * 3]
 
 
+@both
+def test_a_warmup_that_begins_at_a_rate_of_0_without_gradients_moves_the_scale(make, mended):
+    weights = [torch.nn.Parameter(torch.ones(3))]
+    optimizer, scaler = torch.optim.SGD(weights, lr=0.0), make("cpu", 8.0, growth_interval=1)
+    one_step(scaler, optimizer, weights, 0.0)
+    assert scaler.get_scale() == 16.0
+
+
 def test_a_step_that_the_program_leaves_out_restores_the_buffers_of_a_guarded_model():
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
