@@ -111,6 +111,11 @@ FAULTS = {
         is_hidden=True,
     ),
     "a masked row": Fault(masked_row, "singular", "softmax sub exp max"),
+    "a mask beyond float16": Fault(
+        lambda np, h, gain: np.softmax(np.where(np.arange(4)[:, None] == 2, -1e9, h), -1) * gain,
+        OVERFLOW,
+        words="number that the program sets is above the largest float16 number",
+    ),
     "the entropy of a sure answer": Fault(entropy, "singular", "log"),
     "the deviation of a constant": Fault(
         lambda np, h, gain: h + deviation(np, h * 0 + gain - 1, 0), BROKEN_GRADIENT, "sqrt div mul"

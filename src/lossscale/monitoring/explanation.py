@@ -179,6 +179,7 @@ class Origin(NamedTuple):
         name: The argument, parameter or buffer that contained it.
         is_weight: Whether `name` is a parameter or a buffer.
         is_mask: Whether the program sets it itself, as in a mask.
+        is_beyond: Whether it is a finite number in the program, above the largest float16 number.
         line: The line of the program that calls the operation, or the place that sets a mask, which
             may be a module; "" if it is not known.
     """
@@ -187,6 +188,7 @@ class Origin(NamedTuple):
     name: str = ""
     is_weight: bool = False
     is_mask: bool = False
+    is_beyond: bool = False
     line: str = ""
 
 

@@ -139,7 +139,10 @@ class Evaluation:
         if len(constant) == len(given) and (given or call.name == "Const"):
             self.constants.update((id(each), each) for each in made)
         if call.name.lower().rstrip("_") in _ADDING:
-            for each in (*call.numbers, *filter(_is_number, constant)):
+            # What is added in float32 is not rounded to 0.
+            is_rounded = not call.in_backward and any(map(_is_float16, given[:1]))
+            numbers = call.numbers if is_rounded else ()
+            for each in (*numbers, *filter(_is_number, constant)):
                 if 0 < abs(float(each)) < _SMALL:
                     self.small[call.module] = abs(float(each))
         self._in_float16 |= any(map(_is_float16, made))
@@ -242,7 +245,8 @@ class Evaluation:
             is_narrow=is_narrow,
             in_float16=self._in_float16,
         )
-        return Origin(failed, line=call.line)
+        is_beyond = any(origin.is_beyond for origin, _ in infinite)
+        return Origin(failed, is_beyond=is_beyond, line=call.line)
 
     def _in_float64(self, call: Call) -> float | None:
         """The largest magnitude that a call computes in float64; None if not finite."""
@@ -261,7 +265,7 @@ def _passed_on(call: Call, taken: Sequence[tuple[Origin, Flags]], made: Flags) -
         # A skipped step may have left NaN in statistics, which a norm takes but does not read.
         return next((origin for origin in real if origin.failed is not None), real[0])
     if call.sets or (call.name in _SETTERS and not taken):
-        return Origin(is_mask=True)
+        return Origin(is_mask=True, is_beyond=bool(call.numbers) and not call.sets)
     if taken and not call.in_backward and (not made.nan or any(flags.nan for _, flags in taken)):
         return taken[0][0]
     return None
@@ -365,7 +369,7 @@ def explain_pass(
     if origin.is_mask or (origin.failed is not None and origin.failed.of_infinities):
         narrow = of_forward_pass(with_epsilon(origin))
         is_beyond = narrow.in_float16 and wide().is_finite and wide().hidden is None
-        return constant_beyond_float16(narrow) if is_beyond else narrow
+        return constant_beyond_float16(narrow) if origin.is_beyond or is_beyond else narrow
     if found.loss is not None or origin.failed is None or not origin.failed.in_backward:
         return of_forward_pass(with_epsilon(origin))
     halvings = halvings_until(lambda halvings: after(halvings).is_finite, scale)

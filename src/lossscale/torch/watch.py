@@ -142,7 +142,6 @@ class Watch(TorchDispatchMode):
         made = list(tensors_in(result))
         self._made.update(map(_key, made))
         numbers = [value for value in args if isinstance(value, float)]
-        is_narrow = not self.in_backward and any(t.dtype == torch.float16 for t in inputs[:1])
         call = Call(
             name,
             place.shown,
@@ -152,7 +151,7 @@ class Watch(TorchDispatchMode):
             lambda: _repeated(func, (args, kwargs), before, _bounded),
             lambda: _repeated(func, (args, kwargs), before, torch.Tensor.double, _WIDE),
             place.line,
-            numbers if is_narrow else (),
+            numbers,
         )
         given = [before.get(id(tensor), tensor) for tensor in inputs]
         taken = [self._origins.get(_key(tensor)) for tensor in inputs]
