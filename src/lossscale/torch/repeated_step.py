@@ -207,7 +207,8 @@ class CallRecorder:
         if self._draws:
             self._draws = pickle.dumps(call.random[2]) != pickle.dumps(_random_states()[2])
         with contextlib.suppress(Exception):
-            outputs = [(n, t) for n, t in enumerate(tensors_in(output)) if t.requires_grad]
+            # A hook of a leaf, such as a parameter that is returned, would stay for later steps.
+            outputs = [(n, t) for n, t in enumerate(tensors_in(output)) if t.grad_fn is not None]
             # The small ones first: one may be the loss.
             for number, tensor in sorted(outputs, key=lambda each: _size(each[1])):
                 # The gradient needs the same room.

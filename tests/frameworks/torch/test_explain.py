@@ -478,6 +478,15 @@ def with_a_monitor_of_micro_batches(p):
     return p.step(ONES)
 
 
+def test_a_parameter_that_a_model_returns_keeps_no_hooks():
+    p = Program()
+    for _ in range(3):
+        p.step(
+            ONES, forward=lambda x: (p.plain(x), p.model[0].weight), loss=lambda m, x: m(x)[0].sum()
+        )
+    assert not p.model[0].weight._backward_hooks
+
+
 def near_overflow(p):
     """The gradient of one output overflows, and that of the other one nearly does."""
     return p.step(UNLIKE, loss=times(2.5 / p.plain(UNLIKE).abs().max().item()))
