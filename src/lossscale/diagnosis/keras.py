@@ -140,9 +140,9 @@ class KerasGradientFunction:
                 first = [value.detach().requires_grad_() for value in values[:count]]
                 with watch.forward():
                     loss, _ = self._forward([*first, *values[count:]], batch)
-                seeds = [torch.full_like(loss, scale)]
+                outer = [(loss, torch.full_like(loss, scale))]
                 wide = in_float32 if half else None
-                return examined(watch, [loss], first, seeds, scale, in_float32=wide)
+                return examined(watch, outer, first, scale, in_float32=wide)
 
     def _names_of(self, batch: Any) -> list[tuple[str, bool]]:
         """The names of all variables and of the arrays in a batch; whether each is a variable."""

@@ -144,7 +144,7 @@ class Monitor(LoopMonitor):
         self._skipped = self._skipped or not applied
         number = self._steps_so_far() + 1
         if self._explainer is not None:
-            self._explainer.decided(number, applied, float(scale) if not applied else 0.0)
+            self._explainer.decided(number, applied, scale, groups)
         # The tracker reads the gradients of skipped steps only.
         skipped = () if applied else groups
         parameters = [p for group in skipped for p in group["params"] if p.grad is not None]
@@ -323,12 +323,13 @@ class _Explainer:
         self._last_skip = -1
         self._warned: set[str] = set()
 
-    def decided(self, step: int, applied: bool, scale: float) -> None:
+    def decided(self, step: int, applied: bool, scale: Any, groups: Any) -> None:
         """Called with the decision on a step, before its gradients are applied."""
         # Of several optimizers, the first that skips explains the step.
         if applied or not self._left or step in self.found:
             return
-        found = self.calls.explain(scale)
+        parameters = (parameter for group in groups for parameter in group["params"])
+        found = self.calls.explain(float(scale), parameters)
         self.found, is_single = {step: found}, self._last_skip != step - 1
         self._last_skip = step
         if found.cause is not Cause.SCALE or not is_single or self._scaled:

@@ -21,7 +21,7 @@ import threading
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -129,9 +129,9 @@ def explain(
                     raise ArgumentTypeError(
                         f"`loss_fn` must return a tensor with one element. Received: {loss!r}."
                     )
-                outputs = [scaled(loss.reshape(()), 1.0)]
+                output = scaled(loss.reshape(()), 1.0)
             roots = [known[id(p)] for p in trained]
-            return examined(watch, outputs, roots, [torch.full_like(outputs[0], scale)], scale)
+            return examined(watch, [(output, torch.full_like(output, scale))], roots, scale)
     except UnrepeatableError as error:
         return unknown(str(error))
 
@@ -208,9 +208,10 @@ class CallRecorder:
             self._draws = pickle.dumps(call.random[2]) != pickle.dumps(_random_states()[2])
         with contextlib.suppress(Exception):
             # A hook of a leaf, such as a parameter that is returned, would stay for later steps.
-            outputs = [(n, t) for n, t in enumerate(tensors_in(output)) if t.grad_fn is not None]
+            found = enumerate(tensors_in(output))
+            outputs = {id(t): (n, t) for n, t in found if t.grad_fn is not None}
             # The small ones first: one may be the loss.
-            for number, tensor in sorted(outputs, key=lambda each: _size(each[1])):
+            for number, tensor in sorted(outputs.values(), key=lambda each: _size(each[1])):
                 # The gradient needs the same room.
                 if self._has_room(2 * _size(tensor)):
                     call.outputs[number] = tensor.detach()
@@ -223,18 +224,32 @@ class CallRecorder:
     def _versions(self) -> int:
         return sum(map(_VERSION, self._parameters))
 
-    def explain(self, scale: float) -> Explanation:
-        """Explains the step that was just skipped; changes nothing that training depends on."""
+    def explain(self, scale: float, parameters: Iterable[Any]) -> Explanation:
+        """Explains the step that was just skipped; changes nothing that training depends on.
+
+        Args:
+            scale: The loss scale of the step.
+            parameters: The parameters of the optimizer that has skipped.
+        """
+        worst, found = (False, 0, False), unknown("")
         try:
             if why := _refusal(self._model) or self._why_not():
                 return unknown(why)
+            trained = set(map(id, parameters))
             for number, call in enumerate(self._calls, start=1):
-                found = _repeated(self._model, call, scale) if call.gradients else unknown("")
-                if found.cause is not Cause.UNKNOWN:
-                    if self._made > 1:
-                        reason = f"in call {number} of {self._made} of the model, {found.reason}"
-                        found = dataclasses.replace(found, reason=reason)
-                    return found
+                one = _repeated(self._model, call, scale, trained) if call.gradients else found
+                if one.cause is Cause.UNKNOWN or one is found:
+                    continue
+                if self._made > 1:
+                    reason = f"in call {number} of {self._made} of the model, {one.reason}"
+                    one = dataclasses.replace(one, reason=reason)
+                if not one.in_backward:
+                    return one
+                # What this call takes may have got NaN from it, as the state of a recurrence.
+                from_here = one.operation and any(t.grad_fn is not None for t in call.given)
+                rank = one.halvings is None, one.halvings or 0, bool(one.module)
+                if rank > worst or (from_here and not found.operation):
+                    worst, found = rank, one
         except UnrepeatableError as error:
             return unknown(str(error))
         # A model may raise anything, and training has to continue.
@@ -243,11 +258,15 @@ class CallRecorder:
             return unknown(f"the pass cannot be repeated ({type(error).__name__}: {line})")
         finally:
             torch.clear_autocast_cache()
+        if found.cause is not Cause.UNKNOWN:
+            return found
         if not self._has_room(0):
             return unknown(f"{self._too_large()}, and the others are finite")
         return unknown(
             "the pass of this step is finite when it is repeated. Another process may have "
-            "overflowed, or gradients were changed after the backward pass"
+            "overflowed, gradients were changed after the backward pass, or a part of the loss "
+            "does not use what the model returns, such as a penalty on its gradients or weights. "
+            "explain(model, loss_fn, batch) sees such a part"
         )
 
     def _too_large(self) -> str:
@@ -315,11 +334,21 @@ def _refusal(model: Any) -> str:
 # --- The repeated pass --------------------------------------------------------------------------
 
 
-def _repeated(model: Any, call: _Call, scale: float) -> Explanation:
-    """Repeats a call, and explains it."""
+def _repeated(model: Any, call: _Call, scale: float, trained: set[int]) -> Explanation:
+    """Repeats a call, and explains it.
+
+    Args:
+        model: The model.
+        call: The call, of which an output has got a gradient.
+        scale: The loss scale.
+        trained: The ids of the parameters of the optimizer.
+    """
+    leaves = {id(t): t for t in (*model.parameters(), *call.given) if t.requires_grad}
+    of_optimizer = [key for key, leaf in leaves.items() if _depends(leaf, trained)]
     with _as_it_was(model, _named(model, call.args, call.kwargs)) as (watch, known):
         args, kwargs = _copied((call.args, call.kwargs), known, "an argument")
-        roots = [t for t in known.values() if torch.is_tensor(t) and t.requires_grad]
+        # It may have copies of the parameters in another precision.
+        roots = [known[key] for key in of_optimizer or leaves]
         _set_random_states(call.random)
         with contextlib.ExitStack() as stack:
             for device, enabled, dtype in call.casting:
@@ -327,84 +356,101 @@ def _repeated(model: Any, call: _Call, scale: float) -> Explanation:
             torch.clear_autocast_cache()
             stack.enter_context(watch.forward())
             returned = list(tensors_in(model(*args, **kwargs)))
-        numbers = _last_ones(returned, [n for n in call.outputs if n in call.gradients])
-        outputs = [returned[number] for number in numbers]
+        pairs = {n: (returned[n], call.gradients[n]) for n in call.outputs if n in call.gradients}
+        if not any(_depends(output, set(map(id, roots))) for output, _ in pairs.values()):
+            return unknown("")
+        # Those that another output was computed from, such as the logits of a loss.
+        edges = _edges(output for output, _ in pairs.values())
+        inner = [p for p in pairs.values() if (p[0].grad_fn, p[0].output_nr) in edges]
+        outer = [p for p in pairs.values() if (p[0].grad_fn, p[0].output_nr) not in edges]
         # A NaN of the program makes the loss NaN, and an infinity may be a mask.
-        masks = any(bool(output.isnan().any()) for output in outputs)
-        origin = watch.origin(outputs, masks=masks)
-        if any(map(_differ, outputs, map(call.outputs.get, numbers))):
+        masks = any(bool(output.isnan().any()) for output, _ in outer)
+        origin = watch.origin((output for output, _ in outer), masks=masks)
+        if any(_differ(returned[n], call.outputs[n]) for n in pairs):
             raise UnrepeatableError(
                 "the model returns something else when the pass is repeated. It draws random "
                 "numbers of its own, keeps a state, or has hooks that change results"
             )
-        seeds = [call.gradients[number] for number in numbers]
         of_outputs = None
-        if origin is None and not all(map(is_finite, seeds)):
-            of_outputs = with_hidden(_of_seeds(outputs, seeds, scale), watch.evaluation.hidden)
+        if origin is None and not all(is_finite(gradient) for _, gradient in outer):
+            of_outputs = with_hidden(_of_gradients(outer, scale), watch.evaluation.hidden)
             if of_outputs.cause is not Cause.SCALE:
                 return of_outputs
             # At a lower scale they are finite, and something else may not be.
-            seeds = list(map(torch.nan_to_num, seeds))
-        found = examined(watch, outputs, roots, seeds, scale, masks=masks)
+            outer = [(output, torch.nan_to_num(gradient)) for output, gradient in outer]
+        finite = [pair for pair in inner if is_finite(pair[1])]
+        found = examined(watch, outer, roots, scale, masks=masks, inner=finite)
+        if found.cause is Cause.UNKNOWN and len(finite) < len(inner):
+            return _of_gradients(inner, scale)
         is_broken = found.halvings is None and found.in_backward
         return found if of_outputs is None or is_broken else of_outputs
 
 
 def examined(
     watch: Watch,
-    outputs: list[Any],
-    roots: list[Any],
-    seeds: list[Any],
+    outer: Sequence[tuple[Any, Any]],
+    roots: Sequence[Any],
     scale: float,
     *,
     masks: bool = True,
+    inner: Sequence[tuple[Any, Any]] = (),
     in_float32: Callable[[float], Watched] | None = None,
 ) -> Explanation:
     """Explains what is not finite in outputs, or in their gradients.
 
     Args:
         watch: Has watched the forward pass.
-        outputs: The outputs.
+        outer: The outputs, each with its gradient.
         roots: The tensors to differentiate by.
-        seeds: The gradients of the outputs.
         scale: The loss scale.
         masks: As for `Watch.origin`: a mask makes no loss infinite.
+        inner: What they were computed from, each with the sum of its gradients.
         in_float32: As for `explain_pass`.
     """
-    pairs = [pair for pair in zip(outputs, seeds, strict=True) if pair[0].requires_grad]
+    pairs = [pair for pair in (*outer, *inner) if pair[0].requires_grad]
 
     def watched(lower: float) -> Watched:
-        origin = watch.origin(outputs, masks=masks)
+        origin = watch.origin((output for output, _ in outer), masks=masks)
         if origin is not None or not pairs or not roots:
             return watch.evaluation.watched(origin)
-        derived, by = zip(*((out, seed * (lower / scale)) for out, seed in pairs), strict=True)
+        derived, by = zip(*((out, total * (lower / scale)) for out, total in pairs), strict=True)
         watch.in_backward = True
-        with watch:
+        with contextlib.ExitStack() as stack:
+            for out, total in zip(derived, by, strict=True):
+                # In place of the sum of it and of what comes from other outputs.
+                stack.enter_context(out.register_hook(lambda _, total=total: total))
+            stack.enter_context(watch)
             found = torch.autograd.grad(derived, roots, by, retain_graph=True, allow_unused=True)
             return watch.evaluation.watched(None, watch.origin(g for g in found if g is not None))
 
     return explain_pass(watched, scale, in_float32)
 
 
-def _of_seeds(outputs: list[Any], seeds: list[Any], scale: float) -> Explanation:
+def _of_gradients(pairs: Iterable[tuple[Any, Any]], scale: float) -> Explanation:
     """The explanation of gradients that reach finite outputs and are not finite."""
-    bad = [seed for seed in seeds if not is_finite(seed)]
-    infs, nans = (sum(int(test(t).sum()) for t in bad) for test in (torch.isinf, torch.isnan))
-    if not nans and all(t.dtype == torch.float16 for t in bad):
+    bad = [pair for pair in pairs if not is_finite(pair[1])]
+    infs, nans = (sum(int(test(g).sum()) for _, g in bad) for test in (torch.isinf, torch.isnan))
+    if not nans and all(gradient.dtype == torch.float16 for _, gradient in bad):
         # From the scale, in the cast to the outputs, if the loss is finite; see `Monitor.step`.
         return scaled_outputs(infs, scale)
-    return in_the_loss(infs, nans, max(map(largest, outputs)))
+    return in_the_loss(infs, nans, max(largest(output) for output, _ in bad))
 
 
-def _last_ones(returned: list[Any], numbers: list[int]) -> list[int]:
-    """Leaves out outputs that another output was computed from, such as the logits of a loss."""
-    inner, left = set(), [returned[n].grad_fn for n in numbers if returned[n].grad_fn]
+def _edges(tensors: Iterable[Any]) -> set[tuple[Any, int]]:
+    """What tensors were computed from: the nodes of their graphs, and the numbers of outputs."""
+    found, left = set(), [t.grad_fn for t in tensors if t.grad_fn is not None]
     while left:
-        for each in left.pop().next_functions:
-            if each[0] is not None and each not in inner:
-                inner.add(each)
-                left.append(each[0])
-    return [n for n in numbers if (returned[n].grad_fn, returned[n].output_nr) not in inner]
+        for edge in left.pop().next_functions:
+            if edge[0] is not None and edge not in found:
+                found.add(edge)
+                left.append(edge[0])
+    return found
+
+
+def _depends(tensor: Any, leaves: set[int]) -> bool:
+    """Whether a tensor is one of some leaves, or was computed from one."""
+    used = (getattr(node, "variable", None) for node, _ in _edges([tensor]))
+    return id(tensor) in leaves or any(id(leaf) in leaves for leaf in used)
 
 
 @contextlib.contextmanager

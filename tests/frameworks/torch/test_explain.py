@@ -492,6 +492,40 @@ def near_overflow(p):
     return p.step(UNLIKE, loss=times(2.5 / p.plain(UNLIKE).abs().max().item()))
 
 
+class Divides(nn.Module):
+    """Its backward pass divides by a number; it returns what it computes on the way, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.other = nn.Linear(4, 4)
+
+    def forward(self, x, divisor=1.0):
+        if divisor is None:
+            return self.other(x) / 0, x
+        hidden = Divided.apply(self.first(x), torch.tensor(divisor))
+        return self.last(hidden), hidden
+
+
+def calls(loss, train=lambda model: model.parameters()):
+    """Explains a step whose loss calls `Divides` as often as it likes."""
+    program = Program(Divides())
+    program.optimizer.param_groups[0]["params"] = list(train(program.model))
+    return program.step(ONES, loss=lambda model, x: loss(model, x).float().sum())
+
+
+def recurrent(model, x):
+    for divisor in (1.0, 0.0, 1.0):
+        x = model(x, divisor)[0].tanh()
+    return x
+
+
+def beside(model, x):
+    """Most of the gradient reaches the inner output directly."""
+    outer, inner = model(x)
+    return outer.float().sum() * 1e-3 + inner.float().sum() * 1.9
+
+
 # The last one is not near overflow.
 GAINS = torch.tensor([[10.0, 10.0, 10.0, 1e-4], [1e-4] * 4], device=DEVICE)
 MANY = (*[ONES] * 20, BROKEN)
@@ -561,6 +595,32 @@ PROGRAMS = {
     "singular: (div) divides by 0": lambda p: through(p, lambda x, bias: x / (x > 1e9).sum()),
     "scale: The forward pass is finite": lambda p: masked(p, 1.0),
     "scale: 1 of their gradients, in float16, overflow": near_overflow,
+    # The worst of several calls, also if another one fails first.
+    "singular: In call 2 of 2 of the model, Divides (backward of Divided)": lambda _: calls(
+        lambda m, x: m(x)[0].float() * 1e5 + m(x, 0.0)[0]
+    ),
+    "scale: In call 2 of 2 of the model, the forward pass is finite; at a": lambda _: calls(
+        lambda m, x: m(x, 0.5)[0] + m(x, 1e-3)[0]
+    ),
+    "singular: In call 2 of 3 of the model, Divides (backward of Divided)": lambda _: calls(
+        recurrent
+    ),
+    "forward overflow: In call 2 of 2 of the model, first": lambda _: calls(
+        lambda m, x: m(x, 0.0)[0] + m(x * 6e4)[0]
+    ),
+    # Outputs that depend on each other.
+    "scale: first (backward of addmm) overflows": lambda _: calls(beside),
+    "scale: 8 of their gradients, in float16, overflow": lambda _: calls(
+        lambda m, x: m(x)[0].float() * 1e-3 + m(x)[1].float() * 9
+    ),
+    # What the optimizer does not train.
+    "scale: last (backward of addmm) overflows": lambda _: calls(
+        lambda m, x: m(x, 0.0)[0], lambda m: m.last.parameters()
+    ),
+    "scale: In call 2 of 2 of the model, the forward pass is finite": lambda _: calls(
+        lambda m, x: m(x, None)[0].float().nan_to_num(0, 0, 0) + m(x)[0],
+        lambda m: m.last.parameters(),
+    ),
 }
 
 
