@@ -110,6 +110,14 @@ FAULTS = {
         size=9000,
         is_hidden=True,
     ),
+    "a mean of which the sum overflows": Fault(
+        lambda np, h, gain: np.tanh(total(np, np.abs(h)) / 32768) * gain + h / 32768,
+        OVERFLOW,
+        "sum cast convert",
+        scale=1,
+        size=9000,
+        is_hidden=True,
+    ),
     "a masked row": Fault(masked_row, "singular", "softmax sub exp max"),
     "a mask beyond float16": Fault(
         lambda np, h, gain: np.softmax(np.where(np.arange(4)[:, None] == 2, -1e9, h), -1) * gain,

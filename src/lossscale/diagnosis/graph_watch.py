@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale.monitoring.explanation import Origin
-from lossscale.monitoring.origins import Call, Evaluation, Watched, bounded, line_of
+from lossscale.monitoring.origins import Call, Evaluation, Watched, line_of
 
 _BACKWARD = "gradient_tape/"
 _NARROW = (tf.float16, tf.bfloat16, tf.float32)
@@ -125,7 +125,7 @@ class GraphWatch:
             module,
             in_backward,
             False,
-            lambda: _computed(operation, list(map(bounded, given))),
+            lambda change: _computed(operation, list(map(change, given))),
             lambda: _computed(operation, given, wide=True),
         )
         return made, self._evaluation.origins(call, given, taken, made)

@@ -22,7 +22,6 @@ from lossscale.monitoring.origins import (
     Call,
     Evaluation,
     Watched,
-    bounded,
     is_float,
     line_of,
 )
@@ -124,7 +123,7 @@ class JaxprWatch:
             self._plain(_module(nested)),
             "transpose(" in _scopes(nested),
             any(map(self._evaluation.origin_of, literals)),
-            lambda: bind(jaxpr, equation, list(map(bounded, given))),
+            lambda change: bind(jaxpr, equation, list(map(change, given))),
             lambda: _widened(equation, given),
         )
         found = self._evaluation.origins(call, given, taken, made)

@@ -82,7 +82,8 @@ class Call(NamedTuple):
         module: The path of its module.
         in_backward: Whether it is in the backward pass.
         sets: Whether the program gives it an infinity.
-        bounded: Computes its results again, from 65,504 in place of infinities; it may raise.
+        bounded: Computes its results again, from what a function returns for each of its inputs;
+            it may raise.
         widened: Does the same in float64, from its inputs as they are.
         line: The line of the program, if it is outside of modules.
         numbers: The numbers that it takes beside arrays.
@@ -93,7 +94,7 @@ class Call(NamedTuple):
     module: str
     in_backward: bool
     sets: bool
-    bounded: Callable[[], Sequence[Any]]
+    bounded: Callable[[Callable[[Any], Any]], Sequence[Any]]
     widened: Callable[[], Sequence[Any]]
     line: str = ""
     numbers: Sequence[Any] = ()
@@ -115,6 +116,8 @@ class Evaluation:
     def __init__(self, name_of: Callable[[Any], str]) -> None:
         self._name_of, self._in_float16 = name_of, False
         self._makers: dict[int, str] = {}
+        # What is infinite because of an overflow, and what it is if 65,504 is in its place there.
+        self._overflows: dict[int, tuple[Any, Any]] = {}
         self.constants: dict[int, Any] = {}
         self.small: dict[str, float] = {}
         self.hidden: Origin | None = None
@@ -156,8 +159,10 @@ class Evaluation:
             # A list of tensors in a graph of TensorFlow has no numbers itself.
             if any(kinds) or (origin and not is_float(each)):
                 infinite.append((origin or Origin(is_mask=True), kinds))
-        if infinite and is_finite and not call.in_backward:
-            self._note_harm(call, infinite, made)
+        for each in made:
+            self._overflows.pop(self.key_of(each), None)
+        if infinite and not call.in_backward:
+            self._note_harm(call, infinite, made, flags)
         return [
             self._origin(call, given, infinite, made, each) if any(each) else None for each in flags
         ]
@@ -191,17 +196,37 @@ class Evaluation:
         array = np.asarray(value)
         return Flags(bool(np.isnan(array).any()), bool(np.isinf(array).any()))
 
+    def bounded(self, value: Any) -> Any:
+        """A value as it is if 65,504 is in place of the overflows that it was computed from."""
+        _, other = self._overflows.get(self.key_of(value), (None, None))
+        if other is not None:
+            return other
+        if not is_float(value) or not np.isinf(array := np.asarray(value)).any():
+            return value
+        return np.nan_to_num(array, nan=math.nan, posinf=LARGEST, neginf=-LARGEST)
+
+    def as_memory(self, value: Any, like: Any) -> Any:
+        """A value with the memory layout of another one; None if that is a part of a larger one."""
+        return value
+
     def _note_harm(
-        self, call: Call, infinite: Sequence[tuple[Origin, Flags]], made: Sequence[Any]
+        self,
+        call: Call,
+        infinite: Sequence[tuple[Origin, Flags]],
+        made: Sequence[Any],
+        kinds: Sequence[Flags],
     ) -> None:
         """Notes an overflow that ends here, and whether another number is made of 65,504."""
         overflows = [o for o, flags in infinite if o.failed and flags.infinity and not flags.nan]
         if not overflows:
             return
-        self.absorbed.add(overflows[0])
+        if not any(map(any, kinds)):
+            self.absorbed.add(overflows[0])
         with contextlib.suppress(Exception):
-            for one, other in zip(made, call.bounded(), strict=True):
-                if is_float(one):
+            for one, other, flags in zip(made, call.bounded(self.bounded), kinds, strict=True):
+                if any(flags):
+                    self._overflows[self.key_of(one)] = one, self.as_memory(other, one)
+                elif is_float(one):
                     wide = self.on_host(other)
                     if _is_harmed(largest(self.on_host(one) - wide), largest(wide)):
                         self.hidden = self.hidden or overflows[0]
@@ -303,13 +328,6 @@ def is_float(value: Any) -> bool:
 def _is_number(value: Any) -> bool:
     """Whether a value is a floating-point array without dimensions."""
     return is_float(value) and np.ndim(value) == 0
-
-
-def bounded(value: Any) -> Any:
-    """A NumPy array, or what can be one, with 65,504 in place of infinities."""
-    if not is_float(value) or not np.isinf(array := np.asarray(value)).any():
-        return value
-    return np.nan_to_num(array, nan=math.nan, posinf=LARGEST, neginf=-LARGEST)
 
 
 def line_of(frames: Iterable[tuple[str, int, str]]) -> str:

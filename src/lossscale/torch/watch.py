@@ -148,7 +148,7 @@ class Watch(TorchDispatchMode):
             place.module,
             self.in_backward,
             not all(map(math.isfinite, numbers)),
-            lambda: _repeated(func, (args, kwargs), before, _bounded),
+            lambda change: _repeated(func, (args, kwargs), before, change),
             lambda: _repeated(func, (args, kwargs), before, torch.Tensor.double, _WIDE),
             place.line,
             numbers,
@@ -203,6 +203,17 @@ class _Evaluation(Evaluation):
     def on_host(self, value: Any) -> Any:
         return _numbers(value).cpu().double().numpy()
 
+    def bounded(self, value: Any) -> Any:
+        _, other = self._overflows.get(_key(value), (None, None))
+        if other is None:
+            return torch.nan_to_num(value, math.nan, LARGEST, -LARGEST)
+        return other.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    def as_memory(self, value: Any, like: Any) -> Any:
+        if like.untyped_storage().nbytes() != like.nbytes:
+            return None
+        return torch.empty_like(like).copy_(value)
+
     def flags_of(self, value: Any) -> Flags:
         if is_finite(value):
             return Flags()
@@ -237,10 +248,6 @@ def _repeated(
         raise UnrepeatableError("it would draw other random numbers")
     args, kwargs = tree_map(other, arguments)
     return list(tensors_in(func(*args, **kwargs)))
-
-
-def _bounded(tensor: Any) -> Any:
-    return torch.nan_to_num(tensor, math.nan, LARGEST, -LARGEST)
 
 
 def _frames() -> Iterator[tuple[str, int, str]]:
