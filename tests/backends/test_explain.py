@@ -91,6 +91,77 @@ def test_a_block_is_named(name):
         np.testing.assert_array_equal(one, other)
 
 
+class Logarithm(layers.Layer):
+    def call(self, x):
+        return ops.log(ops.relu(-ops.abs(x)))
+
+
+class Large(layers.Layer):
+    def call(self, x):
+        return ops.cast(x, "float32") * 1e7
+
+
+class Nested(layers.Layer):
+    """Layers in a layer, and in one that calls them without their scope."""
+
+    def __init__(self, *inner, **settings):
+        super().__init__(**settings)
+        self.inner = [keras.Sequential(inner, name="chain")]
+
+    def build(self, shape):
+        self.inner[0].build(shape)
+
+    def call(self, x):
+        return self.inner[0].call(x)
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(8, name="dense")
+        self.nested = Nested(Logarithm(name="log"), name="nested")
+
+    def call(self, x):
+        return self.nested(self.dense(x))
+
+
+def dense(name):
+    return layers.Dense(8, name=name)
+
+
+NESTED = {
+    "nested/chain/log (": lambda: [
+        dense("first"),
+        Nested(dense("inner"), Logarithm(name="log"), name="nested"),
+    ],
+    "seq/log (": lambda: [
+        dense("first"),
+        layers.TimeDistributed(
+            keras.Sequential([dense("inner"), Logarithm(name="log")], name="seq"), name="td"
+        ),
+    ],
+    "esult of large (": lambda: [dense("first"), Large(name="large"), dense("last")],
+    "casts it to float16": lambda: [Nested(Large(name="large"), dense("last"), name="nested")],
+}
+
+
+@pytest.mark.parametrize("words", NESTED)
+def test_the_innermost_layer_is_named(words):
+    x = np.ones((2, 3, 8), np.float32)
+    model = keras.Sequential([keras.Input((3, 8)), *NESTED[words]()])
+    found = explain(model, x, x, loss_fn=lambda m, batch: ops.mean(m(batch[0])))
+    assert words in found.text
+    assert found.module.endswith(("log", "last"))
+    assert "sequential" not in found.text
+
+
+def test_a_layer_of_a_subclassed_model_has_the_same_path_on_each_backend():
+    model, x = Subclassed(), np.ones((2, 8), np.float32)
+    model.compile("sgd", "mse")
+    model(x)
+    assert explain(model, x, x).module == "nested/chain/log"
+
+
 def test_what_the_model_is_given_is_named_and_so_are_mistakes():
     model = keras.Sequential([keras.Input((3,)), layers.BatchNormalization(), layers.Dense(1)])
     model.compile("sgd", "mse")

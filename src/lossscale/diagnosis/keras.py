@@ -95,23 +95,50 @@ class KerasGradientFunction:
 
     def _watch(self, batch: Any, half: bool) -> Callable[[float], Watched]:
         make: Any
+        scope: Any
         if keras.backend.backend() == "jax":
+            import jax
+
             from lossscale.diagnosis import jaxpr_watch
 
-            make = jaxpr_watch.JaxprWatch
+            make, scope = jaxpr_watch.JaxprWatch, jax.named_scope
         else:
+            import tensorflow as tf
+
             from lossscale.diagnosis import graph_watch
 
-            make = graph_watch.GraphWatch
+            make, scope = graph_watch.GraphWatch, tf.name_scope
+        paths: list[str] = []
+
+        def numbered(path: str) -> Any:
+            paths.append(path)
+            return scope(f"layer.{len(paths) - 1}")
+
+        def layer_of(path: str) -> str:
+            numbers = re.findall(r"layer\.(\d+)", path)
+            return paths[int(numbers[-1])] if numbers else path
 
         def compute(arrays: Any, scale: Any) -> Any:
             return self._compute(arrays[0], arrays[1], scale)
 
-        with self._in_precision(half) as values:
+        with self._in_precision(half) as values, self._layers_within(numbered):
             found: Callable[[float], Watched] = make(
-                compute, (values, batch), self._names_of(batch), self._layer
+                compute, (values, batch), self._names_of(batch), layer_of
             )
             return found
+
+    @contextlib.contextmanager
+    def _layers_within(self, scope: Callable[[str], Any]) -> Iterator[None]:
+        """Within it, each call of a layer is within a scope, for its path in the model."""
+        call = keras.Layer.__call__
+
+        def called(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            with scope(self._inside(str(layer.path or layer.name))):
+                return call(layer, *args, **kwargs)
+
+        with contextlib.ExitStack() as stack:
+            replace(stack, keras.Layer, "__call__", called)
+            yield
 
     def _explain_on_torch(self, batch: Any, scale: float, half: bool) -> Explanation:
         import torch
@@ -119,24 +146,25 @@ class KerasGradientFunction:
         from lossscale.torch.repeated_step import examined
         from lossscale.torch.watch import Watch
 
-        call, count = keras.Layer.__call__, len(self._trained)
+        count = len(self._trained)
 
         def in_float32(scale: float) -> Watched:
             is_finite = self.explain(batch, scale, False).cause is Cause.UNKNOWN
             return Watched(None if is_finite else Origin(), None)
 
-        def inside(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            with watch.inside(self._inside(str(layer.path or layer.name))):
-                return call(layer, *args, **kwargs)
-
         with self._in_precision(half) as values:
             arrays = [each for each in keras.tree.flatten((values, batch)) if each is not None]
             named = list(zip(self._names_of(batch), arrays, strict=True))
-            watch = Watch(self._model, {name: value for (name, kind), value in named if kind})
+            # It is the layers of Keras that have names, and not the modules of PyTorch.
+            weights = {name: value for (name, kind), value in named if kind}
+            watch = Watch(torch.nn.Module(), weights)
             for (name, is_weight), value in named:
                 watch.mark(value, name, is_weight=is_weight)
-            with torch.enable_grad(), torch.random.fork_rng(), contextlib.ExitStack() as stack:
-                replace(stack, keras.Layer, "__call__", inside)
+            with (
+                torch.enable_grad(),
+                torch.random.fork_rng(),
+                self._layers_within(watch.inside),
+            ):
                 first = [value.detach().requires_grad_() for value in values[:count]]
                 with watch.forward():
                     loss, _ = self._forward([*first, *values[count:]], batch)
@@ -156,21 +184,6 @@ class KerasGradientFunction:
 
     def _inside(self, path: str) -> str:
         return path.removeprefix(f"{self._model.name}/")
-
-    def _layer(self, path: str) -> str:
-        """The path of a layer in the model, for that of an operation."""
-        # A layer without weights has no path.
-        paths = {str(each.path or each.name) for each in self._model._flatten_layers()}
-        found = ""
-        for part in path.split("/"):
-            # TensorFlow numbers scopes that are entered again.
-            for name in (part, re.sub(r"_\d+$", "", part)):
-                # A layer that was called before its model has no path in it.
-                inner = [each for each in (f"{found}/{name}", name) if each in paths]
-                if inner:
-                    found = inner[0]
-                    break
-        return self._inside(found) if found else path
 
     def _compute(self, values: Sequence[Any], batch: Any, scale: Any) -> Any:
         """Returns the loss, its gradients, and whether all targets fit into the outputs' dtypes."""
