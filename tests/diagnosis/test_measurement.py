@@ -41,12 +41,13 @@ class Model:
     Args:
         gradients: The gradients by name.
         casts: The names of gradients that are float16 in the reference too.
+        wide: The names of those that float16 does not round.
         ends: What is not finite in float16: "the loss", "the targets" or nothing.
     """
 
-    def __init__(self, gradients, loss=1.0, noise=(), casts=(), ends=""):
+    def __init__(self, gradients, loss=1.0, noise=(), casts=(), wide=(), ends=""):
         self.gradients, self.ends = gradients, ends
-        self.loss, self.noise, self.casts = loss, noise, casts
+        self.loss, self.noise, self.casts, self.wide = loss, noise, casts, wide
 
     def __call__(self, batch, scale, half):
         return Pass(
@@ -59,7 +60,7 @@ class Model:
         if gradient is None:
             return None
         whole = gradient.astype(np.float64) * batch
-        if not half and name not in self.casts:
+        if name in self.wide or (not half and name not in self.casts):
             return (whole * scale).astype(np.float32)
         if name in self.noise:
             return (whole * scale * RNG.choice([-3, 9], whole.shape)).astype(np.float32)
@@ -72,6 +73,17 @@ class Model:
     def measured(self, *batches, **keywords):
         batches = batches or (1.0, 1.0)
         return measure(self, batches, max_batches=len(batches), **keywords)
+
+
+@pytest.mark.parametrize(("low", "verdict"), [(-6, "not needed"), (-30, "needed")])
+def test_a_large_gradient_in_float32_limits_no_scale(low, verdict):
+    gradients = {"w": spread(low, low + 6), "large": spread(30, 34)}
+    alone = Model({"w": gradients["w"]}).measured()
+    found = Model(gradients, wide=["large"]).measured()
+    assert recommend(found).verdict == verdict
+    assert found.lowest_exponent == alone.lowest_exponent
+    assert found.highest_exponent == alone.highest_exponent
+    assert "to overflow is w" in " ".join(str(Report("model", "", found)).split())
 
 
 def test_nothing_is_lost_and_six_passes_say_so():

@@ -121,6 +121,11 @@ class GradientAccuracy:
         """Whether float16 is inaccurate at every scale, so that no scale can be judged by it."""
         return min(self.errors.values(), default=math.inf) >= NOISE
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether it is in float32, also in the pass in float16."""
+        return _is_wide(self.largest, self.errors)
+
     def excess_error(self, exponent: int) -> float:
         """Returns the error at a scale that was tried beyond that at its best scale."""
         return _beyond(self.errors[exponent], min(self.errors.values()))
@@ -268,7 +273,7 @@ class _Batches:
         return dataclasses.replace(found, unknown=unknown, explanation=why)
 
     def _backward(self) -> Measurement:
-        predicted = _predicted_highest(_largest(self._reference))
+        predicted = self._predicted()
         second = predicted if predicted < 0 else min(max(predicted, MARGIN), _SECOND)
         self._at(second)
         if unknown := self._correct_reference():
@@ -276,7 +281,7 @@ class _Batches:
         largest = _largest(self._reference)
         if not largest:
             return self._found(unknown="every gradient is 0")
-        predicted = _predicted_highest(largest)
+        predicted = self._predicted()
         self._try_higher(NOISE)
         is_right = self._worst(0) <= TOLERANCE
         if is_right and second >= MARGIN and self._is_finite(second):
@@ -291,6 +296,16 @@ class _Batches:
         self._try_higher(NOISE if is_right else TOLERANCE)
         lowest = 0 if self._worst(0) <= TOLERANCE else self._find_lowest()
         return self._found(lowest_exponent=lowest, highest_exponent=highest)
+
+    def _predicted(self) -> int:
+        """The highest exponent at which the gradients that are in float16 are finite."""
+        sizes = (
+            size
+            for key, gradient in self._reference.gradients.items()
+            for size in [float(np.abs(gradient).max(initial=0))]
+            if not _is_wide(size, {e: each.get(key, math.inf) for e, each in self._errors.items()})
+        )
+        return _predicted_highest(max(sizes, default=0.0))
 
     def _explained(self, *, half: bool = True, exponent: int = 0) -> Explanation | None:
         """Explains why a pass is not finite; None if that is not found out."""
@@ -458,6 +473,11 @@ def _errors(reference: _Passes, found: _Passes) -> dict[_Key, float]:
         elif norm:
             errors[name] = float(difference / norm)
     return errors
+
+
+def _is_wide(size: float, errors: Mapping[int, float]) -> bool:
+    """Whether a gradient of a size is finite where float16 cannot hold it."""
+    return any(size * 2.0**e > 2 * LARGEST and math.isfinite(each) for e, each in errors.items())
 
 
 def _differing(one: _Passes, other: _Passes) -> set[_Key]:

@@ -254,7 +254,8 @@ def _accurate(found: Measurement) -> str:
 
 
 def _first_to_overflow(found: Measurement) -> str:
-    return max(found.gradients, key=lambda each: each.largest).name
+    in_float16 = [each for each in found.gradients if not each.is_wide]
+    return max(in_float16 or found.gradients, key=lambda each: each.largest).name
 
 
 def _percent(share: float) -> str:
