@@ -162,6 +162,16 @@ def test_a_layer_of_a_subclassed_model_has_the_same_path_on_each_backend():
     assert explain(model, x, x).module == "nested/chain/log"
 
 
+def test_an_operation_of_a_loss_of_keras_is_at_no_line_of_the_program():
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(1, dtype="float32")])
+    model.compile("sgd", "mse")
+    model.layers[0].kernel.assign(model.layers[0].kernel * 1e30)
+    found = explain(model, np.ones((2, 8), np.float32), np.ones((2, 1), np.float32))
+    assert found.cause == Cause.FORWARD_OVERFLOW
+    assert "line" not in found.module
+    assert "loss" in found.module
+
+
 def test_what_the_model_is_given_is_named_and_so_are_mistakes():
     model = keras.Sequential([keras.Input((3,)), layers.BatchNormalization(), layers.Dense(1)])
     model.compile("sgd", "mse")

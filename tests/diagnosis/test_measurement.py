@@ -75,6 +75,24 @@ class Model:
         return measure(self, batches, max_batches=len(batches), **keywords)
 
 
+@pytest.mark.parametrize(
+    ("operation", "derivative"),
+    [
+        ("div", lambda x: x**-2),
+        ("reciprocal", lambda x: x**-2),
+        ("rsqrt", lambda x: x**-1.5 / 2),
+        ("log", lambda x: 1 / x),
+        ("sqrt", lambda x: x**-0.5 / 2),
+    ],
+)
+def test_float16_holds_the_derivative_at_the_epsilon_that_is_advised(operation, derivative):
+    found = explained(FailedOperation(operation, "norm", meets_zero=True))
+    epsilon = float(found.advice.partition("epsilon of ")[2].split()[0])
+    assert derivative(epsilon) < 65504
+    # Nor is it larger than it must be by much.
+    assert derivative(epsilon / 100) > 65504 or epsilon <= 1e-4
+
+
 @pytest.mark.parametrize(("low", "verdict"), [(-6, "not needed"), (-30, "needed")])
 def test_a_large_gradient_in_float32_limits_no_scale(low, verdict):
     gradients = {"w": spread(low, low + 6), "large": spread(30, 34)}

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from lossscale.checks import checked_above_zero
+from lossscale.checks import checked_scale
 from lossscale.errors import ArgumentTypeError
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def explain(
     """Explains why a step on a batch would be skipped: the first operation that is not finite.
 
     Computes the loss and its gradients as `diagnose` does, operation by operation, which takes many
-    times as long as a step. The model stays unchanged. Weights must be those of the step.
+    times as long as a step. A compiled step may compute some of them together, without rounding to
+    float16 in between. The model stays unchanged. Weights must be those of the step.
 
     Args:
         model: A built model of Keras 3, compiled unless `loss_fn` is given.
@@ -111,8 +112,8 @@ def explain(
     Raises:
         ArgumentTypeError: If `model` is not a model of Keras 3, or `loss_fn` does not return a
             loss.
-        ArgumentError: If its loss is not known, it has no variables, or `scale` is not a number
-            above 0.
+        ArgumentError: If its loss is not known, it has no variables, or `scale` is not a number in
+            [2**-126, 2**126].
 
     Examples:
         >>> explain("model", [1.0])
@@ -125,7 +126,7 @@ def explain(
     from lossscale.diagnosis.keras import KerasGradientFunction, one_batch
 
     run = KerasGradientFunction(model, loss_fn, parameters)
-    return run.explain(one_batch(x, y, sample_weight), checked_above_zero("scale", scale))
+    return run.explain(one_batch(x, y, sample_weight), checked_scale("scale", scale))
 
 
 def _check_is_keras(model: Any, name: str) -> None:

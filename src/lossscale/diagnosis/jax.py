@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lossscale.checks import checked_above_zero
+from lossscale.checks import checked_scale
 from lossscale.diagnosis.jaxpr_watch import JaxprWatch
 from lossscale.diagnosis.measurement import Pass, checked_loss, measure
 from lossscale.diagnosis.report import Report
@@ -177,7 +177,8 @@ def explain(
     """Explains why a step on a batch would be skipped: the first operation that is not finite.
 
     Evaluates the loss and its gradients in float16, operation by operation, which takes many times
-    as long as a compiled step.
+    as long as a compiled step. A compiled step may compute some of them together, without rounding
+    to float16 in between.
 
     Args:
         loss_fn: As for `diagnose`: a pure function of the parameters, a batch and a dtype.
@@ -192,8 +193,8 @@ def explain(
 
     Raises:
         ArgumentTypeError: If what `loss_fn` returns has another type.
-        ArgumentError: If `scale` is not a number above 0, there is nothing to train, or `loss_fn`
-            does not compute in `dtype`.
+        ArgumentError: If `scale` is not a number in [2**-126, 2**126], there is nothing to train,
+            or `loss_fn` does not compute in `dtype`.
 
     Examples:
         >>> def loss_fn(params, batch, dtype):
@@ -206,7 +207,7 @@ def explain(
         True
     """
     run = JaxGradientFunction(params, loss_fn, parameters)
-    return run.explain(batch, checked_above_zero("scale", scale))
+    return run.explain(batch, checked_scale("scale", scale))
 
 
 def _is_array(leaf: Any) -> bool:

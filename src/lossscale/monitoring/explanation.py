@@ -28,9 +28,13 @@ _CHECK_THE_LOSS = (
 )
 NO_SCALE_HELPS = "no loss scale helps: "
 """Advice begins with it if no loss scale makes the step finite."""
+_FALLS_BY_ITSELF = "this is normal: the scale falls by itself"
+_LOWER_HELPS = "a lower scale helps, or outputs in float32"
 _OF_OUTPUTS = "gradient of the outputs"
 _FINITE = "the forward pass is finite; "
-_ADVISED_EPSILON = "1e-4"
+# Those whose derivatives float16 can hold, such as 1 / epsilon**2.
+_ADVISED_EPSILON = {"div": "4e-3", "reciprocal": "4e-3", "rsqrt": "1e-3", "pow": "1e-3"}
+_OTHER_EPSILON = "1e-4"
 _MANY_HALVINGS, _LOW = 8, 2**8
 _SINGULAR = {
     "rsqrt": "divides by a square root of 0",
@@ -80,7 +84,8 @@ class Explanation:
         advice: The remedy, as a clause.
         operation: The first operation with a result that is not finite, or the argument that is
             not; "" if it is not known.
-        module: The path of its module, or the parameter that is not finite; "" if not known.
+        module: The path of its module, the line if it is outside of modules, or the parameter that
+            is not finite; "" if not known.
         in_backward: Whether it is an operation of the backward pass.
         halvings: Number of times the loss scale must be halved, or 1 if it is not known, as for
             gradients that overflow in outputs in float16; None if no loss scale helps.
@@ -128,15 +133,15 @@ class FailedOperation(NamedTuple):
 
     Attributes:
         operation: Its name.
-        module: The path of its module or layer; "" if it is not known.
+        module: The path of its module or layer, or the line of the program if it is in none; "" if
+            it is not known.
         in_backward: Whether it is in the backward pass.
         largest_input: The largest finite magnitude of what it takes.
         largest_result: The largest magnitude that it computes from the same numbers in a wider
             dtype; None if that is not finite either, infinity if it cannot be computed.
         meets_zero: Whether what it divides by, or takes the logarithm or root of, contains 0.
         meets_negative: Whether that contains a negative number.
-        of_infinities: Whether it takes infinities that the model sets itself, such as those of a
-            mask.
+        of_infinities: Whether it takes infinities that the program sets, such as those of a mask.
         cast_of: Name of the parameter whose cast to float16 it is; "" if it is not one.
         is_cast: Whether it is a cast to float16.
         maker: The module and the operation that computed what is cast; "" if none did.
@@ -180,8 +185,7 @@ class Origin(NamedTuple):
         is_weight: Whether `name` is a parameter or a buffer.
         is_mask: Whether the program sets it itself, as in a mask.
         is_beyond: Whether it is a finite number in the program, above the largest float16 number.
-        line: The line of the program that calls the operation, or the place that sets a mask, which
-            may be a module; "" if it is not known.
+        place: The module or line that sets a mask; "" if it is not known.
     """
 
     failed: FailedOperation | None = None
@@ -189,7 +193,7 @@ class Origin(NamedTuple):
     is_weight: bool = False
     is_mask: bool = False
     is_beyond: bool = False
-    line: str = ""
+    place: str = ""
 
 
 def most_halvings(scale: float) -> int:
@@ -218,17 +222,10 @@ def of_forward_pass(origin: Origin) -> Explanation:
         <Cause.BATCH: 'batch'>
     """
     if origin.failed is not None:
-        return with_line(explained(origin.failed), origin)
+        return explained(origin.failed)
     if origin.is_mask:
-        return set_by_the_program(origin.line)
+        return set_by_the_program(origin.place)
     return (not_finite_weights if origin.is_weight else not_finite_argument)(origin.name)
-
-
-def with_line(found: Explanation, origin: Origin) -> Explanation:
-    """Adds the line of the program to an operation that is called outside of the model."""
-    if not origin.line or found.module:
-        return found
-    return dataclasses.replace(found, reason=f"in the loss function, {origin.line}, {found.reason}")
 
 
 def with_hidden(found: Explanation, origin: Origin | None) -> Explanation:
@@ -269,9 +266,9 @@ def explained(
         reason = (
             f"{_FINITE}at a loss scale of {scale_in_words(scale)}, "
             f"{failed.where} overflows in the backward pass{above}, and after {halvings} "
-            f"halving{'s'[: halvings > 1]}, at {scale_in_words(scale / 2**halvings)}, nothing does"
+            f"halving{'s'[: halvings > 1]}, at {scale_in_words(scale / 2**halvings)}, it does not"
         )
-        advice = "this is normal: the scale falls by itself"
+        advice = _FALLS_BY_ITSELF
         if halvings >= _MANY_HALVINGS and scale / 2**halvings < _LOW:
             advice = f"look for a reason why the gradient is so large at {failed.where}"
     elif cause is not Cause.BACKWARD_OVERFLOW:
@@ -297,7 +294,7 @@ def _meaning(failed: FailedOperation, lowest: str) -> tuple[Cause, str, str]:
     if failed.of_infinities:
         return (
             Cause.SINGULAR,
-            f"{where} makes NaN of infinities that the model sets itself, as in a row that is "
+            f"{where} makes NaN of infinities that the program sets, as in a row that is "
             "masked as a whole",
             "mask with a finite number such as -1e4, or leave such rows out",
         )
@@ -355,19 +352,25 @@ def _plain_name(failed: FailedOperation) -> str:
 
 def _about_epsilon(failed: FailedOperation) -> str:
     """The remedy for a number that is 0, or nearly 0, in float16."""
+    name = _plain_name(failed)
+    epsilon = _ADVISED_EPSILON.get(name, _OTHER_EPSILON)
     if 0 < failed.epsilon <= SMALLEST / 2:
         return (
             f"the epsilon {failed.epsilon:g} is 0 in float16, whose smallest number above 0 is "
-            f"{SMALLEST:.3g}; use {_ADVISED_EPSILON} or more, or {_in_float32(failed)}"
+            f"{SMALLEST:.3g}; use {epsilon} or more, or {_in_float32(failed)}"
         )
     if failed.largest_result is None:
-        name = _plain_name(failed)
         if name in _BOUNDED:
             return f"keep the input of {name} in {failed.here} inside of its domain"
         if name in _OF_POSITIVE and not failed.meets_zero:
             return f"keep the input of {failed.here} above 0"
-    advice = f"keep the numbers there away from 0, with an epsilon of {_ADVISED_EPSILON} or more"
-    return f"{advice}, or {_in_float32(failed)}" if failed.in_float16 else advice
+        if not failed.meets_zero:
+            return f"change what {failed.here} takes, such as by {epsilon} on a matrix' diagonal"
+    advice = f"keep the numbers there away from 0, with an epsilon of {epsilon} or more"
+    if not failed.in_float16:
+        return advice
+    condition = ", if they are not 0 there" if failed.largest_result is None else ""
+    return f"{advice}, or {_in_float32(failed)}{condition}"
 
 
 def not_finite_argument(name: str) -> Explanation:
@@ -430,8 +433,21 @@ def scaled_outputs(infs: int, scale: float) -> Explanation:
         f"the outputs of the model are finite; at a loss scale of {scale_in_words(scale)}, {infs} "
         "of their gradients, in float16, overflow"
     )
-    advice = "a lower scale helps, or outputs in float32"
-    return Explanation(Cause.SCALE, reason, advice, _OF_OUTPUTS, "", True, 1)
+    return Explanation(Cause.SCALE, reason, _LOWER_HELPS, _OF_OUTPUTS, "", True, 1)
+
+
+def at_the_lowest_scale(found: Explanation, scale: float) -> Explanation:
+    """Returns an explanation if the rule lets the scale fall no lower.
+
+    Args:
+        found: The explanation.
+        scale: The loss scale of the step.
+    """
+    is_known = found.operation != _OF_OUTPUTS
+    lower = scale_in_words(scale / 2 ** (found.halvings or 0) if is_known else SMALLEST)
+    kept = f"the rule lets the scale fall no lower; DynamicScale(min_scale={lower}) does"
+    advice = found.advice.replace(_FALLS_BY_ITSELF, kept).replace(_LOWER_HELPS, kept)
+    return dataclasses.replace(found, advice=advice)
 
 
 def with_loss(found: Explanation, loss: float) -> Explanation:
@@ -482,14 +498,15 @@ def nothing_to_explain(scale: float) -> Explanation:
 
 
 def scale_in_words(scale: float) -> str:
-    """Returns a loss scale for a text: a power of two from 2**20 on.
+    """Returns a loss scale for a text: a large or a small one as a power of two.
 
     Examples:
-        >>> scale_in_words(2.0**15), scale_in_words(2.0**30), scale_in_words(0.5)
-        ('32768', '2**30', '0.5')
+        >>> scale_in_words(2.0**15), scale_in_words(2.0**30), scale_in_words(2.0**-9)
+        ('32768', '2**30', '2**-9')
     """
     exponent = math.log2(scale)
-    return f"2**{int(exponent)}" if exponent >= 20 and exponent % 1 == 0 else f"{scale:g}"
+    is_long = abs(exponent) >= 20 or exponent < -4
+    return f"2**{int(exponent)}" if is_long and exponent % 1 == 0 else f"{scale:g}"
 
 
 def _size(value: float) -> str:

@@ -25,7 +25,6 @@ from lossscale.monitoring.explanation import (
     nothing_to_explain,
     of_forward_pass,
     with_hidden,
-    with_line,
 )
 
 _SMALL = 2.0**-14
@@ -79,13 +78,12 @@ class Call(NamedTuple):
     Attributes:
         name: The name of the operation.
         shown: The name for texts.
-        module: The path of its module.
+        module: The path of its module, or the line of the program if it is in none.
         in_backward: Whether it is in the backward pass.
         sets: Whether the program gives it an infinity.
         bounded: Computes its results again, from what a function returns for each of its inputs;
             it may raise.
         widened: Does the same in float64, from its inputs as they are.
-        line: The line of the program, if it is outside of modules.
         numbers: The numbers that it takes beside arrays.
     """
 
@@ -96,7 +94,6 @@ class Call(NamedTuple):
     sets: bool
     bounded: Callable[[Callable[[Any], Any]], Sequence[Any]]
     widened: Callable[[], Sequence[Any]]
-    line: str = ""
     numbers: Sequence[Any] = ()
 
 
@@ -241,8 +238,7 @@ class Evaluation:
     ) -> Origin:
         """The origin of a result that is not finite, of which it has the flags."""
         if old := _passed_on(call, infinite, made):
-            place = old.line or call.line or call.module
-            return old._replace(line=place) if old.is_mask else old
+            return old._replace(place=old.place or call.module) if old.is_mask else old
         is_cast = call.name in _CASTS
         floats = [self.on_host(each) for each in given if is_cast or is_float(each)]
         # A count that a sum is divided by is an integer.
@@ -271,7 +267,7 @@ class Evaluation:
             in_float16=self._in_float16,
         )
         is_beyond = any(origin.is_beyond for origin, _ in infinite)
-        return Origin(failed, is_beyond=is_beyond, line=call.line)
+        return Origin(failed, is_beyond=is_beyond)
 
     def _in_float64(self, call: Call) -> float | None:
         """The largest magnitude that a call computes in float64; None if not finite."""
@@ -335,9 +331,16 @@ def line_of(frames: Iterable[tuple[str, int, str]]) -> str:
 
     Args:
         frames: The file, the line and the name of the function, of each call, the innermost first.
+
+    Examples:
+        >>> line_of([("site-packages/torch/functional.py", 7, "norm"), ("train.py", 30, "loss_fn")])
+        'loss_fn, line 30'
     """
     for file, line, function in frames:
-        if not file.startswith(_HERE) and "site-packages" not in file:
+        if file.startswith(_HERE):
+            # It calls the loss function, and casts and scales what that returns.
+            return "loss"
+        if "site-packages" not in file:
             names = [name for name in function.split(".<locals>.") if name[0] != "<"]
             place = f"line {line}"
             return f"{names[-1]}, {place}" if names else f"{place} of {os.path.basename(file)}"
@@ -397,5 +400,4 @@ def explain_pass(
         origin = lowest
     origin = with_epsilon(origin) if halvings is None else origin
     assert origin.failed is not None
-    cause = with_hidden(explained(origin.failed, scale=scale, halvings=halvings), found.hidden)
-    return with_line(cause, origin)
+    return with_hidden(explained(origin.failed, scale=scale, halvings=halvings), found.hidden)

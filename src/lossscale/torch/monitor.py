@@ -13,10 +13,12 @@ from lossscale.checks import checked_count
 from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.monitoring.explanation import Cause, Explanation, with_loss
+from lossscale.monitoring.explanation import Cause, Explanation, at_the_lowest_scale, with_loss
 from lossscale.monitoring.loop import LoopMonitor
+from lossscale.monitoring.record import is_lowest
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, SkippedStep, StepStats
 from lossscale.packages import warn
+from lossscale.rules import ScaleRule
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
 from lossscale.torch.ranks import local
@@ -128,7 +130,7 @@ class Monitor(LoopMonitor):
             )
         super().__init__(Recorder(settings, optimizer.rule), self._steps_so_far())
         if explain:
-            self._explainer = _Explainer(CallRecorder(model, limit), explain)
+            self._explainer = _Explainer(CallRecorder(model, limit), explain, optimizer.rule)
         optimizer.__dict__["_watcher"] = self
 
     def decided(self, groups: Any, *, scale: Any, applied: bool, divisor: Any = None) -> None:
@@ -144,7 +146,7 @@ class Monitor(LoopMonitor):
         self._skipped = self._skipped or not applied
         number = self._steps_so_far() + 1
         if self._explainer is not None:
-            self._explainer.decided(number, applied, scale, groups)
+            self._explainer.decided(number, applied, groups, scale)
         # The tracker reads the gradients of skipped steps only.
         skipped = () if applied else groups
         parameters = [p for group in skipped for p in group["params"] if p.grad is not None]
@@ -311,25 +313,29 @@ class _Explainer:
     Args:
         calls: The calls of the model.
         left: The number of steps.
+        rule: The rule of the loss scale.
 
     Attributes:
         found: The last explanation, by the number of its step.
     """
 
-    def __init__(self, calls: CallRecorder, left: int) -> None:
-        self.calls, self._left, self._scaled = calls, left, _SINGLE_SKIPS
+    def __init__(self, calls: CallRecorder, left: int, rule: ScaleRule) -> None:
+        self.calls, self._rule = calls, rule
+        self._left, self._scaled = left, _SINGLE_SKIPS
         self.found: dict[int, Explanation] = {}
         self._last: Explanation | None = None
         self._last_skip = -1
         self._warned: set[str] = set()
 
-    def decided(self, step: int, applied: bool, scale: Any, groups: Any) -> None:
+    def decided(self, step: int, applied: bool, groups: Any, scale: Any) -> None:
         """Called with the decision on a step, before its gradients are applied."""
         # Of several optimizers, the first that skips explains the step.
         if applied or not self._left or step in self.found:
             return
         parameters = (parameter for group in groups for parameter in group["params"])
         found = self.calls.explain(float(scale), parameters)
+        if is_lowest(self._rule, float(scale)):
+            found = at_the_lowest_scale(found, float(scale))
         self.found, is_single = {step: found}, self._last_skip != step - 1
         self._last_skip = step
         if found.cause is not Cause.SCALE or not is_single or self._scaled:

@@ -29,7 +29,7 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
-from lossscale.checks import checked_above_zero
+from lossscale.checks import checked_scale
 from lossscale.common.monkeypatch import replace
 from lossscale.errors import ArgumentTypeError, first_line
 from lossscale.monitoring.explanation import (
@@ -68,7 +68,10 @@ _TAKING = (
     (multiprocessing.queues.Queue, "get"),
     (multiprocessing.connection.Connection, "recv"),
     (multiprocessing.connection.Connection, "recv_bytes"),
+    (threading.Semaphore, "acquire"),
 )
+_WAIT = 10
+"""Seconds after which the repeated pass waits no longer for another thread."""
 _VERSION = operator.attrgetter("_version")
 
 
@@ -99,7 +102,7 @@ def explain(
 
     Raises:
         ArgumentTypeError: If the model or the loss have another type.
-        ArgumentError: If `scale` is not a number above 0.
+        ArgumentError: If `scale` is not a number in [2**-126, 2**126].
 
     Examples:
         >>> model = torch.nn.Linear(3, 1)
@@ -110,7 +113,7 @@ def explain(
         ('singular', 'backward of sqrt')
     """
     check_model_and_loss(model, loss_fn)
-    scale = checked_above_zero("scale", scale)
+    scale = checked_scale("scale", scale)
     if why := _refusal(model):
         return unknown(why)
     device = next((p.device.type for p in model.parameters()), "cpu")
@@ -131,7 +134,10 @@ def explain(
                     )
                 output = scaled(loss.reshape(()), 1.0)
             roots = [known[id(p)] for p in trained]
-            return examined(watch, [(output, torch.full_like(output, scale))], roots, scale)
+            found = examined(watch, [(output, torch.full_like(output, scale))], roots, scale)
+            if found.cause is Cause.UNKNOWN and not _depends(output, set(map(id, roots))):
+                return unknown("the loss is finite, and no trained parameter has a gradient of it")
+            return found
     except UnrepeatableError as error:
         return unknown(str(error))
 
@@ -252,8 +258,10 @@ class CallRecorder:
                     worst, found = rank, one
         except UnrepeatableError as error:
             return unknown(str(error))
+        except KeyboardInterrupt:
+            raise
         # A model may raise anything, and training has to continue.
-        except Exception as error:
+        except BaseException as error:
             line = first_line(error, 200)
             return unknown(f"the pass cannot be repeated ({type(error).__name__}: {line})")
         finally:
@@ -492,7 +500,7 @@ def _as_it_was(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, dict[
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(eager_passes(model))
-            stack.enter_context(_without_queues())
+            stack.enter_context(_taking_nothing())
             yield watch, known
     finally:
         for place in places:
@@ -502,21 +510,29 @@ def _as_it_was(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, dict[
 
 
 @contextlib.contextmanager
-def _without_queues() -> Iterator[None]:
-    """Within it, this thread takes nothing from a queue or a pipe: the program would miss it."""
-    here = threading.get_ident()
+def _taking_nothing() -> Iterator[None]:
+    """Within it, this thread takes nothing that the program would miss, and waits not for long."""
+    here, wait = threading.get_ident(), threading.Condition.wait
 
     def or_refused(take: Callable[..., Any]) -> Callable[..., Any]:
         def taken(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == here:
-                raise UnrepeatableError("the forward pass takes from a queue or a pipe")
+                raise UnrepeatableError("the forward pass takes from a queue, or what is like one")
             return take(*args, **kwargs)
 
         return taken
 
+    def waited(condition: threading.Condition, timeout: float | None = None) -> bool:
+        if threading.get_ident() != here or timeout is not None:
+            return wait(condition, timeout)
+        if not wait(condition, _WAIT):
+            raise UnrepeatableError("the forward pass waits for another thread")
+        return True
+
     with contextlib.ExitStack() as stack:
         for kind, name in _TAKING:
             replace(stack, kind, name, or_refused(getattr(kind, name)))
+        replace(stack, threading.Condition, "wait", waited)
         yield
 
 

@@ -28,11 +28,10 @@ class UnrepeatableError(RuntimeError):
 
 
 class Place(NamedTuple):
-    """A call of an operation in the forward pass: its module, its name and its line."""
+    """A call of an operation in the forward pass: its module or line, and its name."""
 
     module: str = ""
     shown: str = ""
-    line: str = ""
 
 
 class Watch(TorchDispatchMode):
@@ -106,7 +105,7 @@ class Watch(TorchDispatchMode):
 
         Args:
             tensors: The tensors.
-            masks: Whether infinities count that the model sets itself, as in masked outputs.
+            masks: Whether infinities count that the program sets, as in masked outputs.
         """
         unnamed = Origin(FailedOperation("an operation", in_backward=self.in_backward))
         for tensor in tensors:
@@ -150,7 +149,6 @@ class Watch(TorchDispatchMode):
             not all(map(math.isfinite, numbers)),
             lambda change: _repeated(func, (args, kwargs), before, change),
             lambda: _repeated(func, (args, kwargs), before, torch.Tensor.double, _WIDE),
-            place.line,
             numbers,
         )
         given = [before.get(id(tensor), tensor) for tensor in inputs]
@@ -174,8 +172,8 @@ class Watch(TorchDispatchMode):
             return place._replace(
                 shown=f"backward of {of if is_custom else place.shown or of or name}"
             )
-        module = self._calling[-1]
-        place = Place(module, name, "" if module else line_of(_frames()))
+        # Two calls above this one is what calls the operation.
+        place = Place(self._calling[-1] or line_of(_frames(sys._getframe(2))), name)
         number = torch._C._autograd._get_sequence_nr() - 1
         if number >= self._first_number:
             self._places.setdefault(number, place)
@@ -250,9 +248,8 @@ def _repeated(
     return list(tensors_in(func(*args, **kwargs)))
 
 
-def _frames() -> Iterator[tuple[str, int, str]]:
-    """The file, the line and the function of each call that is running, the innermost first."""
-    frame: Any = sys._getframe(1)
+def _frames(frame: Any) -> Iterator[tuple[str, int, str]]:
+    """The file, the line and the function of a call and of those that it is in."""
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname
         frame = frame.f_back

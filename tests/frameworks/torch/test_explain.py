@@ -7,6 +7,8 @@ import math
 import pickle
 import queue
 import random
+import sys
+import threading
 import types
 
 import numpy as np
@@ -21,6 +23,7 @@ from broken_blocks import FAULTS, SHARED
 from frameworks.torch.support import DEVICE, OURS, bits
 from lossscale.monitoring import Cause, Explanation
 from lossscale.monitoring.origins import Call, Evaluation
+from lossscale.torch import repeated_step
 
 pytestmark = [
     pytest.mark.usefixtures("on_the_device"),
@@ -375,12 +378,15 @@ def test_arguments_that_cannot_be_used():
         (lambda: watched(model, explain=1, explain_bytes=0), "`explain_bytes`"),
         (lambda: explain(model[0], lambda m, x: m(x), ONES), "one element"),
         (lambda: explain(lambda x: x, model, ONES), r"must be a torch\.nn\.Module"),
+        (lambda: explain(model, square, ONES, scale=2.0**130), "scale"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             call()
     found = explain(model, square, ONES)
     assert found.cause == Cause.UNKNOWN
     assert "finite at a scale of 32768" in found.text
+    found = explain(model, lambda m, x: square(m, x).detach(), ONES)
+    assert "no trained parameter" in found.text
     found = explain(model, distance_to_infinity, ONES)
     assert found.cause == Cause.LOSS
     assert "distance_to_infinity, line " in found.text
@@ -531,6 +537,20 @@ GAINS = torch.tensor([[10.0, 10.0, 10.0, 1e-4], [1e-4] * 4], device=DEVICE)
 MANY = (*[ONES] * 20, BROKEN)
 TAKEN: queue.Queue[float] = queue.Queue()
 TAKEN.put(0.0)
+PERMITS, EVENT = threading.Semaphore(2), threading.Event()
+
+
+def with_event(p):
+    EVENT.set()
+    return p.step(
+        BROKEN, before=EVENT.clear, forward=lambda x: p.plain(x) if EVENT.wait() else None
+    )
+
+
+def with_exit(p):
+    return p.step(BROKEN, forward=lambda x: sys.exit() if p.calls > 1 else p.plain(x))
+
+
 # By the cause and words of the text.
 PROGRAMS = {
     "unknown: need more than explain_bytes=10 of": lambda p: Program(explain_bytes=10).step(*MANY),
@@ -559,6 +579,11 @@ PROGRAMS = {
     "unknown: takes from a queue": lambda p: p.step(
         BROKEN, before=lambda: TAKEN.put(0.0), forward=lambda x: p.plain(x) + TAKEN.get()
     ),
+    "unknown: takes from a queue, or what": lambda p: p.step(
+        BROKEN, forward=lambda x: p.plain(x) if PERMITS.acquire() else None
+    ),
+    "unknown: waits for another thread": with_event,
+    "unknown: cannot be repeated (SystemExit": with_exit,
     "batch: In call 2 of 3 of the model": lambda p: p.step(ONES, BROKEN, BROKEN),
     "batch: In call 1 of 2 of the model": with_a_monitor_of_micro_batches,
     "batch: The argument x.x": lambda p: p.step(Batch(BROKEN), forward=lambda x: p.plain(x.x)),
@@ -595,6 +620,12 @@ PROGRAMS = {
     "singular: (div) divides by 0": lambda p: through(p, lambda x, bias: x / (x > 1e9).sum()),
     "scale: The forward pass is finite": lambda p: masked(p, 1.0),
     "scale: 1 of their gradients, in float16, overflow": near_overflow,
+    "scale: no lower; DynamicScale(min_scale=2**-24) does": lambda _: Program(
+        rule=lossscale.DynamicScale(initial_scale=1.0)
+    ).step(ONES, loss=times(1e8)),
+    "scale: no lower; DynamicScale(min_scale=0.25) does": lambda _: through(
+        Program(rule=lossscale.DynamicScale(initial_scale=1.0)), Divided.apply, 1e-6
+    ),
     # The worst of several calls, also if another one fails first.
     "singular: In call 2 of 2 of the model, Divides (backward of Divided)": lambda _: calls(
         lambda m, x: m(x)[0].float() * 1e5 + m(x, 0.0)[0]
@@ -634,7 +665,8 @@ def test_a_divisor_that_float16_rounds_to_0():
 
 
 @pytest.mark.parametrize("name", on_this_device(PROGRAMS))
-def test_a_program_is_explained(name):
+def test_a_program_is_explained(name, monkeypatch):
+    monkeypatch.setattr(repeated_step, "_WAIT", 0.01)
     program, (cause, words) = Program(), name.split(": ", 1)
     found = PROGRAMS[name](program)
     assert (found.cause, words in found.text) == (cause, True), found.text
