@@ -236,8 +236,9 @@ def unless_skipped(opt_state: object, new: Tree, old: Tree) -> Tree:
         old = old if jnp.result_type(old) == dtype else jnp.asarray(old, dtype)
         return jnp.where(skipped, old, new)
 
-    pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
-    if pairs and all(one is other for one, other in pairs):
+    leaves = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    are_same = [one is other for one, other in leaves if gating.is_array(one)]
+    if are_same and all(are_same):
         warn(
             "`new` and `old` are the same arrays, so a skipped step puts nothing back. The state "
             "of a Flax NNX module changes with the module. Take a copy of it before the step: "
