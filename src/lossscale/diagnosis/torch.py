@@ -21,13 +21,9 @@ from lossscale.diagnosis.measurement import Pass, checked_loss, measure
 from lossscale.diagnosis.report import Report
 from lossscale.errors import UnsupportedError
 from lossscale.monitoring.explanation import Explanation
+from lossscale.torch.isolation import eager_passes
 from lossscale.torch.ranks import is_spread
-from lossscale.torch.repeated_step import (
-    check_model_and_loss,
-    eager_passes,
-    explain,
-    needs_autocast,
-)
+from lossscale.torch.repeated_step import check_model_and_loss, explain, needs_autocast
 from lossscale.torch.scaling import real_parts, scaled, widened
 
 LossFn = Callable[[Any, Any], Any]

@@ -7,30 +7,18 @@ gradients of the outputs are therefore enough to repeat it.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import inspect
-import multiprocessing.connection
-import multiprocessing.queues
 import operator
 import pickle
-import queue
-import random
-import threading
-import types
-import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy
 import torch
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.checks import checked_scale
-from lossscale.common.monkeypatch import replace
 from lossscale.errors import ArgumentTypeError, first_line
 from lossscale.monitoring.explanation import (
     Cause,
@@ -42,6 +30,7 @@ from lossscale.monitoring.explanation import (
 )
 from lossscale.monitoring.origins import Watched, explain_pass
 from lossscale.torch.buffers import Hook, innermost
+from lossscale.torch.isolation import copied, isolated, random_states, set_random_states
 from lossscale.torch.ranks import is_spread
 from lossscale.torch.scaling import scaled
 from lossscale.torch.watch import (
@@ -49,7 +38,6 @@ from lossscale.torch.watch import (
     Watch,
     is_finite,
     largest,
-    named_tensors,
     tensors_in,
 )
 
@@ -57,21 +45,6 @@ DEFAULT_BYTES = 2**28
 """The limit for what is held of a step."""
 _STATE_BYTES = 2**15
 """About the size of the random state that is held for each call of the model."""
-_NAMES: dict[Any, tuple[str, ...]] = {
-    torch.nn.Module: ("__dict__",),
-    types.FunctionType: ("__dict__", "__defaults__"),
-    types.CellType: ("cell_contents",),
-}
-"""What holds the attributes of a module, and the variables of a function."""
-_TAKING = (
-    (queue.Queue, "get"),
-    (multiprocessing.queues.Queue, "get"),
-    (multiprocessing.connection.Connection, "recv"),
-    (multiprocessing.connection.Connection, "recv_bytes"),
-    (threading.Semaphore, "acquire"),
-)
-_WAIT = 10
-"""Seconds after which the repeated pass waits no longer for another thread."""
 _VERSION = operator.attrgetter("_version")
 
 
@@ -121,8 +94,8 @@ def explain(
     owned = set(map(id, model.parameters() if parameters is None else parameters))
     trained = [p for p in model.parameters() if p.requires_grad and id(p) in owned]
     try:
-        with _as_it_was(model, {"batch": batch}) as (watch, known):
-            batch = _copied(batch, known, "batch")
+        with isolated(model, {"batch": batch}) as (watch, known):
+            batch = copied(batch, known, "batch")
             if not model.training:
                 model.train()
             with watch.forward():
@@ -211,7 +184,7 @@ class CallRecorder:
         self._weights = self._versions()
         self._calls.append(call)
         if self._draws:
-            self._draws = pickle.dumps(call.random[2]) != pickle.dumps(_random_states()[2])
+            self._draws = pickle.dumps(call.random[2]) != pickle.dumps(random_states()[2])
         with contextlib.suppress(Exception):
             # A hook of a leaf, such as a parameter that is returned, would stay for later steps.
             found = enumerate(tensors_in(output))
@@ -306,7 +279,7 @@ class _Call:
         self.given = list(tensors_in((self.args, self.kwargs)))
         self.versions = list(map(_VERSION, self.given))
         # Those of the host only if need be: it takes as long as the rest.
-        self.random = _random_states(of_host=draws)
+        self.random = random_states(of_host=draws)
         devices = {"cpu", *(t.device.type for t in self.given)}
         self.casting = [
             (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices
@@ -353,11 +326,11 @@ def _repeated(model: Any, call: _Call, scale: float, trained: set[int]) -> Expla
     """
     leaves = {id(t): t for t in (*model.parameters(), *call.given) if t.requires_grad}
     of_optimizer = [key for key, leaf in leaves.items() if _depends(leaf, trained)]
-    with _as_it_was(model, _named(model, call.args, call.kwargs)) as (watch, known):
-        args, kwargs = _copied((call.args, call.kwargs), known, "an argument")
+    with isolated(model, _named(model, call.args, call.kwargs)) as (watch, known):
+        args, kwargs = copied((call.args, call.kwargs), known, "an argument")
         # It may have copies of the parameters in another precision.
         roots = [known[key] for key in of_optimizer or leaves]
-        _set_random_states(call.random)
+        set_random_states(call.random)
         with contextlib.ExitStack() as stack:
             for device, enabled, dtype in call.casting:
                 stack.enter_context(torch.autocast(device, dtype, enabled=enabled))
@@ -461,141 +434,6 @@ def _depends(tensor: Any, leaves: set[int]) -> bool:
     return id(tensor) in leaves or any(id(leaf) in leaves for leaf in used)
 
 
-@contextlib.contextmanager
-def _as_it_was(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, dict[int, Any]]]:
-    """Within it, the model has copies of all that a forward pass may write to.
-
-    In place of the parameters it has aliases, without hooks and `.grad`. Tensors in attributes and
-    arguments get aliases, too, whose memory the watch restores. Yields the watch, and what is in
-    place of an object by its id.
-    """
-    known: dict[int, Any] = {id(m): m for m in model.modules()}
-    known |= {id(p): p.data.requires_grad_(p.requires_grad) for p in model.parameters()}
-    known |= {id(b): b.detach().clone() for b in model.buffers()}
-    tensors = {n: known[id(t)] for n, t in (*model.named_parameters(), *model.named_buffers())}
-    watch = Watch(model, tensors)
-    for name, tensor in tensors.items():
-        watch.mark(tensor, name, is_weight=True)
-    for name, tensor in named_tensors(given):
-        watch.mark(tensor, name)
-        known.setdefault(id(tensor), tensor.data.requires_grad_(tensor.requires_grad))
-    for path, module in model.named_modules():
-        for name, tensor in named_tensors(vars(module), path):
-            if id(tensor) not in known:
-                watch.mark(tensor, name, is_weight=True)
-                known[id(tensor)] = tensor.data
-        for name, value in vars(module).items():
-            if name.endswith("_hooks") and isinstance(value, OrderedDict):
-                known[id(value)] = OrderedDict(h for h in value.items() if _is_torchs(h[1]))
-            elif name == "_trainer" or isinstance(value, types.ModuleType):
-                # Lightning's trainer holds the data.
-                known[id(value)] = value
-    places = list(_places(model))
-    states = _random_states()
-    try:
-        for owner, name, value in places:
-            what = f"an attribute of {type(owner).__name__}"
-            object.__setattr__(owner, name, _copied(value, known, what))
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            stack.enter_context(eager_passes(model))
-            stack.enter_context(_taking_nothing())
-            yield watch, known
-    finally:
-        for place in places:
-            object.__setattr__(*place)
-        watch.restore()
-        _set_random_states(states)
-
-
-@contextlib.contextmanager
-def _taking_nothing() -> Iterator[None]:
-    """Within it, this thread takes nothing that the program would miss, and waits not for long."""
-    here, wait = threading.get_ident(), threading.Condition.wait
-
-    def or_refused(take: Callable[..., Any]) -> Callable[..., Any]:
-        def taken(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == here:
-                raise UnrepeatableError("the forward pass takes from a queue, or what is like one")
-            return take(*args, **kwargs)
-
-        return taken
-
-    def waited(condition: threading.Condition, timeout: float | None = None) -> bool:
-        if threading.get_ident() != here or timeout is not None:
-            return wait(condition, timeout)
-        if not wait(condition, _WAIT):
-            raise UnrepeatableError("the forward pass waits for another thread")
-        return True
-
-    with contextlib.ExitStack() as stack:
-        for kind, name in _TAKING:
-            replace(stack, kind, name, or_refused(getattr(kind, name)))
-        replace(stack, threading.Condition, "wait", waited)
-        yield
-
-
-def _places(model: Any) -> Iterator[tuple[Any, str, Any]]:
-    """The attributes of the modules, and of the functions in them, with their values."""
-    left, seen = list(model.modules()), set()
-    while left:
-        owner = left.pop()
-        owner = owner.__func__ if isinstance(owner, types.MethodType) else owner
-        names = next((names for kind, names in _NAMES.items() if isinstance(owner, kind)), ())
-        if id(owner) in seen:
-            continue
-        seen.add(id(owner))
-        for name in names:
-            # A variable may not be assigned yet.
-            with contextlib.suppress(ValueError):
-                value = getattr(owner, name)
-                yield owner, name, value
-                left += value.values() if isinstance(value, dict) else [value]
-        if isinstance(owner, types.FunctionType):
-            left += [*(owner.__closure__ or ()), *(owner.__defaults__ or ())]
-
-
-def _copied(value: Any, known: dict[int, Any], what: str) -> Any:
-    """A copy of a value; in place of objects in it come those that are known by their ids."""
-    try:
-        return copy.deepcopy(value, known)
-    except Exception as error:
-        raise UnrepeatableError(f"{what} cannot be copied: {first_line(error)}") from error
-
-
-@contextlib.contextmanager
-def eager_passes(model: Any) -> Iterator[None]:
-    """Within it, a model runs uncompiled, and its passes can be differentiated.
-
-    Compiled modules call no hooks. The caller restores the attributes of the modules.
-    """
-    with contextlib.ExitStack() as stack:
-        # Tensors of inference mode cannot be differentiated.
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        # Reentrant checkpointing would call `backward` within the backward pass, which
-        # `torch.autograd.grad` refuses. The gradients are the same without it.
-        called = staticmethod(lambda function, preserve, *args: function(*args))
-        replace(stack, CheckpointFunction, "apply", called)
-        stance = getattr(torch.compiler, "set_stance", None)
-        if stance is not None:
-            stack.enter_context(stance("force_eager"))
-        else:
-            # PyTorch 2.4 and 2.5.
-            for module in model.modules():
-                vars(module)["_compiled_call_impl"] = None
-                if "_orig_mod" in module._modules:
-                    vars(module)["forward"] = module._modules["_orig_mod"]
-        yield
-
-
-def _is_torchs(hook: Any) -> bool:
-    """Whether a hook is a part of the model, such as that of a spectral norm."""
-    hook = hook.func if isinstance(hook, functools.partial) else hook
-    return str(getattr(hook, "__module__", "")).startswith("torch.")
-
-
 def _named(model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """The arguments of a call by their names."""
     try:
@@ -609,24 +447,3 @@ def _differ(now: Any, before: Any) -> bool:
     # A spectral norm has made a step since, so that the numbers differ a little.
     is_alike = now.shape == before.shape and now.dtype == before.dtype
     return not is_alike or is_finite(now) != is_finite(before)
-
-
-# --- Generators of random numbers ---------------------------------------------------------------
-
-
-def _random_states(*, of_host: bool = True) -> tuple[Any, Any, Any]:
-    """The states of PyTorch's generators, and those of Python and NumPy or None."""
-    return (
-        torch.get_rng_state(),
-        # On a device it is the host that has the state, so nothing waits.
-        torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-        (random.getstate(), numpy.random.get_state()) if of_host else None,
-    )
-
-
-def _set_random_states(states: tuple[Any, Any, Any]) -> None:
-    torch.set_rng_state(states[0])
-    torch.cuda.set_rng_state_all(states[1])
-    if states[2] is not None:
-        random.setstate(states[2][0])
-        numpy.random.set_state(states[2][1])

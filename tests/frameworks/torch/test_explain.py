@@ -23,7 +23,7 @@ from broken_blocks import FAULTS, SHARED
 from frameworks.torch.support import DEVICE, OURS, bits
 from lossscale.monitoring import Cause, Explanation
 from lossscale.monitoring.origins import Call, Evaluation
-from lossscale.torch import repeated_step
+from lossscale.torch import isolation
 
 pytestmark = [
     pytest.mark.usefixtures("on_the_device"),
@@ -666,7 +666,7 @@ def test_a_divisor_that_float16_rounds_to_0():
 
 @pytest.mark.parametrize("name", on_this_device(PROGRAMS))
 def test_a_program_is_explained(name, monkeypatch):
-    monkeypatch.setattr(repeated_step, "_WAIT", 0.01)
+    monkeypatch.setattr(isolation, "_WAIT", 0.01)
     program, (cause, words) = Program(), name.split(": ", 1)
     found = PROGRAMS[name](program)
     assert (found.cause, words in found.text) == (cause, True), found.text
