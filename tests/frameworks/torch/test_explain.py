@@ -111,6 +111,7 @@ class Block(nn.Module):
 # it rounds a divisor without dimensions to float16.
 NOT_ON_CUDA = {
     "a sum that overflows in some rows",
+    "a mean of which the sum overflows",
     "a power",
     "a sigmoid whose power overflows",
     "the inverse of a small number",
