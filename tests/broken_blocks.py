@@ -21,6 +21,7 @@ WEIGHTS = {
 }
 SHARED = "abs arange exp log matmul maximum mean rsqrt softmax sqrt sum tanh transpose where"
 OVERFLOW, BROKEN_GRADIENT = "forward overflow", "singular, backward overflow"
+ANYWHERE = ("scale", "unknown")
 CASTS = "cast convert copy"
 
 
@@ -110,6 +111,14 @@ FAULTS = {
         size=9000,
         is_hidden=True,
     ),
+    "a norm of which several squares overflow": Fault(
+        lambda np, h, gain: h / np.sqrt(total(np, h * h)) * gain + h / 4096,
+        OVERFLOW,
+        "mul square",
+        scale=1,
+        size=1500,
+        is_hidden=True,
+    ),
     "a mean of which the sum overflows": Fault(
         lambda np, h, gain: np.tanh(total(np, np.abs(h)) / 32768) * gain + h / 32768,
         OVERFLOW,
@@ -181,7 +190,7 @@ def mistakes(fault, found):
     checks = {
         "cause": str(found.cause) in fault.causes.split(", "),
         "operation": not words or any(word in found.operation.lower() for word in words),
-        "module": fault.block is plain or fault.causes == "scale" or "block" in found.module,
+        "module": fault.block is plain or fault.causes in ANYWHERE or "block" in found.module,
         "text": fault.words in found.text,
     }
     return [what for what, is_right in checks.items() if not is_right]

@@ -61,9 +61,9 @@ class GraphWatch:
         origin_of = self._evaluation.origin_of
         origins = [origin_of(each, name, is_weight=kind) for each, name, kind in named]
         given, origins = [tf.constant(scale, tf.float32), *read], [None, *origins]
-        _, (loss, *gradients) = self._evaluate(graph, given, origins, self._outputs)
+        values, (loss, *gradients) = self._evaluate(graph, given, origins, self._outputs)
         first = next((each for each in gradients if each and not each.is_mask), None)
-        return self._evaluation.watched(loss, first)
+        return self._evaluation.watched(values[:1], loss, first)
 
     def _evaluate(
         self,

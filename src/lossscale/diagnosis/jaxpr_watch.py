@@ -64,13 +64,13 @@ class JaxprWatch:
         origin_of = self._evaluation.origin_of
         origins = [origin_of(array, name, is_weight=kind) for (name, kind), array in named]
         given = [*self._arrays, np.float32(scale)]
-        _, (loss, *gradients) = self._evaluate(self.closed, given, [*origins, None])
+        values, (loss, *gradients) = self._evaluate(self.closed, given, [*origins, None])
         first = next((each for each in gradients if each and not each.is_mask), None)
         if loss is None and first and first.failed and first not in self._evaluation.absorbed:
             # The forward pass is finite, so it is a part of a derivative.
             operation = self._derived[first.failed]
             first = Origin(first.failed._replace(operation=operation, in_backward=True))
-        return self._evaluation.watched(loss, first)
+        return self._evaluation.watched(values[:1], loss, first)
 
     def _evaluate(
         self, closed: Any, arguments: Sequence[Any], origins: Sequence[Origin | None]

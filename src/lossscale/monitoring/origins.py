@@ -106,18 +106,18 @@ class Evaluation:
     Attributes:
         constants: The constants of the program, and what it computes from them alone, by their ids.
         small: The small numbers that are added, by module; see `Watched`.
-        hidden: The origin of the first overflow that makes a result wrong, and finite.
         absorbed: The origins of overflows that end in the forward pass.
     """
 
     def __init__(self, name_of: Callable[[Any], str]) -> None:
         self._name_of, self._in_float16 = name_of, False
         self._makers: dict[int, str] = {}
-        # What is infinite because of an overflow, and what it is if 65,504 is in its place there.
-        self._overflows: dict[int, tuple[Any, Any]] = {}
+        # What is wrong because of an overflow, what it is if 65,504 is in its place there, and the
+        # origin of the overflow.
+        self._overflows: dict[int, tuple[Any, Any, Origin]] = {}
+        self._hidden: Origin | None = None
         self.constants: dict[int, Any] = {}
         self.small: dict[str, float] = {}
-        self.hidden: Origin | None = None
         self.absorbed: set[Origin] = set()
 
     def origins(
@@ -156,17 +156,27 @@ class Evaluation:
             # A list of tensors in a graph of TensorFlow has no numbers itself.
             if any(kinds) or (origin and not is_float(each)):
                 infinite.append((origin or Origin(is_mask=True), kinds))
+        overflows = [o for o, each in infinite if o.failed and each.infinity and not each.nan]
+        known = (self._overflows.get(self.key_of(each)) for each in given)
+        overflows += [origin for _, _, origin in filter(None, known)]
         for each in made:
             self._overflows.pop(self.key_of(each), None)
-        if infinite and not call.in_backward:
-            self._note_harm(call, infinite, made, flags)
+        if overflows and not call.in_backward:
+            self._follow(overflows[0], call, made, flags)
         return [
             self._origin(call, given, infinite, made, each) if any(each) else None for each in flags
         ]
 
-    def watched(self, loss: Origin | None, gradients: Origin | None = None) -> Watched:
-        """Returns the origins of a loss and of a gradient, with what else was seen."""
-        return Watched(loss, gradients, self.hidden, self.small)
+    def hidden_in(self, outputs: Iterable[Any]) -> Origin | None:
+        """The origin of an overflow that makes outputs wrong; None if there is none."""
+        found = (self._overflows.get(self.key_of(each)) for each in outputs)
+        return next((origin for _, _, origin in filter(None, found)), self._hidden)
+
+    def watched(
+        self, outputs: Iterable[Any], loss: Origin | None, gradients: Origin | None = None
+    ) -> Watched:
+        """Returns the origins of outputs and of a gradient, with what else was seen."""
+        return Watched(loss, gradients, self.hidden_in(outputs), self.small)
 
     def origin_of(self, value: Any, name: str = "", *, is_weight: bool = False) -> Origin | None:
         """Returns the origin of a value that a pass starts with; None if it is finite."""
@@ -195,7 +205,7 @@ class Evaluation:
 
     def bounded(self, value: Any) -> Any:
         """A value as it is if 65,504 is in place of the overflows that it was computed from."""
-        _, other = self._overflows.get(self.key_of(value), (None, None))
+        _, other, _ = self._overflows.get(self.key_of(value), (None,) * 3)
         if other is not None:
             return other
         if not is_float(value) or not np.isinf(array := np.asarray(value)).any():
@@ -206,27 +216,28 @@ class Evaluation:
         """A value with the memory layout of another one; None if that is a part of a larger one."""
         return value
 
-    def _note_harm(
-        self,
-        call: Call,
-        infinite: Sequence[tuple[Origin, Flags]],
-        made: Sequence[Any],
-        kinds: Sequence[Flags],
+    def _follow(
+        self, origin: Origin, call: Call, made: Sequence[Any], kinds: Sequence[Flags]
     ) -> None:
-        """Notes an overflow that ends here, and whether another number is made of 65,504."""
-        overflows = [o for o, flags in infinite if o.failed and flags.infinity and not flags.nan]
-        if not overflows:
-            return
-        if not any(map(any, kinds)):
-            self.absorbed.add(overflows[0])
-        with contextlib.suppress(Exception):
-            for one, other, flags in zip(made, call.bounded(self.bounded), kinds, strict=True):
-                if any(flags):
-                    self._overflows[self.key_of(one)] = one, self.as_memory(other, one)
-                elif is_float(one):
-                    wide = self.on_host(other)
-                    if _is_harmed(largest(self.on_host(one) - wide), largest(wide)):
-                        self.hidden = self.hidden or overflows[0]
+        """Follows what an overflow makes wrong, by computing it from 65,504, too."""
+        is_finite = not any(map(any, kinds))
+        if is_finite:
+            self.absorbed.add(origin)
+        try:
+            others = call.bounded(self.bounded)
+            for one, other, flags in zip(made, others, kinds, strict=True):
+                if not is_float(one):
+                    continue
+                # The sum of several is infinite again.
+                other = self.bounded(other)
+                wide = self.on_host(other)
+                difference = largest(self.on_host(one) - wide)
+                if any(flags) or _is_harmed(difference, largest(wide)):
+                    self._overflows[self.key_of(one)] = one, self.as_memory(other, one), origin
+        # It may draw random numbers, or be called with what was lost.
+        except Exception:
+            if is_finite:
+                self._hidden = self._hidden or origin
 
     def _origin(
         self,

@@ -330,14 +330,17 @@ class _Explainer:
 
     def decided(self, step: int, applied: bool, groups: Any, scale: Any) -> None:
         """Called with the decision on a step, before its gradients are applied."""
-        # Of several optimizers, the first that skips explains the step.
-        if applied or not self._left or step in self.found:
+        # Of several optimizers, the first that skips explains the step, if it can.
+        before = self.found.get(step)
+        if applied or not self._left or (before and before.cause is not Cause.UNKNOWN):
             return
         parameters = (parameter for group in groups for parameter in group["params"])
         found = self.calls.explain(float(scale), parameters)
         if is_lowest(self._rule, float(scale)):
             found = at_the_lowest_scale(found, float(scale))
         self.found, is_single = {step: found}, self._last_skip != step - 1
+        if before:
+            return
         self._last_skip = step
         if found.cause is not Cause.SCALE or not is_single or self._scaled:
             self._scaled -= found.cause is Cause.SCALE and self._scaled > 0

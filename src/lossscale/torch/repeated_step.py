@@ -345,8 +345,9 @@ def _repeated(model: Any, call: _Call, scale: float, trained: set[int]) -> Expla
         inner = [p for p in pairs.values() if (p[0].grad_fn, p[0].output_nr) in edges]
         outer = [p for p in pairs.values() if (p[0].grad_fn, p[0].output_nr) not in edges]
         # A NaN of the program makes the loss NaN, and an infinity may be a mask.
-        masks = any(bool(output.isnan().any()) for output, _ in outer)
-        origin = watch.origin((output for output, _ in outer), masks=masks)
+        outputs = [output for output, _ in outer]
+        masks = any(bool(output.isnan().any()) for output in outputs)
+        origin = watch.origin(outputs, masks=masks)
         if any(_differ(returned[n], call.outputs[n]) for n in pairs):
             raise UnrepeatableError(
                 "the model returns something else when the pass is repeated. It draws random "
@@ -354,7 +355,8 @@ def _repeated(model: Any, call: _Call, scale: float, trained: set[int]) -> Expla
             )
         of_outputs = None
         if origin is None and not all(is_finite(gradient) for _, gradient in outer):
-            of_outputs = with_hidden(_of_gradients(outer, scale), watch.evaluation.hidden)
+            hidden = watch.evaluation.hidden_in(outputs)
+            of_outputs = with_hidden(_of_gradients(outer, scale), hidden)
             if of_outputs.cause is not Cause.SCALE:
                 return of_outputs
             # At a lower scale they are finite, and something else may not be.
@@ -388,12 +390,13 @@ def examined(
         inner: What they were computed from, each with the sum of its gradients.
         in_float32: As for `explain_pass`.
     """
+    outputs = [output for output, _ in outer]
     pairs = [pair for pair in (*outer, *inner) if pair[0].requires_grad]
 
     def watched(lower: float) -> Watched:
-        origin = watch.origin((output for output, _ in outer), masks=masks)
+        origin = watch.origin(outputs, masks=masks)
         if origin is not None or not pairs or not roots:
-            return watch.evaluation.watched(origin)
+            return watch.evaluation.watched(outputs, origin)
         derived, by = zip(*((out, total * (lower / scale)) for out, total in pairs), strict=True)
         watch.in_backward = True
         with contextlib.ExitStack() as stack:
@@ -402,7 +405,8 @@ def examined(
                 stack.enter_context(out.register_hook(lambda _, total=total: total))
             stack.enter_context(watch)
             found = torch.autograd.grad(derived, roots, by, retain_graph=True, allow_unused=True)
-            return watch.evaluation.watched(None, watch.origin(g for g in found if g is not None))
+            first = watch.origin(g for g in found if g is not None)
+            return watch.evaluation.watched(outputs, None, first)
 
     return explain_pass(watched, scale, in_float32)
 

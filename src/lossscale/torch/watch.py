@@ -20,6 +20,8 @@ from lossscale.monitoring.origins import Call, Evaluation, Flags, line_of
 
 _UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_")
 _MESSAGES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
+_KEY = -1
+"""The key of a hook, which a hook of a module, whose own are from 0 on, never has."""
 _WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
 
 
@@ -52,8 +54,9 @@ class Watch(TorchDispatchMode):
         super().__init__()
         root = type(model).__name__
         self._paths = {id(m): name or root for name, m in model.named_modules()}
-        names = {_key(t): name for name, t in tensors.items()}
-        self.evaluation = _Evaluation(lambda tensor: names.get(_key(tensor), ""))
+        # Several may lie in one storage.
+        names = {(_key(t), t.data_ptr()): name for name, t in tensors.items()}
+        self.evaluation = _Evaluation(lambda t: names.get((_key(t), t.data_ptr()), ""))
         self._calling = [""]
         self._origins: dict[int, Origin] = {}
         self._places: dict[int, Place] = {}
@@ -68,9 +71,9 @@ class Watch(TorchDispatchMode):
         """Watches a forward pass. The user's hooks do not run."""
         with contextlib.ExitStack() as stack:
             hooks = {
-                "_global_forward_pre_hooks": OrderedDict({0: self._enter}),
-                "_global_forward_hooks": OrderedDict({0: self._leave}),
-                "_global_forward_hooks_always_called": OrderedDict({0: True}),
+                "_global_forward_pre_hooks": OrderedDict({_KEY: self._enter}),
+                "_global_forward_hooks": OrderedDict({_KEY: self._leave}),
+                "_global_forward_hooks_always_called": OrderedDict({_KEY: True}),
                 "_global_forward_hooks_with_kwargs": OrderedDict(),
                 "_global_backward_hooks": OrderedDict(),
                 "_global_backward_pre_hooks": OrderedDict(),
@@ -202,7 +205,7 @@ class _Evaluation(Evaluation):
         return _numbers(value).cpu().double().numpy()
 
     def bounded(self, value: Any) -> Any:
-        _, other = self._overflows.get(_key(value), (None, None))
+        _, other, _ = self._overflows.get(_key(value), (None,) * 3)
         if other is None:
             return torch.nan_to_num(value, math.nan, LARGEST, -LARGEST)
         return other.as_strided(value.shape, value.stride(), value.storage_offset())

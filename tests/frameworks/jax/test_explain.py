@@ -73,6 +73,9 @@ OWN = {
     "a loop that diverges": Fault(newton, OVERFLOW, "mul"),
     "a loop within vmap": Fault(loop_of_rows, "singular", "log"),
     "a branch": Fault(branch, "singular", "log"),
+    "an overflow that changes nothing": Fault(
+        lambda np, h, gain: h * gain + 1 / (1 + h * h), "unknown", scale=2.0**-10, size=800
+    ),
     "a logarithm in float32": Fault(
         lambda np, h, gain: jnp.log(h.astype(jnp.float32) * 0).astype(h.dtype),
         "singular",

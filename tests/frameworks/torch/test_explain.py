@@ -485,6 +485,39 @@ def with_a_monitor_of_micro_batches(p):
     return p.step(ONES)
 
 
+def explained_by_a_scaler():
+    """Trains a generator and a discriminator with one scaler; explains the generator's skip."""
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 4), nn.Linear(4, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    scaler = lossscale.torch.GradScaler(DEVICE)
+    models[0].weight.data.fill_(2)
+    with lossscale.torch.Monitor(scaler, models[0], explain=20) as monitor:
+        with torch.autocast(DEVICE, torch.float16):
+            fake = models[0](ONES * 6e4)
+            losses = [models[1](each).float().mean() for each in (fake.detach(), fake)]
+        for loss, optimizer in zip(losses, optimizers[::-1], strict=True):
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+        scaler.update()
+        monitor.step(losses[0])
+    return monitor.explanation
+
+
+def test_the_first_hook_of_a_process_and_an_optimizer_that_skips_before(monkeypatch):
+    monkeypatch.setattr(torch.utils.hooks.RemovableHandle, "next_id", 0)
+    found = explained_by_a_scaler()
+    assert (found.cause, found.operation) == (Cause.FORWARD_OVERFLOW, "addmm")
+
+
+def test_parameters_in_one_storage_have_their_names():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    flat = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(flat, model.parameters())
+    model[0].weight.data[0] = 1e6
+    assert "parameter 0.weight reaches" in lossscale.torch.explain(model, square, ONES).text
+
+
 def test_a_parameter_that_a_model_returns_keeps_no_hooks():
     p = Program()
     for _ in range(3):
