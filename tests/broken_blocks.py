@@ -152,7 +152,7 @@ FAULTS = {
     "a NaN of the program": Fault(
         lambda np, h, gain: np.where(np.arange(16) == 3, math.nan, h) * gain,
         "loss",
-        words="An infinity or NaN that the program sets, ",
+        words="An infinity or NaN that the program sets in ",
     ),
     "a power": Fault(lambda np, h, gain: np.exp(np.abs(h) * 40 + 5) * gain, OVERFLOW, "exp"),
     "a variance below 0": Fault(variance_below_0, "singular", "sqrt"),

@@ -33,8 +33,8 @@ _LOWER_HELPS = "a lower scale helps, or outputs in float32"
 _OF_OUTPUTS = "gradient of the outputs"
 _FINITE = "the forward pass is finite; "
 # Those whose derivatives float16 can hold, such as 1 / epsilon**2.
-_ADVISED_EPSILON = {"div": "4e-3", "reciprocal": "4e-3", "rsqrt": "1e-3", "pow": "1e-3"}
-_OTHER_EPSILON = "1e-4"
+_ADVISED_EPSILON = {"div": 4e-3, "reciprocal": 4e-3, "rsqrt": 1e-3, "pow": 4e-3}
+_OTHER_EPSILON = 1e-4
 _MANY_HALVINGS, _LOW = 8, 2**8
 _SINGULAR = {
     "rsqrt": "divides by a square root of 0",
@@ -42,11 +42,15 @@ _SINGULAR = {
     "div": "divides by 0",
     "log": "takes the logarithm of 0",
     "pow": "raises 0 to a negative power",
+    "rem": "divides by 0",
 }
 _OF_POSITIVE = ("rsqrt", "sqrt", "log", "pow")
-_BOUNDED = ("acos", "asin", "atanh", "acosh", "erfinv", "erf_inv")
+_BOUNDED = ("acos", "asin", "atanh", "acosh", "erfinv", "erf_inv", "log1p")
 """Operations that are not finite outside of an interval, or at its ends."""
+_OF_MATRICES = ("cholesky", "linalg", "solve", "triangular", "inverse", "eigh", "svd")
+"""Parts of the names of operations on matrices."""
 _SAME = {"true_divide": "div", "truediv": "div", "divide": "div", "addcdiv": "div", "power": "pow"}
+_SAME |= {"log2": "log", "log10": "log", "fmod": "rem", "remainder": "rem", "floormod": "rem"}
 _SAME |= {"realdiv": "div", "divnonan": "div", "integer_pow": "pow", "inv": "reciprocal"}
 
 
@@ -109,7 +113,7 @@ class Explanation:
     @property
     def text(self) -> str:
         """One or two sentences: what happened, and what to do."""
-        named = tuple(f"{name} " for name in (self.module, self.operation) if name)
+        named = (f"{self.module} (", f"{self.module} of the model", f"{self.operation} ")
         # A name keeps its form.
         reason = self.reason if self.reason.startswith(named) else _capital(self.reason)
         return f"{reason}. {_capital(self.advice)}." if self.advice else f"{reason}."
@@ -168,7 +172,8 @@ class FailedOperation(NamedTuple):
     @property
     def here(self) -> str:
         """The module."""
-        return self.module or "this operation"
+        is_number = self.module.replace(".", "").isdigit()
+        return f"module {self.module}" if is_number else self.module or "this operation"
 
     @property
     def where(self) -> str:
@@ -239,7 +244,7 @@ def with_hidden(found: Explanation, origin: Origin | None) -> Explanation:
 
 
 def explained(
-    failed: FailedOperation, *, scale: float = 1.0, halvings: int | None = None
+    failed: FailedOperation, *, scale: float = 1.0, halvings: int | None = None, last: str = ""
 ) -> Explanation:
     """Returns what an operation that failed means.
 
@@ -248,6 +253,7 @@ def explained(
         scale: The loss scale of the step.
         halvings: If it is in the backward pass: after how many halvings of the loss scale the pass
             is finite; None if it never is.
+        last: The module and the operation that overflow before the last of these halvings.
 
     Examples:
         >>> failed = FailedOperation("matmul", "head", largest_input=900, largest_result=131008)
@@ -261,16 +267,23 @@ def explained(
     lowest = scale_in_words(scale / 2 ** most_halvings(scale))
     cause, reason, advice = _meaning(failed, lowest)
     if halvings is not None:
-        cause = Cause.SCALE
+        cause, last, low = Cause.SCALE, last or failed.where, scale / 2**halvings
         above = "" if size is None else f" ({_size(size)})"
         reason = (
             f"{_FINITE}at a loss scale of {scale_in_words(scale)}, "
             f"{failed.where} overflows in the backward pass{above}, and after {halvings} "
-            f"halving{'s'[: halvings > 1]}, at {scale_in_words(scale / 2**halvings)}, it does not"
+            f"halving{'s'[: halvings > 1]}, at {scale_in_words(low)}, that pass is finite"
         )
+        if last != failed.where:
+            reason += f"; the last to overflow is {last}"
         advice = _FALLS_BY_ITSELF
-        if halvings >= _MANY_HALVINGS and scale / 2**halvings < _LOW:
-            advice = f"look for a reason why the gradient is so large at {failed.where}"
+        if low < 1:
+            advice = (
+                f"use a rule with such a scale, as DynamicScale(min_scale={scale_in_words(low)})"
+            )
+        if halvings >= _MANY_HALVINGS and low < _LOW:
+            large = f"look for a reason why the gradient is so large at {last}"
+            advice = f"{large}, or {advice}" if low < 1 else large
     elif cause is not Cause.BACKWARD_OVERFLOW:
         advice = NO_SCALE_HELPS + advice
     return Explanation(
@@ -289,7 +302,7 @@ def _meaning(failed: FailedOperation, lowest: str) -> tuple[Cause, str, str]:
     """Returns the cause, the reason and the advice if no loss scale helps, down to the lowest."""
     where = failed.where
     when = (
-        "at every loss scale, in the backward pass" if failed.in_backward else "in the forward pass"
+        "in the backward pass, at any loss scale" if failed.in_backward else "in the forward pass"
     )
     if failed.of_infinities:
         return (
@@ -322,7 +335,9 @@ def _meaning(failed: FailedOperation, lowest: str) -> tuple[Cause, str, str]:
     advice = f"{_in_float32(failed)}, or " if failed.in_float16 else ""
     advice += "make its input smaller"
     # Divided by a small number, most likely.
-    if any(part in failed.operation.lower() for part in _SINGULAR if part != "pow"):
+    parts = [part for part in _SINGULAR if part != "pow"]
+    parts += ["pow", "gamma"] if failed.largest_input <= 1 else []
+    if any(part in failed.operation.lower() for part in parts):
         advice = _about_epsilon(failed)
     return cause, reason, advice
 
@@ -347,13 +362,17 @@ def _singularity(failed: FailedOperation) -> str:
 def _plain_name(failed: FailedOperation) -> str:
     """The name of an operation, the same in every framework."""
     name = failed.operation.rpartition("(")[2].rpartition(" ")[2].strip("_)").lower()
-    return "log" if name.startswith("log") else _SAME.get(name, name)
+    return _SAME.get(name, name)
 
 
 def _about_epsilon(failed: FailedOperation) -> str:
     """The remedy for a number that is 0, or nearly 0, in float16."""
     name = _plain_name(failed)
-    epsilon = _ADVISED_EPSILON.get(name, _OTHER_EPSILON)
+    least = _ADVISED_EPSILON.get(name, _OTHER_EPSILON)
+    if name == "div":
+        least = max(least, math.sqrt(failed.largest_input / LARGEST))
+    digit = 10.0 ** math.floor(math.log10(least))
+    epsilon = f"{math.ceil(round(least / digit, 3)) * digit:g}"
     if 0 < failed.epsilon <= SMALLEST / 2:
         return (
             f"the epsilon {failed.epsilon:g} is 0 in float16, whose smallest number above 0 is "
@@ -361,11 +380,13 @@ def _about_epsilon(failed: FailedOperation) -> str:
         )
     if failed.largest_result is None:
         if name in _BOUNDED:
-            return f"keep the input of {name} in {failed.here} inside of its domain"
+            return f"keep the input of {name} in {failed.here} away from the ends of its domain"
         if name in _OF_POSITIVE and not failed.meets_zero:
-            return f"keep the input of {failed.here} above 0"
+            return f"keep the input of {name} in {failed.here} above 0"
+        if any(part in name for part in _OF_MATRICES):
+            return f"add {epsilon} or more to the diagonal of the matrix in {failed.here}"
         if not failed.meets_zero:
-            return f"change what {failed.here} takes, such as by {epsilon} on a matrix' diagonal"
+            return f"give {name} in {failed.here} an input for which it has a finite result"
     advice = f"keep the numbers there away from 0, with an epsilon of {epsilon} or more"
     if not failed.in_float16:
         return advice
@@ -380,9 +401,8 @@ def not_finite_argument(name: str) -> Explanation:
         name: The name of the argument of the model.
     """
     reason = f"the argument {name} of the model contains infinities or NaN"
-    return Explanation(
-        Cause.BATCH, reason, f"{NO_SCALE_HELPS}check the data", name, in_float16=False
-    )
+    advice = f"{NO_SCALE_HELPS}check the data, or what an earlier step has left in it"
+    return Explanation(Cause.BATCH, reason, advice, name, in_float16=False)
 
 
 def not_finite_weights(name: str) -> Explanation:
@@ -391,7 +411,10 @@ def not_finite_weights(name: str) -> Explanation:
     Args:
         name: The name of the parameter or buffer.
     """
-    reason, advice = f"{name} of the model is not finite", "no later step can be: load a checkpoint"
+    reason, advice = (
+        f"{name} of the model is not finite",
+        "no later step repairs it: load a checkpoint",
+    )
     return Explanation(Cause.WEIGHTS, reason, advice, module=name, in_float16=False)
 
 
@@ -417,7 +440,7 @@ def set_by_the_program(place: str) -> Explanation:
     Args:
         place: The line or the module; "" if it is not known.
     """
-    reason = f"an infinity or NaN that the program sets{place and f', {place},'} reaches the loss"
+    reason = f"an infinity or NaN that the program sets{place and f' in {place}'} reaches the loss"
     advice = "set a finite number there, or check the targets and the loss function"
     return Explanation(Cause.LOSS, reason, advice, module=place)
 
@@ -446,6 +469,8 @@ def at_the_lowest_scale(found: Explanation, scale: float) -> Explanation:
     is_known = found.operation != _OF_OUTPUTS
     lower = scale_in_words(scale / 2 ** (found.halvings or 0) if is_known else SMALLEST)
     kept = f"the rule lets the scale fall no lower; DynamicScale(min_scale={lower}) does"
+    if not is_known and scale <= SMALLEST:
+        kept = "no scale helps: return the outputs in float32, or make the loss smaller"
     advice = found.advice.replace(_FALLS_BY_ITSELF, kept).replace(_LOWER_HELPS, kept)
     return dataclasses.replace(found, advice=advice)
 
@@ -475,7 +500,8 @@ def in_the_loss(infs: int, nans: int, largest_output: float) -> Explanation:
         f"the outputs of the model are finite, up to {largest_output:.3g}, but {infs} infinities "
         f"and {nans} NaN reach them from the loss"
     )
-    return Explanation(Cause.LOSS, reason, _CHECK_THE_LOSS, in_backward=True)
+    advice = f"a lower scale helps if float16 overflows there; else {_CHECK_THE_LOSS}"
+    return Explanation(Cause.LOSS, reason, advice, in_backward=True)
 
 
 def unknown(why: str) -> Explanation:

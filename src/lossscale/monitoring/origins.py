@@ -40,6 +40,7 @@ _SETTERS = (
     *("Const", "Fill", "BroadcastTo", "Select", "SelectV2", "PadV2"),
 )
 """Operations that may put an infinity of the program into an array."""
+_DIVIDING = ("div", "rem", "mod")
 _SINGULAR = ("div", "reciprocal", "inv", "sqrt", "log", "pow", "acos", "asin", "atanh")
 """Parts of the names of operations that may have no finite result for finite numbers."""
 
@@ -253,8 +254,10 @@ class Evaluation:
         is_cast = call.name in _CASTS
         floats = [self.on_host(each) for each in given if is_cast or is_float(each)]
         # A count that a sum is divided by is an integer.
-        divisors = given[1:] if "div" in call.name.lower() else ()
-        decisive = [self.on_host(each) for each in divisors] or floats[:1]
+        divides = any(part in call.name.lower() for part in _DIVIDING)
+        divisors = [self.on_host(each) for each in given[1:]] if divides else []
+        divisors += list(map(np.asarray, call.numbers)) if divides else []
+        decisive = divisors or floats[:1]
         is_narrow = any(map(_is_float16, (*given, *results)))
         # What is rounded to 0; CUDA rounds a divisor without dimensions, which may be float32.
         zero = SMALLEST / 2 if is_narrow else 0.0
@@ -411,4 +414,7 @@ def explain_pass(
         origin = lowest
     origin = with_epsilon(origin) if halvings is None else origin
     assert origin.failed is not None
-    return with_hidden(explained(origin.failed, scale=scale, halvings=halvings), found.hidden)
+    last = after(halvings - 1).gradients if halvings else None
+    where = last.failed.where if last and last.failed else ""
+    why = explained(origin.failed, scale=scale, halvings=halvings, last=where)
+    return with_hidden(why, found.hidden)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -359,7 +360,10 @@ class _Explainer:
                 found = with_loss(found, float(loss))
             self._last = self.found[step] = found
             key = f"{found.cause} {found.operation} {found.module}"
-            if found.cause not in (Cause.SCALE, Cause.UNKNOWN) and key not in self._warned:
+            # If the loss is finite, it may be the scale; see `in_the_loss`.
+            is_sure = found.cause is not Cause.LOSS or loss is None or not math.isfinite(loss)
+            causes = Cause.SCALE, Cause.UNKNOWN
+            if is_sure and found.cause not in causes and key not in self._warned:
                 self._warned.add(key)
                 warn(f"Step {step} was skipped. {found.text}")
         return self._last

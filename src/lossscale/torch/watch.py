@@ -143,7 +143,7 @@ class Watch(TorchDispatchMode):
             return result
         made = list(tensors_in(result))
         self._made.update(map(_key, made))
-        numbers = [value for value in args if isinstance(value, float)]
+        numbers = [value for value in args if type(value) in (int, float)]
         call = Call(
             name,
             place.shown,

@@ -657,7 +657,7 @@ PROGRAMS = {
     "scale: no lower; DynamicScale(min_scale=2**-24) does": lambda _: Program(
         rule=lossscale.DynamicScale(initial_scale=1.0)
     ).step(ONES, loss=times(1e8)),
-    "scale: no lower; DynamicScale(min_scale=0.25) does": lambda _: through(
+    "scale: a rule with such a scale, as DynamicScale(min_scale=0.25)": lambda _: through(
         Program(rule=lossscale.DynamicScale(initial_scale=1.0)), Divided.apply, 1e-6
     ),
     # The worst of several calls, also if another one fails first.
