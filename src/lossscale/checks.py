@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError
@@ -23,6 +23,36 @@ SMALLEST_SCALE = 2.0**-126
 
 LONGEST_INTERVAL = 2**31 - 1
 """Longest growth interval: the largest number of a 32-bit counter."""
+
+
+def checked_parameters(parameters: Any, trained: Iterable[Any]) -> list[Any]:
+    """Returns the trained parameters that are among some, in their order.
+
+    Args:
+        parameters: The parameters that an optimizer trains; None for all.
+        trained: All parameters of the model that can be trained.
+
+    Raises:
+        ArgumentTypeError: If `parameters` is not an iterable.
+        ArgumentError: If none of them is one of the model.
+
+    Examples:
+        >>> one, other = object(), object()
+        >>> checked_parameters([other], [one, other]) == [other]
+        True
+    """
+    if parameters is None:
+        return list(trained)
+    wanted = "`parameters` must be trainable parameters of the model, such as those of a layer."
+    if not hasattr(parameters, "__iter__"):
+        raise ArgumentTypeError(f"{wanted} Received: a {type(parameters).__name__}.")
+    given = list(parameters)
+    owned = set(map(id, given))
+    found = [each for each in trained if id(each) in owned]
+    if not found:
+        kinds = " and ".join(sorted({type(each).__name__ for each in given})) or "nothing"
+        raise ArgumentError(f"{wanted} Received: {kinds}, and none of them is one.")
+    return found
 
 
 def checked_count(name: str, value: Any, *, lowest: int = 1) -> int:

@@ -112,8 +112,8 @@ def explain(
     Raises:
         ArgumentTypeError: If `model` is not a model of Keras 3, or `loss_fn` does not return a
             loss.
-        ArgumentError: If its loss is not known, it has no variables, or `scale` is not a number in
-            [2**-126, 2**126].
+        ArgumentError: If its loss is not known, it has no variables, none of `parameters` is one of
+            them, the numbers of rows differ, or `scale` is not a number in [2**-126, 2**126].
 
     Examples:
         >>> explain("model", [1.0])
@@ -123,10 +123,13 @@ def explain(
         Received: 'model' of type str. ...
     """
     _check_is_keras(model, "explain")
-    from lossscale.diagnosis.keras import KerasGradientFunction, one_batch
+    from lossscale.diagnosis.keras import KerasGradientFunction, number_of_rows, one_batch
 
     run = KerasGradientFunction(model, loss_fn, parameters)
-    return run.explain(one_batch(x, y, sample_weight), checked_scale("scale", scale))
+    batch = one_batch(x, y, sample_weight)
+    if loss_fn is None:
+        number_of_rows(batch)
+    return run.explain(batch, checked_scale("scale", scale))
 
 
 def _check_is_keras(model: Any, name: str) -> None:

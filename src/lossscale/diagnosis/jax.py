@@ -6,6 +6,7 @@ Each kind of pass is a compiled function, which rounds to float16 wherever the l
 from __future__ import annotations
 
 import functools
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -86,7 +87,7 @@ class JaxGradientFunction:
 
     def __init__(self, params: Any, loss_fn: Any, parameters: Iterable[str] | None = None) -> None:
         self._params, self._loss_fn = params, loss_fn
-        self._owned = None if parameters is None else tuple(parameters)
+        self._owned = _checked_names(params, parameters)
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, batch: Any, scale: float, half: bool) -> Pass:
@@ -140,12 +141,8 @@ class JaxGradientFunction:
     def _owned_ones(self, gradients: Mapping[int, Any]) -> dict[str, Any]:
         """The gradients of the parameters that are trained, by path."""
         paths = [path for path, leaf in named_leaves(self._params) if _is_array(leaf)]
-        owned = paths if self._owned is None else self._owned
-        return {
-            path: gradient
-            for path, gradient in zip(paths, gradients.values(), strict=True)
-            if any(path == each or path.startswith(f"{each}/") for each in owned)
-        }
+        named = zip(paths, gradients.values(), strict=True)
+        return {path: gradient for path, gradient in named if path in self._owned}
 
     def _compute(
         self, half: bool, structure: Any, rest: Sequence[Any], arrays: Mapping[int, Any], scale: Any
@@ -208,6 +205,30 @@ def explain(
     """
     run = JaxGradientFunction(params, loss_fn, parameters)
     return run.explain(batch, checked_scale("scale", scale))
+
+
+def _checked_names(params: Any, parameters: Any) -> set[str]:
+    """The paths of the parameters that are trained."""
+    paths = {path for path, leaf in named_leaves(params) if _is_array(leaf)}
+    if not paths:
+        raise ArgumentError(
+            "`params` must have a floating-point array to train. Received: a "
+            f"{type(params).__name__} without one."
+        )
+    found: set[str] = set()
+    names = [parameters] if isinstance(parameters, str) else parameters
+    for name in paths if names is None else names:
+        fitting = {p for p in paths if p == name or p.startswith(f"{name}/")}
+        if not fitting:
+            raise ArgumentError(
+                "`parameters` must be names of parameters, or the beginnings of their paths. "
+                f"Received: {reprlib.repr(name)}, which is none of "
+                f"{', '.join(map(repr, sorted(paths)[:5]))}{', ...' if len(paths) > 5 else ''}."
+            )
+        found |= fitting
+    if not found:
+        raise ArgumentError("`parameters` must name a parameter. Received: nothing.")
+    return found
 
 
 def _is_array(leaf: Any) -> bool:

@@ -27,7 +27,8 @@ from lossscale.monitoring.origins import (
 )
 
 _TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "rematted_computation"}
-_DERIVED = ("div", "rsqrt", "sqrt", "log", "log1p", "pow", "integer_pow", "acos", "asin", "atanh")
+_DERIVED = {"div", "rsqrt", "sqrt", "cbrt", "log", "log1p", "pow", "integer_pow"}
+_DERIVED |= {"acos", "asin", "atanh", "atan2"}
 """Operations whose derivatives may not be finite."""
 _NARROW = (jnp.float16, jnp.bfloat16, jnp.float32)
 
@@ -209,16 +210,18 @@ def _line(equation: Any) -> str:
 
 def _derived(jaxpr: Any, equation: Any) -> str:
     """The name of an operation of a derivative, by what is derived at the same place."""
-    name: str = equation.primitive.name
     place = source_info_util.summarize(equation.source_info)
-    for other in jaxpr.eqns:
-        if other is equation:
-            break
-        same = source_info_util.summarize(other.source_info) == place
-        if same and other.primitive.name in _DERIVED:
-            name = other.primitive.name
-            break
-    return f"backward of {name}"
+    earlier = jaxpr.eqns[: jaxpr.eqns.index(equation)]
+    same = [
+        each
+        for each in earlier
+        if each.primitive.name in _DERIVED and source_info_util.summarize(each.source_info) == place
+    ]
+    # A derivative takes what the operation took, or its result.
+    taken = set(map(id, equation.invars))
+    uses = [each for each in same if not taken.isdisjoint(map(id, (*each.invars, *each.outvars)))]
+    found = next(iter((*uses, *same)), equation)
+    return f"backward of {found.primitive.name}"
 
 
 def _widened(equation: Any, given: Sequence[Any]) -> list[Any]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from lossscale.checks import checked_count
+from lossscale.checks import checked_count, checked_parameters
 from lossscale.common.monkeypatch import replace
 from lossscale.common.overflow_tracker import unique_names
 from lossscale.diagnosis.measurement import Pass, checked_loss
@@ -52,8 +52,7 @@ class KerasGradientFunction:
         # Refuses unsupported backends.
         backends.load()
         self._model, self._loss_fn = model, loss_fn
-        owned = set(map(id, model.trainable_variables if parameters is None else parameters))
-        self._trained = [each for each in model.trainable_variables if id(each) in owned]
+        self._trained = checked_parameters(parameters, model.trainable_variables)
         trained = set(map(id, self._trained))
         self._variables = [*self._trained, *(v for v in model.variables if id(v) not in trained)]
         self._names = unique_names([self._inside(each.path) for each in self._trained])
@@ -469,7 +468,8 @@ def batches_of(x: Any, y: Any, sample_weight: Any, batch_size: int) -> Iterable[
     return map(one_batch, x)
 
 
-def _picked(data: Batch, batch_size: int) -> Iterator[Batch]:
+def number_of_rows(data: Batch) -> int:
+    """Returns the number of rows of the arrays in a batch, which must have the same one."""
     data = _mapped(np.atleast_1d, data)
     lengths = {len(leaf) for leaf in keras.tree.flatten(data) if leaf is not None}
     if len(lengths) != 1 or lengths == {0}:
@@ -477,7 +477,12 @@ def _picked(data: Batch, batch_size: int) -> Iterator[Batch]:
             "`x`, `y` and `sample_weight` must have the same number of rows, at least one. "
             f"Received: {sorted(lengths)} rows."
         )
-    order = np.random.default_rng(0).permutation(lengths.pop())
+    return lengths.pop()
+
+
+def _picked(data: Batch, batch_size: int) -> Iterator[Batch]:
+    data = _mapped(np.atleast_1d, data)
+    order = np.random.default_rng(0).permutation(number_of_rows(data))
     for start in range(0, max(len(order) - batch_size, 0) + 1, batch_size):
         rows = order[start : start + batch_size]
         yield _mapped(functools.partial(_rows_of, rows), data)

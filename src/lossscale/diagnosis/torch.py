@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lossscale.checks import checked_parameters
 from lossscale.common.monkeypatch import replace
 from lossscale.diagnosis.measurement import Pass, checked_loss, measure
 from lossscale.diagnosis.report import Report
@@ -101,10 +102,10 @@ class TorchGradientFunction:
     def __init__(self, model: Any, loss_fn: LossFn, parameters: Any = None) -> None:
         _check_arguments(model, loss_fn)
         self._model, self._loss_fn = model, loss_fn
-        self._parameters = list(model.parameters() if parameters is None else parameters)
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self._parameters = checked_parameters(parameters, [p for _, p in named])
         owned = set(map(id, self._parameters))
-        named = model.named_parameters()
-        self._names = [_plain(n) for n, p in named if p.requires_grad and id(p) in owned]
+        self._names = [_plain(n) for n, p in named if id(p) in owned]
         self._device = next((p.device.type for p in model.parameters()), "cpu")
         self._casts = needs_autocast(model)
         casting = "autocast to float16" if self._casts else "its own float16"

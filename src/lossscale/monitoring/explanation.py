@@ -34,6 +34,7 @@ _OF_OUTPUTS = "gradient of the outputs"
 _FINITE = "the forward pass is finite; "
 # Those whose derivatives float16 can hold, such as 1 / epsilon**2.
 _ADVISED_EPSILON = {"div": 4e-3, "reciprocal": 4e-3, "rsqrt": 1e-3, "pow": 4e-3}
+_ADVISED_EPSILON |= {"digamma": 4e-3, "polygamma": 4e-2}
 _OTHER_EPSILON = 1e-4
 _MANY_HALVINGS, _LOW = 8, 2**8
 _SINGULAR = {
@@ -373,7 +374,7 @@ def _about_epsilon(failed: FailedOperation) -> str:
         least = max(least, math.sqrt(failed.largest_input / LARGEST))
     digit = 10.0 ** math.floor(math.log10(least))
     epsilon = f"{math.ceil(round(least / digit, 3)) * digit:g}"
-    if 0 < failed.epsilon <= SMALLEST / 2:
+    if failed.in_float16 and 0 < failed.epsilon <= SMALLEST / 2:
         return (
             f"the epsilon {failed.epsilon:g} is 0 in float16, whose smallest number above 0 is "
             f"{SMALLEST:.3g}; use {epsilon} or more, or {_in_float32(failed)}"

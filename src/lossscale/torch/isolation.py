@@ -58,7 +58,9 @@ def isolated(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, dict[in
         watch.mark(tensor, name, is_weight=True)
     for name, tensor in named_tensors(given):
         watch.mark(tensor, name)
-        known.setdefault(id(tensor), tensor.data.requires_grad_(tensor.requires_grad))
+        # A tensor of inference mode hides its casts.
+        data = tensor.clone() if tensor.is_inference() else tensor.data
+        known.setdefault(id(tensor), data.requires_grad_(tensor.requires_grad))
     for path, module in model.named_modules():
         for name, tensor in named_tensors(vars(module), path):
             if id(tensor) not in known:

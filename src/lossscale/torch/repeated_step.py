@@ -12,13 +12,14 @@ import functools
 import inspect
 import operator
 import pickle
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
-from lossscale.checks import checked_scale
+from lossscale.checks import checked_parameters, checked_scale
 from lossscale.errors import ArgumentTypeError, first_line
 from lossscale.monitoring.explanation import (
     Cause,
@@ -59,7 +60,8 @@ def explain(
     """Explains why a step on a batch would be skipped: the first operation that is not finite.
 
     Computes the loss and its gradients once, under `torch.autocast` to float16, and watches each
-    operation. The model stays unchanged, as with `diagnose`; hooks on its modules do not run.
+    operation. The model stays unchanged, as with `diagnose`; hooks on its modules do not run. A
+    model in evaluation mode is put into training mode meanwhile.
 
     Args:
         model: The model. With `DistributedDataParallel`, pass `model.module`.
@@ -75,7 +77,8 @@ def explain(
 
     Raises:
         ArgumentTypeError: If the model or the loss have another type.
-        ArgumentError: If `scale` is not a number in [2**-126, 2**126].
+        ArgumentError: If `scale` is not a number in [2**-126, 2**126], or none of `parameters` is a
+            trained parameter of the model.
 
     Examples:
         >>> model = torch.nn.Linear(3, 1)
@@ -91,10 +94,10 @@ def explain(
         return unknown(why)
     device = next((p.device.type for p in model.parameters()), "cpu")
     casts = needs_autocast(model)
-    owned = set(map(id, model.parameters() if parameters is None else parameters))
-    trained = [p for p in model.parameters() if p.requires_grad and id(p) in owned]
+    all_trained = (p for p in model.parameters() if p.requires_grad)
+    trained = checked_parameters(parameters, all_trained)
     try:
-        with isolated(model, {"batch": batch}) as (watch, known):
+        with torch.inference_mode(False), isolated(model, {"batch": batch}) as (watch, known):
             batch = copied(batch, known, "batch")
             if not model.training:
                 model.train()
@@ -126,12 +129,12 @@ def check_model_and_loss(model: Any, loss_fn: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise ArgumentTypeError(
             "The model must be a torch.nn.Module. "
-            f"Received: {model!r} of type {type(model).__name__}."
+            f"Received: {reprlib.repr(model)} of type {type(model).__name__}."
         )
     if not callable(loss_fn):
         raise ArgumentTypeError(
             "`loss_fn` must be a function of the model and a batch that returns the loss. "
-            f"Received: {loss_fn!r} of type {type(loss_fn).__name__}."
+            f"Received: {reprlib.repr(loss_fn)} of type {type(loss_fn).__name__}."
         )
 
 

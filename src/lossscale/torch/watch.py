@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ _UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 _MESSAGES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
 _KEY = -1
 """The key of a hook, which a hook of a module, whose own are from 0 on, never has."""
+_HOLDERS = (types.SimpleNamespace, torch.distributions.Distribution)
 _WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
 
 
@@ -127,7 +129,7 @@ class Watch(TorchDispatchMode):
             for tensor, value in reversed(self._written):
                 tensor.data.copy_(value)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace in _MESSAGES:
             raise UnrepeatableError("processes communicate in this pass, so it is not repeated")
@@ -262,7 +264,9 @@ def _frames(frame: Any) -> Iterator[tuple[str, int, str]]:
 
 
 def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The tensors in a nest, also in dataclasses, such as the outputs of Transformers."""
+    """The tensors in a nest, also in dataclasses, such as the outputs of Transformers, and in
+    distributions.
+    """
     if isinstance(value, torch.Tensor):
         yield name, value
         return
@@ -271,7 +275,9 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         items = value.items()
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
-    elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+    elif isinstance(value, _HOLDERS) or (
+        hasattr(value, "__dataclass_fields__") and not isinstance(value, type)
+    ):
         items = vars(value).items()
     for key, each in items:
         yield from named_tensors(each, f"{name}.{key}".lstrip("."))

@@ -13,7 +13,7 @@ from flax import nnx
 
 import lossscale.optax
 from frameworks.jax.support import bits
-from lossscale.diagnosis.jax import JaxGradientFunction
+from lossscale.diagnosis.jax import JaxGradientFunction, explain
 from lossscale.diagnosis.report import Verdict
 from lossscale.errors import ArgumentError, ArgumentTypeError
 
@@ -119,8 +119,13 @@ def test_a_loss_is_judged_by_what_it_trains():
     for owned in ("critic", "actor"):
         found = JaxGradientFunction(params, loss_fn, [owned])(X, 1.0, True)
         assert list(found.gradients) == [f"{owned}/w"]
-    with pytest.raises(ArgumentError, match="The loss depends on no trainable parameter"):
-        diagnose(loss_fn, params, [X], parameters=["nobody"])
+    assert JaxGradientFunction(params, loss_fn, "critic")(X, 1.0, True).gradients
+    for run, batches in ((diagnose, [X]), (explain, X)):
+        for owned, words in ((["nobody"], "'nobody', which is none of 'actor/w'"), ([], "nothing")):
+            with pytest.raises(ArgumentError, match=words):
+                run(loss_fn, params, batches, parameters=owned)
+        with pytest.raises(ArgumentError, match="floating-point array to train"):
+            run(loss_fn, {"name": "critic"}, batches)
 
 
 def test_what_is_no_number_to_train_has_no_gradient():

@@ -76,6 +76,9 @@ OWN = {
     "an overflow that changes nothing": Fault(
         lambda np, h, gain: h * gain + 1 / (1 + h * h), "unknown", scale=2.0**-10, size=800
     ),
+    "a deviation of 0 beside an epsilon": Fault(
+        lambda np, h, gain: (x := h * 0 + gain) / (jnp.std(x) + 4e-3), BROKEN_GRADIENT, "of sqrt"
+    ),
     "a logarithm in float32": Fault(
         lambda np, h, gain: jnp.log(h.astype(jnp.float32) * 0).astype(h.dtype),
         "singular",

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lossscale
 from frameworks.torch.support import bits
-from lossscale.diagnosis.torch import TorchGradientFunction
+from lossscale.diagnosis.torch import TorchGradientFunction, explain
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.torch.scaling import stored
 
@@ -291,8 +291,16 @@ def test_a_loss_is_judged_by_what_it_trains_and_no_more_batches_are_taken_than_a
 
     report = diagnose(model, loss, batches_of("linear", 2), parameters=model["b"].parameters())
     assert [g.name for g in report.measurement.gradients] == ["b.weight", "b.bias"]
-    with pytest.raises(ArgumentError, match="The loss depends on no trainable parameter"):
-        diagnose(model, loss, batches_of("linear", 1), parameters=[])
+    wrong = {
+        "nothing, and none": [],
+        "tuple, and none": list(model.named_parameters()),
+        "Parameter, and none": list(nn.Linear(2, 2).parameters()),
+        "a SGD": torch.optim.SGD(model.parameters()),
+    }
+    for words, given in wrong.items():
+        for run, batches in ((diagnose, batches_of("linear", 1)), (explain, torch.ones(2, 6))):
+            with pytest.raises((ArgumentError, TypeError), match=words):
+                run(model, loss, batches, parameters=given)
     endless = iter(lambda: torch.ones(2, 6), None)
     report = diagnose(model_of("own function"), loss_fn, endless, max_batches=3)
     assert report.measurement.batches == 3

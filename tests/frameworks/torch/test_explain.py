@@ -620,6 +620,11 @@ PROGRAMS = {
     "unknown: cannot be repeated (SystemExit": with_exit,
     "batch: In call 2 of 3 of the model": lambda p: p.step(ONES, BROKEN, BROKEN),
     "batch: In call 1 of 2 of the model": with_a_monitor_of_micro_batches,
+    "forward overflow: Sequential (mul) overflows": lambda p: p.step(
+        ONES,
+        forward=lambda x: torch.distributions.Normal((p.plain(x) * 1e6).float(), 1.0),
+        loss=lambda m, x: m(x).mean.sum(),
+    ),
     "batch: The argument x.x": lambda p: p.step(Batch(BROKEN), forward=lambda x: p.plain(x.x)),
     "weights: state.h.0 of the model": with_state,
     "weights: bias of the model": lambda p: through(p, torch.add, math.nan),
@@ -705,6 +710,15 @@ def test_a_program_is_explained(name, monkeypatch):
     found = PROGRAMS[name](program)
     assert (found.cause, words in found.text) == (cause, True), found.text
     assert not program.monitor._explainer.calls._calls
+
+
+def test_a_batch_is_explained_within_inference_mode():
+    model = with_norm()
+    before = values(model)
+    with torch.inference_mode():
+        found = lossscale.torch.explain(model, square, UNLIKE * 1e6)
+    assert found.cause == Cause.FORWARD_OVERFLOW
+    assert values(model) == before
 
 
 def test_the_logits_beside_a_loss_are_not_differentiated_twice():
