@@ -223,7 +223,8 @@ class Report:
             )
         yield (
             "measured",
-            f"{found.batches} batches, {found.passes} passes; {self.setting}. It holds for this "
+            f"{found.batches} {'batch' if found.batches == 1 else 'batches'}, {found.passes} "
+            f"{'pass' if found.passes == 1 else 'passes'}; {self.setting}. It holds for this "
             "batch size and these weights",
         )
 
