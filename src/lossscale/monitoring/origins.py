@@ -213,6 +213,11 @@ class Evaluation:
             return value
         return np.nan_to_num(array, nan=math.nan, posinf=LARGEST, neginf=-LARGEST)
 
+    def difference(self, one: Any, other: Any) -> tuple[float, float]:
+        """The largest difference between two values, and the largest magnitude in the second."""
+        wide = self.on_host(other)
+        return largest(self.on_host(one) - wide), largest(wide)
+
     def as_memory(self, value: Any, like: Any) -> Any:
         """A value with the memory layout of another one; None if that is a part of a larger one."""
         return value
@@ -231,9 +236,7 @@ class Evaluation:
                     continue
                 # The sum of several is infinite again.
                 other = self.bounded(other)
-                wide = self.on_host(other)
-                difference = largest(self.on_host(one) - wide)
-                if any(flags) or _is_harmed(difference, largest(wide)):
+                if any(flags) or _is_harmed(*self.difference(one, other)):
                     self._overflows[self.key_of(one)] = one, self.as_memory(other, one), origin
         # It may draw random numbers, or be called with what was lost.
         except Exception:

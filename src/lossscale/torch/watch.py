@@ -212,6 +212,10 @@ class _Evaluation(Evaluation):
             return torch.nan_to_num(value, math.nan, LARGEST, -LARGEST)
         return other.as_strided(value.shape, value.stride(), value.storage_offset())
 
+    def difference(self, one: Any, other: Any) -> tuple[float, float]:
+        wide = _numbers(other).float()
+        return largest(_numbers(one).float() - wide), largest(wide)
+
     def as_memory(self, value: Any, like: Any) -> Any:
         if like.untyped_storage().nbytes() != like.nbytes:
             return None
