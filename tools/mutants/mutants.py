@@ -151,7 +151,8 @@ tests/backends/test_diagnose.py
         -> map(tf.convert_to_tensor, gradients)
         -k Embedding
 tests/backends/test_diagnose_loss_functions.py
-    diagnosis on torch KerasGradientFunction.__init__: id(each) in owned -> True
+    diagnosis on torch KerasGradientFunction.__init__:
+        checked_parameters(parameters, model.trainable_variables) -> model.trainable_variables
 tests/backends/test_finite.py
     tensorflow all_finite: unscaled(parts, scale, powers_of_two) -> parts
     tensorflow all_finite: tf.logical_and(fits, ...) -> fits
@@ -272,7 +273,7 @@ tests/frameworks/jax/test_monitor.py
     optax _name: not is_key -> True  -k put_down_to_its_own
     optax Monitor.step: watched.steps_skipped is self._watched.steps_skipped -> False  -k is_shown
 tests/frameworks/jax/test_diagnose.py
-    diagnosis on jax JaxGradientFunction._owned_ones: any(...) -> True
+    diagnosis on jax JaxGradientFunction._owned_ones: path in self._owned -> True
 tests/frameworks/jax/test_wrong_calls.py
     optax is_array: isinstance(...) -> True  -k functions_in_it
     optax _check_single: jnp.ndim(value) -> False  -k state_of_several
