@@ -3,11 +3,12 @@
 Most optimizers evaluate the closure once, at the beginning. Then it is evaluated here, so that the
 step can still be skipped. Others, such as LBFGS in its line search, evaluate it many times and need
 unscaled gradients each time. No step can be skipped half-way: an evaluation that overflows is
-repeated at a lower scale.
+repeated at a lower scale. If that does not help, LBFGS is put back to before the step.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable
@@ -67,7 +68,7 @@ def step(optimizer: Any, closure: Callable[[], Any], **more: Any) -> Any:
                     "parameters and evaluated the closure again, whose gradients are not finite at "
                     "any loss scale. Load a checkpoint."
                 )
-        if is_first and decision is not None:
+        if is_first and decision is not None and before is not None:
             optimizer._notify_watcher(decision)
         is_first = False
         return loss
@@ -76,7 +77,12 @@ def step(optimizer: Any, closure: Callable[[], Any], **more: Any) -> Any:
         if before is None:
             # Evaluated before the step, so that a skipped one leaves the inner state as it is, too.
             losses = [evaluate()]
+            saved = _saved(inner)
             loss = inner.step(lambda: losses.pop() if losses else evaluate(), **more)
+            if decision is not None and not decision.apply:
+                _restore(inner, saved)
+            if decision is not None:
+                optimizer._notify_watcher(decision)
         else:
             loss = inner.step(evaluate, **more)
     except _Skipped as skipped:
@@ -102,6 +108,24 @@ def _norms(inner: Any) -> list[float]:
         parts = [p for t in ranks.parameters_of(inner) for p in real_parts(t)]
         norms: list[float] = torch.stack([p.float().norm() for p in parts]).tolist()
         return norms
+
+
+def _saved(inner: Any) -> tuple[list[Any], dict[Any, Any]]:
+    """The parameters, and the state of LBFGS, which writes to its tensors and lists."""
+
+    def copied(value: Any) -> Any:
+        return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+
+    state = {p: {k: copied(v) for k, v in each.items()} for p, each in inner.state.items()}
+    return [p.detach().clone() for p in ranks.parameters_of(inner)], state
+
+
+def _restore(inner: Any, saved: tuple[list[Any], dict[Any, Any]]) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(ranks.parameters_of(inner), saved[0], strict=True):
+            parameter.copy_(value)
+    inner.state.clear()
+    inner.state.update(saved[1])
 
 
 def _evaluate(

@@ -5,6 +5,7 @@ test_scaled_gradients.py.
 """
 
 import contextlib
+import math
 import warnings
 import weakref
 
@@ -22,8 +23,9 @@ from frameworks.torch.support import (
     snapshot,
     wrapped,
 )
-from lossscale import DynamicScale, LossScaleWarning
+from lossscale import DynamicScale, FixedScale, LossScaleWarning
 from lossscale.errors import ArgumentTypeError, GradientsError
+from lossscale.torch import Monitor
 from recording_rule import RecordingRule
 
 
@@ -278,6 +280,37 @@ def test_lbfgs_is_not_stepped_where_no_scale_helps():
         optimizer.step(closure_of(inner, lambda: without_a_finite_gradient(point)))
     assert float(optimizer.loss_scale) == 2.0**15
     assert point.tolist() == pytest.approx([-1.2, 1.0])
+
+
+@pytest.mark.parametrize("line_search", ["strong_wolfe", None])
+@pytest.mark.parametrize("factor", [math.inf, math.nan])
+def test_lbfgs_is_put_back_if_a_later_evaluation_is_not_finite(factor, line_search):
+    def run(steps):
+        point, evaluations = starting_point(), []
+        inner = torch.optim.LBFGS([point], lr=0.5, line_search_fn=line_search, max_iter=5)
+        rule = FixedScale(8.0, skip_nonfinite=True)
+        optimizer = wrapped(inner, rule=rule)
+        monitor = Monitor(optimizer, [("point", point)], on_floor="ignore")
+        for is_broken in steps:
+            evaluations.clear()
+
+            def loss_fn(is_broken=is_broken):
+                evaluations.append(1)
+                later = factor if is_broken and len(evaluations) > 2 else 1.0
+                return rosenbrock(point) * later
+
+            optimizer.step(closure_of(optimizer, loss_fn))
+            assert optimizer.last_step_skipped == is_broken
+            monitor.step(1.0)
+            assert monitor.last_record.skipped == is_broken
+            assert bool(monitor.last_record.nonfinite) == is_broken
+        state = inner.state_dict()["state"]
+        return bits([point]), {k: bits(v) for k, v in state[0].items() if torch.is_tensor(v)}, state
+
+    *broken, state = run([False, True, False, True, False])
+    *without, other = run([False, False, False])
+    assert broken == without
+    assert state[0]["n_iter"] == other[0]["n_iter"]
 
 
 def test_lbfgs_lowers_the_scale_by_a_rule_that_looks():
