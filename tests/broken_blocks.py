@@ -155,6 +155,12 @@ FAULTS = {
         words="An infinity or NaN that the program sets in ",
     ),
     "a power": Fault(lambda np, h, gain: np.exp(np.abs(h) * 40 + 5) * gain, OVERFLOW, "exp"),
+    "an exponential beyond float64": Fault(
+        lambda np, h, gain: np.exp(h * 0 + 800) * gain,
+        OVERFLOW,
+        "exp",
+        words="helps: make its input smaller",
+    ),
     "a variance below 0": Fault(variance_below_0, "singular", "sqrt"),
     "scores of large activations": Fault(scores, OVERFLOW, "matmul mm dot einsum copy", size=20),
     "a quotient that is not chosen": Fault(

@@ -107,7 +107,7 @@ def explain(
 
     Returns:
         The explanation. Its cause is "unknown" if the forward and the backward pass are finite,
-        unless an overflow is hidden in them, as that of the squares in a norm.
+        unless an overflow that they hide, as that of the squares in a norm, makes the loss wrong.
 
     Raises:
         ArgumentTypeError: If `model` is not a model of Keras 3, or `loss_fn` does not return a

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 LARGEST = 65504.0
 """The largest number of float16."""
 LARGEST_OF_FLOAT32 = 2.0**128
+LARGEST_OF_FLOAT64 = 1.7e308
 SMALLEST = 2.0**-24
 """The smallest one above 0; half of it, and less, is rounded to 0."""
 HALVINGS = 24
@@ -142,8 +143,9 @@ class FailedOperation(NamedTuple):
             it is not known.
         in_backward: Whether it is in the backward pass.
         largest_input: The largest finite magnitude of what it takes.
-        largest_result: The largest magnitude that it computes from the same numbers in a wider
-            dtype; None if that is not finite either, infinity if it cannot be computed.
+        largest_result: The largest magnitude that it computes from the same numbers in float64;
+            that of `sys.float_info` if even this overflows, None if it is not finite for another
+            reason, infinity if it cannot be computed.
         meets_zero: Whether what it divides by, or takes the logarithm or root of, contains 0.
         meets_negative: Whether that contains a negative number.
         of_infinities: Whether it takes infinities that the program sets, such as those of a mask.
@@ -234,13 +236,19 @@ def of_forward_pass(origin: Origin) -> Explanation:
     return (not_finite_weights if origin.is_weight else not_finite_argument)(origin.name)
 
 
+def hidden_overflow(origin: Origin) -> Explanation:
+    """Returns the explanation of an overflow that makes the loss wrong, and finite."""
+    found = of_forward_pass(origin)
+    return dataclasses.replace(found, reason=f"{found.reason}, and a later operation hides it")
+
+
 def with_hidden(found: Explanation, origin: Origin | None) -> Explanation:
     """Adds an overflow, if there is one, that makes a result wrong and did not cause the skip."""
     if origin is None:
         return found
-    hidden = of_forward_pass(origin)
-    more = f"{hidden.reason}, and a later operation hides it"
-    advice = f"{found.advice}. Besides, {more}: {hidden.advice.removeprefix(NO_SCALE_HELPS)}"
+    hidden = hidden_overflow(origin)
+    more = f"{hidden.reason}: {hidden.advice.removeprefix(NO_SCALE_HELPS)}"
+    advice = f"{found.advice}. Besides, {more}"
     return dataclasses.replace(found, reason=found.reason.removeprefix(_FINITE), advice=advice)
 
 
@@ -331,7 +339,7 @@ def _meaning(failed: FailedOperation, lowest: str) -> tuple[Cause, str, str]:
         )
         return cause, reason, f"{_in_float32(failed)}, or make the number smaller"
     reason = f"{where} overflows {when}: its input reaches {failed.largest_input:.3g}"
-    if math.isfinite(failed.largest_result):
+    if failed.largest_result <= LARGEST_OF_FLOAT64:
         reason += f", its result {_size(failed.largest_result)}"
     advice = f"{_in_float32(failed)}, or " if failed.in_float16 else ""
     advice += "make its input smaller"
@@ -402,7 +410,7 @@ def not_finite_argument(name: str) -> Explanation:
         name: The name of the argument of the model.
     """
     reason = f"the argument {name} of the model contains infinities or NaN"
-    advice = f"{NO_SCALE_HELPS}check the data, or what an earlier step has left in it"
+    advice = f"{NO_SCALE_HELPS}check the data, or what has computed it"
     return Explanation(Cause.BATCH, reason, advice, name, in_float16=False)
 
 
@@ -485,7 +493,9 @@ def with_loss(found: Explanation, loss: float) -> Explanation:
     """
     if found.operation != _OF_OUTPUTS or math.isfinite(loss):
         return found
-    reason = f"the outputs of the model are finite, but the loss is {loss:g}"
+    # Which call of the model it is.
+    call = "".join(found.reason.partition("of the model, ")[:2]) if "In call" in found.text else ""
+    reason = f"{call}the outputs of the model are finite, but the loss is {loss:g}"
     return Explanation(Cause.LOSS, reason, _CHECK_THE_LOSS, in_backward=True)
 
 

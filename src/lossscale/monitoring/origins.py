@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from lossscale.monitoring.explanation import (
     constant_beyond_float16,
     explained,
     halvings_until,
+    hidden_overflow,
     most_halvings,
     nothing_to_explain,
     of_forward_pass,
@@ -40,6 +42,8 @@ _SETTERS = (
     *("Const", "Fill", "BroadcastTo", "Select", "SelectV2", "PadV2"),
 )
 """Operations that may put an infinity of the program into an array."""
+_GROWING = ("exp", "sinh", "cosh", "prod", "mul", "square")
+"""Parts of the names of operations that overflow in float64, too."""
 _DIVIDING = ("div", "rem", "mod")
 _SINGULAR = ("div", "reciprocal", "inv", "sqrt", "log", "pow", "acos", "asin", "atanh")
 """Parts of the names of operations that may have no finite result for finite numbers."""
@@ -160,18 +164,24 @@ class Evaluation:
         overflows = [o for o, each in infinite if o.failed and each.infinity and not each.nan]
         known = (self._overflows.get(self.key_of(each)) for each in given)
         overflows += [origin for _, _, origin in filter(None, known)]
-        for each in made:
-            self._overflows.pop(self.key_of(each), None)
+        wrong = []
         if overflows and not call.in_backward:
-            self._follow(overflows[0], call, made, flags)
+            wrong = self._made_wrong(overflows[0], call, made, flags)
+        for each in made:
+            self.forget(each)
+        for one, other in wrong:
+            self.remember(one, other, overflows[0])
         return [
             self._origin(call, given, infinite, made, each) if any(each) else None for each in flags
         ]
 
     def hidden_in(self, outputs: Iterable[Any]) -> Origin | None:
         """The origin of an overflow that makes outputs wrong; None if there is none."""
-        found = (self._overflows.get(self.key_of(each)) for each in outputs)
-        return next((origin for _, _, origin in filter(None, found)), self._hidden)
+        for each in outputs:
+            _, _, origin = self._overflows.get(self.key_of(each), (None,) * 3)
+            if origin and _is_harmed(*self.difference(each, self.bounded(each))):
+                return origin
+        return self._hidden
 
     def watched(
         self, outputs: Iterable[Any], loss: Origin | None, gradients: Origin | None = None
@@ -218,15 +228,19 @@ class Evaluation:
         wide = self.on_host(other)
         return largest(self.on_host(one) - wide), largest(wide)
 
-    def as_memory(self, value: Any, like: Any) -> Any:
-        """A value with the memory layout of another one; None if that is a part of a larger one."""
-        return value
+    def remember(self, one: Any, other: Any, origin: Origin) -> None:
+        """Remembers what a value is if 65,504 is in place of an overflow."""
+        self._overflows[self.key_of(one)] = one, other, origin
 
-    def _follow(
+    def forget(self, value: Any) -> None:
+        """Forgets it: a new value is there."""
+        self._overflows.pop(self.key_of(value), None)
+
+    def _made_wrong(
         self, origin: Origin, call: Call, made: Sequence[Any], kinds: Sequence[Flags]
-    ) -> None:
-        """Follows what an overflow makes wrong, by computing it from 65,504, too."""
-        is_finite = not any(map(any, kinds))
+    ) -> list[tuple[Any, Any]]:
+        """Returns the results that an overflow makes wrong, each with what it is from 65,504."""
+        is_finite, wrong = not any(map(any, kinds)), []
         if is_finite:
             self.absorbed.add(origin)
         try:
@@ -237,11 +251,12 @@ class Evaluation:
                 # The sum of several is infinite again.
                 other = self.bounded(other)
                 if any(flags) or _is_harmed(*self.difference(one, other)):
-                    self._overflows[self.key_of(one)] = one, self.as_memory(other, one), origin
-        # It may draw random numbers, or be called with what was lost.
+                    wrong.append((one, other))
+        # Such as an operation that draws random numbers; of some, only the shape counts.
         except Exception:
-            if is_finite:
+            if is_finite and not call.name.endswith("_like"):
                 self._hidden = self._hidden or origin
+        return wrong
 
     def _origin(
         self,
@@ -265,7 +280,7 @@ class Evaluation:
         # What is rounded to 0; CUDA rounds a divisor without dimensions, which may be float32.
         zero = SMALLEST / 2 if is_narrow else 0.0
         meets_zero = any((abs(each) <= zero).any() for each in decisive)
-        size = largest(floats[-1]) if is_cast else self._in_float64(call)
+        size = largest(floats[-1]) if is_cast else self._in_float64(call, meets_zero)
         if divisors and meets_zero and size is not None and size <= LARGEST:
             size = None
         failed = FailedOperation(
@@ -286,12 +301,16 @@ class Evaluation:
         is_beyond = any(origin.is_beyond for origin, _ in infinite)
         return Origin(failed, is_beyond=is_beyond)
 
-    def _in_float64(self, call: Call) -> float | None:
-        """The largest magnitude that a call computes in float64; None if not finite."""
+    def _in_float64(self, call: Call, meets_zero: bool) -> float | None:
+        """The largest magnitude that a call computes in float64, as in `FailedOperation`."""
         with contextlib.suppress(Exception):
             made = [self.on_host(each) for each in call.widened() if is_float(each)]
-            finite = all(np.isfinite(each).all() for each in made)
-            return max(map(largest, made), default=0.0) if finite else None
+            if all(np.isfinite(each).all() for each in made):
+                return max(map(largest, made), default=0.0)
+            is_power = "pow" in call.name.lower() and not meets_zero
+            grows = is_power or any(part in call.name.lower() for part in _GROWING)
+            is_nan = any(np.isnan(each).any() for each in made)
+            return sys.float_info.max if grows and not is_nan else None
         # Not every operation exists in every dtype.
         return None if any(part in call.name.lower() for part in _SINGULAR) else math.inf
 
@@ -401,9 +420,10 @@ def explain_pass(
 
     found = after(0)
     # Without the first two, nothing is skipped. What is hidden makes the step wrong.
-    origin = found.loss or found.gradients or found.hidden
+    origin = found.loss or found.gradients
     if origin is None:
-        return nothing_to_explain(scale)
+        hidden = found.hidden and with_epsilon(found.hidden)
+        return hidden_overflow(hidden) if hidden else nothing_to_explain(scale)
     if origin.is_mask or (origin.failed is not None and origin.failed.of_infinities):
         narrow = of_forward_pass(with_epsilon(origin))
         is_beyond = narrow.in_float16 and wide().is_finite and wide().hidden is None

@@ -59,8 +59,8 @@ class Monitor(LoopMonitor):
         explain: Number of skipped steps to explain, such as 20; 0 for none. It repeats the forward
             and backward pass of a skipped step, which takes as long as some steps, and changes
             nothing. `model` must be the module that the loop calls. If no loss scale helps, a
-            warning says what to do. Single skips that a lower scale mends count five times. Close
-            the monitor before `torch.jit.script(model)`, which refuses its hooks.
+            warning says what to do. Of single skips that a lower scale mends, five count. Close the
+            monitor before `torch.jit.script(model)`, which refuses its hooks.
         explain_bytes: The most bytes of inputs, outputs and their gradients that are held until the
             step is over. If a step needs more, it is not explained.
 

@@ -73,7 +73,7 @@ def explain(
 
     Returns:
         The explanation. Its cause is "unknown" if the forward and the backward pass are finite,
-        unless an overflow is hidden in them, as that of the squares in a norm.
+        unless an overflow that they hide, as that of the squares in a norm, makes the loss wrong.
 
     Raises:
         ArgumentTypeError: If the model or the loss have another type.
@@ -176,7 +176,9 @@ class CallRecorder:
             self._made += 1
             with contextlib.suppress(Exception):
                 call = _Call(args, kwargs, self._draws)
-                if self._has_room(_STATE_BYTES + sum(map(_size, call.given))):
+                if call.repeats(self._calls):
+                    self._made -= 1
+                elif self._has_room(_STATE_BYTES + sum(map(_size, call.given))):
                     self._now = call
 
     def _returned(self, model: Any, args: Any, output: Any) -> None:
@@ -228,9 +230,10 @@ class CallRecorder:
                 if not one.in_backward:
                     return one
                 # What this call takes may have got NaN from it, as the state of a recurrence.
-                from_here = one.operation and any(t.grad_fn is not None for t in call.given)
-                rank = one.halvings is None, one.halvings or 0, bool(one.module)
-                if rank > worst or (from_here and not found.operation):
+                from_here = one.module and any(t.grad_fn is not None for t in call.given)
+                # Of outputs it is not known how many halvings they need.
+                rank = one.halvings is None, one.halvings or 0, not one.module
+                if rank > worst or (from_here and not found.module):
                     worst, found = rank, one
         except UnrepeatableError as error:
             return unknown(str(error))
@@ -262,7 +265,8 @@ class CallRecorder:
                 return self._too_large()
             return (
                 "the model that Monitor has was not called in this step as model(...), outside of "
-                "compiled code, or no gradient reached what it returned"
+                "compiled code, or no gradient reached what it returned. It must be the module "
+                "that the loop calls"
             )
         if self._weights != self._versions():
             return "another optimizer has changed the weights since the forward pass"
@@ -289,6 +293,12 @@ class _Call:
         ]
         self.outputs: dict[int, Any] = {}
         self.gradients: dict[int, Any] = {}
+
+    def repeats(self, calls: list[_Call]) -> bool:
+        """Whether a checkpoint repeats one of the calls, in the backward pass."""
+        given = list(map(id, self.given))
+        in_backward = torch._C._current_graph_task_id() != -1
+        return in_backward and any(given == list(map(id, each.given)) for each in calls)
 
 
 def _size(tensor: Any) -> int:

@@ -191,7 +191,7 @@ class Watch(TorchDispatchMode):
         written = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
         copies: dict[int, Any] = {}
         for tensor in tensors_in([given.get(name) for name in written]):
-            copies[id(tensor)] = tensor.clone()
+            copies[id(tensor)] = self.evaluation.cloned(tensor)
             if _key(tensor) not in self._made:
                 self._written.append((tensor, copies[id(tensor)]))
         return copies
@@ -210,16 +210,35 @@ class _Evaluation(Evaluation):
         _, other, _ = self._overflows.get(_key(value), (None,) * 3)
         if other is None:
             return torch.nan_to_num(value, math.nan, LARGEST, -LARGEST)
-        return other.as_strided(value.shape, value.stride(), value.storage_offset())
+        return _at_place(other, value)
+
+    def cloned(self, tensor: Any) -> Any:
+        """A copy of a tensor, of which the same is remembered."""
+        clone = tensor.clone()
+        _, other, origin = self._overflows.get(_key(tensor), (None,) * 3)
+        if origin is not None and other is not None:
+            self.remember(clone, _at_place(other, tensor), origin)
+        return clone
+
+    def remember(self, one: Any, other: Any, origin: Origin) -> None:
+        # That of the whole storage, of which other tensors may be parts.
+        _, memory, _ = self._overflows.get(_key(one), (None,) * 3)
+        if memory is None:
+            flat = torch.empty(0, dtype=one.dtype, device=one.device).set_(one.untyped_storage())
+            memory = torch.nan_to_num(flat, math.nan, LARGEST, -LARGEST)
+        _at_place(memory, one).copy_(other)
+        super().remember(one, memory, origin)
+
+    def forget(self, value: Any) -> None:
+        _, memory, _ = self._overflows.get(_key(value), (None,) * 3)
+        if memory is not None and value.nbytes < memory.nbytes:
+            _at_place(memory, value).copy_(value)
+        else:
+            super().forget(value)
 
     def difference(self, one: Any, other: Any) -> tuple[float, float]:
         wide = _numbers(other).float()
         return largest(_numbers(one).float() - wide), largest(wide)
-
-    def as_memory(self, value: Any, like: Any) -> Any:
-        if like.untyped_storage().nbytes() != like.nbytes:
-            return None
-        return torch.empty_like(like).copy_(value)
 
     def flags_of(self, value: Any) -> Flags:
         if is_finite(value):
@@ -302,6 +321,12 @@ def _key(tensor: Any) -> int:
 def _numbers(tensor: Any) -> Any:
     tensor = tensor.detach()
     return tensor._values() if tensor.layout == torch.sparse_coo else tensor
+
+
+def _at_place(memory: Any, tensor: Any) -> Any:
+    """The part of the copy of a storage that is in place of a tensor."""
+    memory = memory.view(tensor.dtype)
+    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def is_finite(tensor: Any) -> bool:

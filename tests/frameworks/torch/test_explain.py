@@ -510,6 +510,51 @@ def test_the_first_hook_of_a_process_and_an_optimizer_that_skips_before(monkeypa
     assert (found.cause, found.operation) == (Cause.FORWARD_OVERFLOW, "addmm")
 
 
+def filled(x):
+    """A tensor that is written in parts, of which only some are wrong."""
+    out = torch.empty_like(x)
+    out[:, :2] = x[:, :2] * 2
+    out[:, 2:] = 1
+    return out
+
+
+FOLLOWED = {
+    "ReLU": nn.ReLU(inplace=True),
+    "mul_": lambda x: x.mul_(2),
+    "a part": filled,
+    "views": lambda x: x.reshape(2, 2, 2).transpose(1, 2).reshape(2, 4),
+    "matmul": lambda x: (x[None] @ torch.ones(1, 4, 4, dtype=x.dtype))[0],
+    "checkpoint": lambda x: checkpoint(torch.tanh, x, use_reentrant=False),
+    "dropout": lambda x: nn.functional.dropout(x, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_an_overflow_that_is_hidden_is_followed_to_the_loss(name):
+    def loss_fn(model, x):
+        h = model[0](x) * 1000
+        # 0 in float16.
+        y = h / (h * h).sum(-1, keepdim=True).sqrt()
+        return (model[1](FOLLOWED[name](y)).float() - 1).square().mean()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    found = lossscale.torch.explain(model, loss_fn, ONES, scale=16.0)
+    assert (found.cause, found.operation) == (Cause.FORWARD_OVERFLOW, "mul")
+    assert "and a later operation hides it" in found.text
+
+
+def test_an_overflow_that_makes_no_loss_wrong_is_not_named():
+    def loss_fn(model, x):
+        h = (model[0](x) * 1000).square()
+        noisy = torch.tanh(h + 0.1 * torch.randn_like(h)).clone()
+        noisy[:, 0] = 0
+        return model[1](noisy).float().square().mean()
+
+    found = lossscale.torch.explain(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), loss_fn, ONES)
+    assert found.cause == Cause.UNKNOWN
+
+
 def test_parameters_in_one_storage_have_their_names():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     flat = nn.utils.parameters_to_vector(model.parameters())
@@ -682,6 +727,13 @@ PROGRAMS = {
     "scale: first (backward of addmm) overflows": lambda _: calls(beside),
     "scale: 8 of their gradients, in float16, overflow": lambda _: calls(
         lambda m, x: m(x)[0].float() * 1e-3 + m(x)[1].float() * 9
+    ),
+    # How many are needed is not known of outputs in float16.
+    "scale: In call 2 of 2 of the model, the outputs": lambda _: calls(
+        lambda m, x: m(x)[0].float() * 1.1 + m(x)[0].float() * 9
+    ),
+    "scale: The outputs of the model are finite; at": lambda p: p.step(
+        ONES, loss=lambda m, x: checkpoint(m, x, use_reentrant=False).float().sum() * 1e9
     ),
     # What the optimizer does not train.
     "scale: last (backward of addmm) overflows": lambda _: calls(
