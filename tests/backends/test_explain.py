@@ -63,7 +63,18 @@ def doubling(np, h, gain):
     return layers.RNN(Cell())(ops.repeat(h[:, None], 24, axis=1))
 
 
+def normed(np, h, gain):
+    """0 in float16, before a recurrence, which on TensorFlow takes its input from a list."""
+    h = h * 0 + 1000
+    normed = h / ops.sqrt(ops.sum(h * h, axis=-1, keepdims=True))
+    states = layers.SimpleRNN(16)(ops.repeat(normed[:, None], 3, axis=1))
+    return ops.cast(states, h.dtype) + gain / 4096
+
+
 OWN = {
+    "a norm before a recurrence": Fault(
+        normed, OVERFLOW, "mul square", scale=1.0, words="and a later operation hides it"
+    ),
     "a loop that diverges": Fault(newton, OVERFLOW, "mul"),
     "a recurrence that doubles": Fault(doubling, OVERFLOW, "mul add"),
 }
@@ -140,7 +151,7 @@ NESTED = {
             keras.Sequential([dense("inner"), Logarithm(name="log")], name="seq"), name="td"
         ),
     ],
-    "esult of large (": lambda: [dense("first"), Large(name="large"), dense("last")],
+    "esult of large (": lambda: [dense("layer-0"), Large(name="large"), dense("layer-1-last")],
     "casts it to float16": lambda: [Nested(Large(name="large"), dense("last"), name="nested")],
 }
 

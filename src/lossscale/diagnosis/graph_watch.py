@@ -125,8 +125,7 @@ class GraphWatch:
             module,
             in_backward,
             False,
-            lambda change: _computed(operation, list(map(change, given))),
-            lambda: _computed(operation, given, wide=True),
+            lambda change: _computed(operation, list(map(change, given)), wide=True),
         )
         return made, self._evaluation.origins(call, given, taken, made)
 

@@ -18,7 +18,7 @@ from lossscale.checks import checked_scale
 from lossscale.diagnosis.jaxpr_watch import JaxprWatch
 from lossscale.diagnosis.measurement import Pass, checked_loss, measure
 from lossscale.diagnosis.report import Report
-from lossscale.errors import ArgumentError
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.monitoring.explanation import Explanation
 from lossscale.monitoring.origins import explain_pass
 from lossscale.optax.gating import is_gradient
@@ -217,6 +217,11 @@ def _checked_names(params: Any, parameters: Any) -> set[str]:
         )
     found: set[str] = set()
     names = [parameters] if isinstance(parameters, str) else parameters
+    if names is not None and not isinstance(names, Iterable):
+        raise ArgumentTypeError(
+            "`parameters` must be an iterable of names of parameters. Received: a "
+            f"{type(names).__name__}."
+        )
     for name in paths if names is None else names:
         fitting = {p for p in paths if p == name or p.startswith(f"{name}/")}
         if not fitting:

@@ -6,6 +6,7 @@ and in branches, is evaluated equation by equation.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -124,8 +125,7 @@ class JaxprWatch:
             self._plain(_module(nested)),
             "transpose(" in _scopes(nested),
             any(map(self._evaluation.origin_of, literals)),
-            lambda change: bind(jaxpr, equation, list(map(change, given))),
-            lambda: _widened(equation, given),
+            lambda change: _widened(equation, list(map(change, given))),
         )
         found = self._evaluation.origins(call, given, taken, made)
         for origin in found:
@@ -170,8 +170,11 @@ def _while(equation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
         new, found = evaluated("body_jaxpr", slice(tests, constants))
         # Within `vmap`, each row has a test.
         if test.ndim:
-            new = [_select(test, *pair) for pair in zip(new, carry, strict=True)]
-            found = [one or other for one, other in zip(found, origins, strict=True)]
+            select = jax.make_jaxpr(
+                functools.partial(jax.tree.map, functools.partial(_select, test))
+            )
+            both = [*found, *origins]
+            new, found = evaluate(select(new, carry), [*new, *carry], both)
         carry, origins = new, found
     return carry, origins
 

@@ -111,10 +111,10 @@ class KerasGradientFunction:
 
         def numbered(path: str) -> Any:
             paths.append(path)
-            return scope(f"layer.{len(paths) - 1}")
+            return scope(f"layer>{len(paths) - 1}>")
 
         def layer_of(path: str) -> str:
-            numbers = re.findall(r"layer\.(\d+)", path)
+            numbers = re.findall(r"layer>(\d+)>", path)
             return paths[int(numbers[-1])] if numbers else path
 
         def compute(arrays: Any, scale: Any) -> Any:

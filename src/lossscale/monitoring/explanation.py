@@ -173,6 +173,11 @@ class FailedOperation(NamedTuple):
     in_float16: bool = True
 
     @property
+    def is_overflow(self) -> bool:
+        """Whether its result is finite in float64."""
+        return self.largest_result is not None and self.largest_result <= LARGEST_OF_FLOAT64
+
+    @property
     def here(self) -> str:
         """The module."""
         is_number = self.module.replace(".", "").isdigit()

@@ -31,8 +31,8 @@ from lossscale.monitoring.explanation import (
 
 _SMALL = 2.0**-14
 """The smallest float16 number with all digits."""
-_HARM = 2.0**-10
-"""Float16's rounding of 1."""
+_HARM = 2.0**-8
+"""The share of a loss by which it must differ to be wrong: more than the rounding of a pass."""
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ADDING = ("add", "addv2", "biasadd", "clamp", "clamp_min", "max", "maximum")
 _CASTS = ("convert_element_type", "Cast", "_to_copy", "copy_")
@@ -86,9 +86,8 @@ class Call(NamedTuple):
         module: The path of its module, or the line of the program if it is in none.
         in_backward: Whether it is in the backward pass.
         sets: Whether the program gives it an infinity.
-        bounded: Computes its results again, from what a function returns for each of its inputs;
-            it may raise.
-        widened: Does the same in float64, from its inputs as they are.
+        widened: Computes its results again, in float64, from what a function returns for each of
+            its inputs; it may raise.
         numbers: The numbers that it takes beside arrays.
     """
 
@@ -97,8 +96,7 @@ class Call(NamedTuple):
     module: str
     in_backward: bool
     sets: bool
-    bounded: Callable[[Callable[[Any], Any]], Sequence[Any]]
-    widened: Callable[[], Sequence[Any]]
+    widened: Callable[[Callable[[Any], Any]], Sequence[Any]]
     numbers: Sequence[Any] = ()
 
 
@@ -117,8 +115,7 @@ class Evaluation:
     def __init__(self, name_of: Callable[[Any], str]) -> None:
         self._name_of, self._in_float16 = name_of, False
         self._makers: dict[int, str] = {}
-        # What is wrong because of an overflow, what it is if 65,504 is in its place there, and the
-        # origin of the overflow.
+        # What is wrong because of an overflow, what it would be without one, and the origin of it.
         self._overflows: dict[int, tuple[Any, Any, Origin]] = {}
         self._hidden: Origin | None = None
         self.constants: dict[int, Any] = {}
@@ -161,9 +158,12 @@ class Evaluation:
             # A list of tensors in a graph of TensorFlow has no numbers itself.
             if any(kinds) or (origin and not is_float(each)):
                 infinite.append((origin or Origin(is_mask=True), kinds))
-        overflows = [o for o, each in infinite if o.failed and each.infinity and not each.nan]
+        found = [
+            self._origin(call, given, infinite, made, each) if any(each) else None for each in flags
+        ]
         known = (self._overflows.get(self.key_of(each)) for each in given)
-        overflows += [origin for _, _, origin in filter(None, known)]
+        overflows = [origin for _, _, origin in filter(None, known)]
+        overflows += (each for each in found if each and each.failed and each.failed.is_overflow)
         wrong = []
         if overflows and not call.in_backward:
             wrong = self._made_wrong(overflows[0], call, made, flags)
@@ -171,15 +171,13 @@ class Evaluation:
             self.forget(each)
         for one, other in wrong:
             self.remember(one, other, overflows[0])
-        return [
-            self._origin(call, given, infinite, made, each) if any(each) else None for each in flags
-        ]
+        return found
 
     def hidden_in(self, outputs: Iterable[Any]) -> Origin | None:
         """The origin of an overflow that makes outputs wrong; None if there is none."""
         for each in outputs:
             _, _, origin = self._overflows.get(self.key_of(each), (None,) * 3)
-            if origin and _is_harmed(*self.difference(each, self.bounded(each))):
+            if origin and self.is_wrong(each, self.without_overflow(each), _HARM):
                 return origin
         return self._hidden
 
@@ -214,22 +212,27 @@ class Evaluation:
         array = np.asarray(value)
         return Flags(bool(np.isnan(array).any()), bool(np.isinf(array).any()))
 
-    def bounded(self, value: Any) -> Any:
-        """A value as it is if 65,504 is in place of the overflows that it was computed from."""
+    def without_overflow(self, value: Any) -> Any:
+        """A value as it would be without the overflows that it was computed from, in float64."""
         _, other, _ = self._overflows.get(self.key_of(value), (None,) * 3)
-        if other is not None:
-            return other
-        if not is_float(value) or not np.isinf(array := np.asarray(value)).any():
-            return value
-        return np.nan_to_num(array, nan=math.nan, posinf=LARGEST, neginf=-LARGEST)
+        return value if other is None else other
 
-    def difference(self, one: Any, other: Any) -> tuple[float, float]:
-        """The largest difference between two values, and the largest magnitude in the second."""
-        wide = self.on_host(other)
-        return largest(self.on_host(one) - wide), largest(wide)
+    def rounded(self, other: Any, like: Any) -> Any:
+        """A value in float64, rounded as another one is if its dtype can hold it."""
+        other, dtype = np.asarray(other, np.float64), np.asarray(like).dtype
+        with np.errstate(over="ignore"):
+            narrow = other.astype(dtype).astype(np.float64)
+        return np.where(np.isfinite(narrow), narrow, other)
+
+    def is_wrong(self, one: Any, other: Any, tolerance: float = 0.0) -> bool:
+        """Whether a value differs from another one by more than a share of its largest number."""
+        one, other = self.on_host(one), self.on_host(other)
+        same = (one == other) | (np.isnan(one) & np.isnan(other))
+        difference = np.where(same, 0, np.nan_to_num(np.abs(one - other), nan=np.inf))
+        return bool(difference.max(initial=0) > tolerance * largest(other))
 
     def remember(self, one: Any, other: Any, origin: Origin) -> None:
-        """Remembers what a value is if 65,504 is in place of an overflow."""
+        """Remembers what a value would be without an overflow."""
         self._overflows[self.key_of(one)] = one, other, origin
 
     def forget(self, value: Any) -> None:
@@ -239,18 +242,17 @@ class Evaluation:
     def _made_wrong(
         self, origin: Origin, call: Call, made: Sequence[Any], kinds: Sequence[Flags]
     ) -> list[tuple[Any, Any]]:
-        """Returns the results that an overflow makes wrong, each with what it is from 65,504."""
+        """Returns the results that an overflow makes wrong, each with what it is without one."""
         is_finite, wrong = not any(map(any, kinds)), []
         if is_finite:
             self.absorbed.add(origin)
         try:
-            others = call.bounded(self.bounded)
-            for one, other, flags in zip(made, others, kinds, strict=True):
-                if not is_float(one):
-                    continue
-                # The sum of several is infinite again.
-                other = self.bounded(other)
-                if any(flags) or _is_harmed(*self.difference(one, other)):
+            for one, other in zip(made, call.widened(self.without_overflow), strict=True):
+                # What is in a list of TensorFlow is seen once it is taken out.
+                is_list = "variant" in _dtype(one)
+                if is_float(one):
+                    other = self.rounded(other, one)
+                if is_list or (is_float(one) and self.is_wrong(one, other)):
                     wrong.append((one, other))
         # Such as an operation that draws random numbers; of some, only the shape counts.
         except Exception:
@@ -304,7 +306,8 @@ class Evaluation:
     def _in_float64(self, call: Call, meets_zero: bool) -> float | None:
         """The largest magnitude that a call computes in float64, as in `FailedOperation`."""
         with contextlib.suppress(Exception):
-            made = [self.on_host(each) for each in call.widened() if is_float(each)]
+            widened = call.widened(lambda value: value)
+            made = [self.on_host(each) for each in widened if is_float(each)]
             if all(np.isfinite(each).all() for each in made):
                 return max(map(largest, made), default=0.0)
             is_power = "pow" in call.name.lower() and not meets_zero
@@ -326,22 +329,6 @@ def _passed_on(call: Call, taken: Sequence[tuple[Origin, Flags]], made: Flags) -
     if taken and not call.in_backward and (not made.nan or any(flags.nan for _, flags in taken)):
         return taken[0][0]
     return None
-
-
-def _is_harmed(difference: float, largest: float) -> bool:
-    """Whether a finite result that an operation computes from an overflow is wrong.
-
-    That of a division by a norm that overflows is, and the tanh of an overflow is not.
-
-    Args:
-        difference: The largest difference from what it computes from 65,504.
-        largest: The largest magnitude of the latter.
-
-    Examples:
-        >>> _is_harmed(1.5e-5, 1.5e-5), _is_harmed(1.5e-5, 1.0)
-        (True, False)
-    """
-    return difference > _HARM * min(largest, 1.0)
 
 
 def _dtype(value: Any) -> str:
@@ -429,7 +416,9 @@ def explain_pass(
         is_beyond = narrow.in_float16 and wide().is_finite and wide().hidden is None
         return constant_beyond_float16(narrow) if origin.is_beyond or is_beyond else narrow
     if found.loss is not None or origin.failed is None or not origin.failed.in_backward:
-        return of_forward_pass(with_epsilon(origin))
+        # Such as a division by a number that is 0 because of an overflow.
+        hidden = found.hidden if found.hidden != origin else None
+        return with_hidden(of_forward_pass(with_epsilon(origin)), hidden)
     halvings = halvings_until(lambda halvings: after(halvings).is_finite, scale)
     lowest = after(most_halvings(scale)).gradients
     if lowest is not None and lowest.failed is not None:

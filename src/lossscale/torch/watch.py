@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from lossscale.common.monkeypatch import replace
-from lossscale.monitoring.explanation import LARGEST, FailedOperation, Origin
+from lossscale.monitoring.explanation import FailedOperation, Origin
 from lossscale.monitoring.origins import Call, Evaluation, Flags, line_of
 
 _UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_")
@@ -152,8 +152,7 @@ class Watch(TorchDispatchMode):
             place.module,
             self.in_backward,
             not all(map(math.isfinite, numbers)),
-            lambda change: _repeated(func, (args, kwargs), before, change),
-            lambda: _repeated(func, (args, kwargs), before, torch.Tensor.double, _WIDE),
+            lambda change: _widened(func, (args, kwargs), before, change),
             numbers,
         )
         given = [before.get(id(tensor), tensor) for tensor in inputs]
@@ -206,18 +205,26 @@ class _Evaluation(Evaluation):
     def on_host(self, value: Any) -> Any:
         return _numbers(value).cpu().double().numpy()
 
-    def bounded(self, value: Any) -> Any:
-        _, other, _ = self._overflows.get(_key(value), (None,) * 3)
-        if other is None:
-            return torch.nan_to_num(value, math.nan, LARGEST, -LARGEST)
-        return _at_place(other, value)
+    def without_overflow(self, value: Any) -> Any:
+        _, memory, _ = self._overflows.get(_key(value), (None,) * 3)
+        return value.double() if memory is None else _at_place(memory, value)
+
+    def rounded(self, other: Any, like: Any) -> Any:
+        narrow = other.to(like.dtype).double()
+        return torch.where(narrow.isfinite(), narrow, other)
+
+    def is_wrong(self, one: Any, other: Any, tolerance: float = 0.0) -> bool:
+        one, other = _numbers(one).double(), _numbers(other).double()
+        same = (one == other) | (one.isnan() & other.isnan())
+        difference = torch.where(same, 0.0, (one - other).abs()).nan_to_num(math.inf)
+        return bool((difference > tolerance * largest(other)).any())
 
     def cloned(self, tensor: Any) -> Any:
         """A copy of a tensor, of which the same is remembered."""
         clone = tensor.clone()
-        _, other, origin = self._overflows.get(_key(tensor), (None,) * 3)
-        if origin is not None and other is not None:
-            self.remember(clone, _at_place(other, tensor), origin)
+        _, memory, origin = self._overflows.get(_key(tensor), (None,) * 3)
+        if origin is not None:
+            self.remember(clone, _at_place(memory, tensor), origin)
         return clone
 
     def remember(self, one: Any, other: Any, origin: Origin) -> None:
@@ -225,20 +232,16 @@ class _Evaluation(Evaluation):
         _, memory, _ = self._overflows.get(_key(one), (None,) * 3)
         if memory is None:
             flat = torch.empty(0, dtype=one.dtype, device=one.device).set_(one.untyped_storage())
-            memory = torch.nan_to_num(flat, math.nan, LARGEST, -LARGEST)
+            memory = flat.double()
         _at_place(memory, one).copy_(other)
         super().remember(one, memory, origin)
 
     def forget(self, value: Any) -> None:
         _, memory, _ = self._overflows.get(_key(value), (None,) * 3)
-        if memory is not None and value.nbytes < memory.nbytes:
+        if memory is not None and value.numel() < memory.numel():
             _at_place(memory, value).copy_(value)
         else:
             super().forget(value)
-
-    def difference(self, one: Any, other: Any) -> tuple[float, float]:
-        wide = _numbers(other).float()
-        return largest(_numbers(one).float() - wide), largest(wide)
 
     def flags_of(self, value: Any) -> Flags:
         if is_finite(value):
@@ -247,28 +250,25 @@ class _Evaluation(Evaluation):
         return Flags(bool(numbers.isnan().any()), bool(numbers.isinf().any()))
 
 
-def _repeated(
-    func: Any,
-    arguments: Any,
-    before: dict[int, Any],
-    change: Callable[[Any], Any],
-    dtypes: Mapping[Any, Any] = {},
+def _widened(
+    func: Any, arguments: Any, before: dict[int, Any], change: Callable[[Any], Any]
 ) -> list[Any]:
-    """The tensors that an operation makes of other ones.
+    """The tensors that an operation makes in float64.
 
     Args:
         func: The operation.
         arguments: Its arguments, by position and by name.
         before: What it has written to as it was, by the ids of the tensors.
-        change: Returns a tensor in place of one of floating-point numbers.
-        dtypes: What is in place of dtypes.
+        change: Returns what is in place of a tensor of floating-point numbers.
     """
 
     def other(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            value = before.get(id(value), value)
-            return change(value) if value.is_floating_point() else value.clone()
-        return dtypes.get(value, value) if isinstance(value, torch.dtype) else value
+            was = before.get(id(value), value)
+            wide = change(was).double() if was.is_floating_point() else was
+            # It may write to it.
+            return wide.clone() if id(value) in before else wide
+        return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
 
     if torch.Tag.nondeterministic_seeded in func.tags:
         raise UnrepeatableError("it would draw other random numbers")
@@ -325,7 +325,6 @@ def _numbers(tensor: Any) -> Any:
 
 def _at_place(memory: Any, tensor: Any) -> Any:
     """The part of the copy of a storage that is in place of a tensor."""
-    memory = memory.view(tensor.dtype)
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 

@@ -57,6 +57,21 @@ def loop_of_rows(np, h, gain):
     return jnp.log(jnp.minimum(h, 0)) + 1 / grown[:, None]
 
 
+def normed(x):
+    return x / jnp.sqrt((x * x).sum(-1, keepdims=True))
+
+
+def hidden_in_a_loop(np, h, gain):
+    def of_row(x):
+        return jax.lax.while_loop(
+            lambda c: c[0] < 1 + (x[0] > 0),
+            lambda c: (c[0] + 1, c[1] * 900 / (1 + jnp.sqrt((c[1] * c[1] * 900).sum()))),
+            (0, x * 0 + 30),
+        )[1]
+
+    return jax.vmap(of_row)(jax.lax.stop_gradient(h)) * gain
+
+
 def branch(np, h, gain):
     return jax.lax.cond(h.max() > 1e9, jnp.sin, lambda h: jnp.log(jnp.minimum(h, 0)), h)
 
@@ -73,6 +88,25 @@ OWN = {
     "a loop that diverges": Fault(newton, OVERFLOW, "mul"),
     "a loop within vmap": Fault(loop_of_rows, "singular", "log"),
     "a branch": Fault(branch, "singular", "log"),
+    "a kernel of far points": Fault(
+        lambda np, h, gain: h / 4096 + gain * jnp.exp(-(h * h) * jnp.asarray(1e-3, h.dtype)),
+        "unknown",
+        scale=1.0,
+        size=800,
+    ),
+    "a norm that would be negative from 65,504": Fault(
+        lambda np, h, gain: gain / jnp.sqrt((h * 0 + 400) ** 2 - 2 * (h * 0 + 244) ** 2),
+        OVERFLOW,
+        "pow mul square",
+        scale=1.0,
+    ),
+    "a norm in a loop within vmap": Fault(hidden_in_a_loop, OVERFLOW, "pow mul square", scale=1.0),
+    "a division by what an overflow makes 0": Fault(
+        lambda np, h, gain: normed(normed(h * 0 + 1000)),
+        "singular",
+        "div",
+        words="Besides, block (mul) overflows",
+    ),
     "an overflow that changes nothing": Fault(
         lambda np, h, gain: h * gain + 1 / (1 + h * h), "unknown", scale=2.0**-10, size=800
     ),

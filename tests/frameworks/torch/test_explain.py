@@ -748,7 +748,7 @@ PROGRAMS = {
 
 def test_a_divisor_that_float16_rounds_to_0():
     """CUDA does so with a divisor without dimensions, a CPU does not."""
-    call = Call("div", "div", "block", True, False, list, lambda: [np.zeros(2)])
+    call = Call("div", "div", "block", True, False, lambda change: [np.zeros(2)])
     given = np.zeros(2, np.float16), np.float32(3e-9)
     results = [np.full(2, math.nan, np.float16)]
     (origin,) = Evaluation(lambda value: "").origins(call, given, [None, None], results)
