@@ -228,6 +228,8 @@ class _Evaluation(Evaluation):
         return clone
 
     def remember(self, one: Any, other: Any, origin: Origin) -> None:
+        if one.layout != torch.strided:
+            return
         # That of the whole storage, of which other tensors may be parts.
         _, memory, _ = self._overflows.get(_key(one), (None,) * 3)
         if memory is None:
