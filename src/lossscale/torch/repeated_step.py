@@ -152,8 +152,12 @@ class CallRecorder:
         # Whether the last call drew from Python's or NumPy's generator.
         self._draws = True
         self._handles = [
-            self._model.register_forward_pre_hook(Hook(self._called), with_kwargs=True),
-            self._model.register_forward_hook(Hook(self._returned)),
+            handle
+            for each in _called_ones(self._model)
+            for handle in (
+                each.register_forward_pre_hook(Hook(self._called), with_kwargs=True),
+                each.register_forward_hook(Hook(self._returned)),
+            )
         ]
         self.reset()
 
@@ -175,7 +179,7 @@ class CallRecorder:
         if torch.is_grad_enabled():
             self._made += 1
             with contextlib.suppress(Exception):
-                call = _Call(args, kwargs, self._draws)
+                call = _Call(model, args, kwargs, self._draws)
                 if call.repeats(self._calls):
                     self._made -= 1
                 elif self._has_room(_STATE_BYTES + sum(map(_size, call.given))):
@@ -265,8 +269,8 @@ class CallRecorder:
                 return self._too_large()
             return (
                 "the model that Monitor has was not called in this step as model(...), outside of "
-                "compiled code, or no gradient reached what it returned. It must be the module "
-                "that the loop calls"
+                "compiled code, or no gradient reached what it returned. It must be what the loop "
+                "calls"
             )
         if self._weights != self._versions():
             return "another optimizer has changed the weights since the forward pass"
@@ -276,9 +280,10 @@ class CallRecorder:
 
 
 class _Call:
-    """A call of the model."""
+    """A call of the model, or of a module in it."""
 
-    def __init__(self, args: Any, kwargs: Any, draws: bool) -> None:
+    def __init__(self, module: Any, args: Any, kwargs: Any, draws: bool) -> None:
+        self.module = module
         if not all(map(torch.is_tensor, (*args, *kwargs.values()))):
             # The program may change its containers.
             args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
@@ -296,9 +301,18 @@ class _Call:
 
     def repeats(self, calls: list[_Call]) -> bool:
         """Whether a checkpoint repeats one of the calls, in the backward pass."""
-        given = list(map(id, self.given))
-        in_backward = torch._C._current_graph_task_id() != -1
-        return in_backward and any(given == list(map(id, each.given)) for each in calls)
+        if torch._C._current_graph_task_id() == -1:
+            return False
+        here = [self.module, *self.given]
+        return any(list(map(id, here)) == list(map(id, [e.module, *e.given])) for e in calls)
+
+
+def _called_ones(model: Any) -> list[Any]:
+    """The outermost modules in a model that can be called: itself, unless it has no `forward`."""
+    owner = getattr(type(model).forward, "__module__", "")
+    if owner.startswith(("torch.nn.modules.module", "lightning.", "pytorch_lightning.")):
+        return [each for child in model.children() for each in _called_ones(child)]
+    return [model]
 
 
 def _size(tensor: Any) -> int:
@@ -339,7 +353,7 @@ def _repeated(model: Any, call: _Call, scale: float, trained: set[int]) -> Expla
     """
     leaves = {id(t): t for t in (*model.parameters(), *call.given) if t.requires_grad}
     of_optimizer = [key for key, leaf in leaves.items() if _depends(leaf, trained)]
-    with isolated(model, _named(model, call.args, call.kwargs)) as (watch, known):
+    with isolated(model, _named(call.module, call.args, call.kwargs)) as (watch, known):
         args, kwargs = copied((call.args, call.kwargs), known, "an argument")
         # It may have copies of the parameters in another precision.
         roots = [known[key] for key in of_optimizer or leaves]
@@ -349,7 +363,7 @@ def _repeated(model: Any, call: _Call, scale: float, trained: set[int]) -> Expla
                 stack.enter_context(torch.autocast(device, dtype, enabled=enabled))
             torch.clear_autocast_cache()
             stack.enter_context(watch.forward())
-            returned = list(tensors_in(model(*args, **kwargs)))
+            returned = list(tensors_in(call.module(*args, **kwargs)))
         pairs = {n: (returned[n], call.gradients[n]) for n in call.outputs if n in call.gradients}
         if not any(_depends(output, set(map(id, roots))) for output, _ in pairs.values()):
             return unknown("")

@@ -555,6 +555,25 @@ def test_an_overflow_that_makes_no_loss_wrong_is_not_named():
     assert found.cause == Cause.UNKNOWN
 
 
+def test_the_modules_of_a_container_are_called():
+    class Module(nn.Module):
+        """As Lightning's, whose loop calls another method."""
+
+        def __init__(self):
+            super().__init__()
+            self.nets = nn.ModuleDict({"actor": nn.Linear(4, 4), "critic": nn.Linear(4, 1)})
+
+        def training_step(self, x):
+            return self.nets["critic"](self.nets["actor"](x) * 1e6).float().sum()
+
+    found = Program(Module()).step(ONES, loss=lambda model, x: model.training_step(x))
+    assert (found.cause, found.module) == (Cause.BATCH, "")
+    assert "In call 2 of 2 of the model, the argument input" in found.text
+    found = Program(Module()).step(ONES * 6e4 * 2, loss=lambda model, x: model.training_step(x))
+    assert found.cause == Cause.FORWARD_OVERFLOW
+    assert "nets.actor (" in found.text
+
+
 def test_parameters_in_one_storage_have_their_names():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     flat = nn.utils.parameters_to_vector(model.parameters())
