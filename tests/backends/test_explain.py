@@ -11,7 +11,7 @@ import keras_cases as cases
 from broken_blocks import FAULTS, OVERFLOW, SHARED, Fault
 from keras_cases import keras, layers, ops
 from lossscale.diagnosis import diagnose, explain
-from lossscale.errors import ArgumentTypeError
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.monitoring.explanation import Cause
 
 # A cause has no bits.
@@ -198,3 +198,8 @@ def test_what_the_model_is_given_is_named_and_so_are_mistakes():
     assert "moving_variance" in found.module
     with pytest.raises(ArgumentTypeError, match="model of Keras 3"):
         explain("model", x)
+    with pytest.raises(ArgumentError, match="the same number of rows"):
+        explain(model, x, np.ones((3, 1)))
+    for owned in ([], [keras.Variable(1.0)]):
+        with pytest.raises(ArgumentError, match="trainable parameters of the model"):
+            explain(model, x, x[:, :1], parameters=owned)

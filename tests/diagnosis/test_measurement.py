@@ -269,6 +269,17 @@ def test_a_gradient_of_ordinary_size_that_is_wrong_at_every_scale_is_no_noise():
     assert recommend(Explained({"w": spread(-6, 0)}).measured()).verdict is Verdict.NOT_NEEDED
 
 
+def test_what_scaling_mends_is_no_reason_why_it_cannot_help():
+    class OfTheScale(Model):
+        def explain(self, batch, scale, half):
+            failed = FailedOperation("mul", "norm", in_backward=True, largest_result=1e6)
+            return explained(failed, halvings=4)
+
+    verdict = recommend(OfTheScale({"w": spread(-6, 0)}, ends="the loss").measured())
+    assert verdict.verdict is Verdict.CANNOT_HELP
+    assert "norm" not in verdict.reason + verdict.advice
+
+
 # Of a model that computes in float16 itself: what is lost without a scale, beside what is not.
 CASTS = {
     "all of one": {"lost": spread(-34, -28), "w": spread(-6, 0)},
