@@ -35,6 +35,7 @@ working.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 _AROUND = ("Exception encountered", "in user code", "File ", "Arguments received", "Call arguments")
@@ -159,6 +160,21 @@ def visible(text: Any) -> str:
         'a\\\\x1b[31mred'
     """
     return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
+
+
+def first_names(names: Iterable[str], most: int = 5) -> str:
+    """Returns the first of some names, for a message.
+
+    Args:
+        names: The names.
+        most: The largest number of names.
+
+    Examples:
+        >>> first_names(["weight", "bias"]), first_names("abc", 2)
+        ("'weight', 'bias'", "'a', 'b', ...")
+    """
+    quoted = list(map(repr, names))
+    return ", ".join([*quoted[:most], *(["..."] if len(quoted) > most else [])])
 
 
 def first_line(error: BaseException, most: int = 300) -> str:

@@ -18,7 +18,7 @@ from lossscale.checks import checked_scale
 from lossscale.diagnosis.jaxpr_watch import JaxprWatch
 from lossscale.diagnosis.measurement import Pass, checked_loss, measure
 from lossscale.diagnosis.report import Report
-from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.errors import ArgumentError, ArgumentTypeError, first_names
 from lossscale.monitoring.explanation import Explanation
 from lossscale.monitoring.origins import explain_pass
 from lossscale.optax.gating import is_gradient
@@ -227,8 +227,7 @@ def _checked_names(params: Any, parameters: Any) -> set[str]:
         if not fitting:
             raise ArgumentError(
                 "`parameters` must be names of parameters, or the beginnings of their paths. "
-                f"Received: {reprlib.repr(name)}, which is none of "
-                f"{', '.join(map(repr, sorted(paths)[:5]))}{', ...' if len(paths) > 5 else ''}."
+                f"Received: {reprlib.repr(name)}, which is none of {first_names(sorted(paths))}."
             )
         found |= fitting
     if not found:

@@ -6,7 +6,6 @@ and in branches, is evaluated equation by equation.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -162,6 +161,7 @@ def _while(equation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
     params = equation.params
     tests, constants = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     carry, origins = given[constants:], taken[constants:]
+    select: Any = None
 
     def evaluated(name: str, part: slice) -> Any:
         return evaluate(params[name], [*given[part], *carry], [*taken[part], *origins])
@@ -170,20 +170,21 @@ def _while(equation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
         new, found = evaluated("body_jaxpr", slice(tests, constants))
         # Within `vmap`, each row has a test.
         if test.ndim:
-            select = jax.make_jaxpr(
-                functools.partial(jax.tree.map, functools.partial(_select, test))
-            )
-            both = [*found, *origins]
-            new, found = evaluate(select(new, carry), [*new, *carry], both)
+            select = select or jax.make_jaxpr(_select)(test, new, carry)
+            both = [None, *found, *origins]
+            new, found = evaluate(select, [test, *new, *carry], both)
         carry, origins = new, found
     return carry, origins
 
 
 def _select(test: Any, new: Any, old: Any) -> Any:
     """The results for the rows of a batch for which a test is true, and the old ones for others."""
-    return jnp.where(
-        np.reshape(test, np.shape(test) + (1,) * (np.ndim(new) - np.ndim(test))), new, old
-    )
+
+    def chosen(one: Any, other: Any) -> Any:
+        shape = test.shape + (1,) * (jnp.ndim(one) - test.ndim)
+        return jnp.where(test.reshape(shape), one, other)
+
+    return jax.tree.map(chosen, new, old)
 
 
 _INNER: dict[str, Callable[..., Any]] = {"cond": _branch, "while": _while}

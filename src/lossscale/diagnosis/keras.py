@@ -470,8 +470,8 @@ def batches_of(x: Any, y: Any, sample_weight: Any, batch_size: int) -> Iterable[
 
 def number_of_rows(data: Batch) -> int:
     """Returns the number of rows of the arrays in a batch, which must have the same one."""
-    data = _mapped(np.atleast_1d, data)
-    lengths = {len(leaf) for leaf in keras.tree.flatten(data) if leaf is not None}
+    leaves = (leaf for leaf in keras.tree.flatten(data) if leaf is not None)
+    lengths = {len(np.atleast_1d(leaf)) for leaf in leaves}
     if len(lengths) != 1 or lengths == {0}:
         raise ArgumentError(
             "`x`, `y` and `sample_weight` must have the same number of rows, at least one. "

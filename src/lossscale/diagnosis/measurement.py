@@ -278,8 +278,7 @@ class _Batches:
         self._at(second)
         if unknown := self._correct_reference():
             return self._found(unknown=unknown)
-        largest = _largest(self._reference)
-        if not largest:
+        if not _largest(self._reference):
             return self._found(unknown="every gradient is 0")
         predicted = self._predicted()
         self._try_higher(NOISE)

@@ -10,13 +10,14 @@ import bisect
 import dataclasses
 import enum
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 LARGEST = 65504.0
 """The largest number of float16."""
 LARGEST_OF_FLOAT32 = 2.0**128
-LARGEST_OF_FLOAT64 = 1.7e308
+LARGEST_OF_FLOAT64 = sys.float_info.max
 SMALLEST = 2.0**-24
 """The smallest one above 0; half of it, and less, is rounded to 0."""
 HALVINGS = 24
@@ -144,7 +145,7 @@ class FailedOperation(NamedTuple):
         in_backward: Whether it is in the backward pass.
         largest_input: The largest finite magnitude of what it takes.
         largest_result: The largest magnitude that it computes from the same numbers in float64;
-            that of `sys.float_info` if even this overflows, None if it is not finite for another
+            `LARGEST_OF_FLOAT64` if even this overflows, None if it is not finite for another
             reason, infinity if it cannot be computed.
         meets_zero: Whether what it divides by, or takes the logarithm or root of, contains 0.
         meets_negative: Whether that contains a negative number.
@@ -175,7 +176,7 @@ class FailedOperation(NamedTuple):
     @property
     def is_overflow(self) -> bool:
         """Whether its result is finite in float64."""
-        return self.largest_result is not None and self.largest_result <= LARGEST_OF_FLOAT64
+        return self.largest_result is not None and self.largest_result < LARGEST_OF_FLOAT64
 
     @property
     def here(self) -> str:
@@ -252,8 +253,8 @@ def with_hidden(found: Explanation, origin: Origin | None) -> Explanation:
     if origin is None:
         return found
     hidden = hidden_overflow(origin)
-    more = f"{hidden.reason}: {hidden.advice.removeprefix(NO_SCALE_HELPS)}"
-    advice = f"{found.advice}. Besides, {more}"
+    remedy = hidden.advice.removeprefix(NO_SCALE_HELPS)
+    advice = f"{found.advice}. Besides, {hidden.reason}: {remedy}"
     return dataclasses.replace(found, reason=found.reason.removeprefix(_FINITE), advice=advice)
 
 
@@ -290,14 +291,13 @@ def explained(
         )
         if last != failed.where:
             reason += f"; the last to overflow is {last}"
-        advice = _FALLS_BY_ITSELF
-        if low < 1:
-            advice = (
-                f"use a rule with such a scale, as DynamicScale(min_scale={scale_in_words(low)})"
-            )
+        parts = []
         if halvings >= _MANY_HALVINGS and low < _LOW:
-            large = f"look for a reason why the gradient is so large at {last}"
-            advice = f"{large}, or {advice}" if low < 1 else large
+            parts.append(f"look for a reason why the gradient is so large at {last}")
+        if low < 1:
+            rule = f"DynamicScale(min_scale={scale_in_words(low)})"
+            parts.append(f"use a rule with such a scale, as {rule}")
+        advice = ", or ".join(parts) or _FALLS_BY_ITSELF
     elif cause is not Cause.BACKWARD_OVERFLOW:
         advice = NO_SCALE_HELPS + advice
     return Explanation(
@@ -344,7 +344,7 @@ def _meaning(failed: FailedOperation, lowest: str) -> tuple[Cause, str, str]:
         )
         return cause, reason, f"{_in_float32(failed)}, or make the number smaller"
     reason = f"{where} overflows {when}: its input reaches {failed.largest_input:.3g}"
-    if failed.largest_result <= LARGEST_OF_FLOAT64:
+    if failed.is_overflow:
         reason += f", its result {_size(failed.largest_result)}"
     advice = f"{_in_float32(failed)}, or " if failed.in_float16 else ""
     advice += "make its input smaller"
@@ -425,10 +425,8 @@ def not_finite_weights(name: str) -> Explanation:
     Args:
         name: The name of the parameter or buffer.
     """
-    reason, advice = (
-        f"{name} of the model is not finite",
-        "no later step repairs it: load a checkpoint",
-    )
+    reason = f"{name} of the model is not finite"
+    advice = "no later step repairs it: load a checkpoint"
     return Explanation(Cause.WEIGHTS, reason, advice, module=name, in_float16=False)
 
 
@@ -498,9 +496,9 @@ def with_loss(found: Explanation, loss: float) -> Explanation:
     """
     if found.operation != _OF_OUTPUTS or math.isfinite(loss):
         return found
-    # Which call of the model it is.
-    call = "".join(found.reason.partition("of the model, ")[:2]) if "In call" in found.text else ""
-    reason = f"{call}the outputs of the model are finite, but the loss is {loss:g}"
+    # It begins with the call of the model, if there were several.
+    are_finite = found.reason.partition(";")[0]
+    reason = f"{are_finite}, but the loss is {loss:g}"
     return Explanation(Cause.LOSS, reason, _CHECK_THE_LOSS, in_backward=True)
 
 

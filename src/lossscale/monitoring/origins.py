@@ -7,7 +7,6 @@ import functools
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from lossscale.monitoring.explanation import (
     LARGEST,
+    LARGEST_OF_FLOAT64,
     SMALLEST,
     Explanation,
     FailedOperation,
@@ -166,7 +166,7 @@ class Evaluation:
         overflows += (each for each in found if each and each.failed and each.failed.is_overflow)
         wrong = []
         if overflows and not call.in_backward:
-            wrong = self._made_wrong(overflows[0], call, made, flags)
+            wrong = self._made_wrong(overflows[0], call, made, is_finite)
         for each in made:
             self.forget(each)
         for one, other in wrong:
@@ -176,9 +176,9 @@ class Evaluation:
     def hidden_in(self, outputs: Iterable[Any]) -> Origin | None:
         """The origin of an overflow that makes outputs wrong; None if there is none."""
         for each in outputs:
-            _, _, origin = self._overflows.get(self.key_of(each), (None,) * 3)
-            if origin and self.is_wrong(each, self.without_overflow(each), _HARM):
-                return origin
+            entry = self._overflows.get(self.key_of(each))
+            if entry and self.is_wrong(each, self.without_overflow(each), _HARM):
+                return entry[2]
         return self._hidden
 
     def watched(
@@ -214,8 +214,8 @@ class Evaluation:
 
     def without_overflow(self, value: Any) -> Any:
         """A value as it would be without the overflows that it was computed from, in float64."""
-        _, other, _ = self._overflows.get(self.key_of(value), (None,) * 3)
-        return value if other is None else other
+        entry = self._overflows.get(self.key_of(value))
+        return entry[1] if entry else value
 
     def rounded(self, other: Any, like: Any) -> Any:
         """A value in float64, rounded as another one is if its dtype can hold it."""
@@ -240,15 +240,15 @@ class Evaluation:
         self._overflows.pop(self.key_of(value), None)
 
     def _made_wrong(
-        self, origin: Origin, call: Call, made: Sequence[Any], kinds: Sequence[Flags]
+        self, origin: Origin, call: Call, made: Sequence[Any], is_finite: bool
     ) -> list[tuple[Any, Any]]:
         """Returns the results that an overflow makes wrong, each with what it is without one."""
-        is_finite, wrong = not any(map(any, kinds)), []
+        wrong = []
         if is_finite:
             self.absorbed.add(origin)
         try:
             for one, other in zip(made, call.widened(self.without_overflow), strict=True):
-                # What is in a list of TensorFlow is seen once it is taken out.
+                # A list of TensorFlow shows its numbers once an operation takes them out.
                 is_list = "variant" in _dtype(one)
                 if is_float(one):
                     other = self.rounded(other, one)
@@ -313,7 +313,7 @@ class Evaluation:
             is_power = "pow" in call.name.lower() and not meets_zero
             grows = is_power or any(part in call.name.lower() for part in _GROWING)
             is_nan = any(np.isnan(each).any() for each in made)
-            return sys.float_info.max if grows and not is_nan else None
+            return LARGEST_OF_FLOAT64 if grows and not is_nan else None
         # Not every operation exists in every dtype.
         return None if any(part in call.name.lower() for part in _SINGULAR) else math.inf
 
@@ -350,7 +350,9 @@ def _is_number(value: Any) -> bool:
 
 
 def line_of(frames: Iterable[tuple[str, int, str]]) -> str:
-    """The line of the program, outside of installed packages, in words; "" if there is none.
+    """The line of the program, outside of installed packages, in words.
+
+    "loss" for what this library does with the loss; "" if there is no line.
 
     Args:
         frames: The file, the line and the name of the function, of each call, the innermost first.
@@ -361,7 +363,6 @@ def line_of(frames: Iterable[tuple[str, int, str]]) -> str:
     """
     for file, line, function in frames:
         if file.startswith(_HERE):
-            # It calls the loss function, and casts and scales what that returns.
             return "loss"
         if "site-packages" not in file:
             names = [name for name in function.split(".<locals>.") if name[0] != "<"]

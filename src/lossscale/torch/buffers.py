@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.errors import ArgumentError, ArgumentTypeError, first_names
 from lossscale.packages import warn
 
 _LARGE = 64 * 2**20
@@ -343,8 +343,7 @@ def _checked_names(model: Any, names: Iterable[str] | None) -> set[str] | None:
         if not fitting:
             raise ArgumentError(
                 f"`buffers` must be names of buffers of the model, or patterns of them. Received: "
-                f"{name!r}, which is none of {', '.join(map(repr, found[:5]))}"
-                f"{', ...' if len(found) > 5 else ''}."
+                f"{name!r}, which is none of {first_names(found)}."
             )
         chosen.update(fitting)
     return chosen

@@ -79,9 +79,9 @@ def step(optimizer: Any, closure: Callable[[], Any], **more: Any) -> Any:
             losses = [evaluate()]
             saved = _saved(inner)
             loss = inner.step(lambda: losses.pop() if losses else evaluate(), **more)
-            if decision is not None and not decision.apply:
-                _restore(inner, saved)
             if decision is not None:
+                if not decision.apply:
+                    _restore(inner, saved)
                 optimizer._notify_watcher(decision)
         else:
             loss = inner.step(evaluate, **more)

@@ -111,7 +111,7 @@ def explain(
                 output = scaled(loss.reshape(()), 1.0)
             roots = [known[id(p)] for p in trained]
             found = examined(watch, [(output, torch.full_like(output, scale))], roots, scale)
-            if found.cause is Cause.UNKNOWN and not _depends(output, set(map(id, roots))):
+            if found.cause is Cause.UNKNOWN and not _depend([output], set(map(id, roots))):
                 return unknown("the loss is finite, and no trained parameter has a gradient of it")
             return found
     except UnrepeatableError as error:
@@ -225,8 +225,10 @@ class CallRecorder:
                 return unknown(why)
             trained = set(map(id, parameters))
             for number, call in enumerate(self._calls, start=1):
-                one = _repeated(self._model, call, scale, trained) if call.gradients else found
-                if one.cause is Cause.UNKNOWN or one is found:
+                if not call.gradients:
+                    continue
+                one = _repeated(self._model, call, scale, trained)
+                if one.cause is Cause.UNKNOWN:
                     continue
                 if self._made > 1:
                     reason = f"in call {number} of {self._made} of the model, {one.reason}"
@@ -235,7 +237,7 @@ class CallRecorder:
                     return one
                 # What this call takes may have got NaN from it, as the state of a recurrence.
                 from_here = one.module and any(t.grad_fn is not None for t in call.given)
-                # Of outputs it is not known how many halvings they need.
+                # How many halvings outputs in float16 need is not known.
                 rank = one.halvings is None, one.halvings or 0, not one.module
                 if rank > worst or (from_here and not found.module):
                     worst, found = rank, one
@@ -352,7 +354,7 @@ def _repeated(model: Any, call: _Call, scale: float, trained: set[int]) -> Expla
         trained: The ids of the parameters of the optimizer.
     """
     leaves = {id(t): t for t in (*model.parameters(), *call.given) if t.requires_grad}
-    of_optimizer = [key for key, leaf in leaves.items() if _depends(leaf, trained)]
+    of_optimizer = [key for key, leaf in leaves.items() if _depend([leaf], trained)]
     with isolated(model, _named(call.module, call.args, call.kwargs)) as (watch, known):
         args, kwargs = copied((call.args, call.kwargs), known, "an argument")
         # It may have copies of the parameters in another precision.
@@ -365,12 +367,15 @@ def _repeated(model: Any, call: _Call, scale: float, trained: set[int]) -> Expla
             stack.enter_context(watch.forward())
             returned = list(tensors_in(call.module(*args, **kwargs)))
         pairs = {n: (returned[n], call.gradients[n]) for n in call.outputs if n in call.gradients}
-        if not any(_depends(output, set(map(id, roots))) for output, _ in pairs.values()):
+        if not _depend([output for output, _ in pairs.values()], set(map(id, roots))):
             return unknown("")
         # Those that another output was computed from, such as the logits of a loss.
         edges = _edges(output for output, _ in pairs.values())
-        inner = [p for p in pairs.values() if (p[0].grad_fn, p[0].output_nr) in edges]
-        outer = [p for p in pairs.values() if (p[0].grad_fn, p[0].output_nr) not in edges]
+        inner: list[Any] = []
+        outer: list[Any] = []
+        for pair in pairs.values():
+            is_inner = (pair[0].grad_fn, pair[0].output_nr) in edges
+            (inner if is_inner else outer).append(pair)
         # A NaN of the program makes the loss NaN, and an infinity may be a mask.
         outputs = [output for output, _ in outer]
         masks = any(bool(output.isnan().any()) for output in outputs)
@@ -459,10 +464,10 @@ def _edges(tensors: Iterable[Any]) -> set[tuple[Any, int]]:
     return found
 
 
-def _depends(tensor: Any, leaves: set[int]) -> bool:
-    """Whether a tensor is one of some leaves, or was computed from one."""
-    used = (getattr(node, "variable", None) for node, _ in _edges([tensor]))
-    return id(tensor) in leaves or any(id(leaf) in leaves for leaf in used)
+def _depend(tensors: Sequence[Any], leaves: set[int]) -> bool:
+    """Whether one of some tensors is one of some leaves, or was computed from one."""
+    used = (getattr(node, "variable", None) for node, _ in _edges(tensors))
+    return any(id(leaf) in leaves for leaf in (*tensors, *used))
 
 
 def _named(model: Any, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -206,8 +206,8 @@ class _Evaluation(Evaluation):
         return _numbers(value).cpu().double().numpy()
 
     def without_overflow(self, value: Any) -> Any:
-        _, memory, _ = self._overflows.get(_key(value), (None,) * 3)
-        return value.double() if memory is None else _at_place(memory, value)
+        entry = self._overflows.get(_key(value))
+        return _at_place(entry[1], value) if entry else value
 
     def rounded(self, other: Any, like: Any) -> Any:
         narrow = other.to(like.dtype).double()
@@ -222,26 +222,26 @@ class _Evaluation(Evaluation):
     def cloned(self, tensor: Any) -> Any:
         """A copy of a tensor, of which the same is remembered."""
         clone = tensor.clone()
-        _, memory, origin = self._overflows.get(_key(tensor), (None,) * 3)
-        if origin is not None:
-            self.remember(clone, _at_place(memory, tensor), origin)
+        if entry := self._overflows.get(_key(tensor)):
+            self.remember(clone, self.without_overflow(tensor), entry[2])
         return clone
 
     def remember(self, one: Any, other: Any, origin: Origin) -> None:
         if one.layout != torch.strided:
             return
         # That of the whole storage, of which other tensors may be parts.
-        _, memory, _ = self._overflows.get(_key(one), (None,) * 3)
-        if memory is None:
+        if entry := self._overflows.get(_key(one)):
+            memory = entry[1]
+        else:
             flat = torch.empty(0, dtype=one.dtype, device=one.device).set_(one.untyped_storage())
             memory = flat.double()
         _at_place(memory, one).copy_(other)
         super().remember(one, memory, origin)
 
     def forget(self, value: Any) -> None:
-        _, memory, _ = self._overflows.get(_key(value), (None,) * 3)
-        if memory is not None and value.numel() < memory.numel():
-            _at_place(memory, value).copy_(value)
+        entry = self._overflows.get(_key(value))
+        if entry and value.numel() < entry[1].numel():
+            _at_place(entry[1], value).copy_(value)
         else:
             super().forget(value)
 
