@@ -1,6 +1,7 @@
 """Loss scaling for PyTorch itself, without Keras.
 
-`LossScaleOptimizer` wraps an optimizer of PyTorch; `guard` lets the buffers of a model and a
+`LossScaleOptimizer` wraps an optimizer of PyTorch, and `MasterWeights`, inside it, one of a float16
+model; `guard` lets the buffers of a model and a
 learning rate schedule follow the steps that were applied. `GradScaler` is a drop-in for
 `torch.amp.GradScaler`, and `install` puts it in the places of that one. `diagnose` says whether a
 model needs any of them. `Monitor` records what they do.
@@ -16,6 +17,7 @@ from lossscale.packages import not_installed
 __all__ = [
     "GradScaler",
     "LossScaleOptimizer",
+    "MasterWeights",
     "Monitor",
     "diagnose",
     "explain",
@@ -28,6 +30,7 @@ __all__ = [
 _WHERE = {
     "GradScaler": "grad_scaler",
     "LossScaleOptimizer": "optimizer",
+    "MasterWeights": "master_weights",
     "Monitor": "monitor",
     "diagnose": ".diagnosis.torch",
     "explain": "repeated_step",
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from lossscale.diagnosis.torch import diagnose as diagnose
     from lossscale.torch.grad_scaler import GradScaler as GradScaler
     from lossscale.torch.installation import install as install
+    from lossscale.torch.master_weights import MasterWeights as MasterWeights
     from lossscale.torch.monitor import Monitor as Monitor
     from lossscale.torch.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from lossscale.torch.repeated_step import explain as explain

@@ -19,7 +19,8 @@ import torch
 from lossscale.errors import ArgumentTypeError, GradientsError
 from lossscale.torch import ranks
 from lossscale.torch.engine import StepDecision
-from lossscale.torch.optimizer_list import OptimizerList
+from lossscale.torch.master_weights import MasterWeights
+from lossscale.torch.optimizer_list import OptimizerList, parts_of
 from lossscale.torch.scaled_gradients import was_scaled
 from lossscale.torch.scaling import real_parts
 
@@ -178,12 +179,16 @@ def _check_loss(loss: Any, inner: Any) -> None:
 
 def demands_closure(inner: Any) -> bool:
     """Whether `step` requires a closure, as that of LBFGS does."""
+    if isinstance(inner, MasterWeights):
+        return demands_closure(inner.inner_optimizer)
     closure = inspect.signature(type(inner).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def evaluates_first(inner: Any) -> bool:
     """Whether a step with a closure equals one evaluation, then a step without it."""
+    if isinstance(inner, MasterWeights):
+        return evaluates_first(inner.inner_optimizer)
     if isinstance(inner, OptimizerList):
         return True
     step = inspect.signature(type(inner).step).parameters
@@ -194,4 +199,4 @@ def evaluates_first(inner: Any) -> bool:
 
 def starts_with_closure(inner: Any) -> bool:
     """Whether an optimizer is known to evaluate its closure before it changes anything."""
-    return isinstance(inner, torch.optim.LBFGS)
+    return isinstance(parts_of(inner)[0], torch.optim.LBFGS)

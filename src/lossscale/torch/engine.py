@@ -118,7 +118,8 @@ class Engine:
             # An object with the interface of an optimizer may have no hooks.
             if hooks is None:
                 continue
-            for key in [key for key, other in hooks.items() if hasattr(other, "of_lossscale")]:
+            mine = [k for k, other in hooks.items() if getattr(other, "of_lossscale", None) is True]
+            for key in mine:
                 del hooks[key]
             each.register_step_pre_hook(hook)
 

@@ -13,7 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from lossscale.common.checks import signature_of
 from lossscale.torch import ranks
-from lossscale.torch.optimizer_list import OptimizerList
+from lossscale.torch.optimizer_list import OuterOptimizer
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """PyTorch's optimizers with fused kernels, which read `grad_scale` and `found_inf`."""
@@ -21,7 +21,7 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 
 def can_skip(inner: Any) -> bool:
     """Whether an optimizer, with its present settings, reads `grad_scale` and `found_inf`."""
-    if isinstance(inner, OptimizerList):
+    if isinstance(inner, OuterOptimizer):
         return all(map(can_skip, inner.optimizers))
     if type(inner).step in _steps_of_torch():
         # Not the optimizer's own flag: loading a state replaces `fused` in the groups, and a copy
@@ -32,7 +32,7 @@ def can_skip(inner: Any) -> bool:
 
 def can_unscale(inner: Any) -> bool:
     """Whether the kernel may unscale: nothing else reads `.grad` before it."""
-    if isinstance(inner, OptimizerList):
+    if isinstance(inner, OuterOptimizer):
         return not _has_pre_hooks(inner) and all(map(can_unscale, inner.optimizers))
     return (
         can_skip(inner)
@@ -72,7 +72,7 @@ def _steps_of_torch() -> list[Any]:
 
 def expects_attributes(inner: Any) -> bool:
     """Whether an optimizer may need both attributes, or has a `grad_scale` of its own."""
-    if isinstance(inner, OptimizerList):
+    if isinstance(inner, OuterOptimizer):
         return any(map(expects_attributes, inner.optimizers))
     has_own = getattr(inner, "grad_scale", None) is not None
     return can_skip(inner) and (has_own or not steps_as_torch(inner))

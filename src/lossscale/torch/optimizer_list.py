@@ -13,7 +13,36 @@ from lossscale.common.checks import takes
 from lossscale.errors import ArgumentError, StateDictError, UnsupportedError
 
 
-class OptimizerList(torch.optim.Optimizer):
+class OuterOptimizer(torch.optim.Optimizer):
+    """An optimizer that steps others; its own hooks run before and after them.
+
+    Attributes:
+        optimizers: The others.
+    """
+
+    optimizers: list[Any]
+
+    def step(self, closure: Any = None, **more: Any) -> Any:
+        for hook in list(self._optimizer_step_pre_hooks.values()):
+            hook(self, (), {})
+        returned = self._step(closure, **more)
+        for hook in list(self._optimizer_step_post_hooks.values()):
+            hook(self, (), {})
+        return returned
+
+    # PyTorch's own wrapper around a `step` would call global hooks for this one, too.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _step(self, closure: Any, **more: Any) -> Any:
+        """Steps the others."""
+        raise NotImplementedError
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for each in self.optimizers:
+            zero_grad(each, set_to_none)
+
+
+class OptimizerList(OuterOptimizer):
     """A list of optimizers with the interface of one: groups, states, one state dictionary.
 
     The state dictionary has the format of one optimizer with all groups, as
@@ -81,20 +110,9 @@ class OptimizerList(torch.optim.Optimizer):
 
         return call_all
 
-    def step(self, closure: None = None) -> None:
-        for hook in list(self._optimizer_step_pre_hooks.values()):
-            hook(self, (), {})
+    def _step(self, closure: None, **more: Any) -> None:
         for each in self.optimizers:
             each.step()
-        for hook in list(self._optimizer_step_post_hooks.values()):
-            hook(self, (), {})
-
-    # PyTorch's own wrapper around a `step` would call global hooks for this one, too.
-    step.hooked = True  # type: ignore[attr-defined]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for each in self.optimizers:
-            zero_grad(each, set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise UnsupportedError(
@@ -169,14 +187,15 @@ def joined(state_dicts: Sequence[Any]) -> dict[str, Any]:
     return {**more, "state": state, "param_groups": groups}
 
 
-def parts_of(inner: Any) -> list[Any]:
-    """The optimizers of a list, or the one optimizer."""
-    return inner.optimizers if isinstance(inner, OptimizerList) else [inner]
-
-
 def with_parts(inner: Any) -> list[Any]:
-    """The optimizer itself, and those of a list."""
-    return [inner, *inner.optimizers] if isinstance(inner, OptimizerList) else [inner]
+    """The optimizer itself, and those that it steps."""
+    others = inner.optimizers if isinstance(inner, OuterOptimizer) else ()
+    return [inner, *(part for other in others for part in with_parts(other))]
+
+
+def parts_of(inner: Any) -> list[Any]:
+    """The optimizers that update parameters: those that others step, or the one optimizer."""
+    return [each for each in with_parts(inner) if not isinstance(each, OuterOptimizer)]
 
 
 def zero_grad(optimizer: Any, set_to_none: bool) -> None:

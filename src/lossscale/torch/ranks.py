@@ -76,6 +76,11 @@ def added_up(gradient: Any, parameter: Any) -> Any:
     return gradient.redistribute(placements=parameter.placements)
 
 
+def _gradient_dtype(parameter: Any) -> Any:
+    """The dtype in which gradients of a parameter accumulate; PyTorch 2.10 lets it be chosen."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
 class ParameterInfo:
     """Facts about a list of parameters; made again when the list changes.
 
@@ -85,7 +90,7 @@ class ParameterInfo:
 
     Attributes:
         devices: Their devices when this was made.
-        has_half: Whether one has a dtype in which gradients cannot be divided.
+        has_half: Whether one has gradients of a dtype in which they cannot be divided.
         groups: The process groups that must agree.
         is_given: Whether the user passed process groups: their processes may run different code.
         is_sharded: Whether the model computes with other tensors, as FSDP does.
@@ -99,7 +104,7 @@ class ParameterInfo:
     def __init__(self, parameters: list[Any], process_group: Any = None) -> None:
         self.parameters = list(parameters)
         self.devices = list(dict.fromkeys(p.device for p in parameters))
-        self.has_half = any(p.dtype in HALF for p in parameters)
+        self.has_half = any(_gradient_dtype(p) in HALF for p in parameters)
         self.groups = groups_of(parameters, process_group)
         self.is_given = process_group is not None
         self.ids = frozenset(map(id, parameters))
