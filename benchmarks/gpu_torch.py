@@ -235,6 +235,74 @@ def counted(
     return recorder
 
 
+class _Block(torch.nn.Module):
+    """A block of a transformer, 12 parameters."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.wide, self.narrow = (
+            torch.nn.Linear(width, 4 * width),
+            torch.nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, tokens, width = x.shape
+        qkv = self.qkv(self.before(x)).view(rows, tokens, 3, self.heads, -1)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        scores = (query @ key.transpose(-1, -2)) * (width // self.heads) ** -0.5
+        attention = scores.float().softmax(-1).to(value.dtype)
+        mixed = (attention @ value).transpose(1, 2).reshape(rows, tokens, width)
+        x = x + self.out(mixed)
+        return x + self.narrow(torch.nn.functional.gelu(self.wide(self.between(x))))
+
+
+MODEL_WAYS = {
+    "autocast, PyTorch's scaler": (False, "PyTorch's scaler"),
+    "autocast, backward": (False, "backward"),
+    "float16, PyTorch's scaler": (True, "PyTorch's scaler"),
+    "float16, drop-in": (True, "drop-in"),
+    "float16, backward": (True, "backward"),
+    "float16, scale_loss": (True, "scale_loss"),
+    "float16, device": (True, "device"),
+}
+"""Whole steps: whether the parameters are float16, with `MasterWeights`, and one of `WAYS`."""
+
+
+def of_model(way: str, optimizer: str, micro_batches: int, width: int = 64) -> Recorder:
+    """Counts the third whole step of a transformer with 51 parameters.
+
+    Args:
+        way: One of `MODEL_WAYS`.
+        optimizer: One of `OPTIMIZERS`.
+        micro_batches: How many losses add up to the gradients of a step.
+        width: Of the transformer, whose vocabulary has 128 tokens.
+    """
+    is_half, verb = MODEL_WAYS[way]
+    cls, numbers, flags = OPTIMIZERS[optimizer]
+    blocks = [_Block(width, 4) for _ in range(4)]
+    ends = torch.nn.Embedding(128, width), torch.nn.Linear(width, 128)
+    model = torch.nn.Sequential(ends[0], *blocks, ends[1])
+    model.to("cuda", torch.float16 if is_half else torch.float32)
+    inner = cls(model.parameters(), **numbers, **flags)
+    made = Way(verb, [lossscale.torch.MasterWeights(inner) if is_half else inner], scale=SCALE)
+    tokens = torch.zeros((4, 32), dtype=torch.int64, device="cuda")
+    for _ in range(3):
+        with Recorder() as recorder:
+            made.inners[0].zero_grad()
+            for _ in range(micro_batches):
+                with torch.autocast("cuda", torch.float16, enabled=not is_half):
+                    logits = model(tokens)
+                loss = torch.nn.functional.cross_entropy(
+                    logits.float().flatten(0, 1), tokens.flatten()
+                )
+                made.backward(loss / micro_batches)
+            made.step()
+    return recorder
+
+
 def of_keras(way: str, inner: str) -> tuple[Recorder, list[Any]]:
     """Counts the third call of `apply` of Keras 3; returns the variables, too.
 
@@ -283,11 +351,26 @@ def rows(layouts: Iterable[str] = tuple(LAYOUTS)) -> Iterator[tuple[dict[str, An
         yield {"step": f"Keras, {inner}, 10 x 100", "way": way, **found.counts()}, found
 
 
+MODEL_STEPS = tuple(itertools.product(("AdamW fused", "AdamW foreach"), (1, 4)))
+
+
+def rows_of_models(
+    steps: Iterable[tuple[str, int]] = MODEL_STEPS,
+) -> Iterator[tuple[dict[str, Any], Recorder]]:
+    """Yields the rows of whole steps, and what they count."""
+    for optimizer, micro_batches in steps:
+        step = f"Transformer, {optimizer}, micro-batches: {micro_batches}"
+        for way in MODEL_WAYS:
+            if not way.endswith("device") or "fused" in optimizer:
+                found = of_model(way, optimizer, micro_batches)
+                yield {"step": step, "way": way, **found.counts()}, found
+
+
 def main() -> None:
     """Prints the rows, each as a line of JSON."""
     warnings.simplefilter("ignore")
     os.environ["KERAS_BACKEND"] = "torch"
-    for row, _ in rows():
+    for row, _ in itertools.chain(rows(), rows_of_models()):
         print(json.dumps(row), flush=True)
 
 

@@ -11,7 +11,15 @@ import torch
 
 import lossscale
 from benchmarks import gpu_counts
-from benchmarks.gpu_torch import LAYOUTS, WAYS, counted, prepared, rows
+from benchmarks.gpu_torch import (
+    LAYOUTS,
+    MODEL_STEPS,
+    WAYS,
+    counted,
+    prepared,
+    rows,
+    rows_of_models,
+)
 from simulated_cuda import device
 
 SMALL = LAYOUTS["200 x 1,000"]
@@ -60,6 +68,23 @@ def test_no_way_costs_more_than_pytorchs_scaler(steps):
             # Counters are some bytes.
             assert ours.bytes <= theirs.bytes + 64, (step, way)
             assert ours.allocations <= theirs.allocations, (step, way)
+
+
+def test_a_float16_model_launches_less_than_autocast_with_pytorchs_scaler():
+    lines = set(PAGE.read_text(encoding="utf-8").splitlines())
+    found = {}
+    # The fourth takes the longest, and shows nothing else.
+    for row, recorder in rows_of_models(MODEL_STEPS[:3]):
+        found.setdefault(row["step"], {})[row["way"]] = recorder
+        assert f"| {' | '.join(gpu_counts.cells(row))} |" in lines, (row, recorder.waits)
+    for step, ways in found.items():
+        theirs = ways["autocast, PyTorch's scaler"]
+        for way in (way for way in ways if way.startswith("float16")):
+            more = added(ways[way], theirs)
+            assert ways[way].launches.total() < theirs.launches.total(), (step, way, more)
+            # The host decides in these two.
+            waits = len(theirs.waits) or way.endswith(("backward", "scale_loss"))
+            assert len(ways[way].waits) <= waits, (step, way, ways[way].waits)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW fused", "SGD foreach"])

@@ -23,6 +23,13 @@ _START = torch.Tensor.data_ptr
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _IN_PLACE = frozenset({torch.float32, torch.float64, torch.bfloat16})
 
+IN_FLOAT32 = (
+    "Wrap the optimizer in lossscale.torch.MasterWeights(optimizer) first, which updates float32 "
+    "copies of the parameters. Or keep the parameters in float32 (model.float()) and compute under "
+    "torch.autocast(device, torch.float16)."
+)
+"""What to do about float16 parameters, for messages."""
+
 
 class Gradients(NamedTuple):
     """The gradients of a step, and the dense tensors of real numbers that hold them.
@@ -168,10 +175,7 @@ def _check_can_be_widened(parameter: Any) -> None:
     if parameter.dtype == parameter.grad.dtype:
         raise GradientsError(
             f"Small unscaled gradients of dtype {parameter.dtype} would flush to zero. Received: "
-            f"a parameter of shape {tuple(parameter.shape)}. Keep "
-            "trained parameters in float32 (model.float()) and compute under torch.autocast("
-            "device, torch.float16). Or wrap an optimizer of torch.optim with fused=True, which "
-            "divides within its update, and leave unscale_() out."
+            f"a parameter of shape {tuple(parameter.shape)}. {IN_FLOAT32}"
         )
     if getattr(parameter, "grad_dtype", None) is not None:
         raise GradientsError(

@@ -14,7 +14,7 @@ import itertools
 import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -38,7 +38,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 _KEY = "master_weight"
 _NARROW = frozenset({torch.float16, torch.bfloat16})
-_DTYPE, _DEVICE = operator.attrgetter("dtype"), operator.attrgetter("device")
+_FACTS = operator.attrgetter("dtype", "device", "shape")
 _TOGETHER = {"cpu": 2**20}
 """Elements that are compared together, in a few times their memory: in a cache, or all that fit."""
 
@@ -88,6 +88,7 @@ class MasterWeights(OuterOptimizer):
 
     inner_optimizer: torch.optim.Optimizer
     """The optimizer that updates the masters."""
+    _masters: dict[torch.Tensor, torch.Tensor]
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, (FrontDoor, MasterWeights)):
@@ -108,23 +109,23 @@ class MasterWeights(OuterOptimizer):
         return {name: vars(self)[name] for name in self._pickled}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, optimizers=[state["inner_optimizer"]])
-        self._optimizer_step_pre_hooks = OrderedDict()
-        self._optimizer_step_post_hooks = OrderedDict()
-        self._is_stepping = self._takes_narrow_gradients = self._warned = False
+        self.__dict__.update(state, optimizers=[state["inner_optimizer"]])
+        self._optimizer_step_pre_hooks: dict[int, Any] = OrderedDict()
+        self._optimizer_step_post_hooks: dict[int, Any] = OrderedDict()
+        self._is_stepping = self._warned = False
         self._pairs: Pairs = []
-        self._checked: list[torch.Tensor] = []
-        self._dtypes, self._devices = _kinds([])
+        self._facts: list[Any] = []
+        self._dtypes: dict[int, torch.dtype] = {}
         self._refuse_other_steps()
         self._prepare()
 
     # --- What it shows of the optimizer -----------------------------------------------------------
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> Any:
         """The groups of the optimizer, with the parameters of the model."""
         # Each verb of a loss scale reads them before the backward pass, or before it unscales.
-        if self._may_have_changed():
+        if not self._is_stepping and self._first() != self._last_first:
             self._prepare()
         return self.inner_optimizer.param_groups
 
@@ -133,19 +134,19 @@ class MasterWeights(OuterOptimizer):
         self.inner_optimizer.param_groups = groups
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> Any:
         """The default hyperparameters of the optimizer."""
         return self.inner_optimizer.defaults
 
     @property
     def state(self) -> Any:
         """The state of the optimizer by parameter, with `master_weight` after the first step."""
-        if not self.inner_optimizer.state and not self._takes_narrow_gradients:
+        if not self.inner_optimizer.state and all(p.grad is None for p, _ in self._pairs):
             # torch.distributed.checkpoint makes an empty state by a step with gradients of the
-            # parameters' dtype. Reading `param_groups` makes these float32.
-            self._takes_narrow_gradients = all(p.grad is None for p, _ in self._pairs)
-            for parameter, _ in self._pairs if self._takes_narrow_gradients else ():
+            # parameters' dtype. Then reading `param_groups` makes these float32.
+            for parameter, _ in self._pairs:
                 parameter.grad_dtype = parameter.dtype
+            self._last_first = self._first()
         return self.inner_optimizer.state
 
     @property
@@ -183,38 +184,27 @@ class MasterWeights(OuterOptimizer):
         """The narrow parameters that the optimizer has now, with their masters."""
         inner, before = self.inner_optimizer, self._masters
         parameters = ranks.parameters_of(inner)
-        if not self._is_checked(parameters):
+        facts = [*map(id, parameters), *map(_FACTS, parameters)]
+        if facts != self._facts:
             _check_can_have_masters(inner, parameters)
-            dtypes = dict(zip(map(id, self._checked), self._dtypes, strict=True))
-            self._masters = {
-                p: _master_of(p, before.get(p)) for p in filter(_is_narrow, parameters)
-            }
+            narrow = list(filter(_is_narrow, parameters))
+            self._masters = {p: _master_of(p, before.get(p)) for p in narrow}
             for p in parameters:
                 state = inner.state.get(p, {})
                 if p in self._masters and p not in before:
                     # Adagrad makes its state with the dtype of the parameter before a step.
                     state.update({k: v.float() for k, v in state.items() if _is_narrow(v)})
                 elif p in before and p not in self._masters:
-                    _widen(p, before[p], dtypes[id(p)])
+                    _widen(p, before[p], self._dtypes[id(p)])
                     state.pop(_KEY, None)
-            self._pairs, self._checked = list(self._masters.items()), list(parameters)
-            self._dtypes, self._devices = _kinds(parameters)
+            self._pairs, self._facts = list(self._masters.items()), facts
+            self._dtypes = {id(p): p.dtype for p in narrow}
         if not self._is_stepping:
             self._receive_float32()
         return self._pairs
 
-    def _is_checked(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the parameters, as they were when they last got masters."""
-        return (
-            len(parameters) == len(self._checked)
-            and all(map(operator.is_, parameters, self._checked))
-            and _kinds(parameters) == (self._dtypes, self._devices)
-            and all(p.shape == master.shape for p, master in self._pairs)
-        )
-
     def _receive_float32(self) -> None:
         """Makes the gradients of narrow parameters accumulate in float32."""
-        self._takes_narrow_gradients = False
         for parameter, _ in self._pairs:
             gradient = parameter.grad
             if parameter.grad_dtype != torch.float32:
@@ -223,25 +213,22 @@ class MasterWeights(OuterOptimizer):
             elif gradient is None or gradient.dtype == torch.float32:
                 continue
             parameter.grad = None if gradient is None else gradient.to(torch.float32)
+        self._last_first = self._first()
 
-    def _may_have_changed(self) -> bool:
-        """Whether other code may have changed parameters, or dtypes of gradients, by the first.
+    def _first(self) -> Any:
+        """What other code changes of the first parameter if it changes that of all.
 
-        A copied model has lost the dtypes, and `model.half()` leaves float16 gradients.
+        A copy of a model has lost the dtype of its gradients, and `model.half()` leaves float16
+        gradients.
         """
         groups = self.inner_optimizer.param_groups
-        if sum(len(group["params"]) for group in groups) != len(self._checked):
-            return True
-        first = next(iter(groups[0]["params"]), None) if groups else None
-        if first is None or self._is_stepping:
-            return False
-        if first is not self._checked[0] or first.dtype != self._dtypes[0]:
-            return True
-        has_narrow = first.grad is not None and _is_narrow(first.grad)
-        is_wide = self._takes_narrow_gradients or first.grad_dtype == torch.float32
-        return _is_narrow(first) and (has_narrow or not is_wide)
+        first = next((group["params"][0] for group in groups if group["params"]), None)
+        is_narrow = first is not None and first.grad is not None and _is_narrow(first.grad)
+        count = sum(len(group["params"]) for group in groups)
+        dtypes = getattr(first, "dtype", None), getattr(first, "grad_dtype", None)
+        return count, id(first), dtypes, is_narrow
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def _adopt_written(self) -> Pairs:
         """Adopts what other code has written into parameters or the state, without waiting."""
         pairs, state = self._prepare(), self.inner_optimizer.state
@@ -362,7 +349,7 @@ class MasterWeights(OuterOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the optimizer, with the master of each parameter that has moved."""
         masters = dict(self._adopt_written())
-        saved = self.inner_optimizer.state_dict()
+        saved: dict[str, Any] = self.inner_optimizer.state_dict()
         for key, parameter in self._keyed(saved):
             master = masters.get(parameter)
             if master is None or _KEY in saved["state"].get(key, {}):
@@ -425,10 +412,6 @@ def _is_narrow(value: Any) -> bool:
     return torch.is_tensor(value) and value.dtype in _NARROW and not is_lazy(value)
 
 
-def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], list[Any]]:
-    return list(map(_DTYPE, tensors)), list(map(_DEVICE, tensors))
-
-
 def _reversed(pairs: Pairs) -> Pairs:
     return [(second, first) for first, second in pairs]
 
@@ -448,7 +431,7 @@ def _master_of(parameter: torch.Tensor, master: torch.Tensor | None) -> torch.Te
     return master.to(parameter.device)
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def _widen(parameter: torch.Tensor, master: torch.Tensor, dtype: torch.dtype) -> None:
     """Writes a master into its parameter, which `model.float()` has widened from a dtype."""
     master = master.to(parameter.device)
@@ -456,7 +439,7 @@ def _widen(parameter: torch.Tensor, master: torch.Tensor, dtype: torch.dtype) ->
     parameter.copy_(torch.where(parameter == rounded, master.to(parameter.dtype), parameter))
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def _round(pairs: Pairs) -> None:
     """Rounds masters into their parameters."""
     for some in _by_kind(pairs):
@@ -492,8 +475,8 @@ def _adopt(parameters: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
 def _are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether flat int16 tensors are equal; four elements at a time, which takes half as long."""
     whole = first.numel() // 4 * 4 if first.storage_offset() % 4 == 0 else 0
-    words = torch.equal(first[:whole].view(torch.int64), second[:whole].view(torch.int64))
-    return words and torch.equal(first[whole:], second[whole:])
+    words = (each[:whole].view(torch.int64) for each in (first, second))
+    return bool(torch.equal(*words)) and bool(torch.equal(first[whole:], second[whole:]))
 
 
 # --- What cannot have masters -------------------------------------------------------------------
@@ -543,3 +526,14 @@ def _check_can_have_masters(
                     "would update these in place of their masters. Keep the parameters in float32 "
                     "and compute under torch.autocast."
                 )
+
+
+def check_not_of_ddp(error: RuntimeError) -> None:
+    """Says what to do about an error of a backward pass under `DistributedDataParallel`."""
+    # Nothing public shows before the pass that parameters belong to one.
+    if str(error).startswith(("Expected Half, got Float", "Expected BFloat16, got Float")):
+        raise UnsupportedError(
+            "DistributedDataParallel cannot average the float32 gradients of float16 parameters. "
+            "Keep the parameters in float32 (model.float()), compute under "
+            "torch.autocast(device, torch.float16), and leave MasterWeights out."
+        ) from error

@@ -24,7 +24,7 @@ from lossscale.errors import (
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule, StatsRequest
-from lossscale.torch import buffers, closures, fused, gradients, ranks
+from lossscale.torch import buffers, closures, fused, gradients, master_weights, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.documented_verbs import DocumentedVerbs
 from lossscale.torch.engine import Engine, StepDecision
@@ -205,7 +205,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             (`if`) waits for the device. `unscale_()` returns the decision of all processes.
 
         Raises:
-            GradientsError: If a parameter has the dtype float16, or the loss is already scaled.
+            GradientsError: If a parameter has the dtype float16 without `MasterWeights`, or the
+                loss is already scaled.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -223,6 +224,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         record.in_backward = True
         try:
             _backpropagate(loss, by, gradient, retain_graph, create_graph, inputs)
+        except RuntimeError as error:
+            master_weights.check_not_of_ddp(error)
+            raise
         finally:
             record.in_backward = False
             for each in sets:

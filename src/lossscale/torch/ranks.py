@@ -76,9 +76,13 @@ def added_up(gradient: Any, parameter: Any) -> Any:
     return gradient.redistribute(placements=parameter.placements)
 
 
-def _gradient_dtype(parameter: Any) -> Any:
-    """The dtype in which gradients of a parameter accumulate; PyTorch 2.10 lets it be chosen."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+def has_half_gradients(tensor: Any) -> bool:
+    """Whether gradients of a tensor have a dtype in which they cannot be divided."""
+    if tensor.dtype not in HALF:
+        return False
+    # PyTorch 2.10 lets leaves choose another one, as `MasterWeights` does.
+    chosen = getattr(tensor, "grad_dtype", None) if tensor.is_leaf else None
+    return chosen is None or chosen in HALF
 
 
 class ParameterInfo:
@@ -104,7 +108,7 @@ class ParameterInfo:
     def __init__(self, parameters: list[Any], process_group: Any = None) -> None:
         self.parameters = list(parameters)
         self.devices = list(dict.fromkeys(p.device for p in parameters))
-        self.has_half = any(_gradient_dtype(p) in HALF for p in parameters)
+        self.has_half = any(map(has_half_gradients, parameters))
         self.groups = groups_of(parameters, process_group)
         self.is_given = process_group is not None
         self.ids = frozenset(map(id, parameters))

@@ -428,7 +428,9 @@ def prepare_backward(
     Returns:
         The sets that they are in, with one of the tensors of no optimizer if these are settled.
     """
-    others, unowned = ([], []) if loss is None else reached(loss, own, inputs)
+    others, unowned, is_mine = ([], [], True) if loss is None else reached(loss, own, inputs)
+    if task == -1 and inputs is None and not (is_mine or others):
+        _check_not_half(unowned)
     concerned = [(own, own.info(), True), *others]
     for each, info, _ in concerned:
         each.check_known(info if each is own else each.info())
@@ -447,6 +449,18 @@ def prepare_backward(
     return sets
 
 
+def _check_not_half(unowned: Iterable[Any]) -> None:
+    """Checks that gradients of tensors of no optimizer can be divided."""
+    if any(map(ranks.has_half_gradients, unowned)):
+        raise GradientsError(
+            "The loss reaches float16 parameters of no optimizer, whose unscaled gradients would "
+            "flush to zero, and none of this optimizer. For float32 copies made by hand, call "
+            "optimizer.scale_loss(loss).backward(), copy the gradients, then step(). Better wrap "
+            "lossscale.torch.MasterWeights(torch.optim.AdamW(model.parameters())), which makes "
+            "the copies itself."
+        )
+
+
 def _check_idle(info: ranks.ParameterInfo, outer: int, by: Multiplier | None) -> None:
     """Checks that a pass within another one takes no gradients that the outer one will add to."""
     for each in holding(info):
@@ -459,11 +473,12 @@ def _check_idle(info: ranks.ParameterInfo, outer: int, by: Multiplier | None) ->
 
 def reached(
     loss: Any, own: Any, inputs: Any = None
-) -> tuple[list[tuple[Any, ranks.ParameterInfo, bool]], list[Any]]:
+) -> tuple[list[tuple[Any, ranks.ParameterInfo, bool]], list[Any], bool]:
     """The other engines whose parameters a loss reaches, and the tensors of no optimizer.
 
     Each engine comes with the parameters, and whether the loss reaches them for certain: what
-    `fully_shard` computes with cannot be assigned to one of several optimizers.
+    `fully_shard` computes with cannot be assigned to one of several optimizers. The last result is
+    whether the loss may reach parameters of `own`.
 
     Args:
         loss: The loss.
@@ -480,7 +495,7 @@ def reached(
     strange = {id(t): t for t in tensors if id(t) not in owned}
     sharing = owners(mine)
     if not (strange or hidden or len(sharing) > 1):
-        return [], []
+        return [], [], True
     ids = frozenset(map(id, tensors))
     # `fully_shard` computes with its own parameters, and moves their gradients.
     is_sharded = any(isinstance(t, torch.nn.Parameter) for t in strange.values())
@@ -501,7 +516,7 @@ def reached(
     unowned = [t for key, t in strange.items() if key not in owned]
     if mine.is_sharded or any(info.is_sharded for _, info, _ in found):
         unowned = [t for t in unowned if not isinstance(t, torch.nn.Parameter)]
-    return found, unowned
+    return found, unowned, hidden or mine.is_sharded or not mine.ids.isdisjoint(ids)
 
 
 def _leaves(loss: Any) -> tuple[list[Any], bool]:

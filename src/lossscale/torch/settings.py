@@ -26,8 +26,8 @@ from lossscale.errors import (
 from lossscale.members import Wrapper
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.rules import DynamicScale, ScaleRule
-from lossscale.torch import closures, fused, ranks
-from lossscale.torch.optimizer_list import parts_of
+from lossscale.torch import closures, fused, gradients, ranks
+from lossscale.torch.optimizer_list import parts_of, with_parts
 from lossscale.torch.scaled_gradients import was_scaled
 
 
@@ -147,7 +147,7 @@ def check_inner(inner: Any, is_one_of_several: bool = False) -> None:
             f"{inner!r} of type {type(inner).__name__}.{hint} An example is "
             "torch.optim.AdamW(model.parameters())."
         )
-    if fused.takes_a_scaler(inner.step):
+    if any(fused.takes_a_scaler(each.step) for each in with_parts(inner)):
         raise UnsupportedError(
             f"{type(inner).__name__}.step takes a `grad_scaler`, which PyTorch has deprecated: a "
             "step is skipped here. Remove the argument; a fused kernel reads the attributes "
@@ -232,10 +232,8 @@ def check_backpropagated(loss: Any, info: ranks.ParameterInfo) -> None:
         )
     if info.has_half:
         raise GradientsError(
-            "A parameter has the dtype float16, in which unscaled gradients would flush to "
-            "zero. Keep the parameters in float32, and compute in float16 under "
-            "torch.autocast. Or wrap an optimizer of torch.optim with fused=True, and call "
-            "optimizer.scale_loss(loss).backward()."
+            "A parameter has the dtype float16, in which unscaled gradients would flush to zero. "
+            f"{gradients.IN_FLOAT32}"
         )
 
 

@@ -1,0 +1,815 @@
+"""float16 parameters that are trained by float32 copies of them: `MasterWeights`.
+
+The oracle trains float32 masters by hand: a forward pass with rounded weights, float32 gradients,
+and one rounding after each applied step.
+"""
+
+import copy
+import io
+import pickle
+import random
+import types
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import lossscale
+from frameworks.torch.support import DEVICE
+from lossscale import errors
+from lossscale.torch import GradScaler, LossScaleOptimizer, MasterWeights, guard
+
+pytestmark = [
+    pytest.mark.usefixtures("on_the_device"),
+    pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="PyTorch before 2.10"),
+]
+INF, NAN = float("inf"), float("nan")
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def drawn(seed, *shape):
+    """Numbers, the same on each device."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cpu").to(DEVICE)
+
+
+X = drawn(3, 8, 6)
+
+
+def net(dtype=F16, seed=0):
+    made = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 4))
+    with torch.no_grad():
+        for number, parameter in enumerate(made.parameters()):
+            parameter.copy_(drawn(seed + number, *parameter.shape) / 2)
+    return made.to(DEVICE, dtype)
+
+
+def adamw(model, **settings):
+    return torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, **settings})
+
+
+def loss_of(model, factor=1.0):
+    outputs = model(X.to(next(model.parameters()).dtype)).float()
+    return (outputs - X[:, :4]).square().mean() * factor
+
+
+def step(model, optimizer, factor=1.0):
+    optimizer.zero_grad()
+    if isinstance(optimizer, LossScaleOptimizer):
+        optimizer.backward(loss_of(model, factor))
+    else:
+        loss_of(model, factor).backward()
+    optimizer.step()
+
+
+def started(steps=2, dtype=F16, make=adamw, decide="host", **settings):
+    """A model, its masters and their loss scaling, after some steps."""
+    model = net(dtype)
+    inner = MasterWeights(make(model, **settings))
+    optimizer = LossScaleOptimizer(inner, initial_scale=2.0**8, decide=decide)
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, inner, optimizer
+
+
+def bits(tensor):
+    """The bits of each number; each NaN has the same."""
+    tensor = tensor.detach()
+    whole = tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    return whole.masked_fill(tensor.isnan(), -1).tolist()
+
+
+def everything(model, inner):
+    """All bits of parameters, masters and state."""
+    state = [v for s in inner.state_dict()["state"].values() for v in s.values()]
+    tensors = [*model.parameters(), *inner.masters.values(), *filter(torch.is_tensor, state)]
+    return [bits(tensor) for tensor in tensors]
+
+
+# --- Training ------------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "SGD": (torch.optim.SGD, {"lr": 0.05}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
+    "SGD fused": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "fused": True}),
+    "Adam": (torch.optim.Adam, {"lr": 1e-3}),
+    "Adam, a tensor": (torch.optim.Adam, {"lr": torch.tensor(1e-3, device="cpu")}),
+    "AdamW": (torch.optim.AdamW, {"lr": 3e-3}),
+    "AdamW fused": (torch.optim.AdamW, {"lr": 3e-3, "fused": True}),
+    "AdamW foreach": (torch.optim.AdamW, {"lr": 3e-3, "foreach": True, "amsgrad": True}),
+    "AdamW maximize": (torch.optim.AdamW, {"lr": 1e-4, "maximize": True}),
+    "Adamax": (torch.optim.Adamax, {"lr": 1e-3}),
+    "NAdam": (torch.optim.NAdam, {"lr": 1e-3}),
+    "RAdam": (torch.optim.RAdam, {"lr": 1e-3}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.5, "centered": True}),
+    "Rprop": (torch.optim.Rprop, {"lr": 1e-3}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
+    "ASGD": (torch.optim.ASGD, {"lr": 1e-2}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
+}
+VERBS = ("backward", "scale_loss", "unscale_", "device", "drop-in", "PyTorch's scaler", "alone")
+
+
+class ByHand:
+    """Float32 masters by hand.
+
+    Args:
+        model: A model whose parameters are narrow, which computes the gradients.
+        make: Makes the optimizer of the masters.
+    """
+
+    def __init__(self, model, make):
+        self.model = model
+        self.masters = [p.detach().float() for p in model.parameters()]
+        self.optimizer = make(self.masters)
+
+    def adopt(self):
+        """What was written into a parameter, which is not the rounded master, becomes it."""
+        for parameter, master in zip(self.model.parameters(), self.masters, strict=True):
+            rounded, values = (
+                t.detach().flatten().tolist() for t in (master.to(parameter), parameter)
+            )
+            wide = master.flatten().tolist()
+            kept = [w if r == v else v for w, r, v in zip(wide, rounded, values, strict=True)]
+            master.copy_(torch.tensor(kept).view_as(master))
+
+    def step(self, losses, scale, clip):
+        """Returns whether the step was applied."""
+        sums = [torch.zeros_like(master) for master in self.masters]
+        for loss in losses:
+            for total, g in zip(
+                sums, torch.autograd.grad(loss * scale, list(self.model.parameters())), strict=True
+            ):
+                total += g.float()
+        for master, total in zip(self.masters, sums, strict=True):
+            master.grad = total / scale
+        if not all(torch.isfinite(master.grad).all() for master in self.masters):
+            return False
+        if clip:
+            nn.utils.clip_grad_norm_(self.masters, clip)
+        self.optimizer.step()
+        with torch.no_grad():
+            for parameter, master in zip(self.model.parameters(), self.masters, strict=True):
+                parameter.copy_(master)
+        return True
+
+
+def run_random_program(seed):
+    """Runs a random program with `MasterWeights` and by hand; returns the names of what it used."""
+    draw = random.Random(seed)
+    dtype = draw.choice([F16, F16, BF16])
+    name, verb = draw.choice(list(OPTIMIZERS)), draw.choice(VERBS)
+    if verb == "device" and "fused" not in name:
+        verb = "backward"
+    cls, settings = OPTIMIZERS[name]
+    model = net(dtype, seed)
+    hand = ByHand(copy.deepcopy(model), lambda masters: cls(masters, **settings))
+    inner = MasterWeights(cls(model.parameters(), **settings))
+    scale = 1.0 if verb == "alone" else draw.choice([2.0**5, 2.0**12])
+    scaler = {"drop-in": GradScaler, "PyTorch's scaler": torch.amp.GradScaler}.get(verb)
+    scaler = scaler and scaler(DEVICE, init_scale=scale)
+    optimizer = inner
+    if not scaler and verb != "alone":
+        decide = "device" if verb == "device" else "host"
+        optimizer = LossScaleOptimizer(inner, initial_scale=scale, decide=decide)
+    micro_batches, clip = draw.choice([1, 1, 3]), draw.choice([None, None, 0.5])
+    to_none = draw.random() < 0.5
+    for number in range(draw.randint(3, 6)):
+        if draw.random() < 0.2:
+            row, value = draw.randrange(8), draw.choice([0.0, 0.3, -1.5])
+            for each in (model, hand.model):
+                each[0].weight.data[row].fill_(value)
+            hand.adopt()
+        # PyTorch's fused SGD reads momentum that it has not made, if it skips its first step.
+        is_bad = verb != "alone" and number and draw.random() < 0.25
+        batches = [
+            drawn(seed * 100 + number * 10 + k, 8, 6).to(dtype) for k in range(micro_batches)
+        ]
+        if is_bad:
+            batches[-1][0, 0] = INF
+
+        def losses(of, batches=batches):
+            outputs = [of(batch).float() for batch in batches]
+            return [(each - X[:, :4]).square().mean() / len(batches) for each in outputs]
+
+        optimizer.zero_grad(set_to_none=to_none)
+        for loss in losses(model):
+            if verb == "backward":
+                optimizer.backward(loss)
+            elif scaler:
+                scaler.scale(loss).backward()
+            elif verb == "alone":
+                loss.backward()
+            else:
+                optimizer.scale_loss(loss).backward()
+        if scaler and clip:
+            scaler.unscale_(optimizer)
+        elif verb in ("unscale_", "scale_loss", "device") and clip:
+            optimizer.unscale_()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        if not hand.step(losses(hand.model), scale, clip):
+            assert is_bad
+            scale /= 2
+        if verb != "alone":
+            assert scale == (scaler.get_scale() if scaler else float(optimizer.loss_scale))
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        masters = inner.masters
+        for parameter, master, other in zip(
+            model.parameters(), hand.masters, hand.model.parameters(), strict=True
+        ):
+            assert bits(parameter) == bits(other)
+            assert bits(masters[parameter]) == bits(master)
+            assert parameter.grad is None or parameter.grad.dtype == F32
+    return name, verb
+
+
+@pytest.mark.parametrize("first", range(0, 20, 10))
+def test_random_programs_equal_masters_by_hand(first):
+    for seed in range(first, first + (10 if DEVICE == "cpu" else 3)):
+        run_random_program(seed)
+
+
+def test_weights_move_as_in_float32_at_a_small_learning_rate():
+    start, wide = net(), net(F16).float()
+    (half, _, _), plain = started(60, lr=1e-5), adamw(wide, lr=1e-5)
+    for _ in range(60):
+        step(wide, plain)
+    for parameter, other, first in zip(
+        half.parameters(), wide.parameters(), start.parameters(), strict=True
+    ):
+        moved, expected = ((p.float() - first.float()).abs().mean() for p in (parameter, other))
+        assert moved.item() == pytest.approx(expected.item(), rel=0.05)
+
+
+def test_a_skipped_step_changes_no_bit():
+    for decide in ("host", "device"):
+        model, inner, optimizer = started(1, fused=True, decide=decide)
+        before = everything(model, inner)
+        step(model, optimizer, INF)
+        assert int(optimizer.steps_skipped) == 1
+        assert everything(model, inner) == before
+
+
+def test_gradients_add_up_and_are_clipped_in_float32():
+    model, _, optimizer = started(0)
+    optimizer.backward(loss_of(model))
+    optimizer.backward(loss_of(model, 2.0**-14))
+    expected = [g.float() for g in torch.autograd.grad(loss_of(model), list(model.parameters()))]
+    weight = model[0].weight
+    assert weight.grad.dtype == F32
+    # The second gradient is below the last digit of the first in float16.
+    assert ((weight.grad - expected[0]) / expected[0]).abs().max() > 0
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    assert norm.item() == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_several_optimizers_share_a_scale():
+    models, by_hand = (net(), net(F32, 9)), (net(), net(F32, 9))
+    optimizer = LossScaleOptimizer(
+        [MasterWeights(adamw(models[0])), torch.optim.SGD(models[1].parameters(), lr=0.1)]
+    )
+    others = MasterWeights(adamw(by_hand[0])), torch.optim.SGD(by_hand[1].parameters(), lr=0.1)
+    for factor in (1.0, NAN, 1.0):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(models[0], factor) + loss_of(models[1]))
+        optimizer.step()
+        if factor == 1.0:
+            for model, other in zip(by_hand, others, strict=True):
+                step(model, other)
+    for model, other in zip(models, by_hand, strict=True):
+        assert list(map(bits, model.parameters())) == list(map(bits, other.parameters()))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.steps_skipped == 1
+
+
+def test_what_trains_float32_parameters_trains_these():
+    model, inner, optimizer = started(0)
+    scheduler = guard(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), optimizer)
+    torch.optim.lr_scheduler.LambdaLR(inner, lambda _: 1.0)
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: called.append(model[0].weight.grad.dtype))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: called.append(p.grad.dtype))
+    compiled = torch.compile(model, backend="aot_eager") if DEVICE == "cpu" else model
+    for forward in (model, compiled, lambda x: checkpoint(model, x, use_reentrant=False)):
+        optimizer.zero_grad()
+        optimizer.backward(forward(X.to(F16)).float().square().mean())
+        optimizer.step()
+        scheduler.step()
+    assert called == [F32, F32, "after"] * 3
+    assert inner.param_groups[0]["lr"] == 1e-3 * 0.5**3
+    assert optimizer.inner_optimizer is inner
+    assert inner.inner_optimizer.param_groups is optimizer.param_groups
+    # Another optimizer of this library sees the parameters, not the masters.
+    assert list(inner.state) == list(model.parameters())
+
+
+def test_monitors_guards_and_explanations():
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).to(DEVICE, F16)
+    model[1].float()
+    model.forward = lambda x: model[2](model[1](model[0](x).float()).to(F16))
+    optimizer = LossScaleOptimizer(MasterWeights(adamw(model)), initial_scale=2.0**10)
+    guard(model, optimizer)
+    records = []
+    with lossscale.torch.Monitor(optimizer, model, log=records.append, explain=5) as monitor:
+        for factor in (1.0, 1e6, 1.0):
+            before = model[1].running_mean.clone()
+            step(model, optimizer, factor)
+            monitor.step()
+            assert torch.equal(model[1].running_mean, before) == (factor != 1.0)
+    assert [record["skipped"] for record in records] == [False, True, False]
+    found = lossscale.torch.explain(
+        model, lambda model, batch: loss_of(model, 1e6), [X], scale=1024
+    )
+    assert found.cause in ("scale", "loss"), found
+    report = lossscale.torch.diagnose(net(), lambda model, batch: loss_of(model), [X])
+    assert report.verdict
+
+
+# --- What other code writes -----------------------------------------------------------------------
+
+
+def ema_there_and_back(model):
+    kept = copy.deepcopy(model.state_dict())
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+    model.load_state_dict(kept)
+
+
+EDITS = {
+    "clamp_": lambda model: model[0].weight.data.clamp_(-0.1, 0.1),
+    "load_state_dict": lambda model: model.load_state_dict(net(seed=7).state_dict()),
+    "EMA, there and back": ema_there_and_back,
+    "pruning": lambda model: model[3].weight.data[::2].zero_(),
+    "-0.0": lambda model: model[0].weight.data[0].fill_(-0.0),
+    "infinity": lambda model: model[0].weight.data[0].fill_(INF),
+    "NaN": lambda model: model[0].weight.data[0].fill_(NAN),
+    "other memory": lambda model: setattr(model[0].weight, "data", net(seed=5)[0].weight.data),
+}
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("name", EDITS)
+def test_what_is_written_between_steps_is_kept(name, dtype):
+    model, inner, _ = started(3, dtype)
+    before = {p: (p.detach().clone(), m.clone()) for p, m in inner.masters.items()}
+    EDITS[name](model)
+    written = {p: p.detach().clone() for p in before}
+    changed = 0
+    for parameter, master in inner.masters.items():
+        old, wide = before[parameter]
+        now = parameter.detach()
+        assert bits(now) == bits(written[parameter])
+        is_same = now.view(torch.int16) == old.view(torch.int16)
+        changed += int((~is_same).sum())
+        assert bits(master) == bits(torch.where(is_same, wide, now.float()))
+    assert bool(changed) == (name != "EMA, there and back")
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that compute, and refuses one that waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and func not in (torch.ops.aten.detach.default,):
+            self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_masters_take_at_most_ten_operators(is_written):
+    model, inner, _ = started(2, foreach=True)
+    wide = net(F32)
+    plain = adamw(wide, foreach=True)
+    step(wide, plain)
+    found = []
+    for each, optimizer in ((wide, plain), (model, inner)):
+        optimizer.zero_grad()
+        loss_of(each).backward()
+        if is_written:
+            each[0].weight.data.clamp_(-0.1, 0.1)
+        with Launches() as launches:
+            optimizer.step()
+        found.append(launches.names)
+    assert len(found[1]) - len(found[0]) <= 10, found[1]
+    waits = {"item", "_local_scalar_dense", "equal"}
+    assert DEVICE == "cpu" or waits.isdisjoint(found[1])
+
+
+# --- Parameters that change -----------------------------------------------------------------------
+
+
+def test_models_that_are_converted_after_the_start():
+    """`float` and `half` keep the masters, `half` leaves no float16 gradient."""
+    model, inner, optimizer = started(3)
+    masters = {p: m.clone() for p, m in inner.masters.items()}
+    optimizer.backward(loss_of(model))
+    model.half()
+    assert model[0].weight.grad.dtype == F16
+    optimizer.backward(loss_of(model))
+    assert model[0].weight.grad.dtype == F32
+    optimizer.zero_grad()
+    model.float()
+    assert not inner.masters
+    for parameter, master in masters.items():
+        assert bits(parameter) == bits(master)
+    step(model, optimizer)
+    model.half()
+    step(model, optimizer)
+    assert model[0].weight.dtype == F16
+    assert {m.dtype for m in inner.masters.values()} == {F32}
+    late = net(F32)
+    optimizer = LossScaleOptimizer(MasterWeights(adamw(late)))
+    late.half()
+    optimizer.backward(loss_of(late))
+    assert late[0].weight.grad.dtype == F32
+
+
+def test_frozen_added_and_mixed_parameters():
+    model = net()
+    model[1].float()
+    model.forward = lambda x: model[3](model[2](model[1](model[0](x).float()).to(F16)))
+    model[0].requires_grad_(False)
+    inner = MasterWeights(adamw(model[:2]))
+    optimizer = LossScaleOptimizer(inner, initial_scale=2.0**4)
+    optimizer.add_param_group({"params": list(model[3].parameters()), "lr": 0.1})
+    assert set(inner.masters) == {*model[0].parameters(), *model[3].parameters()}
+    before = bits(model[0].weight)
+    step(model, optimizer)
+    assert bits(model[0].weight) == before
+    assert model[1].weight.dtype == F32
+    model[0].requires_grad_()
+    step(model, optimizer)
+    assert model[0].weight.grad.dtype == F32
+    assert bits(model[0].weight) != before
+
+
+def test_sparse_tied_and_early():
+    table = nn.Embedding(10, 4, sparse=True).to(DEVICE, F16)
+    optimizer = LossScaleOptimizer(MasterWeights(torch.optim.SGD(table.parameters(), lr=0.1)))
+    first = table.weight.detach().clone()
+    optimizer.backward(table(torch.tensor([1, 1, 3])).float().sum())
+    optimizer.step()
+    assert table.weight.grad.is_sparse
+    changed = (table.weight != first).any(1).tolist()
+    assert changed == [row in (1, 3) for row in range(10)]
+    tied = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(DEVICE, F16)
+    tied[1].weight = tied[0].weight
+    inner = MasterWeights(torch.optim.Adagrad(tied.parameters(), lr=0.1))
+    assert len(inner.masters) == 3
+    assert {s["sum"].dtype for s in inner.state.values()} == {F32}
+    # Gradients from before.
+    early = net()
+    loss_of(early).backward()
+    inner = MasterWeights(adamw(early))
+    assert early[0].weight.grad.dtype == F32
+    inner.step()
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "pickle", "torch.save"])
+def test_copies_train_on(copied):
+    model, inner, optimizer = started()
+    if copied == "deepcopy":
+        other, twin = copy.deepcopy((model, optimizer))
+    elif copied == "pickle":
+        other, twin = pickle.loads(pickle.dumps((model, optimizer)))
+    else:
+        torch.save((model, optimizer), file := io.BytesIO())
+        file.seek(0)
+        other, twin = torch.load(file, weights_only=False)
+    for each, its in ((model, optimizer), (other, twin)):
+        step(each, its)
+    assert everything(model, inner) == everything(other, twin.inner_optimizer)
+    assert twin.inner_optimizer.masters[other[0].weight] is not inner.masters[model[0].weight]
+
+
+def test_nothing_keeps_an_optimizer():
+    model, inner, optimizer = started()
+    gone = weakref.ref(inner)
+    del inner, optimizer
+    assert gone() is None
+    # Then its parameters may get masters again.
+    step(model, MasterWeights(adamw(model)))
+
+
+# --- Steps that do not come to an end -------------------------------------------------------------
+
+
+def test_an_exception_within_a_step():
+    class Failing(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure=None):
+            super().step(closure)
+            if self.fails:
+                raise ValueError("within")
+
+    model, inner, optimizer = started(1, make=lambda m: Failing(m.parameters(), lr=0.1))
+    inner.inner_optimizer.fails = True
+    with pytest.raises(ValueError, match="within"):
+        step(model, optimizer)
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+    for parameter, master in inner.masters.items():
+        assert bits(parameter) == bits(master.to(F16))
+    inner.inner_optimizer.fails = False
+    step(model, optimizer)
+    assert list(inner.state) == list(model.parameters())
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimization, as its repositories write it."""
+
+    def __init__(self, parameters, rho=0.05):
+        super().__init__(parameters, {"rho": rho})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure):
+        loss = torch.enable_grad()(closure)()
+        norm = torch.stack([p.grad.norm() for p in self.param_groups[0]["params"]]).norm()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["e"] = p.grad * (0.05 / norm)
+            p.add_(self.state[p]["e"])
+        torch.enable_grad()(closure)()
+        for p in self.param_groups[0]["params"]:
+            p.sub_(self.state[p]["e"])
+        self.base.step()
+        return loss
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "SAM"])
+def test_closures_see_rounded_weights(name):
+    def make(model):
+        cls = {"LBFGS": torch.optim.LBFGS, "SAM": Sam}[name]
+        return cls(
+            model.parameters(), **({"line_search_fn": "strong_wolfe"} if name == "LBFGS" else {})
+        )
+
+    model, inner, optimizer = started(0, make=make)
+    losses, factor = [], [1.0]
+
+    def closure():
+        optimizer.zero_grad()
+        assert {p.dtype for p in optimizer.param_groups[0]["params"]} == {F16}
+        loss = loss_of(model, factor[0])
+        optimizer.backward(loss)
+        losses.append(loss.item())
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert losses[-1] < losses[0]
+    assert len(losses) > 3
+    before = everything(model, inner)
+    factor[0] = NAN
+    optimizer.step(closure)
+    assert optimizer.steps_skipped == 1
+    assert everything(model, inner) == before
+
+
+def test_methods_of_the_optimizer_see_the_masters():
+    class Averaging(torch.optim.SGD):
+        @torch.no_grad()
+        def eval(self):
+            for p in self.param_groups[0]["params"]:
+                p.add_(1e-4)
+
+    _, inner, _ = started(1, make=lambda m: Averaging(m.parameters(), lr=0.1))
+    before = {p: m.clone() for p, m in inner.masters.items()}
+    inner.eval()
+    for parameter, master in inner.masters.items():
+        assert bits(master) == bits(before[parameter] + 1e-4)
+        assert bits(parameter) == bits(master.to(F16))
+
+
+# --- State dictionaries ---------------------------------------------------------------------------
+
+
+def resumed(model, optimizer, save, load):
+    """Whether another model and its masters continue to the bit from what was saved."""
+    saved = save(model, optimizer)
+    other, inner, twin = started(0)
+    load(other, twin, saved)
+    for _ in range(2):
+        step(model, optimizer)
+        step(other, twin)
+    assert everything(model, optimizer.inner_optimizer) == everything(other, inner)
+
+
+def through_a_file(saved):
+    torch.save(saved, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_training_continues_to_the_bit():
+    model, inner, optimizer = started(3)
+    states = inner.state_dict()["state"].values()
+    assert all({"step", "exp_avg", "exp_avg_sq", "master_weight"} == set(each) for each in states)
+    for order in (1, -1):
+
+        def load(other, twin, saved, order=order):
+            for each, state in [(other, saved[0]), (twin, saved[1])][::order]:
+                each.load_state_dict(state)
+
+        def save(model, optimizer):
+            return through_a_file((model.state_dict(), optimizer.state_dict()))
+
+        resumed(model, optimizer, save, load)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+def test_distributed_checkpoint_saves_and_restores_them(flat, fresh):
+    model, _, optimizer = started(0 if fresh else 3)
+    options = dcp.StateDictOptions(flatten_optimizer_state_dict=flat)
+
+    def save(model, optimizer):
+        state = dcp.get_optimizer_state_dict(model, optimizer, options=options)
+        return copy.deepcopy((model.state_dict(), state))
+
+    def load(other, twin, saved):
+        other.load_state_dict(saved[0])
+        # What it loads into has all that was saved.
+        assert_same_keys(dcp.get_optimizer_state_dict(other, twin, options=options), saved[1])
+        dcp.set_optimizer_state_dict(other, twin, saved[1], options=options)
+
+    resumed(model, optimizer, save, load)
+    assert model[0].weight.grad.dtype == F32
+
+
+def assert_same_keys(first, second):
+    assert first.keys() == second.keys()
+    for key in first.keys() if isinstance(first.get("state"), dict) else ():
+        if isinstance(first[key], dict):
+            assert_same_keys(first[key], second[key])
+
+
+def test_states_of_plain_optimizers():
+    wide = net(F32)
+    plain = adamw(wide)
+    step(wide, plain)
+    saved = plain.state_dict()
+    model, inner, _ = started(1)
+    model.load_state_dict(wide.state_dict())
+    with pytest.warns(errors.LossScaleWarning, match="no master weights"):
+        inner.load_state_dict(saved)
+    inner.load_state_dict(saved)
+    assert inner.state[model[0].weight]["exp_avg"].dtype == F32
+    for parameter, master in inner.masters.items():
+        assert bits(master) == bits(parameter.float())
+    # And back, before and after the first step.
+    for steps in (0, 2):
+        model, inner, _ = started(steps)
+        wide = net(F32)
+        plain = adamw(wide)
+        plain.load_state_dict(inner.state_dict())
+        step(wide, plain)
+        assert plain.state[wide[0].weight]["step"] == steps + 1
+
+
+def test_masters_can_start_from_weights_that_were_never_rounded():
+    wide = net(F32)
+    model = copy.deepcopy(wide).half()
+    inner = MasterWeights(adamw(model))
+    weights = dict(wide.named_parameters())
+    for name, parameter in model.named_parameters():
+        inner.masters[parameter].copy_(weights[name].detach())
+    other = MasterWeights(adamw(net()))
+    other.load_state_dict(through_a_file(inner.state_dict()))
+    copied = copy.deepcopy(inner)
+    for each in (inner, copied):
+        for master, parameter in zip(each.masters.values(), wide.parameters(), strict=True):
+            assert bits(master) == bits(parameter)
+    for master, parameter in zip(other._masters.values(), wide.parameters(), strict=True):
+        assert bits(master) == bits(parameter)
+
+
+# --- What is refused ------------------------------------------------------------------------------
+
+
+class KeepsParameters(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.mine = [p for group in self.param_groups for p in group["params"]]
+
+
+def sharded(model):
+    model[0].weight._fsdp_flattened = True
+    return adamw(model)
+
+
+REFUSED = {
+    "a scaled one": (
+        lambda: LossScaleOptimizer(adamw(net())),
+        errors.AlreadyWrappedError,
+        r"LossScaleOptimizer\(MasterWeights\(optimizer\)\)",
+    ),
+    "masters": (lambda: MasterWeights(adamw(net())), errors.AlreadyWrappedError, "order"),
+    "a class": (lambda: torch.optim.AdamW, errors.ArgumentTypeError, "an instance"),
+    "a model": (net, errors.ArgumentTypeError, "torch.optim.Optimizer"),
+    "shards": (lambda: sharded(net()), errors.UnsupportedError, "MixedPrecisionPolicy"),
+    "other lists": (
+        lambda: KeepsParameters(net().parameters()),
+        errors.UnsupportedError,
+        "'mine'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_have_masters(name):
+    make, error, text = REFUSED[name]
+    with pytest.raises(error, match=text):
+        MasterWeights(make())
+
+
+def test_a_second_one_and_a_direct_step():
+    model, inner, _ = started()
+    with pytest.raises(errors.AlreadyWrappedError, match="Another MasterWeights"):
+        MasterWeights(inner.inner_optimizer)
+    before = everything(model, inner)
+    with pytest.raises(errors.CallOrderError, match="step\\(\\) of the MasterWeights"):
+        inner.inner_optimizer.step()
+    shape = {
+        "state": {0: {"master_weight": torch.ones(3)}},
+        "param_groups": inner.state_dict()["param_groups"],
+    }
+    with pytest.raises(errors.StateDictError, match=r"\(8, 6\).*\(3,\)"):
+        inner.load_state_dict(shape)
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        inner.load_state_dict({"state": {}, "param_groups": []})
+    group = {"params": [sharded(net()).param_groups[0]["params"][0]]}
+    with pytest.raises(errors.UnsupportedError, match="MixedPrecisionPolicy"):
+        inner.add_param_group(group)
+    assert everything(model, inner) == before
+    assert len(inner.param_groups) == 1
+
+
+def test_a_pytorch_without_float32_gradients(monkeypatch):
+    monkeypatch.setattr(torch, "Tensor", types.SimpleNamespace(), raising=True)
+    from lossscale.torch import master_weights
+
+    model = [types.SimpleNamespace(dtype=F16)]
+    monkeypatch.setattr(master_weights, "_is_narrow", lambda parameter: True)
+    with pytest.raises(errors.UnsupportedError, match=r"PyTorch 2.10 or later.*torch.autocast"):
+        master_weights._check_can_have_masters(types.SimpleNamespace(param_groups=[]), model)
+
+
+def test_float16_without_masters_is_told_of_them():
+    model = net()
+    optimizer, scaler = LossScaleOptimizer(adamw(model)), GradScaler(DEVICE)
+    with pytest.raises(errors.GradientsError, match="MasterWeights") as found:
+        optimizer.backward(loss_of(model))
+    assert "fused" not in str(found.value)
+    optimizer.scale_loss(loss_of(model)).backward()
+    with pytest.raises(errors.GradientsError, match="MasterWeights"):
+        optimizer.step()
+    scaler.scale(loss_of(net()))
+    other = net()
+    scaler.scale(loss_of(other)).backward()
+    with pytest.raises(errors.GradientsError, match="MasterWeights"):
+        scaler.unscale_(adamw(other))
+
+
+def test_masters_by_hand_take_scale_loss():
+    model = net()
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+    optimizer = LossScaleOptimizer(torch.optim.SGD(masters, lr=1.0), initial_scale=2.0**10)
+    with pytest.raises(errors.GradientsError, match="scale_loss"):
+        optimizer.backward(loss_of(model))
+    assert all(p.grad is None for p in model.parameters())
+    before = [m.detach().clone() for m in masters]
+    for factor in (1.0, INF):
+        optimizer.zero_grad()
+        model.zero_grad()
+        optimizer.scale_loss(loss_of(model, factor)).backward()
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+        optimizer.step()
+    assert optimizer.steps_skipped == 1
+    gradients = torch.autograd.grad(loss_of(model, 2.0**10), list(model.parameters()))
+    for master, old, gradient in zip(masters, before, gradients, strict=True):
+        assert bits(master) == bits(old - gradient.float() / 2.0**10)
+    # The gradient of a float16 input is wanted as it is.
+    wide, x = net(F32), X.half().requires_grad_()
+    optimizer = LossScaleOptimizer(adamw(wide))
+    optimizer.backward(wide(x.float()).square().mean())
+    assert x.grad.dtype == F16
