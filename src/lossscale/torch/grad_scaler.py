@@ -24,6 +24,7 @@ from lossscale.errors import CallOrderError, ScalerArgumentError
 from lossscale.rules import DynamicScale, ScaleRule, StatsRequest
 from lossscale.torch import buffers, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
+from lossscale.torch.optimizer_list import parts_of
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
 from lossscale.torch.scale import FirstSteps, SkipCount, is_torchs, update_on_host
 from lossscale.torch.scaled_gradients import unscale
@@ -345,7 +346,7 @@ class GradScaler(torch.amp.GradScaler):
         divisor = scale if is_scaled else None
         # The kernel skips if it is exactly 1, and a subclass may have added some up.
         found = gradients.any_overflow(entry["found_inf_per_device"]).to(scale.device).clamp(max=1)
-        is_first = fused.makes_state([optimizer])
+        is_first = fused.makes_state(parts_of(optimizer))
         is_on_host = found.device.type == "cpu"
         is_read = is_on_host or is_first or self._watcher is not None or self._skipped_hooks
         is_skipped = is_read and self._is_skipped(optimizer, entry, divisor)
