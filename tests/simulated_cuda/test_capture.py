@@ -8,7 +8,7 @@ from torch import nn
 
 from benchmarks.frameworks.torch_native import SCALERS, Way
 from lossscale import FixedScale
-from lossscale.torch import LossScaleOptimizer, guard
+from lossscale.torch import LossScaleOptimizer, MasterWeights, guard
 from simulated_cuda.device import taken
 
 # Overflows of the steps, of which the first three are eager.
@@ -71,6 +71,41 @@ def test_the_drop_in_is_captured_as_pytorchs_scaler(to_none, micro_batches, clip
     ends = [[trained(n, captured, *settings) for captured in (True, False)] for n in SCALERS]
     assert [captured for captured, _ in ends] == [eager for _, eager in ends]
     assert ends[0][0][:2] == ends[1][0][:2]
+
+
+@pytest.mark.parametrize("verb", ["backward", "scale_loss", *SCALERS])
+def test_float32_masters_of_float16_parameters(verb):
+    """What is written into a parameter between replays is adopted, too."""
+
+    def run(captured):
+        p = nn.Parameter(torch.ones(4, device="cuda", dtype=torch.float16))
+        x, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
+        adamw = torch.optim.AdamW([p], lr=1e-4, fused=True, capturable=True)
+        inner = MasterWeights(adamw)
+        way = Way("device" if verb in ("backward", "scale_loss") else verb, [inner], scale=8.0)
+
+        def step():
+            way.zero_grad()
+            loss = (p.float() * x).sum()
+            way.wrappers[0].backward(loss) if verb == "backward" else way.backward(loss)
+            way.step()
+
+        for number in range(STEPS):
+            x.fill_(torch.inf if number in OVERFLOWS else 0.1 * number + 0.1)
+            if number == 5:
+                p.data[0] = 0.25
+            if number == 3 and captured:
+                with torch.cuda.graph(graph):
+                    step()
+            graph.replay() if number >= 3 and captured else step()
+        (master,) = inner.masters.values()
+        return p.tolist(), master.tolist(), way.scales()
+
+    parameter, master, scales = run(True)
+    assert (parameter, master, scales) == run(False)
+    assert scales == [2.0]
+    assert parameter[1] != 1.0 != master[1] != parameter[1]
+    assert 0.249 < parameter[0] < 0.25
 
 
 @pytest.mark.parametrize("name", ["backward", "scale_loss"])
