@@ -81,8 +81,10 @@ OPTAX = ("bare", "read", "lossscale", "apply_if_finite", "jmp", "flax")
 TORCH = (
     *("bare", "verb", "wrapper", "device", "fixed", "drop-in", "GradScaler"),
     *("bare, clip", "verb, clip", "wrapper, clip", "GradScaler, clip"),
+    "masters",
 )
-"""`verb` is `optimizer.backward(loss)`, `wrapper` is `scale_loss(loss).backward()`."""
+"""`verb` is `optimizer.backward(loss)`, `wrapper` is `scale_loss(loss).backward()`, `masters`
+`MasterWeights` of float16 parameters, without a loss scale."""
 MONITORS: dict[str, dict[str, Any]] = {
     "no monitor": {},
     "every step": {"every": 1},

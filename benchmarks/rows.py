@@ -193,19 +193,23 @@ def _of_optax() -> Iterator[Row]:
 def _of_torch() -> Iterator[Row]:
     row = functools.partial(Row, wrapper="torch", timing=OF_TORCH, optimizer="AdamW")
     shapes = {"10M in 100": ((320, 312),) * 100, "200 x 1000": ((1000,),) * 200}
+    mlp = ((512, 784), (512,), *((512, 512), (512,)) * 3, (10, 512), (10,))
     for mode in MODES["torch_native"]:
         methods = tuple(name for name in TORCH if name != "device" or mode == "fused")
         # The work of the verb is in a backward pass.
         alone = tuple(name for name in methods if not name.startswith("verb"))
+        methods = tuple(name for name in methods if name != "masters")
         for name, each in shapes.items():
             work, point = Workload(each), f"{mode}, {name}"
             yield row("alone", mode=mode, methods=alone, point=point, workload=work)
+        few, work = ("bare", "masters"), Workload(mlp)
+        yield row("alone", mode=mode, methods=few, point=f"{mode}, an mlp", workload=work)
         for name, each in shapes.items():
             work, point = Workload(each), f"with an empty backward pass, {mode}, {name}"
             yield row("backward", mode=mode, methods=methods, point=point, workload=work)
     for model in ("mlp", "cnn", "transformer", "mlp, 4 micro-batches", "cnn, 4 micro-batches"):
         point = f"whole step, {model}"
-        yield row("whole", mode="fused", methods=TORCH, point=point, model=model)
+        yield row("whole", mode="fused", methods=TORCH[:-1], point=point, model=model)
 
 
 def _short_form(rows: Sequence[Row]) -> Iterator[Row]:

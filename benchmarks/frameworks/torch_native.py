@@ -146,8 +146,14 @@ class _Filled(torch.autograd.Function):
 
 def _way(name: str, parameters: list[Any], row: Row) -> Way:
     # A rate that leaves the parameters where they are, which all methods share.
-    inner = torch.optim.AdamW(parameters, lr=1e-12, weight_decay=0.0, **FLAGS[row.mode])
+    inner: torch.optim.Optimizer = torch.optim.AdamW(
+        parameters, lr=1e-12, weight_decay=0.0, **FLAGS[row.mode]
+    )
     way, _, clips = name.partition(", ")
+    if way == "masters":
+        inner, way = lossscale.torch.MasterWeights(inner), "bare"
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
     # The verb leaves gradients that anything can clip.
     settings = {"clip_norm": None} if way == "verb" else {}
     device, clip_norm = parameters[0].device.type, CLIP if clips else None
@@ -196,6 +202,8 @@ def _program(row: Row, name: str, small: bool) -> Step:
 
 def _built(row: Row, name: str, small: bool) -> Step:
     parameters, loss = _shared(row, small)
+    if name == "masters":
+        parameters = [nn.Parameter(parameter.detach().half()) for parameter in parameters]
     way = _way(name, parameters, row)
     owner = way.scaler or way.optimizers[0]
 
@@ -225,7 +233,7 @@ def _built(row: Row, name: str, small: bool) -> Step:
 
     if row.workload is None:
         return _Step(whole, owner, parameters)
-    factor = 1.0 if name.startswith("bare") else SCALE
+    factor = 1.0 if name.startswith(("bare", "masters")) else SCALE
     gradients = [torch.tensor(gradient) for gradient in row.workload.gradients(factor)]
     return _Step(backward if row.case == "backward" else alone, owner, parameters, gradients)
 
