@@ -39,7 +39,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 _KEY = "master_weight"
 _NARROW = frozenset({torch.float16, torch.bfloat16})
 _FACTS = operator.attrgetter("dtype", "device", "shape")
-_TOGETHER = {"cpu": 2**20}
+_TOGETHER = {"cpu": 2**15}
 """Elements that are compared together, in a few times their memory: in a cache, or all that fit."""
 
 
@@ -238,8 +238,8 @@ class MasterWeights(OuterOptimizer):
                 master.copy_(entry[_KEY])
                 entry[_KEY] = master
         for some in _by_kind(pairs):
-            for parameters, masters in _together(some):
-                _adopt(parameters, masters)
+            for part in _together(some):
+                _adopt([parameter for parameter, _ in part], [master for _, master in part])
         return pairs
 
     @contextlib.contextmanager
@@ -446,13 +446,16 @@ def _round(pairs: Pairs) -> None:
         torch._foreach_copy_([parameter for parameter, _ in some], [master for _, master in some])
 
 
-def _together(pairs: Pairs) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+def _together(pairs: Pairs) -> Iterator[Pairs]:
     """Parts of pairs that are compared together."""
-    most = _TOGETHER.get(pairs[0][0].device.type, 2**26)
-    ends = itertools.accumulate(parameter.numel() for parameter, _ in pairs)
-    for _, part in itertools.groupby(zip(pairs, ends, strict=True), lambda each: each[1] // most):
-        parameters, masters = zip(*(pair for pair, _ in part), strict=True)
-        yield list(parameters), list(masters)
+    most, part, size = _TOGETHER.get(pairs[0][0].device.type, 2**26), Pairs(), 0
+    for pair in pairs:
+        size += pair[0].numel()
+        if part and size > most:
+            yield part
+            part, size = [], pair[0].numel()
+        part.append(pair)
+    yield part
 
 
 def _adopt(parameters: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
