@@ -125,6 +125,41 @@ def test_a_float16_model_samples_and_learns_and_its_ratios_are_near_1(capsys, th
     assert skipped == "0"
 
 
+def test_fused_adam_alone_moves_float16_weights_too_far_as_the_recipe_says(threads):
+    torch.set_num_threads(1)
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
+    y = torch.randint(0, 10, (256,), generator=torch.Generator().manual_seed(2))
+
+    def moved(half, wrap=lambda adam: adam):
+        """How far a weight moves on average, in 300 steps."""
+        torch.manual_seed(0)
+        layers = torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 10)
+        model, batch = torch.nn.Sequential(*layers), x
+        if half:
+            model, batch = model.half(), x.half()
+        start = [p.detach().float().clone() for p in model.parameters()]
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        optimizer = lossscale.LossScaleOptimizer(wrap(adam))
+        for _ in range(300):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(batch).float(), y)
+            optimizer.scale_loss(loss).backward()
+            optimizer.step()
+        pairs = zip(model.parameters(), start, strict=True)
+        return float(
+            torch.cat([(p.detach().float() - old).flatten() for p, old in pairs]).abs().mean()
+        )
+
+    page = (ROOT / "docs/pytorch_recipes.md").read_text()
+    alone, wide = re.search(
+        r"weights moved ([\d.]+)\s+instead of ([\d.]+) on average", page
+    ).groups()
+    assert moved(half=False) == pytest.approx(float(wide), rel=0.1)
+    assert moved(True, lossscale.torch.MasterWeights) == pytest.approx(float(wide), rel=0.1)
+    # How far depends on the kernel's rounding.
+    assert moved(half=True) > float(alone) / 2
+
+
 @pytest.fixture(scope="module")
 def demo():
     # Where PyTorch alone is installed, these are not.
