@@ -133,6 +133,13 @@ def _parts() -> list[Part]:
             (),
             on_torch,
         ),
+        Part(
+            "PyTorch: float16 models",
+            "torch",
+            ("tests/frameworks/torch/test_master_weights.py",),
+            (),
+            on_torch,
+        ),
         Part("PyTorch: promises", "torch", PROMISES, (), on_torch | native),
         Part("PyTorch: replayed steps, streams and threads", "torch", ON_EACH_GPU, (), on_torch),
         # They take the GPU by themselves.
