@@ -47,10 +47,8 @@ def test_on_the_processor_parts_run_and_say_what_came_of_them(tmp_path):
 def test_the_times_of_float16_models_are_a_table_of_the_page(tmp_path):
     page, output = tmp_path / "gpu.md", tmp_path / "gpu.json"
     page.write_text(PAGE.read_text())
-    options = ["--device", "cpu", "--page", page, "--output", output, "--only", "beside autocast"]
-    command = [sys.executable, "-m", "tools.gpu", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ["--device", "cpu", "--page", str(page), "--output", str(output)]
+    assert gpu.main([*options, "--only", "beside autocast"]) == 0
     name = "PyTorch: a float16 model beside autocast, timed"
     _, _, table = page.read_text().partition(f"### {name}\n\n")
     assert re.findall(r"^\| (\d micro-batch\w*) \|(?: [\d.]+ \|){7}$", table, re.MULTILINE) == [
