@@ -21,7 +21,7 @@ JOBS ?= 3
 .PHONY: demo test test-quick test-migration lint types docs bench clean
 
 demo: $(DEMO)/installed
-	@echo "[3/3] Training handwritten digits four ways: under a minute"
+	@echo "[3/3] Training handwritten digits six ways: half a minute at most"
 	$(DEMO)/bin/python examples/torch/digits.py
 
 # All backends in one queue of processes (tests/run.py); `make test-quick` is the core and one backend.

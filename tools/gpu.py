@@ -49,7 +49,7 @@ PROMISES = tuple(
     for name in ("device", "promises", "what_rules_see", "random_programs", "arguments")
 )
 ON_EACH_GPU = tuple(f"tests/simulated_cuda/{name}" for name in simulated_cuda.ON_EACH_GPU)
-BENCHMARKS = "benchmarks"
+BENCHMARKS, TIMES = "benchmarks", "tools.float16_models"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +73,18 @@ class Part:
 
     @property
     def is_benchmarks(self) -> bool:
-        """Whether it measures."""
+        """Whether it measures, and writes the results to a file."""
         return self.arguments[:2] == ("-m", BENCHMARKS)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it measures times, and so runs alone."""
+        return self.is_benchmarks or self.arguments[:2] == ("-m", TIMES)
 
 
 OWN = tuple(map(str, (ROOT / "src", ROOT, ROOT / "tests")))
+# The page shows what they print.
+WITH_A_TABLE = ("examples/torch/digits.py", "examples/torch/policy_gradient.py")
 # What a test of tests/frameworks/torch/test_devices.py shows.
 OF_TORCH = {
     "every way with single, foreach and fused optimizers; "
@@ -126,6 +133,13 @@ def _parts() -> list[Part]:
             (),
             on_torch,
         ),
+        Part(
+            "PyTorch: float16 models",
+            "torch",
+            ("tests/frameworks/torch/test_master_weights.py",),
+            (),
+            on_torch,
+        ),
         Part("PyTorch: promises", "torch", PROMISES, (), on_torch | native),
         Part("PyTorch: replayed steps, streams and threads", "torch", ON_EACH_GPU, (), on_torch),
         # They take the GPU by themselves.
@@ -146,6 +160,7 @@ def _parts() -> list[Part]:
         ),
         Part("PyTorch: waits and launches", "torch", ("-m", "tools.gpu_counts"), (), on_torch),
         _measured("PyTorch: benchmarks", "torch", "torch_native", ()),
+        Part("PyTorch: a float16 model beside autocast, timed", "torch", ("-m", TIMES)),
         _measured("JAX with Optax: benchmarks", "jax", "optax", ("optax",)),
     ]
     for path in sorted((ROOT / "examples" / "torch").glob("*.py")):
@@ -225,6 +240,8 @@ def run(part: Part, device: str, seconds: float) -> dict[str, Any]:
             kind = "gpu" if device == "cuda" else "cpu"
             quick = [] if device == "cuda" else ["--quick"]
             command += ["--device", kind, "--output", str(measured), *quick]
+        elif part.is_timed and device == "cpu":
+            command += ["--device", "cpu", "--rounds", "2", "--small"]
         try:
             done = subprocess.run(
                 command,
@@ -257,6 +274,9 @@ def run(part: Part, device: str, seconds: float) -> dict[str, Any]:
             found |= counted(done.stdout)
         if measured.exists():
             found["benchmarks"] = json.loads(measured.read_text())
+        if part.arguments[:2] == ("-m", TIMES) or part.arguments[0] in WITH_A_TABLE:
+            lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
+            found["table"] = "\n".join(lines)
         if done.returncode:
             lines = [line for line in done.stdout.splitlines() if line.strip()]
             found["why"] = lines[-1][:200] if lines else f"exit status {done.returncode}"
@@ -286,6 +306,8 @@ def table(results: Mapping[str, Any]) -> str:
         versions = ", ".join(f"{n} {v}" for n, v in results["versions"].items())
         lines[:0] = [f"Run on {results['date'][:10]} with {seen}; {versions}.", ""]
     for part in PARTS:
+        if printed := found.get(part.name, {}).get("table"):
+            lines += ["", f"### {part.name}", "", printed]
         measured = found.get(part.name, {}).get("benchmarks")
         if measured and measured["rows"]:
             for title, text in tables.sections(measured).items():
@@ -359,9 +381,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 write_page(options.page, results)
 
     with multiprocessing.pool.ThreadPool(options.jobs) as pool:
-        pool.map(take, [part for part in parts if not part.is_benchmarks], chunksize=1)
+        pool.map(take, [part for part in parts if not part.is_timed], chunksize=1)
     for part in parts:
-        if part.is_benchmarks:
+        if part.is_timed:
             take(part)
     failed = [name for name, found in results["parts"].items() if found["outcome"] == "failed"]
     for name in failed:

@@ -74,23 +74,104 @@ def test_a_program_on_a_page_prints_what_it_says(source):
 
 ROOT = pathlib.Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "torch"
-FLOAT32, UNSCALED, FIXED, DYNAMIC = NAMES = (
+FLOAT32, AUTOCAST, ALONE, REFUSED, FUSED, MASTERS = NAMES = (
     "float32",
-    "float16, no scaling",
-    "float16, fixed scale",
-    "float16, dynamic scale",
+    "float16 autocast, LossScaleOptimizer",
+    "model.half(), AdamW alone",
+    "model.half(), torch.amp.GradScaler",
+    "model.half(), torch.amp.GradScaler, fused AdamW",
+    "model.half(), LossScaleOptimizer(MasterWeights(...))",
 )
 STEPS_OF_AN_EPOCH = 22
 
 
-def test_the_loop_takes_its_four_steps_and_the_policy_learns_the_best_action(capsys):
+@pytest.fixture
+def threads():
+    """Puts the number of PyTorch's threads back."""
+    number = torch.get_num_threads()
+    yield
+    torch.set_num_threads(number)
+
+
+def test_the_loop_takes_its_four_steps(capsys):
     runpy.run_path(str(FOLDER / "plain.py"))
     *steps, last = capsys.readouterr().out.splitlines()
     assert last == "8 4 4 8 - steps skipped: 1"
     assert [step.rpartition(" ")[2] for step in steps] == ["0.009", "0.009", "0.0081", "0.00729"]
-    runpy.run_path(str(FOLDER / "policy_gradient.py"))
-    share, skipped = re.search(r"(\d+)%, steps skipped: (\d+)$", capsys.readouterr().out).groups()
-    assert (int(share) > 95, skipped) == (True, "0")
+
+
+def ratios_of(text):
+    """The rows of the table of importance ratios in a text: (bfloat16, float16) in percent."""
+    rows = re.findall(r"^\| ([^|]+) \| ([\d.]+)% \| ([\d.]+)% \|$", text, re.MULTILINE)
+    return {name: (float(bfloat16), float(float16)) for name, bfloat16, float16 in rows}
+
+
+def test_a_float16_model_samples_and_learns_and_its_ratios_are_near_1(capsys, threads):
+    runpy.run_path(str(FOLDER / "policy_gradient.py"), run_name="__main__")
+    text = capsys.readouterr().out
+    shown = [ratios_of((ROOT / page).read_text()) for page in ("README.md", "docs/why_float16.md")]
+    assert shown[0] == shown[1]
+    # The figures depend on the machine, and what the pages say of them does not.
+    for rows in (shown[0], ratios_of(text)):
+        assert [*rows] == [*ratios_of(text)]
+        copied, one, other = rows.values()
+        assert all(half < wide / 3 for wide, half in (copied, other))
+        assert all(less < more for less, more in zip(one, copied, strict=True))
+    shares = re.findall(r"(\d+)% of the tokens are rewarded", text)
+    worst, skipped = re.search(r"at most ([\d.]+)%; steps skipped: (\d+)$", text).groups()
+    assert int(shares[0]) < 20
+    assert int(shares[1]) > 80
+    assert float(worst) < 5
+    assert skipped == "0"
+
+
+def test_fused_adam_alone_moves_float16_weights_too_far_as_the_recipe_says(threads):
+    torch.set_num_threads(1)
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
+    y = torch.randint(0, 10, (256,), generator=torch.Generator().manual_seed(2))
+
+    def moved(half, wrap=lambda adam: adam):
+        """How far a weight moves on average, in 300 steps."""
+        torch.manual_seed(0)
+        layers = torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 10)
+        model, batch = torch.nn.Sequential(*layers), x
+        if half:
+            model, batch = model.half(), x.half()
+        start = [p.detach().float().clone() for p in model.parameters()]
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        optimizer = lossscale.LossScaleOptimizer(wrap(adam))
+        for _ in range(300):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(batch).float(), y)
+            optimizer.scale_loss(loss).backward()
+            optimizer.step()
+        pairs = zip(model.parameters(), start, strict=True)
+        return float(
+            torch.cat([(p.detach().float() - old).flatten() for p, old in pairs]).abs().mean()
+        )
+
+    page = (ROOT / "docs/pytorch_recipes.md").read_text()
+    alone, wide = re.search(
+        r"weights moved ([\d.]+)\s+instead of ([\d.]+) on average", page
+    ).groups()
+    assert moved(half=False) == pytest.approx(float(wide), rel=0.1)
+    assert moved(True, lossscale.torch.MasterWeights) == pytest.approx(float(wide), rel=0.1)
+    # How far depends on the kernel's rounding.
+    assert moved(half=True) > float(alone) / 2
+
+
+def test_float16_adapters_are_trained_as_the_recipe_says():
+    (source,) = [block for block in programs("pytorch_recipes.md") if "trained = [" in block]
+    cast = "for p in trained:\n    p.data = p.data.float()\n"
+    assert cast in source
+    adam = "torch.optim.AdamW(trained)"
+    source = source.replace(cast, "").replace(adam, f"lossscale.torch.MasterWeights({adam})")
+    scope = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(source, scope)
+    assert printed.getvalue() == "0\n"
+    assert {p.dtype for p in scope["model"].parameters()} == {torch.float16}
+    assert scope["trained"][0].grad.dtype == torch.float32
 
 
 @pytest.fixture(scope="module")
@@ -118,51 +199,40 @@ def printed(demo, tmp_path_factory):
 
 
 def cells_of(text):
-    """The rows of the first table in a text, by the names in their first column."""
+    """The rows of the demo's table in a text, by the names in their first column."""
     rows = [re.split(r" *\| *", line)[1:-1] for line in text.splitlines() if line[:1] == "|"]
-    return {name: cells for name, *cells in rows if name in NAMES}
+    return {name.replace("`", ""): cells for name, *cells in rows if name.replace("`", "") in NAMES}
 
 
 def check_claims(text, steps):
-    """Checks what README says of the four runs."""
+    """Checks what README says of the runs."""
     rows = cells_of(text)
     assert tuple(rows) == NAMES
-    accuracy = {name: float(cells[0].removesuffix("%")) for name, cells in rows.items()}
-    flushed = {name: float(cells[1].removesuffix("%")) for name, cells in rows.items()}
-    assert accuracy[FLOAT32] > 85
-    assert accuracy[UNSCALED] < 30
-    assert accuracy[FIXED] == pytest.approx(accuracy[FLOAT32], abs=5)
-    assert accuracy[DYNAMIC] == pytest.approx(accuracy[FLOAT32], abs=5)
-    assert (flushed[FLOAT32], flushed[UNSCALED]) == (0, 100)
-    assert flushed[DYNAMIC] < flushed[FIXED] < 5
-    assert rows[FLOAT32][2:] == rows[UNSCALED][2:] == ["", ""]
-    assert rows[FIXED][2:] == [f"0 of {steps}", "2**20"]
-    skipped, _, total = rows[DYNAMIC][2].split()
-    # Each skip halves the scale, which starts at 2**40.
-    assert total == str(steps)
-    assert 0 < int(skipped) < 15
-    assert 40 - int(skipped) <= int(rows[DYNAMIC][3].removeprefix("2**")) < 40
+    learned = {name: float(cells[0].rstrip("%")) for name, cells in rows.items() if name != REFUSED}
+    assert learned[FLOAT32] > 90
+    for name in (AUTOCAST, MASTERS):
+        assert learned[name] == pytest.approx(learned[FLOAT32], abs=2)
+        assert float(rows[name][1]) == pytest.approx(float(rows[FLOAT32][1]), abs=0.1)
+        skipped, _, total = rows[name][2].split()
+        assert (int(skipped) < 20, total) == (True, str(steps))
+    for name in (ALONE, FUSED):
+        assert learned[name] < 30
+        assert int(rows[name][1].removeprefix("NaN in step ")) < STEPS_OF_AN_EPOCH
+    assert rows[REFUSED][:2] == ["-", "ValueError: Attempting to unscale FP16 gradients."]
 
 
-def test_float16_learns_only_with_a_loss_scale_as_readme_shows(printed):
+def test_a_float16_model_learns_as_in_float32_only_with_masters_as_readme_shows(printed):
     text, picture = printed
     check_claims(text, 4 * STEPS_OF_AN_EPOCH)
     check_claims((ROOT / "README.md").read_text(), 15 * STEPS_OF_AN_EPOCH)
     ends = [line.partition(" [")[0].strip() for line in text.splitlines() if " epoch 4/4" in line]
-    assert ends == [*NAMES]
+    assert ends == [FLOAT32, AUTOCAST, MASTERS]
     assert f"Picture: {picture}\n" in text
     from matplotlib.image import imread
 
-    assert imread(picture).shape[:2] == (960, 1320)
+    assert imread(picture).shape[:2] == (600, 1320)
 
 
-def test_the_average_is_why_float16_does_not_learn_and_changes_nothing_in_float32(demo):
-    # The size of the gradients stops the second run, and not float16.
-    data = demo.digits()
-    run = demo.train(data, True, None, epochs=2, outputs=1)
-    assert run.accuracy[-1] > 0.8
-    assert run.flushed[-1] < 0.05
-    plain, averaged = (
-        demo.train(data, False, None, epochs=1, **settings) for settings in ({"outputs": 1}, {})
-    )
-    assert plain.accuracy == averaged.accuracy
+def test_adamw_alone_is_lost_by_its_epsilon_which_is_0_in_float16(demo):
+    run = demo.train(demo.digits(), demo.RUNS[ALONE], epochs=2, eps=1e-4)
+    assert (run.ended, run.accuracy[-1][1] > 0.8) == ("", True)
