@@ -87,7 +87,6 @@ class MasterWeights(OuterOptimizer):
     _pickled: ClassVar[tuple[str, ...]] = ("inner_optimizer", "_masters")
 
     inner_optimizer: torch.optim.Optimizer
-    """The optimizer that updates the masters."""
     _masters: dict[torch.Tensor, torch.Tensor]
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -300,8 +299,8 @@ class MasterWeights(OuterOptimizer):
             owner = None if torch.compiler.is_compiling() else mine()
             if owner is not None and owner._pairs and not owner._is_stepping:
                 raise CallOrderError(
-                    f"step() of {type(optimizer).__name__} would update float16 parameters in "
-                    "place of their masters. Call step() of the MasterWeights, or of what wraps "
+                    f"step() of {type(optimizer).__name__} would update float16 parameters, not "
+                    "their masters. Call step() of the MasterWeights, or of what wraps "
                     "it; pass that one to a gradient scaler."
                 )
 
@@ -525,7 +524,7 @@ def _check_can_have_masters(
             is_own = id(each) in lists or not isinstance(each, (list, tuple))
             if not (is_own or ids.isdisjoint(map(id, each))):
                 raise UnsupportedError(
-                    f"{type(optimizer).__name__} keeps parameters in its attribute {name!r}, and "
+                    f"{type(optimizer).__name__} keeps parameters in its attribute {name!r}. It "
                     "would update these in place of their masters. Keep the parameters in float32 "
                     "and compute under torch.autocast."
                 )

@@ -453,8 +453,8 @@ def _check_not_half(unowned: Iterable[Any]) -> None:
     """Checks that gradients of tensors of no optimizer can be divided."""
     if any(map(ranks.has_half_gradients, unowned)):
         raise GradientsError(
-            "The loss reaches float16 parameters of no optimizer, whose unscaled gradients would "
-            "flush to zero, and none of this optimizer. For float32 copies made by hand, call "
+            "The loss reaches float16 parameters of no optimizer, and none of this one. Their "
+            "unscaled gradients would flush to zero. For float32 copies made by hand, call "
             "optimizer.scale_loss(loss).backward(), copy the gradients, then step(). Better wrap "
             "lossscale.torch.MasterWeights(torch.optim.AdamW(model.parameters())), which makes "
             "the copies itself."
