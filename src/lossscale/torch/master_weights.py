@@ -162,9 +162,8 @@ class MasterWeights(OuterOptimizer):
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the optimizer; its methods, such as `train`, see the masters."""
-        if "inner_optimizer" not in vars(self):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if name.startswith("_") and not name.startswith("_optimizer_"):
+        is_own = name.startswith("_") and not name.startswith("_optimizer_")
+        if is_own or "inner_optimizer" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         found = getattr(self.inner_optimizer, name)
         if not inspect.ismethod(found):
@@ -194,7 +193,7 @@ class MasterWeights(OuterOptimizer):
                     # Adagrad makes its state with the dtype of the parameter before a step.
                     state.update({k: v.float() for k, v in state.items() if _is_narrow(v)})
                 elif p in before and p not in self._masters:
-                    _widen(p, before[p], self._dtypes[id(p)])
+                    _widen(p, before[p], self._dtypes.get(id(p), torch.float16))
                     state.pop(_KEY, None)
             self._pairs, self._facts = list(self._masters.items()), facts
             self._dtypes = {id(p): p.dtype for p in narrow}

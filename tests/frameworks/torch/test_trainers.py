@@ -42,21 +42,26 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Net(torch.nn.Module):
-    def __init__(self):
+    """A network under autocast, or of float16 parameters."""
+
+    def __init__(self, dtype=torch.float32):
         super().__init__()
         torch.manual_seed(0)
         self.layers = torch.nn.Sequential(
             torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)
-        )
+        ).to(dtype)
+        self.dtype = dtype
 
     def forward(self, x):
-        with torch.autocast(x.device.type, torch.float16):
-            return self.layers(x).float().square().mean()
+        with torch.autocast(x.device.type, torch.float16, self.dtype == torch.float32):
+            return self.layers(x.to(self.dtype)).float().square().mean()
 
 
 def data():
     """Two make the gradients infinite at any scale, one of them the first after the file."""
-    batches = torch.randn(STEPS, 2, 3, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    # Lightning's "16-true" changes the default dtype within a step.
+    batches = torch.randn(STEPS, 2, 3, generator=generator, dtype=torch.float32)
     batches[1] = batches[SAVED] = torch.inf
     return batches.to(DEVICE)
 
@@ -64,6 +69,8 @@ def data():
 def made(net, clip=None):
     """A wrapper that also overflows by itself in the first step, and its schedule."""
     inner = torch.optim.AdamW(net.parameters(), lr=0.1)
+    if net.dtype == torch.float16:
+        inner = lossscale.torch.MasterWeights(inner)
     optimizer = lossscale.torch.LossScaleOptimizer(inner, True, 2.0**17, 2, clip_norm=clip)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     return optimizer, lossscale.torch.guard(scheduler, optimizer)
@@ -76,11 +83,16 @@ def compared(net, optimizer, scheduler):
     return snapshot(net.parameters(), optimizer), scale, counts, scheduler.get_last_lr()
 
 
-@pytest.fixture(scope="module", params=[None, 0.05], ids=["", "clipped"])
+@pytest.fixture(
+    scope="module",
+    params=[(None, torch.float32), (0.05, torch.float32), (None, torch.float16)],
+    ids=["", "clipped", "float16 model"],
+)
 def plain(request):
-    """What a plain loop ends with, and how it clips."""
-    net = Net().to(DEVICE)
-    optimizer, scheduler = made(net, request.param)
+    """What a plain loop ends with, how it clips, and the dtype of the parameters."""
+    clip, dtype = request.param
+    net = Net(dtype).to(DEVICE)
+    optimizer, scheduler = made(net, clip)
     for batch in data():
         optimizer.scale_loss(net(batch)).backward()
         optimizer.step()
@@ -89,7 +101,7 @@ def plain(request):
     result = compared(net, optimizer, scheduler)
     assert result[2][0] == STEPS
     assert 1 < result[2][1] < STEPS - 1
-    return result, request.param
+    return result, clip, dtype
 
 
 def test_a_protocol_finds_the_attributes_of_an_optimizer():
@@ -106,11 +118,11 @@ def test_a_protocol_finds_the_attributes_of_an_optimizer():
 # Lightning
 
 
-def module(lightning, clip, *, manual):
+def module(lightning, clip, dtype, *, manual):
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.net, self.automatic_optimization, self.logged = Net(), not manual, []
+            self.net, self.automatic_optimization, self.logged = Net(dtype), not manual, []
 
         def configure_optimizers(self):
             self.made = optimizer, scheduler = made(self.net, clip)
@@ -143,16 +155,17 @@ def module(lightning, clip, *, manual):
 
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 def test_lightning(lightning, tmp_path, plain, manual):
-    expected, clip = plain
+    expected, clip, dtype = plain
 
     def runner(steps):
         names = "logger", "enable_progress_bar", "enable_model_summary"
         quiet = dict.fromkeys(names, False)
         where = {"accelerator": ACCELERATOR, "devices": 1, "default_root_dir": tmp_path}
-        return lightning.Trainer(**quiet, **where, precision="32-true", max_steps=steps)
+        precision = "32-true" if dtype == torch.float32 else "16-true"
+        return lightning.Trainer(**quiet, **where, precision=precision, max_steps=steps)
 
     loader = torch.utils.data.DataLoader(torch.zeros(STEPS))
-    whole = module(lightning, clip, manual=manual)
+    whole = module(lightning, clip, dtype, manual=manual)
     runner(STEPS).fit(whole, loader)
     assert compared(whole.net, *whole.made) == expected
     if manual:
@@ -161,9 +174,9 @@ def test_lightning(lightning, tmp_path, plain, manual):
         assert reasons == [(1, "overflow"), (2, "loss"), (4, "loss")]
         assert skipped[1]["nonfinite"][0]["name"] == "net.layers.0.weight"
     first = runner(SAVED)
-    first.fit(module(lightning, clip, manual=manual), loader)
+    first.fit(module(lightning, clip, dtype, manual=manual), loader)
     first.save_checkpoint(path := tmp_path / "at_three.ckpt")
-    resumed = module(lightning, clip, manual=manual)
+    resumed = module(lightning, clip, dtype, manual=manual)
     runner(STEPS).fit(resumed, loader, ckpt_path=path)
     assert compared(resumed.net, *resumed.made) == expected
 
@@ -192,10 +205,10 @@ def by_accelerate(net, wrapper, scheduler):
 
 @pytest.mark.parametrize("prepare", [by_fabric, by_accelerate])
 def test_fabric_and_accelerate(prepare, tmp_path, plain):
-    expected, clip = plain
+    expected, clip, dtype = plain
     path = str(tmp_path / "saved")
     for batches in (data()[:SAVED], data()[SAVED:]):
-        net = Net()
+        net = Net(dtype)
         run = made(net, clip)
         by, model, optimizer, scheduler, save, load = prepare(net, *run)
         if len(list(tmp_path.iterdir())):
@@ -222,11 +235,11 @@ class WithLabels(torch.nn.Module):
 
 
 def test_transformers(tmp_path, plain):
-    expected, clip = plain
+    expected, clip, dtype = plain
     transformers = pytest.importorskip("transformers")
 
     def start(folder):
-        net = Net()
+        net = Net(dtype)
         optimizer, scheduler = made(net, clip)
         arguments = transformers.TrainingArguments(
             output_dir=str(folder),
