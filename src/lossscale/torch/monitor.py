@@ -25,6 +25,7 @@ from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
 from lossscale.torch.ranks import local
 from lossscale.torch.repeated_step import DEFAULT_BYTES, CallRecorder
 from lossscale.torch.scaling import CPU, real_parts, uncompiled
+from lossscale.torch.settings import warn_of_float16_statistics
 from lossscale.torch.watch import is_finite
 
 _SINGLE_SKIPS = 5
@@ -120,6 +121,8 @@ class Monitor(LoopMonitor):
         self._tracker.build(list(names), list(names.values()))
         self._scale = float(optimizer.get_scale() if self._is_scaler else optimizer.loss_scale)
         self._model = model if isinstance(model, torch.nn.Module) else None
+        if self._model is not None:
+            warn_of_float16_statistics(self._model)
         self._finite = {name for name, _ in self._buffers(True)}
         self.explanation: Explanation | None = None
         self._explainer: _Explainer | None = None

@@ -12,6 +12,7 @@ from lossscale.torch import ranks
 from lossscale.torch.buffers import guard_average, guard_model, unguard_average, unguard_model
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
+from lossscale.torch.settings import warn_of_float16_statistics
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
@@ -202,6 +203,7 @@ def _guarded_model(model: Any, optimizer: Any, buffers: Iterable[str] | None) ->
         holders = [GuardedScheduler(model, each)._holds for each in several]
         guard_average(model, holders)
     elif several:
+        warn_of_float16_statistics(model)
         guard_model(model, several, buffers)
     return model
 

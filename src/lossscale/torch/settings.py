@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import traceback
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from lossscale.errors import (
 )
 from lossscale.members import Wrapper
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
+from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule
 from lossscale.torch import closures, fused, gradients, ranks
 from lossscale.torch.optimizer_list import parts_of, with_parts
@@ -235,6 +237,24 @@ def check_backpropagated(loss: Any, info: ranks.ParameterInfo) -> None:
             "A parameter has the dtype float16, in which unscaled gradients would flush to zero. "
             f"{gradients.IN_FLOAT32}"
         )
+
+
+_with_float16_statistics: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""The modules that a warning has named."""
+
+
+def warn_of_float16_statistics(model: torch.nn.Module) -> None:
+    """Warns once if a model keeps running statistics in float16, as after `model.half()`."""
+    for name, module in model.named_modules():
+        if module in _with_float16_statistics:
+            return
+        if getattr(getattr(module, "running_var", None), "dtype", None) == torch.float16:
+            _with_float16_statistics.add(module)
+            warn(
+                f"{type(module).__name__} {name!r} has float16 statistics. Its running variance "
+                "is infinite above 65,504. Keep it in float32: call .float() of each such module."
+            )
+            return
 
 
 # --- Arguments of a gradient scaler ------------------------------------------------------------
