@@ -53,7 +53,7 @@ SIMULATED = (
     "tests/simulated_cuda",
     *(
         f"tests/frameworks/torch/test_{name}.py"
-        for name in ("devices", "clipping", "buffers", "explain")
+        for name in ("devices", "clipping", "buffers", "explain", "master_weights")
     ),
     *(
         f"tests/conformance/test_{name}.py"
