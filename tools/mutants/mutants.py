@@ -264,8 +264,8 @@ tests/frameworks/jax/test_devices.py
         -k would_part
 tests/frameworks/jax/test_leaves.py
     optax LossScaled.update: gating.has_elements(gradients) -> True  -k without_a_gradient
-    optax _narrowed: all(map(_is_narrow, here)) -> True  -k rounded_last
-    optax LossScaled.init: jax.tree.map(_widened, params) -> params
+    optax _narrowed: all(map(gating.is_narrow, here)) -> True  -k rounded_last
+    optax LossScaled.init: self._widened(params) -> params
         -k float16 or narrow or half or dtype
 tests/conformance/test_monitors.py
     optax Monitor.step: self._scale = jnp.copy(watched.scale) -> pass  -k what_happened

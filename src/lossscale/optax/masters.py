@@ -1,0 +1,209 @@
+"""Trains float16 parameters by float32 copies of them, in the state of a transformation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import lossscale.optax.gating as gating
+from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.optax.state_lookup import states_below
+
+if TYPE_CHECKING:
+    from lossscale.optax.transformation import GradientTransformationExtraArgs
+
+
+class MasterWeightsState(NamedTuple):
+    """The state of `master_weights`.
+
+    Attributes:
+        masters: A float32 copy of each float16 or bfloat16 parameter; an `optax.MaskedNode` for
+            each other one.
+        inner_state: The state of the inner transformation, which updates the copies.
+    """
+
+    masters: Any
+    inner_state: Any
+
+
+class MasterWeights(optax.GradientTransformationExtraArgs):
+    """What `master_weights` returns: `loss_scaled` passes it the parameters as they are."""
+
+
+def master_weights(
+    inner: optax.GradientTransformation,
+) -> GradientTransformationExtraArgs[MasterWeightsState]:
+    """Makes a transformation update float32 copies of float16 and bfloat16 parameters.
+
+    `optax.apply_updates` then gives each parameter its copy, rounded. An update that is too small
+    for float16 is not lost: it stays in the copy. What other code writes into a parameter between
+    two steps replaces the copy. Other parameters are updated as without it.
+
+    Put it directly inside loss scaling: `loss_scaled(master_weights(optax.adamw(1e-5)))`. Clipping,
+    masks and accumulation go inside `master_weights`. bfloat16 parameters can do without
+    `loss_scaled`.
+
+    `optax.apply_updates` adds, so that a parameter never becomes -0.0, and an infinite one never
+    finite again. If float32 does not hold the difference (a step to less than 1/8,192 of the
+    parameter, 1/65,536 with bfloat16), the copy becomes the parameter.
+
+    Args:
+        inner: The whole optimizer, such as `optax.adamw(1e-5)` or a chain with clipping.
+
+    Returns:
+        An `optax.GradientTransformationExtraArgs`. Its state is a `MasterWeightsState`. Updates of
+        parameters with a copy are float32. `update` needs the parameters.
+
+    Raises:
+        ArgumentTypeError: If `inner` is not an Optax transformation, or `update` gets no
+            parameters.
+        ArgumentError: If `inner` has loss scaling or copies itself (`init` raises it), or the
+            dtypes of the parameters differ from those `init` got (`update` raises it).
+
+    Examples:
+        >>> tx = lossscale.optax.master_weights(optax.sgd(1.0))
+        >>> weight = jnp.float16(1.0)
+        >>> state = tx.init(weight)
+        >>> for _ in range(3):
+        ...     updates, state = tx.update(jnp.float16(2**-12), state, weight)
+        ...     weight = optax.apply_updates(weight, updates)
+        >>> float(weight), float(state.masters)
+        (0.9990234375, 0.999267578125)
+    """
+    tx = gating.checked_transformation(inner)
+
+    def init(params: Any) -> MasterWeightsState:
+        inner_state = tx.init(_copies(params, lambda leaf: leaf))
+        if states_below(inner_state) or has_masters(inner_state):
+            raise ArgumentError(
+                "master_weights must be used once, directly inside loss_scaled. Write "
+                "loss_scaled(master_weights(optax.chain(...)))."
+            )
+        return MasterWeightsState(_copies(params, lambda _: optax.MaskedNode()), inner_state)
+
+    def update(
+        updates: Any, state: MasterWeightsState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, MasterWeightsState]:
+        if params is None:
+            raise ArgumentTypeError(
+                "master_weights needs the parameters: call tx.update(grads, state, params)."
+            )
+        leaves, structure = jax.tree.flatten(params)
+        masters = structure.flatten_up_to(state.masters)
+        for param, master in zip(leaves, masters, strict=True):
+            if _has_copy(param) is isinstance(master, optax.MaskedNode):
+                raise ArgumentError(
+                    "The dtypes of the parameters must be those that `init` was called with. "
+                    f"Received: {param.dtype}. Call tx.init(params) again."
+                )
+        before = [
+            _adopted(master, param) if _has_copy(param) else param
+            for param, master in zip(leaves, masters, strict=True)
+        ]
+        made, inner_state = tx.update(
+            jax.tree.map(gating.widened, updates),
+            state.inner_state,
+            structure.unflatten(before),
+            **extra_args,
+        )
+        stepped = [
+            _stepped(param, master, change) if _has_copy(param) else (change, optax.MaskedNode())
+            for param, master, change in zip(
+                leaves, before, structure.flatten_up_to(made), strict=True
+            )
+        ]
+        changes, after = ([each[part] for each in stepped] for part in (0, 1))
+        return structure.unflatten(changes), MasterWeightsState(
+            structure.unflatten(after), inner_state
+        )
+
+    return MasterWeights(init, update)
+
+
+def has_masters(state: Any) -> bool:
+    """Whether a state has a `MasterWeightsState` in it."""
+
+    def is_one(node: Any) -> bool:
+        return isinstance(node, MasterWeightsState)
+
+    return any(map(is_one, jax.tree.leaves(state, is_leaf=is_one)))
+
+
+def trains_float16(params: Any, state: Any) -> bool:
+    """Whether a float16 parameter is trained for certain, as the state of a transformation shows.
+
+    Args:
+        params: The parameters. Those that are frozen may be `optax.MaskedNode`.
+        state: The state of the transformation. A mask can be read from it only if there are arrays
+            for each parameter, such as moments: those of others are `optax.MaskedNode`.
+    """
+    float16 = {
+        tuple(path): leaf.shape
+        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
+        if getattr(leaf, "dtype", None) == jnp.float16
+    }
+
+    def shows_one(masked: Any) -> bool:
+        leaves, _ = jax.tree_util.tree_flatten_with_path(masked)
+        return any(
+            float16.get(tuple(path[start:])) == getattr(leaf, "shape", 0)
+            for path, leaf in leaves
+            for start in range(len(path) + 1)
+        )
+
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node).__name__ in _MASKED)
+    masked = [node for node in nodes if type(node).__name__ in _MASKED]
+    return bool(float16) and all(map(shows_one, masked))
+
+
+_MASKED = ("MaskedState", "PartitionState", "MultiTransformState")
+"""States of wrappers that train some of the parameters: names of classes."""
+
+
+def _has_copy(leaf: Any) -> bool:
+    return getattr(leaf, "dtype", None) in (jnp.float16, jnp.bfloat16)
+
+
+def _copies(params: Any, other: Callable[[Any], Any]) -> Any:
+    return jax.tree.map(lambda p: gating.widened(p) if _has_copy(p) else other(p), params)
+
+
+# Compiled, because outside of jit each operation would be dispatched.
+@jax.jit
+def _adopted(master: Any, param: Any) -> Any:
+    """Returns the copy, or the parameter if it is not the rounded copy."""
+    is_rounded = _reachable(master, param) == _bits(param)
+    return jnp.where(is_rounded, master, param.astype(jnp.float32))
+
+
+@jax.jit
+def _stepped(param: Any, master: Any, update: Any) -> tuple[Any, Any]:
+    """Returns what `optax.apply_updates` adds to a parameter, and the copy after the step."""
+    after, wide = (master + update).astype(jnp.float32), param.astype(jnp.float32)
+    bits = _reachable(after, param)
+    change = jax.lax.bitcast_convert_type(bits, param.dtype).astype(jnp.float32) - wide
+    # The difference of infinities is NaN, and that of zeros is +0.0, which turns -0.0 into 0.0.
+    change = jnp.where(bits == _bits(param), -0.0, change)
+    # float32 does not hold every difference.
+    return change, _adopted(after, (wide + change).astype(param.dtype))
+
+
+def _reachable(master: Any, param: Any) -> Any:
+    """The bits of a copy, rounded to the dtype of the parameter, to which they are to be added.
+
+    The sum of other numbers than -0.0 is never -0.0. Without this selection by bits, XLA would
+    leave out the rounding.
+    """
+    rounded = _bits(master.astype(param.dtype))
+    return jnp.where((rounded == _MINUS_ZERO) & (_bits(param) != _MINUS_ZERO), 0, rounded)
+
+
+_MINUS_ZERO = 0x8000
+
+
+def _bits(array: Any) -> Any:
+    return jax.lax.bitcast_convert_type(array, jnp.uint16)
