@@ -98,7 +98,8 @@ def master_weights(
             if _has_copy(param) is isinstance(master, optax.MaskedNode):
                 raise ArgumentError(
                     "The dtypes of the parameters must be those that `init` was called with. "
-                    f"Received: {param.dtype}. Call tx.init(params) again."
+                    f"Received: {jnp.result_type(param)}. Apply updates with optax.apply_updates, "
+                    "which keeps dtypes, or call tx.init(params) again."
                 )
         before = [
             _adopted(master, param) if _has_copy(param) else param
