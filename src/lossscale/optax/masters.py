@@ -48,8 +48,8 @@ def master_weights(
     `loss_scaled`.
 
     `optax.apply_updates` adds, so that a parameter never becomes -0.0, and an infinite one never
-    finite again. If float32 does not hold the difference (a step to less than 1/8,192 of the
-    parameter, 1/65,536 with bfloat16), the copy becomes the parameter.
+    finite again. If float32 does not hold the difference (a step across 0 to less than 1/8,192 of
+    the parameter, 1/65,536 with bfloat16), the copy becomes the parameter.
 
     Args:
         inner: The whole optimizer, such as `optax.adamw(1e-5)` or a chain with clipping.
@@ -184,13 +184,12 @@ def _adopted(master: Any, param: Any) -> Any:
 @jax.jit
 def _stepped(param: Any, master: Any, update: Any) -> tuple[Any, Any]:
     """Returns what `optax.apply_updates` adds to a parameter, and the copy after the step."""
-    after, wide = (master + update).astype(jnp.float32), param.astype(jnp.float32)
+    after = (master + update).astype(jnp.float32)
     bits = _reachable(after, param)
-    change = jax.lax.bitcast_convert_type(bits, param.dtype).astype(jnp.float32) - wide
+    rounded = jax.lax.bitcast_convert_type(bits, param.dtype)
     # The difference of infinities is NaN, and that of zeros is +0.0, which turns -0.0 into 0.0.
-    change = jnp.where(bits == _bits(param), -0.0, change)
-    # float32 does not hold every difference.
-    return change, _adopted(after, (wide + change).astype(param.dtype))
+    difference = rounded.astype(jnp.float32) - param.astype(jnp.float32)
+    return jnp.where(bits == _bits(param), -0.0, difference), after
 
 
 def _reachable(master: Any, param: Any) -> Any:
