@@ -44,11 +44,6 @@ def test_devices_that_divide_the_gradients_exchange_only_the_decision(row, devic
     assert found.bytes <= 1.02 * (bare.bytes + once)
 
 
-def test_copies_of_divided_parameters_are_divided_and_nothing_is_gathered():
-    found = counts(FEW["small"], "masters", 2, divided=True)
-    assert (found.collectives, found.waits) == (1, 0)
-
-
 def test_gradients_of_one_shape_that_are_divided_differently_stay_where_they_are():
     tx, mesh = loss_scaled(optax.sgd(0.1)), xla_gpu.mesh(2)
     leaf = jnp.ones((256, 256))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -77,13 +76,13 @@ def master_weights(
     tx = gating.checked_transformation(inner)
 
     def init(params: Any) -> MasterWeightsState:
-        inner_state = tx.init(_copies(params, lambda leaf: leaf))
-        if states_below(inner_state) or has_masters(inner_state):
-            raise ArgumentError(
-                "master_weights must be used once, directly inside loss_scaled. Write "
-                "loss_scaled(master_weights(optax.chain(...)))."
-            )
-        return MasterWeightsState(_copies(params, lambda _: optax.MaskedNode()), inner_state)
+        inner_state = tx.init(jax.tree.map(gating.widened, params))
+        check_order(inner_state, is_inside=bool(states_below(inner_state)))
+        # Not those from above: no buffer is donated twice.
+        masters = jax.tree.map(
+            lambda p: gating.widened(p) if gating.is_narrow(p) else optax.MaskedNode(), params
+        )
+        return MasterWeightsState(masters, inner_state)
 
     def update(
         updates: Any, state: MasterWeightsState, params: Any = None, **extra_args: Any
@@ -92,46 +91,26 @@ def master_weights(
             raise ArgumentTypeError(
                 "master_weights needs the parameters: call tx.update(grads, state, params)."
             )
-        leaves, structure = jax.tree.flatten(params)
-        masters = structure.flatten_up_to(state.masters)
-        for param, master in zip(leaves, masters, strict=True):
-            if _has_copy(param) is isinstance(master, optax.MaskedNode):
-                raise ArgumentError(
-                    "The dtypes of the parameters must be those that `init` was called with. "
-                    f"Received: {jnp.result_type(param)}. Apply updates with optax.apply_updates, "
-                    "which keeps dtypes, or call tx.init(params) again."
-                )
-        before = [
-            _adopted(master, param) if _has_copy(param) else param
-            for param, master in zip(leaves, masters, strict=True)
-        ]
+        before = jax.tree.map(_adopted, params, state.masters)
         made, inner_state = tx.update(
-            jax.tree.map(gating.widened, updates),
-            state.inner_state,
-            structure.unflatten(before),
-            **extra_args,
+            jax.tree.map(gating.widened, updates), state.inner_state, before, **extra_args
         )
-        stepped = [
-            _stepped(param, master, change) if _has_copy(param) else (change, optax.MaskedNode())
-            for param, master, change in zip(
-                leaves, before, structure.flatten_up_to(made), strict=True
-            )
-        ]
-        changes, after = ([each[part] for each in stepped] for part in (0, 1))
-        return structure.unflatten(changes), MasterWeightsState(
-            structure.unflatten(after), inner_state
+        after = jax.tree.map(
+            lambda p, m, u: (m + u).astype(m.dtype) if gating.is_narrow(p) else optax.MaskedNode(),
+            *(params, before, made),
         )
+        return jax.tree.map(_change, params, after, made), MasterWeightsState(after, inner_state)
 
     return MasterWeights(init, update)
 
 
-def has_masters(state: Any) -> bool:
-    """Whether a state has a `MasterWeightsState` in it."""
-
-    def is_one(node: Any) -> bool:
-        return isinstance(node, MasterWeightsState)
-
-    return any(map(is_one, jax.tree.leaves(state, is_leaf=is_one)))
+def check_order(state: Any, is_inside: bool = False) -> None:
+    """Checks that the state of a transformation, which may not have copies, has none."""
+    if is_inside or _nodes(state, "MasterWeightsState"):
+        raise ArgumentError(
+            "master_weights must be used once, directly inside loss_scaled. Write "
+            "loss_scaled(master_weights(optax.chain(...))): what else wraps it goes inside."
+        )
 
 
 def trains_float16(params: Any, state: Any) -> bool:
@@ -142,7 +121,7 @@ def trains_float16(params: Any, state: Any) -> bool:
         state: The state of the transformation. A mask can be read from it only if there are arrays
             for each parameter, such as moments: those of others are `optax.MaskedNode`.
     """
-    float16 = {
+    shapes = {
         tuple(path): leaf.shape
         for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
         if getattr(leaf, "dtype", None) == jnp.float16
@@ -150,56 +129,52 @@ def trains_float16(params: Any, state: Any) -> bool:
 
     def shows_one(masked: Any) -> bool:
         leaves, _ = jax.tree_util.tree_flatten_with_path(masked)
-        return any(
-            float16.get(tuple(path[start:])) == getattr(leaf, "shape", 0)
-            for path, leaf in leaves
-            for start in range(len(path) + 1)
-        )
+        ends = ((path[start:], leaf) for path, leaf in leaves for start in range(len(path) + 1))
+        return any(shapes.get(tuple(end)) == getattr(leaf, "shape", 0) for end, leaf in ends)
 
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node).__name__ in _MASKED)
-    masked = [node for node in nodes if type(node).__name__ in _MASKED]
-    return bool(float16) and all(map(shows_one, masked))
+    masked = _nodes(state, "MaskedState", "PartitionState", "MultiTransformState")
+    return bool(shapes) and all(map(shows_one, masked))
 
 
-_MASKED = ("MaskedState", "PartitionState", "MultiTransformState")
-"""States of wrappers that train some of the parameters: names of classes."""
+def _nodes(tree: Any, *names: str) -> list[Any]:
+    """The outermost nodes of a tree whose classes have these names."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: type(node).__name__ in names)
+    return [leaf for leaf in leaves if type(leaf).__name__ in names]
 
 
-def _has_copy(leaf: Any) -> bool:
-    return getattr(leaf, "dtype", None) in (jnp.float16, jnp.bfloat16)
+# --- What is done with each parameter -------------------------------------------------------------
 
 
-def _copies(params: Any, other: Callable[[Any], Any]) -> Any:
-    return jax.tree.map(lambda p: gating.widened(p) if _has_copy(p) else other(p), params)
-
-
-# Compiled, because outside of jit each operation would be dispatched.
-@jax.jit
-def _adopted(master: Any, param: Any) -> Any:
+def _adopted(param: Any, master: Any) -> Any:
     """Returns the copy, or the parameter if it is not the rounded copy."""
-    is_rounded = _reachable(master, param) == _bits(param)
+    if gating.is_narrow(param) is isinstance(master, optax.MaskedNode):
+        raise ArgumentError(
+            "The dtypes of the parameters must be those that `init` was called with. Received: "
+            f"{jnp.result_type(param)}. Apply updates with optax.apply_updates, which keeps "
+            "dtypes, or call tx.init(params) again."
+        )
+    if not gating.is_narrow(param):
+        return param
+    is_rounded = _rounded(master, param) == _bits(param)
     return jnp.where(is_rounded, master, param.astype(jnp.float32))
 
 
-@jax.jit
-def _stepped(param: Any, master: Any, update: Any) -> tuple[Any, Any]:
-    """Returns what `optax.apply_updates` adds to a parameter, and the copy after the step."""
-    after = (master + update).astype(jnp.float32)
-    bits = _reachable(after, param)
+def _change(param: Any, master: Any, update: Any) -> Any:
+    """Returns what `optax.apply_updates` adds to a parameter, to give it the rounded copy."""
+    if not gating.is_narrow(param):
+        return update
+    bits = _rounded(master, param)
     rounded = jax.lax.bitcast_convert_type(bits, param.dtype)
     # The difference of infinities is NaN, and that of zeros is +0.0, which turns -0.0 into 0.0.
     difference = rounded.astype(jnp.float32) - param.astype(jnp.float32)
-    return jnp.where(bits == _bits(param), -0.0, difference), after
+    return jnp.where(bits == _bits(param), -0.0, difference)
 
 
-def _reachable(master: Any, param: Any) -> Any:
-    """The bits of a copy, rounded to the dtype of the parameter, to which they are to be added.
-
-    The sum of other numbers than -0.0 is never -0.0. Without this selection by bits, XLA would
-    leave out the rounding.
-    """
-    rounded = _bits(master.astype(param.dtype))
-    return jnp.where((rounded == _MINUS_ZERO) & (_bits(param) != _MINUS_ZERO), 0, rounded)
+def _rounded(master: Any, param: Any) -> Any:
+    """The bits of the rounded copy, without a -0.0 that no sum would be."""
+    bits = _bits(master.astype(param.dtype))
+    # Selected by bits: XLA would otherwise leave out the rounding.
+    return jnp.where((bits == _MINUS_ZERO) & (_bits(param) != _MINUS_ZERO), 0, bits)
 
 
 _MINUS_ZERO = 0x8000

@@ -16,13 +16,12 @@ from lossscale.arguments import rule_from_arguments
 from lossscale.checks import checks_keywords
 from lossscale.errors import (
     AlreadyWrappedError,
-    ArgumentError,
     GradientsError,
     UnsupportedError,
 )
 from lossscale.jax.apply_or_skip import varying_axes
 from lossscale.jax.gradients import gradient_stats, is_traced, unscaled
-from lossscale.optax.masters import MasterWeights, has_masters, trains_float16
+from lossscale.optax.masters import MasterWeights, check_order, trains_float16
 from lossscale.optax.scale_state import LossScaleState
 from lossscale.optax.state_lookup import states_below
 from lossscale.packages import warn
@@ -136,12 +135,7 @@ class LossScaled:
         if states_below(inner_state):
             raise AlreadyWrappedError(_TWICE)
         if not self._has_masters:
-            if has_masters(inner_state):
-                raise ArgumentError(
-                    "master_weights must be directly inside loss_scaled. Write "
-                    "loss_scaled(master_weights(optax.chain(...))): what is around it here goes "
-                    "inside."
-                )
+            check_order(inner_state)
             if not self._has_warned and trains_float16(params, inner_state):
                 self._has_warned = True
                 warn(

@@ -16,9 +16,8 @@ from orbax.checkpoint import StandardCheckpointer
 import lossscale.optax
 from frameworks.jax import inner_transformations as inner
 from frameworks.jax.support import bits, signature
-from lossscale import DynamicScale
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
-from lossscale.optax import gating, loss_scaled, master_weights
+from lossscale.optax import loss_scaled, master_weights
 
 INNER = {
     **inner.INNER,
@@ -30,117 +29,93 @@ INNER = {
         optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.01)), 3
     ),
 }
-SCALE = 2.0**10
-RULE = DynamicScale(SCALE)
+KEY, ONES = jax.random.key(0), jnp.ones((2, 4))
+
+
+def half():
+    return {"w": jnp.ones((3, 4), jnp.float16), "b": jnp.ones(4, jnp.float32)}
 
 
 def rounded(masters, dtypes):
     return {name: jnp.asarray(leaf, dtypes[name]) for name, leaf in masters.items()}
 
 
-def loss_fn(params, x, factor):
-    hidden = jnp.tanh(x @ params["w"].astype(jnp.float16) + params["b"].astype(jnp.float16))
-    return jnp.mean(hidden.astype(jnp.float32) ** 2) * factor
+def as_float(array):
+    return np.asarray(array).astype(np.float32)
 
 
 @jax.jit
 def scaled_gradients(params, x, factor, scale):
-    loss, gradients = jax.value_and_grad(lambda p: loss_fn(p, x, factor) * scale)(params)
-    return loss / scale, gradients
+    def loss(params):
+        hidden = jnp.tanh(x @ params["w"].astype(jnp.float16) + params["b"].astype(jnp.float16))
+        return jnp.mean(hidden.astype(jnp.float32) ** 2) * factor * scale
 
-
-def by_hand(name, dtypes, program, compiled):
-    """Yields parameters and copies of a loop around Optax alone, with parameters in float32."""
-    tx, masters, scale = INNER[name](), inner.params(), SCALE
-    masters = {n: jnp.float32(leaf) for n, leaf in rounded(masters, dtypes).items()}
-    state = tx.init(masters)
-
-    def step(masters, state, gradients, loss):
-        updates, state = tx.update(gradients, state, masters, **inner.extra_args(name, loss))
-        return optax.apply_updates(masters, updates), state
-
-    step = jax.jit(step) if compiled else step
-    for x, factor, written in program:
-        for n, (where, values) in written.items():
-            now = rounded(masters, dtypes)[n]
-            given = jnp.where(where, jnp.asarray(values, now.dtype), now)
-            given = jnp.where(given == now, masters[n], given.astype(np.float32))
-            masters = {**masters, n: given}
-        loss, gradients = scaled_gradients(rounded(masters, dtypes), x, factor, scale)
-        gradients = {n: leaf.astype(jnp.float32) / scale for n, leaf in gradients.items()}
-        finite = all(np.isfinite(leaf).all() for leaf in gradients.values())
-        if finite:
-            masters, state = step(masters, state, gradients, loss)
-        scale = scale if finite else max(scale / 2, 1.0)
-        yield rounded(masters, dtypes), dict(masters) if finite else {}
-
-
-def by_masters(name, dtypes, program, compiled):
-    """Yields parameters and copies of `loss_scaled(master_weights(...))`."""
-    tx = loss_scaled(master_weights(INNER[name]()), initial_scale=SCALE)
-    params = rounded(inner.params(), dtypes)
-    state = tx.init(params)
-
-    def step(params, state, gradients, loss):
-        updates, state = tx.update(gradients, state, params, **inner.extra_args(name, loss))
-        return optax.apply_updates(params, updates), state
-
-    step = jax.jit(step, donate_argnums=(0, 1)) if compiled else step
-    for x, factor, written in program:
-        for n, (where, values) in written.items():
-            given = jnp.where(where, jnp.asarray(values, dtypes[n]), params[n])
-            params = {**params, n: given}
-        loss, gradients = scaled_gradients(params, x, factor, state.loss_scale)
-        params, state = step(params, state, gradients, loss)
-        copies = state.inner_state.masters
-        masters = {n: params[n] if dtypes[n] == "float32" else copies[n] for n in params}
-        # What was written before a skipped step replaces the copies at the next applied one.
-        yield params, {} if state.last_step_skipped else masters
+    return jax.grad(loss)(params)
 
 
 def random_program(seed):
     """A transformation, dtypes, steps (data, a factor of the loss, written values), compiled."""
     random = np.random.default_rng(seed)
-    name = list(INNER)[seed % len(INNER)]
-    dtypes = {
-        n: str(random.choice(["float16", "float16", "bfloat16", "float32"])) for n in inner.params()
-    }
+    kinds = ["float16", "float16", "bfloat16", "float32"]
+    name, dtypes = list(INNER)[seed % len(INNER)], {n: str(random.choice(kinds)) for n in "wb"}
     steps = []
     for _ in range(8):
-        factor = random.choice([1.0, 1.0, 1.0, 30.0, 1e-3, np.inf, np.nan])
-        written = {}
-        if random.random() < 0.3:
-            n = str(random.choice(["w", "b"]))
-            shape = inner.params()[n].shape
-            written[n] = random.random(shape) < 0.4, random.normal(size=shape)
-        steps.append((random.normal(size=(5, 3)).astype(np.float16), np.float32(factor), written))
+        factor = np.float32(random.choice([1.0, 1.0, 1.0, 30.0, 1e-3, np.inf, np.nan]))
+        n, x = str(random.choice(["w", "b"])), random.normal(size=(5, 3)).astype(np.float16)
+        shape = half()[n].shape
+        written = random.random(shape) < random.choice([0.0, 0.0, 0.4]), random.normal(size=shape)
+        steps.append((x, factor, n, *written))
     return name, dtypes, steps, bool(random.random() < 0.5)
 
 
 def difference(seed):
     """The largest difference of parameters and copies, in units of float32's spacing; 0 if none."""
-    name, dtypes, program, compiled = random_program(seed)
-    most = 0.0
-    runs = by_hand(name, dtypes, program, compiled), by_masters(name, dtypes, program, compiled)
-    for expected, found in zip(*runs, strict=True):
-        assert {n: leaf.dtype.name for n, leaf in found[0].items()} == dtypes
-        for of_hand, ours in zip(expected, found, strict=True):
-            assert of_hand.keys() == ours.keys()
-            for n, leaf in of_hand.items():
-                a, b = np.float64(leaf), np.float64(ours[n])
-                assert np.array_equal(np.isfinite(a), np.isfinite(b))
-                apart = np.abs(a - b) / np.spacing(np.float32(np.abs(a).max()))
-                most = max(most, float(np.nan_to_num(apart).max()))
+    name, dtypes, steps, compiled = random_program(seed)
+
+    def stepper(tx):
+        def step(params, state, gradients):
+            extra = inner.extra_args(name, jnp.float32(1.0))
+            updates, state = tx.update(gradients, state, params, **extra)
+            return optax.apply_updates(params, updates), state
+
+        return jax.jit(step) if compiled else step
+
+    alone, most, scale = INNER[name](), 0.0, 2.0**10
+    tx = loss_scaled(master_weights(INNER[name]()), initial_scale=scale)
+    params = rounded(inner.params(), dtypes)
+    masters = rounded(params, dict.fromkeys(params, "float32"))
+    state, of_hand = tx.init(params), alone.init(masters)
+    step, step_of_hand = stepper(tx), stepper(alone)
+    for x, factor, n, where, values in steps:
+        values = jnp.asarray(values, dtypes[n])
+        params = {**params, n: jnp.where(where, values, params[n])}
+        new = where & (values != masters[n].astype(dtypes[n]))
+        masters = {**masters, n: jnp.where(new, values.astype(jnp.float32), masters[n])}
+        gradients = scaled_gradients(params, x, factor, state.loss_scale)
+        params, state = step(params, state, gradients)
+        gradients = scaled_gradients(rounded(masters, dtypes), x, factor, scale)
+        gradients = {n: leaf.astype(jnp.float32) / scale for n, leaf in gradients.items()}
+        if all(np.isfinite(leaf).all() for leaf in gradients.values()):
+            masters, of_hand = step_of_hand(masters, of_hand, gradients)
+        else:
+            scale /= 2
+        pairs = [(rounded(masters, dtypes)[n], params[n]) for n in dtypes]
+        if not state.last_step_skipped:  # What was written replaces copies at an applied step.
+            narrow = [n for n in dtypes if dtypes[n] != "float32"]
+            pairs += [(masters[n], state.inner_state.masters[n]) for n in narrow]
+        assert float(state.loss_scale) == scale
+        for a, b in pairs:
+            assert (a.dtype, np.isfinite(a).all(), np.isfinite(b).all()) == (b.dtype, True, True)
+            unit = np.spacing(np.float32(np.abs(as_float(a)).max()))
+            most = max(most, float(np.abs(as_float(a) - as_float(b)).max() / unit))
     return most
 
 
-def sgd(dtype, rate=1.0):
-    tx = master_weights(optax.sgd(rate))
-    return tx, tx.init(jnp.zeros(1, dtype))
-
-
-def as_float(array):
-    return np.asarray(array).astype(np.float32)
+# One for each kind of transformation; of the seeds 0 to 319 the largest difference is 3.
+@pytest.mark.parametrize("seed", [27, 160, 92, 65, 61, 131, 6, 135, 168, 62, 37, 11, 95])
+def test_a_random_program_trains_as_float32_parameters_that_a_loop_rounds(seed):
+    # XLA rounds two programs differently; operations that are dispatched one by one are the same.
+    assert difference(seed) <= (3.0 if random_program(seed)[3] else 0.0)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
@@ -148,17 +123,16 @@ def test_whatever_the_bits_a_parameter_becomes_its_rounded_copy(dtype):
     every, random = np.arange(2**16, dtype=np.uint16), np.random.default_rng(0)
     before, wanted = (random.permutation(every).view(dtype) for _ in range(2))
     if dtype == jnp.bfloat16:  # XLA takes float32 numbers this small for 0, here and elsewhere.
-        small = [np.abs(as_float(array)) < 1e-30 for array in (before, wanted)]
-        before, wanted = before[~(small[0] | small[1])], wanted[~(small[0] | small[1])]
-    copies, (tx, state) = as_float(before), sgd(dtype)
+        large = [np.abs(as_float(array)) > 1e-30 for array in (before, wanted)]
+        before, wanted = before[large[0] & large[1]], wanted[large[0] & large[1]]
+    tx, params, copies = master_weights(optax.sgd(1.0)), jnp.asarray(before), as_float(before)
     with np.errstate(all="ignore"):
         # Fractions that round away.
         copies = np.where(np.isfinite(copies), copies * np.float32(1 + 2**-14), copies)
         gradients = copies - as_float(wanted)
         exact = copies - gradients
         expected = exact.astype(dtype)
-    state = state._replace(masters=jnp.asarray(copies))
-    params = jnp.asarray(before)
+    state = tx.init(params)._replace(masters=jnp.asarray(copies))
     for update in (tx.update, jax.jit(tx.update)):
         updates, after = update(jnp.asarray(gradients), state, params)
         found = np.asarray(optax.apply_updates(params, updates))
@@ -169,172 +143,138 @@ def test_whatever_the_bits_a_parameter_becomes_its_rounded_copy(dtype):
         np.testing.assert_array_equal(found.view(np.uint16) == 2**15, becomes)
 
 
-WRITTEN = [np.nan, np.inf, -np.inf, -0.0, 0.0, 1.0, 2.0**-24]
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_what_is_written_is_kept_to_the_bit_and_so_are_the_other_copies(dtype, compiled):
-    tx, state = sgd(dtype)
-    tx = loss_scaled(tx)
-    update = jax.jit(tx.update) if compiled else tx.update
-    copies = jnp.linspace(-1, 1, 2 * len(WRITTEN), dtype=jnp.float32) / 3
-    params = jnp.zeros(len(copies), dtype)
-    state = tx.init(params)._replace(inner_state=state._replace(masters=copies))
-    params = copies.astype(dtype).at[::2].set(jnp.asarray(WRITTEN, dtype))
+    written = jnp.asarray([np.nan, np.inf, -np.inf, -0.0, 0.0, 1.0, 2.0**-24], dtype)
+    tx = loss_scaled(master_weights(optax.sgd(1.0)))
+    copies = jnp.linspace(-1, 1, 2 * len(written), dtype=jnp.float32) / 3
+    params, update = copies.astype(dtype), jax.jit(tx.update) if compiled else tx.update
+    state = tx.init(params)
+    state = state._replace(inner_state=state.inner_state._replace(masters=copies))
+    params = params.at[::2].set(written)
     updates, skipped = update(jnp.full_like(params, jnp.inf), state, params)
     assert bits(optax.apply_updates(params, updates)) == bits(params)
     assert bits(skipped.inner_state) == bits(state.inner_state)
     updates, after = update(jnp.zeros_like(params), skipped, params)
     assert bits(optax.apply_updates(params, updates)) == bits(params)
-    expected = copies.at[::2].set(jnp.asarray(WRITTEN, dtype).astype(jnp.float32))
+    expected = copies.at[::2].set(written.astype(jnp.float32))
     assert bits(after.inner_state.masters) == bits(expected)
     assert signature(after) == signature(state)
 
 
-def test_a_parameter_whose_copy_overflows_stays_infinite():
-    tx, params = master_weights(optax.sgd(1.0)), jnp.full(1, 65504.0, jnp.float16)
-    state = tx.init(params)
-    for gradient, copy in ((-100.0, 65604.0), (-1.0, 65605.0)):
-        updates, state = tx.update(jnp.full(1, gradient), state, params)
-        params = optax.apply_updates(params, updates)
-        assert (float(params[0]), float(state.masters[0])) == (np.inf, copy)
-    updates, _ = tx.update(jnp.full(1, 1000.0), state, params)
-    assert not np.isfinite(optax.apply_updates(params, updates))[0]
-
-
-def scaled(tx):
-    return lambda: loss_scaled(tx).init(half())
-
-
-def half():
-    return {"w": jnp.ones((3, 4), jnp.float16), "b": jnp.ones(4, jnp.float32)}
-
-
-DIRECTLY = r"directly inside loss_scaled\. Write\s+loss_scaled\(master_weights\("
-ADAM, MASK = optax.adam(0.1), inner.MASK
-REFUSED = [
-    scaled(optax.chain(optax.clip(1.0), master_weights(ADAM))),
-    scaled(optax.MultiSteps(master_weights(ADAM), 2)),
-    scaled(optax.masked(master_weights(ADAM), MASK)),
-    scaled(optax.partition({"matrix": master_weights(ADAM), "vector": ADAM}, inner.LABELS)),
-    scaled(optax.apply_if_finite(master_weights(ADAM), 2)),
-    scaled(optax.inject_hyperparams(lambda rate: master_weights(optax.sgd(rate)))(rate=0.1)),
-    scaled(master_weights(master_weights(ADAM))),
-    lambda: master_weights(loss_scaled(ADAM)).init(inner.params()),
+ADAM, MASK, LABELS, ZERO = optax.adam(0.1), inner.MASK, inner.LABELS, optax.set_to_zero()
+COPIES, LORA = master_weights(ADAM), {"w": False, "b": True}
+WRONG_ORDERS = [
+    optax.chain(optax.clip(1.0), COPIES),
+    optax.MultiSteps(COPIES, 2),
+    optax.masked(COPIES, MASK),
+    optax.partition({"matrix": COPIES, "vector": ADAM}, LABELS),
+    optax.apply_if_finite(COPIES, 2),
+    optax.inject_hyperparams(lambda rate: master_weights(optax.sgd(rate)))(rate=0.1),
+    master_weights(COPIES),
+    master_weights(loss_scaled(ADAM)),
 ]
 
 
-@pytest.mark.parametrize("make", REFUSED)
-def test_another_order_is_refused_with_the_line_to_write(make):
-    with pytest.raises(ArgumentError, match=DIRECTLY):
-        make()
+@pytest.mark.parametrize("wrong", WRONG_ORDERS)
+def test_another_order_is_refused_with_the_line_to_write(wrong):
+    with pytest.raises(ArgumentError, match=r"inside.*Write loss_scaled\(master_weights\("):
+        loss_scaled(wrong).init(half())
 
 
 def test_what_cannot_be_used_is_refused_before_anything_changes():
-    tx, params = master_weights(ADAM), half()
     with pytest.raises(ArgumentTypeError, match="must be an Optax transformation"):
         master_weights(optax.adam)
     with pytest.raises(ArgumentTypeError, match=r"tx\.update\(grads, state, params\)"):
-        tx.update(params, tx.init(params))
+        COPIES.update(half(), COPIES.init(half()))
     with pytest.raises(AlreadyWrappedError):
-        loss_scaled(loss_scaled(tx))
+        loss_scaled(loss_scaled(COPIES))
     # What `equinox.apply_updates` makes of them: it adds, and does not round.
-    for before, after in ((params, inner.params()), (inner.params(), params)):
+    for before, after in ((half(), inner.params()), (inner.params(), half())):
         with pytest.raises(ArgumentError, match=r"dtypes.*optax\.apply_updates"):
-            tx.update(params, tx.init(before), after)
+            COPIES.update(half(), COPIES.init(before), after)
 
 
-LORA = {"w": False, "b": True}
-FROZEN = {"matrix": optax.set_to_zero(), "vector": ADAM}
 WARNS = [
-    (ADAM, half(), True),
-    (optax.sgd(0.1), half(), True),
-    (optax.masked(ADAM, MASK), half(), True),
-    (optax.partition({"matrix": ADAM, "vector": optax.set_to_zero()}, inner.LABELS), half(), True),
-    (optax.MultiSteps(ADAM, 2), half(), True),
+    *((tx, half()) for tx in (ADAM, optax.sgd(0.1), optax.masked(ADAM, MASK))),
+    (optax.partition({"matrix": ADAM, "vector": ZERO}, LABELS), half()),
+    (optax.MultiSteps(ADAM, 2), half()),
+]
+SILENT = [
     # The float16 ones are frozen, or they may be.
-    (optax.partition(FROZEN, inner.LABELS), half(), False),
-    (optax.masked(ADAM, LORA), half(), False),
-    (optax.chain(optax.masked(ADAM, LORA), optax.masked(optax.set_to_zero(), MASK)), half(), False),
-    (optax.chain(ADAM, optax.masked(optax.set_to_zero(), MASK)), half(), False),
-    (optax.adamw(0.1, mask=MASK), half(), False),
-    (ADAM, {**half(), "w": optax.MaskedNode()}, False),
-    (master_weights(ADAM), half(), False),
-    (ADAM, inner.params(), False),
+    (optax.partition({"matrix": ZERO, "vector": ADAM}, LABELS), half()),
+    (optax.masked(ADAM, LORA), half()),
+    (optax.chain(optax.masked(ADAM, LORA), optax.masked(ZERO, MASK)), half()),
+    (optax.chain(ADAM, optax.masked(ZERO, MASK)), half()),
+    (optax.adamw(0.1, mask=MASK), half()),
+    (ADAM, {**half(), "w": optax.MaskedNode()}),
+    (COPIES, half()),
+    (ADAM, inner.params()),
 ]
 
 
-@pytest.mark.parametrize(("tx", "params", "warns"), WARNS)
-def test_float16_parameters_that_are_rounded_are_named_once(tx, params, warns, recwarn):
+@pytest.mark.parametrize("case", range(len(WARNS) + len(SILENT)))
+def test_float16_parameters_that_are_rounded_are_named_once(case, recwarn):
+    tx, params = [*WARNS, *SILENT][case]
     tx = loss_scaled(tx)
     for init in (tx.init, lambda params: jax.eval_shape(tx.init, params)):
         init(params)
     messages = [str(each.message) for each in recwarn]
-    assert len(messages) == warns
+    assert len(messages) == (case < len(WARNS))
     assert all("loss_scaled(master_weights(tx))" in message for message in messages)
 
 
-@jax.jit
-def gradients_of(state, params, factor):
-    def loss(params):
-        arrays = [leaf for leaf in jax.tree.leaves(params) if gating.is_gradient(leaf)]
-        return factor * sum(jnp.sum(jnp.cos(leaf).astype(jnp.float32)) for leaf in arrays)
-
-    return lossscale.optax.value_and_grad(loss)(state, params)[1]
-
-
-def linen_params():
-    return nn.Dense(3, param_dtype=jnp.float16).init(jax.random.key(0), jnp.ones((2, 4)))
+HOSTS = {
+    "linen": lambda: nn.Dense(3, param_dtype=jnp.float16).init(KEY, ONES),
+    "nnx": lambda: nnx.state(nnx.Linear(4, 3, param_dtype=jnp.float16, rngs=nnx.Rngs(0))),
+    "equinox": lambda: eqx.filter(eqx.nn.Linear(4, 3, dtype=jnp.float16, key=KEY), eqx.is_array),
+    "haiku": lambda: haiku.transform(lambda x: haiku.Linear(3)(x)).init(KEY, jnp.float16(ONES)),
+}
 
 
-def nnx_params():
-    return nnx.state(nnx.Linear(4, 3, param_dtype=jnp.float16, rngs=nnx.Rngs(0)), nnx.Param)
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_tree_of_every_host_keeps_its_form(host):
+    params, tx = HOSTS[host](), loss_scaled(master_weights(optax.sgd(2.0**-12)))
+    state = tx.init(params)
+    updates, after = jax.jit(tx.update)(params, state, params)
+    assert signature((optax.apply_updates(params, updates), after)) == signature((params, state))
+    exact = jax.tree.map(lambda p: p.astype(jnp.float32) * (1 - 2.0**-27), params)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"float16"}
+    assert bits(after.inner_state.masters) == bits(exact)
 
 
-def equinox_params():
-    model = eqx.nn.MLP(4, 1, 8, 1, dtype=jnp.float16, key=jax.random.key(0))
-    return eqx.filter(model, eqx.is_inexact_array)
-
-
-def haiku_params():
-    net = haiku.without_apply_rng(haiku.transform(lambda x: haiku.Linear(3)(x)))
-    return jax.tree.map(jnp.float16, net.init(jax.random.key(0), jnp.ones((2, 4))))
-
-
-@pytest.mark.parametrize("make", [half, linen_params, nnx_params, equinox_params, haiku_params])
-def test_every_tree_of_parameters_trains_donated_in_a_loop_and_through_a_file(make, tmp_path):
-    tx = lossscale.optax.track_overflows(loss_scaled(master_weights(optax.adamw(1e-4)), rule=RULE))
+def test_a_loop_that_donates_skips_and_is_resumed_from_a_file(tmp_path):
+    tx = lossscale.optax.track_overflows(loss_scaled(master_weights(optax.adamw(1e-4))))
 
     def step(carry, factor):
         params, state = carry
-        updates, after = tx.update(gradients_of(state, params, factor), state, params)
-        params = optax.apply_updates(params, updates)
-        return (params, after), lossscale.optax.unless_skipped(after, factor, 0.0)
+        _, gradients = lossscale.optax.value_and_grad(
+            lambda p: (
+                factor * sum(jnp.sum(jnp.cos(leaf.astype(jnp.float32))) for leaf in p.values())
+            )
+        )(state, params)
+        updates, after = tx.update(gradients, state, params)
+        kept = lossscale.optax.unless_skipped(after, factor, 0.0)
+        return (optax.apply_updates(params, updates), after), kept
 
-    factors = jnp.asarray([1.0, np.inf, 1.0, 1.0])
-    params, start = make(), tx.init(make())
-    kind, first = signature((params, start)), jax.tree.map(jnp.copy, (params, start))
+    factors, start = jnp.asarray([1e-3, np.inf, 1e-3]), (half(), tx.init(half()))
+    first = jax.tree.map(jnp.copy, start)
     looped, kept = jax.jit(lambda c: jax.lax.scan(step, c, factors), donate_argnums=0)(first)
-    assert kept.tolist() == [1.0, 0.0, 1.0, 1.0]
-    assert signature(looped) == kind
-    with lossscale.optax.Monitor(tx, params, start) as monitor, StandardCheckpointer() as files:
-        carry, one = (params, start), jax.jit(step, donate_argnums=0)
+    assert signature(looped) == signature(start)
+    carry, one = start, jax.jit(step, donate_argnums=0)
+    with lossscale.optax.Monitor(tx, *start) as monitor, StandardCheckpointer() as files:
         for number, factor in enumerate(factors):
             carry, _ = one(carry, factor)
             monitor.step(carry[1])
             if number == 1:
                 files.save(tmp_path / "state", carry[1])
                 files.wait_until_finished()
-                back = files.restore(tmp_path / "state", jax.eval_shape(tx.init, make()))
+                back = files.restore(tmp_path / "state", jax.eval_shape(tx.init, half()))
                 assert bits(back) == bits(carry[1])
                 carry = carry[0], back
-    assert monitor.last_record.steps_skipped == 1
+    assert (monitor.last_record.steps_skipped, np.sign(kept).tolist()) == (1, [1.0, 0.0, 1.0])
     assert bits(carry) == bits(looped)
-    masters = carry[1].loss_scaled.inner_state.masters
-    for param, copy in zip(*map(jax.tree.leaves, (carry[0], masters)), strict=make is not half):
-        if param.dtype == jnp.float16:
-            assert bits(copy.astype(param.dtype)) == bits(param)
 
 
 def test_sharded_parameters_keep_their_shards_and_nothing_is_gathered():
@@ -343,7 +283,6 @@ def test_sharded_parameters_keep_their_shards_and_nothing_is_gathered():
     tx = loss_scaled(master_weights(optax.adamw(1e-3)))
     params = jax.device_put(jnp.ones((8, 16), jnp.float16), place)
     state = tx.init(params)
-    assert state.inner_state.masters.sharding == place
 
     @jax.jit
     def step(params, state, gradients):
@@ -352,18 +291,9 @@ def test_sharded_parameters_keep_their_shards_and_nothing_is_gathered():
 
     compiled = step.lower(params, state, params).compile()
     # Only what says whether every device's part is finite.
-    gathered = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(", compiled.as_text())
-    assert set(gathered) <= {"4"}
-    params, state = compiled(params, state, params)
-    assert params.sharding == state.inner_state.masters.sharding == place
-    doubled = optax.tree.map_params(tx, lambda leaf: 2 * leaf, state)
-    assert bits(doubled.inner_state.masters) == bits(2 * state.inner_state.masters)
-
-
-SEEDS = [*range(0, 320, 27)]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_random_program_trains_as_float32_parameters_that_a_loop_rounds(seed):
-    # A compiled step may round otherwise than the same operations in another program.
-    assert difference(seed) <= (2.0 if random_program(seed)[3] else 0.0)
+    assert set(re.findall(r"\[([\d,]*)\]\S* all-gather\(", compiled.as_text())) <= {"4"}
+    params, after = compiled(params, state, params)
+    for array in (params, state.inner_state.masters, after.inner_state.masters):
+        assert array.sharding == place
+    doubled = optax.tree.map_params(tx, lambda leaf: 2 * leaf, after)
+    assert bits(doubled.inner_state.masters) == bits(2 * after.inner_state.masters)
