@@ -199,9 +199,7 @@ def _program(row: Row, name: str, small: bool) -> Compiled:
             scale = DynamicScale(scale=jnp.float32(SCALE))
     else:
         params = [jnp.asarray(value) for value in row.workload.values()]
-        gradients = row.workload.gradients(
-            SCALE if name in (*OURS, *UPDATES) else 1.0
-        )
+        gradients = row.workload.gradients(SCALE if name in (*OURS, *UPDATES) else 1.0)
         given = [jnp.asarray(gradient) for gradient in gradients]
         step = functools.partial(_alone, name, tx)
     if name == "masters":
