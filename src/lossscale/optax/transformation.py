@@ -63,6 +63,9 @@ def loss_scaled(
     Clipping, weight decay, averaging and accumulation then see unscaled gradients of applied steps
     only.
 
+    Trained float16 parameters are rounded after each step, and `init` warns. To keep float32 copies
+    of them, write `loss_scaled(master_weights(...))`.
+
     Args:
         inner: The transformation to wrap, such as `optax.adamw(1e-3)`.
         dynamic: Whether the scale is adjusted during training. If False, `initial_scale` is the
@@ -80,7 +83,8 @@ def loss_scaled(
     Returns:
         An `optax.GradientTransformationExtraArgs`. Its state is a `LossScaleState`. Other arguments
         of `update` go to the inner transformation. Updates are float32 or wider. They are float16
-        or bfloat16 only if the gradients and the parameters, which `update` is given, both are.
+        or bfloat16 only if the gradients and the parameters, which `update` is given, both are,
+        and `inner` is not the result of `master_weights`.
 
     Raises:
         AlreadyWrappedError: If `inner` already has loss scaling. If only its state shows that,

@@ -147,8 +147,7 @@ def test_whatever_the_bits_a_parameter_becomes_its_rounded_copy(dtype):
         np.testing.assert_array_equal(found.view(np.uint16) == 2**15, becomes)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize(("dtype", "compiled"), [(jnp.float16, True), (jnp.bfloat16, False)])
 def test_what_is_written_is_kept_to_the_bit_and_so_are_the_other_copies(dtype, compiled):
     written = jnp.asarray([np.nan, np.inf, -np.inf, -0.0, 0.0, 1.0, 2.0**-24], dtype)
     tx = loss_scaled(master_weights(optax.sgd(1.0)))
