@@ -20,7 +20,7 @@ from benchmarks.rows import Row
 from benchmarks.workloads import equal
 from benchmarks.xla_gpu import Counts
 
-OPTAX = ("bare", "lossscale", "tracked", "apply_if_finite", "jmp", "flax")
+OPTAX = ("bare", "lossscale", "tracked", "masters", "apply_if_finite", "jmp", "flax")
 KERAS = ("bare", "ours_dynamic", "ours_monitored", "peer_dynamic")
 LARGE, SMALL = equal(100, 10_000_000), equal(200, 200_000)
 ROWS = (

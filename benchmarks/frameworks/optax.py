@@ -28,8 +28,13 @@ INNER = {
 WRAPPED = {
     "lossscale": lambda inner: ours.loss_scaled(inner, initial_scale=SCALE),
     "tracked": lambda inner: ours.track_overflows(WRAPPED["lossscale"](inner)),
+    "masters": lambda inner: WRAPPED["lossscale"](ours.master_weights(inner)),
     "apply_if_finite": lambda inner: optax.apply_if_finite(inner, 5),
 }
+
+
+OURS = ("lossscale", "tracked", "masters")
+"""Of these, `masters` has float16 parameters."""
 
 
 def _update(tx: Any, state: Any, gradients: Any) -> Any:
@@ -90,7 +95,7 @@ def _whole(name: str, tx: Any, loss: Any, state: Any, batch: Any) -> tuple[Any, 
     if name == "flax":
         scale, finite, value, gradients = scale.value_and_grad(loss)(params, batch)
         return (*_chosen(finite, _update(tx, state, gradients)[:2], state[:2]), scale), value
-    if name in ("lossscale", "tracked"):
+    if name in OURS:
         value, gradients = ours.value_and_grad(loss)(opt_state, params, batch)
     elif name == "jmp":
         gradients, value = jax.grad(scaled, has_aux=True)(params)
@@ -177,6 +182,10 @@ def _model(name: str, small: bool) -> tuple[Any, Callable[[Any, Any], Any], Any]
     return params, loss, (inputs, jnp.asarray(random.integers(0, 10, batch[1]), jnp.int32))
 
 
+def _half(leaf: Any) -> Any:
+    return leaf.astype(jnp.float16) if leaf.dtype == jnp.float32 else leaf
+
+
 def _program(row: Row, name: str, small: bool) -> Compiled:
     tx = WRAPPED.get(name, lambda inner: inner)(INNER[row.optimizer]())
     # jmp's object itself cannot be lowered on this JAX, so its numbers.
@@ -190,11 +199,11 @@ def _program(row: Row, name: str, small: bool) -> Compiled:
             scale = DynamicScale(scale=jnp.float32(SCALE))
     else:
         params = [jnp.asarray(value) for value in row.workload.values()]
-        gradients = row.workload.gradients(
-            SCALE if name in ("lossscale", "tracked", *UPDATES) else 1.0
-        )
+        gradients = row.workload.gradients(SCALE if name in (*OURS, *UPDATES) else 1.0)
         given = [jnp.asarray(gradient) for gradient in gradients]
         step = functools.partial(_alone, name, tx)
+    if name == "masters":
+        params, given = (jax.tree.map(_half, tree) for tree in (params, given))
     return Compiled(step, (params, tx.init(params), scale), given, jit=row.mode == "jit")
 
 

@@ -53,6 +53,7 @@ def named(library):
             "Array": sys.modules["jax"].Array,
             "GradientTransformationExtraArgs": transformation,
             "LossScaleState": lossscale.optax.LossScaleState,
+            "MasterWeightsState": lossscale.optax.MasterWeightsState,
         }
     if library == "torch":
         import torch

@@ -7,10 +7,15 @@ docs/internals/gpu_counts.md has all peers.
 import dataclasses
 import math
 import pathlib
+import re
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
-from benchmarks import gpu_counts
+import lossscale.optax
+from benchmarks import gpu_counts, xla_gpu
 from benchmarks.frameworks.optax import mlp
 from benchmarks.gpu_jax import ROWS, counts, rows
 from benchmarks.workloads import equal
@@ -18,6 +23,7 @@ from benchmarks.workloads import equal
 LARGE, SMALL, WHOLE, *OF_KERAS = ROWS
 PAGE = pathlib.Path(__file__).parents[2] / gpu_counts.PAGE
 PLAIN, MONITORED = ("lossscale", "ours_dynamic"), ("tracked", "ours_monitored")
+MASTERS = ("masters",)
 PEERS = ("apply_if_finite", "peer_dynamic")
 
 
@@ -31,6 +37,7 @@ def with_fewer(row):
 ROWS_OF = {
     PLAIN: (LARGE, SMALL, WHOLE, *map(with_fewer, OF_KERAS)),
     MONITORED: (*map(with_fewer, (LARGE, SMALL)), WHOLE, *map(with_fewer, OF_KERAS)),
+    MASTERS: (WHOLE,),
 }
 EACH = pytest.mark.parametrize(
     ("row", "names"),
@@ -79,8 +86,26 @@ def test_a_step_launches_no_more_kernels_than_the_peers(row, names):
 def test_the_page_has_these_counts():
     """If a step costs more, that is a fault; if less, `benchmarks.gpu_counts` writes it."""
     lines = set(PAGE.read_text(encoding="utf-8").splitlines())
-    for row in rows((LARGE, SMALL, WHOLE), ("bare", "lossscale", "apply_if_finite")):
+    methods = ("bare", "lossscale", "apply_if_finite")
+    for row in (*rows((LARGE, SMALL, WHOLE), methods), *rows((WHOLE,), MASTERS)):
         assert f"| {' | '.join(gpu_counts.cells(row))} |" in lines
+
+
+def test_float16_parameters_without_casts_cost_a_whole_step_less():
+    masters, casts = (counts(WHOLE, name) for name in ("masters", "lossscale"))
+    assert all(ours <= theirs for ours, theirs in zip(masters, casts, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
+def test_xla_does_not_leave_out_the_rounding_of_a_copy(dtype):
+    tx = lossscale.optax.master_weights(optax.sgd(0.1))
+    params = jax.ShapeDtypeStruct((8,), dtype)
+    state = jax.eval_shape(tx.init, params)
+    params, state = xla_gpu.placed((params, state), xla_gpu.mesh())
+    hlo = xla_gpu.compiled(tx.update, params, state, params).hlo
+    [subtracted] = re.findall(r" subtract\((%[\w.\-]+),", hlo)
+    [narrow] = re.findall(rf"{subtracted} = f32\S+ convert\((%[\w.\-]+)\)", hlo)
+    assert f"{narrow} = {'b' * (dtype == jnp.bfloat16)}f16[" in hlo
 
 
 def test_a_check_that_reads_each_gradient_by_itself_would_be_noticed(monkeypatch):

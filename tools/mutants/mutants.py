@@ -264,9 +264,16 @@ tests/frameworks/jax/test_devices.py
         -k would_part
 tests/frameworks/jax/test_leaves.py
     optax LossScaled.update: gating.has_elements(gradients) -> True  -k without_a_gradient
-    optax _narrowed: all(map(_is_narrow, here)) -> True  -k rounded_last
-    optax LossScaled.init: jax.tree.map(_widened, params) -> params
+    optax _narrowed: all(map(gating.is_narrow, here)) -> True  -k rounded_last
+    optax LossScaled.init: self._widened(params) -> params
         -k float16 or narrow or half or dtype
+tests/frameworks/jax/test_master_weights.py
+    optax _adopted: jnp.where(is_rounded, master, param.astype(jnp.float32)) -> master
+        -k written
+    optax _change: jnp.where(bits == _bits(param), -0.0, difference) -> difference  -k written
+    optax _rounded: jnp.where(...) -> bits  -k whatever_the_bits
+    optax LossScaled._widened: self._has_masters -> False  -k random_program
+    optax trains_float16: all(map(shows_one, masked)) -> True  -k named_once
 tests/conformance/test_monitors.py
     optax Monitor.step: self._scale = jnp.copy(watched.scale) -> pass  -k what_happened
 tests/frameworks/jax/test_monitor.py

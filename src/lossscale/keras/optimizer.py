@@ -140,6 +140,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         # lists the variables that its `build` sets as attributes.
         if not inner.built:
             inner.build(list(variables))
+        self._warn_of_float16(variables)
         self._remember_trained(list(variables))
         self.built = True
         saving.load_pending(self, at_build=True)

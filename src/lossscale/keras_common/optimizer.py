@@ -39,6 +39,7 @@ from lossscale.keras_common.state import ScaleVariables, numbered_in, parts_of
 from lossscale.keras_common.step import OverflowCheck, Step, with_overwritten, without_overwritten
 from lossscale.members import DocumentedMembers, VariableList
 from lossscale.old_formats import kind_of, names_for
+from lossscale.packages import warn
 from lossscale.rules import DynamicScale, GradientStats, ScaleRule, StatsRequest
 
 Slots = Iterator[tuple[list[str], dict[Any, Any]]]
@@ -106,6 +107,7 @@ class KerasCommonOptimizer(DocumentedMembers):
     # A monitor sets it in the instance's dictionary, past attribute tracking: it is not saved.
     _overflow_tracker: ClassVar[Any] = None
     _warned_at_floor = False
+    _warned_of_float16 = False
     # Whether the third positional argument is that of TensorFlow 2.2 to 2.10.
     _takes_third: ClassVar[bool] = False
     # Scalar variables: a number of steps, and a boolean.
@@ -424,6 +426,19 @@ class KerasCommonOptimizer(DocumentedMembers):
             names = [getattr(v, "path", v.name).removesuffix(":0") for v in variables]
             with self._backend.eager_scope():
                 self._overflow_tracker.build(variables, names)
+
+    def _warn_of_float16(self, variables: Iterable[Any]) -> None:
+        """Warns once if there are float16 variables to train."""
+        trained = [each for each in variables if getattr(each, "trainable", True)]
+        # In tf_keras, a variable may show the dtype that it is cast to.
+        dtypes = [getattr(each, "true_dtype", each.dtype) for each in trained]
+        is_float16 = any(getattr(dtype, "name", dtype) == "float16" for dtype in dtypes)
+        if is_float16 and not self._warned_of_float16:
+            self._warned_of_float16 = True
+            warn(
+                "float16 variables are rounded after each step, and lose small updates. Set the "
+                'policy "mixed_float16", which computes in float16 and keeps float32 variables.'
+            )
 
     # --- The settings of the inner optimizer -------------------------------------------------
 

@@ -27,6 +27,7 @@ with registry.naming_missing_packages("jax", "optax"):
         unscale,
         value_and_grad,
     )
+    from lossscale.optax.masters import MasterWeightsState, master_weights
     from lossscale.optax.monitor import Monitor
     from lossscale.optax.overflow_tracking import OverflowTrackingState, track_overflows
     from lossscale.optax.scale_state import LossScaleState
@@ -34,6 +35,7 @@ with registry.naming_missing_packages("jax", "optax"):
 
 __all__ = [
     "LossScaleState",
+    "MasterWeightsState",
     "Monitor",
     "OverflowTrackingState",
     "all_finite",
@@ -41,6 +43,7 @@ __all__ = [
     "explain",
     "loss_scale",
     "loss_scaled",
+    "master_weights",
     "scale_loss",
     "track_overflows",
     "unless_skipped",

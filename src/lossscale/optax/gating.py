@@ -2,26 +2,67 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.extend.core import jaxpr_as_fun
 
-from lossscale.errors import ArgumentError
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax.apply_or_skip import gated, select, state_dtype, static_size, without_weak_type
 from lossscale.jax.gradients import all_finite, is_traced
+from lossscale.rules import ScaleRule
 
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 """Takes gradients, state and parameters; returns updates and the new state."""
+
+
+def checked_transformation(inner: Any) -> Any:
+    """Returns a transformation that takes extra arguments.
+
+    Raises:
+        ArgumentTypeError: If it is not a transformation.
+    """
+    init, update = getattr(inner, "init", None), getattr(inner, "update", None)
+    # A rule has methods of these names too.
+    no_pair = isinstance(inner, (type, ScaleRule)) or not (callable(init) and callable(update))
+    if no_pair or update is None:
+        raise ArgumentTypeError(
+            "The first argument must be an Optax transformation to wrap, such as "
+            f"optax.adamw(1e-3). Received: {inner!r} of type {type(inner).__name__}. For Keras and "
+            "PyTorch optimizers, use lossscale.LossScaleOptimizer."
+        )
+    if isinstance(inner, optax.GradientTransformationExtraArgs):
+        return inner
+    # Optax checks only the class, and would drop the extra arguments of MultiSteps.
+    kinds = {parameter.kind for parameter in inspect.signature(update).parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return optax.GradientTransformationExtraArgs(init, update)
+    return optax.with_extra_args_support(optax.GradientTransformation(init, update))
 
 
 def is_gradient(leaf: Any) -> bool:
     """Whether a leaf is a floating-point or complex array, not integers or float0."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def is_narrow(leaf: Any) -> bool:
+    """Whether a leaf is a floating-point array of 16 bits or less."""
+    return is_gradient(leaf) and leaf.dtype.itemsize < 4
+
+
+def widened(leaf: Any) -> Any:
+    """Converts a leaf to float32 if it is float16 or bfloat16."""
+    if not is_narrow(leaf):
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(dtype=jnp.float32)
+    return jnp.asarray(leaf, jnp.float32)
 
 
 def with_arrays(tree: Any) -> Any:

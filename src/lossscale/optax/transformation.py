@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -17,14 +16,15 @@ from lossscale.arguments import rule_from_arguments
 from lossscale.checks import checks_keywords
 from lossscale.errors import (
     AlreadyWrappedError,
-    ArgumentTypeError,
     GradientsError,
     UnsupportedError,
 )
 from lossscale.jax.apply_or_skip import varying_axes
 from lossscale.jax.gradients import gradient_stats, is_traced, unscaled
+from lossscale.optax.masters import MasterWeights, check_order, trains_float16
 from lossscale.optax.scale_state import LossScaleState
 from lossscale.optax.state_lookup import states_below
+from lossscale.packages import warn
 from lossscale.rules import GradientStats, ScaleRule, StatsRequest
 
 State = TypeVar("State")
@@ -63,6 +63,9 @@ def loss_scaled(
     Clipping, weight decay, averaging and accumulation then see unscaled gradients of applied steps
     only.
 
+    Trained float16 parameters are rounded after each step, and `init` warns. To keep float32 copies
+    of them, write `loss_scaled(master_weights(...))`.
+
     Args:
         inner: The transformation to wrap, such as `optax.adamw(1e-3)`.
         dynamic: Whether the scale is adjusted during training. If False, `initial_scale` is the
@@ -80,7 +83,8 @@ def loss_scaled(
     Returns:
         An `optax.GradientTransformationExtraArgs`. Its state is a `LossScaleState`. Other arguments
         of `update` go to the inner transformation. Updates are float32 or wider. They are float16
-        or bfloat16 only if the gradients and the parameters, which `update` is given, both are.
+        or bfloat16 only if the gradients and the parameters, which `update` is given, both are,
+        and `inner` is not the result of `master_weights`.
 
     Raises:
         AlreadyWrappedError: If `inner` already has loss scaling. If only its state shows that,
@@ -105,7 +109,10 @@ def loss_scaled(
     """
     chosen_rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
     axis_names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
-    wrapped = LossScaled(_checked_inner(inner), chosen_rule, axis_names)
+    checked = gating.checked_transformation(inner)
+    if isinstance(getattr(checked.update, "__self__", None), LossScaled):
+        raise AlreadyWrappedError(_TWICE)
+    wrapped = LossScaled(checked, chosen_rule, axis_names)
     tx: GradientTransformationExtraArgs[LossScaleState]
     tx = optax.GradientTransformationExtraArgs(wrapped.init, wrapped.update)
     return tx
@@ -118,14 +125,28 @@ class LossScaled:
         self._inner = inner
         self.rule = rule
         self._axis_names = axis_names
+        self._has_masters = isinstance(inner, MasterWeights)
+        self._has_warned = False
+
+    def _widened(self, params: Any) -> Any:
+        # With float16 parameters, the state would start as float16 and become float32 at the first
+        # step. `master_weights` widens them itself.
+        return params if self._has_masters else jax.tree.map(gating.widened, params)
 
     def init(self, params: Any) -> LossScaleState:
         """Returns the state before the first step."""
-        # With float16 parameters, the state would start as float16 and become float32 at the first
-        # step.
-        inner_state = self._inner.init(jax.tree.map(_widened, params))
+        inner_state = self._inner.init(self._widened(params))
         if states_below(inner_state):
             raise AlreadyWrappedError(_TWICE)
+        if not self._has_masters:
+            check_order(inner_state)
+            if not self._has_warned and trains_float16(params, inner_state):
+                self._has_warned = True
+                warn(
+                    "float16 parameters are rounded after each step, and lose small updates. "
+                    "Write loss_scaled(master_weights(tx)), which keeps float32 copies of them, "
+                    "or keep trained parameters in float32."
+                )
         inner_state = scale_state.without_shared_buffers(inner_state, params)
         return scale_state.state_of(self.rule.init(), inner_state)
 
@@ -162,10 +183,11 @@ class LossScaled:
             finite,
             unscaled_tree,
             state.inner_state,
-            jax.tree.map(_widened, params),
+            self._widened(params),
             check_updates=any(map(callable, extra_args.values())),
         )
-        new_updates = _narrowed(new_updates, updates, params)
+        if not self._has_masters:
+            new_updates = _narrowed(new_updates, updates, params)
         after = before
         # A step without gradients is not finite.
         if gating.has_elements(gradients):
@@ -267,61 +289,22 @@ _TWICE = (
 )
 
 
-def _widened(leaf: Any) -> Any:
-    """Converts a leaf of the parameters to float32 if it is float16 or bfloat16."""
-    if not _is_narrow(leaf):
-        return leaf
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.update(dtype=jnp.float32)
-    return jnp.asarray(leaf, jnp.float32)
-
-
 def _narrowed(updates: Any, gradients: Any, params: Any) -> Any:
     """Rounds each update to the wider dtype of its gradient and its parameter, as Optax would.
 
     Without parameters the updates stay float32: the parameters may be float32, and in float16 an
     update that the loss scale protected may be 0.
     """
-    if params is None or not any(map(_is_narrow, jax.tree.leaves(gradients))):
+    if params is None or not any(map(gating.is_narrow, jax.tree.leaves(gradients))):
         return updates
     # Matched by path: the inner transformation may return updates of another structure.
     given = [dict(jax.tree_util.tree_flatten_with_path(tree)[0]) for tree in (gradients, params)]
 
     def cast(path: Any, update: Any) -> Any:
         here = [leaves[path] for leaves in given if path in leaves]
-        dtypes = {leaf.dtype for leaf in here if _is_narrow(leaf)}
-        fits = path in given[1] and all(map(_is_narrow, here)) and len(dtypes) == 1
+        dtypes = {leaf.dtype for leaf in here if gating.is_narrow(leaf)}
+        fits = path in given[1] and all(map(gating.is_narrow, here)) and len(dtypes) == 1
         # float32 holds both float16 and bfloat16.
         return update.astype(*dtypes) if fits and gating.is_gradient(update) else update
 
     return jax.tree_util.tree_map_with_path(cast, updates)
-
-
-def _is_narrow(leaf: Any) -> bool:
-    return gating.is_gradient(leaf) and leaf.dtype.itemsize < 4
-
-
-def _checked_inner(inner: Any) -> Any:
-    """Returns a transformation that takes extra arguments.
-
-    Raises:
-        AlreadyWrappedError: If it has loss scaling.
-        ArgumentTypeError: If it is not a transformation.
-    """
-    init, update = getattr(inner, "init", None), getattr(inner, "update", None)
-    # A rule has methods of these names too.
-    no_pair = isinstance(inner, (type, ScaleRule)) or not (callable(init) and callable(update))
-    if no_pair or update is None:
-        raise ArgumentTypeError(
-            "The first argument must be an Optax transformation to wrap, such as "
-            f"optax.adamw(1e-3). Received: {inner!r} of type {type(inner).__name__}. For Keras and "
-            "PyTorch optimizers, use lossscale.LossScaleOptimizer."
-        )
-    if isinstance(getattr(update, "__self__", None), LossScaled):
-        raise AlreadyWrappedError(_TWICE)
-    # Optax checks only the class, and would drop the extra arguments of MultiSteps.
-    kinds = {parameter.kind for parameter in inspect.signature(update).parameters.values()}
-    takes_more = isinstance(inner, optax.GradientTransformationExtraArgs)
-    if takes_more or inspect.Parameter.VAR_KEYWORD in kinds:
-        return optax.GradientTransformationExtraArgs(init, update)
-    return optax.with_extra_args_support(optax.GradientTransformation(init, update))

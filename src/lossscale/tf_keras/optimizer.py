@@ -385,6 +385,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         """Records variables that it was not built with before."""
         known = {id(each) for group in self._built_groups for each in group}
         new = [each for each in variables if id(each) not in known]
+        self._warn_of_float16(new)
         if new or not self._built_groups:
             self._built_groups = (*self._built_groups, new)
 

@@ -12,6 +12,7 @@ from lossscale import DynamicScale, FixedScale
 from lossscale.optax import all_finite, loss_scaled, unscale
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
+ROUNDED = pytest.mark.filterwarnings("ignore:float16 parameters are rounded")
 
 
 def small(tx=None, **settings):
@@ -97,6 +98,7 @@ def test_with_64_bits_the_state_stays_and_gradients_are_divided_in_64():
             assert after.last_step_skipped
 
 
+@ROUNDED
 def test_strict_promotion_is_kept():
     tx = small(optax.sgd(0.1, momentum=0.9))
     rule = DynamicScale(8.0, growth_interval=2, growth_factor=3.0, min_scale=0.5)
@@ -163,6 +165,7 @@ DTYPES = [
 ]
 
 
+@ROUNDED
 @pytest.mark.parametrize(("of_gradients", "of_params", "of_updates"), DTYPES)
 @pytest.mark.parametrize("inner", [optax.sgd(0.5), optax.adam(0.5)], ids=["sgd", "adam"])
 @pytest.mark.parametrize("finite", [True, False])
@@ -189,6 +192,7 @@ def test_updates_are_rounded_last_and_have_the_dtypes_of_optax(
         assert signature(state) == signature(update(gradients, state, given)[1])
 
 
+@ROUNDED
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_branch_around_a_step_and_strict_dtypes_are_as_with_optax_alone(dtype):
     params = {"w": jnp.ones(4, dtype), "none": None}

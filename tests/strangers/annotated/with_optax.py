@@ -54,6 +54,8 @@ reveal_type(lossscale.optax.all_finite(grads))  # Array
 tracked = lossscale.optax.track_overflows(tx).init(params)
 reveal_type(tracked.loss_scaled)  # LossScaleState
 reveal_type(tracked.tracked.nonfinite)  # Array
+copied = lossscale.optax.master_weights(optax.adam(0.1)).init(params)
+reveal_type(copied)  # MasterWeightsState
 
 # An optimizer's state may be annotated as Optax annotates it.
 annotated: optax.OptState = opt_state

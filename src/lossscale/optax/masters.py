@@ -1,0 +1,184 @@
+"""Trains float16 parameters by float32 copies of them, in the state of a transformation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import lossscale.optax.gating as gating
+from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.optax.state_lookup import states_below
+
+if TYPE_CHECKING:
+    from lossscale.optax.transformation import GradientTransformationExtraArgs
+
+
+class MasterWeightsState(NamedTuple):
+    """The state of `master_weights`.
+
+    Attributes:
+        masters: A float32 copy of each float16 or bfloat16 parameter; an `optax.MaskedNode` for
+            each other one.
+        inner_state: The state of the inner transformation, which updates the copies.
+    """
+
+    masters: Any
+    inner_state: Any
+
+
+class MasterWeights(optax.GradientTransformationExtraArgs):
+    """What `master_weights` returns: `loss_scaled` passes it the parameters as they are."""
+
+
+def master_weights(
+    inner: optax.GradientTransformation,
+) -> GradientTransformationExtraArgs[MasterWeightsState]:
+    """Makes a transformation update float32 copies of float16 and bfloat16 parameters.
+
+    `optax.apply_updates` then gives each parameter its copy, rounded. An update that is too small
+    for float16 is not lost: it stays in the copy. What other code writes into a parameter between
+    two steps replaces the copy. Other parameters are updated as without it.
+
+    Put it directly inside loss scaling: `loss_scaled(master_weights(optax.adamw(1e-5)))`. Clipping,
+    masks and accumulation go inside `master_weights`. bfloat16 parameters can do without
+    `loss_scaled`.
+
+    `optax.apply_updates` adds, so that a parameter never becomes -0.0, and an infinite one never
+    finite again. If float32 does not hold the difference (a step across 0 to less than 1/8,192 of
+    the parameter, 1/65,536 with bfloat16), the copy becomes the parameter.
+
+    Args:
+        inner: The whole optimizer, such as `optax.adamw(1e-5)` or a chain with clipping.
+
+    Returns:
+        An `optax.GradientTransformationExtraArgs`. Its state is a `MasterWeightsState`. Updates of
+        parameters with a copy are float32. `update` needs the parameters.
+
+    Raises:
+        ArgumentTypeError: If `inner` is not an Optax transformation, or `update` gets no
+            parameters.
+        ArgumentError: If `inner` has loss scaling or copies itself (`init` raises it), or the
+            dtypes of the parameters differ from those `init` got (`update` raises it).
+
+    Examples:
+        >>> tx = lossscale.optax.master_weights(optax.sgd(1.0))
+        >>> weight = jnp.float16(1.0)
+        >>> state = tx.init(weight)
+        >>> for _ in range(3):
+        ...     updates, state = tx.update(jnp.float16(2**-12), state, weight)
+        ...     weight = optax.apply_updates(weight, updates)
+        >>> float(weight), float(state.masters)
+        (0.9990234375, 0.999267578125)
+    """
+    tx = gating.checked_transformation(inner)
+
+    def init(params: Any) -> MasterWeightsState:
+        inner_state = tx.init(jax.tree.map(gating.widened, params))
+        check_order(inner_state, is_inside=bool(states_below(inner_state)))
+        # Not those from above: no buffer is donated twice.
+        masters = jax.tree.map(
+            lambda p: gating.widened(p) if gating.is_narrow(p) else optax.MaskedNode(), params
+        )
+        return MasterWeightsState(masters, inner_state)
+
+    def update(
+        updates: Any, state: MasterWeightsState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, MasterWeightsState]:
+        if params is None:
+            raise ArgumentTypeError(
+                "master_weights needs the parameters: call tx.update(grads, state, params)."
+            )
+        before = jax.tree.map(_adopted, params, state.masters)
+        made, inner_state = tx.update(
+            jax.tree.map(gating.widened, updates), state.inner_state, before, **extra_args
+        )
+        after = jax.tree.map(
+            lambda p, m, u: (m + u).astype(m.dtype) if gating.is_narrow(p) else optax.MaskedNode(),
+            *(params, before, made),
+        )
+        return jax.tree.map(_change, params, after, made), MasterWeightsState(after, inner_state)
+
+    return MasterWeights(init, update)
+
+
+def check_order(state: Any, is_inside: bool = False) -> None:
+    """Checks that the state of a transformation, which may not have copies, has none."""
+    if is_inside or _nodes(state, "MasterWeightsState"):
+        raise ArgumentError(
+            "master_weights must be used once, directly inside loss_scaled. Write "
+            "loss_scaled(master_weights(optax.chain(...))): what else wraps it goes inside."
+        )
+
+
+def trains_float16(params: Any, state: Any) -> bool:
+    """Whether a float16 parameter is trained for certain, as the state of a transformation shows.
+
+    Args:
+        params: The parameters. Those that are frozen may be `optax.MaskedNode`.
+        state: The state of the transformation. A mask can be read from it only if there are arrays
+            for each parameter, such as moments: those of others are `optax.MaskedNode`.
+    """
+    shapes = {
+        tuple(path): leaf.shape
+        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
+        if getattr(leaf, "dtype", None) == jnp.float16
+    }
+
+    def shows_one(masked: Any) -> bool:
+        leaves, _ = jax.tree_util.tree_flatten_with_path(masked)
+        ends = ((path[start:], leaf) for path, leaf in leaves for start in range(len(path) + 1))
+        return any(shapes.get(tuple(end)) == getattr(leaf, "shape", 0) for end, leaf in ends)
+
+    masked = _nodes(state, "MaskedState", "PartitionState", "MultiTransformState")
+    return bool(shapes) and all(map(shows_one, masked))
+
+
+def _nodes(tree: Any, *names: str) -> list[Any]:
+    """The outermost nodes of a tree whose classes have these names."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: type(node).__name__ in names)
+    return [leaf for leaf in leaves if type(leaf).__name__ in names]
+
+
+# --- What is done with each parameter -------------------------------------------------------------
+
+
+def _adopted(param: Any, master: Any) -> Any:
+    """Returns the copy, or the parameter if it is not the rounded copy."""
+    if gating.is_narrow(param) is isinstance(master, optax.MaskedNode):
+        raise ArgumentError(
+            "The dtypes of the parameters must be those that `init` was called with. Received: "
+            f"{jnp.result_type(param)}. Apply updates with optax.apply_updates, which keeps "
+            "dtypes, or call tx.init(params) again."
+        )
+    if not gating.is_narrow(param):
+        return param
+    is_rounded = _rounded(master, param) == _bits(param)
+    return jnp.where(is_rounded, master, param.astype(jnp.float32))
+
+
+def _change(param: Any, master: Any, update: Any) -> Any:
+    """Returns what `optax.apply_updates` adds to a parameter, to give it the rounded copy."""
+    if not gating.is_narrow(param):
+        return update
+    bits = _rounded(master, param)
+    rounded = jax.lax.bitcast_convert_type(bits, param.dtype)
+    # The difference of infinities is NaN, and that of zeros is +0.0, which turns -0.0 into 0.0.
+    difference = rounded.astype(jnp.float32) - param.astype(jnp.float32)
+    return jnp.where(bits == _bits(param), -0.0, difference)
+
+
+def _rounded(master: Any, param: Any) -> Any:
+    """The bits of the rounded copy, without a -0.0 that no sum would be."""
+    bits = _bits(master.astype(param.dtype))
+    # Selected by bits: XLA would otherwise leave out the rounding.
+    return jnp.where((bits == _MINUS_ZERO) & (_bits(param) != _MINUS_ZERO), 0, bits)
+
+
+_MINUS_ZERO = 0x8000
+
+
+def _bits(array: Any) -> Any:
+    return jax.lax.bitcast_convert_type(array, jnp.uint16)
