@@ -54,8 +54,8 @@ def check_not_wrapped(inner: Any, wrappers: Any = ()) -> None:
     wrapper = living_wrapper(inner)
     if wrapper is not None:
         raise AlreadyWrappedError(
-            f"Another LossScaleOptimizer, {wrapper.name!r}, already wraps this "
-            f"{type(inner).__name__}. Use that one, or make a new optimizer to wrap."
+            f"Another {type(wrapper).__name__} already wraps this {type(inner).__name__}. Use that "
+            "one, or make a new optimizer to wrap."
         )
 
 

@@ -112,13 +112,15 @@ class Engine:
             if now is not None:
                 now.check_unscaled("step", optimizer)
 
-        hook.of_lossscale = True  # type: ignore[attr-defined]
+        hook.of_lossscale = "engine"  # type: ignore[attr-defined]
         for each in with_parts(self.inner):
             hooks = getattr(each, "_optimizer_step_pre_hooks", None)
             # An object with the interface of an optimizer may have no hooks.
             if hooks is None:
                 continue
-            mine = [k for k, other in hooks.items() if getattr(other, "of_lossscale", None) is True]
+            mine = [
+                k for k, other in hooks.items() if getattr(other, "of_lossscale", 0) == "engine"
+            ]
             for key in mine:
                 del hooks[key]
             each.register_step_pre_hook(hook)

@@ -15,12 +15,13 @@ import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parameter import is_lazy
 
+from lossscale.common.checks import check_not_wrapped, remember_wrapper
 from lossscale.errors import (
     AlreadyWrappedError,
     ArgumentTypeError,
@@ -84,7 +85,6 @@ class MasterWeights(OuterOptimizer):
 
     # Where users find it, and so what pickles name.
     __module__ = "lossscale.torch"
-    _pickled: ClassVar[tuple[str, ...]] = ("inner_optimizer", "_masters")
 
     inner_optimizer: torch.optim.Optimizer
     _masters: dict[torch.Tensor, torch.Tensor]
@@ -100,12 +100,12 @@ class MasterWeights(OuterOptimizer):
                 "MasterWeights takes a torch.optim.Optimizer, an instance. Received: "
                 f"{optimizer!r} of type {type(optimizer).__name__}."
             )
-        _check_has_no_masters(optimizer)
+        check_not_wrapped(optimizer)
         _check_can_have_masters(optimizer, ranks.parameters_of(optimizer))
         self.__setstate__({"inner_optimizer": optimizer, "_masters": {}})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: vars(self)[name] for name in self._pickled}
+        return {"inner_optimizer": self.inner_optimizer, "_masters": self._masters}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, optimizers=[state["inner_optimizer"]])
@@ -116,6 +116,7 @@ class MasterWeights(OuterOptimizer):
         self._facts: list[Any] = []
         self._dtypes: dict[int, torch.dtype] = {}
         self._refuse_other_steps()
+        remember_wrapper(self.inner_optimizer, self)
         self._prepare()
 
     # --- What it shows of the optimizer -----------------------------------------------------------
@@ -127,10 +128,6 @@ class MasterWeights(OuterOptimizer):
         if not self._is_stepping and self._first() != self._last_first:
             self._prepare()
         return self.inner_optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.inner_optimizer.param_groups = groups
 
     @property
     def defaults(self) -> Any:
@@ -303,7 +300,7 @@ class MasterWeights(OuterOptimizer):
                     "it; pass that one to a gradient scaler."
                 )
 
-        hook.of_lossscale = mine  # type: ignore[attr-defined]
+        hook.of_lossscale = "masters"  # type: ignore[attr-defined]
         if hasattr(self.inner_optimizer, "_optimizer_step_pre_hooks"):
             self.inner_optimizer.register_step_pre_hook(hook)
 
@@ -481,16 +478,6 @@ def _are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 # --- What cannot have masters -------------------------------------------------------------------
-
-
-def _check_has_no_masters(optimizer: torch.optim.Optimizer) -> None:
-    for hook in getattr(optimizer, "_optimizer_step_pre_hooks", {}).values():
-        owner = getattr(hook, "of_lossscale", None)
-        if isinstance(owner, weakref.ref) and owner() is not None:
-            raise AlreadyWrappedError(
-                f"Another MasterWeights already wraps this {type(optimizer).__name__}. Use that "
-                "one, or make a new optimizer."
-            )
 
 
 def _check_can_have_masters(

@@ -111,11 +111,11 @@ def difference(seed):
     return most
 
 
-# One for each kind of transformation; of the seeds 0 to 319 the largest difference is 3.
+# One for each kind of transformation; of the seeds 0 to 319 the largest difference is 2.
 @pytest.mark.parametrize("seed", [27, 160, 92, 65, 61, 131, 6, 135, 168, 62, 37, 11, 95])
 def test_a_random_program_trains_as_float32_parameters_that_a_loop_rounds(seed):
     # XLA rounds two programs differently; operations that are dispatched one by one are the same.
-    assert difference(seed) <= (3.0 if random_program(seed)[3] else 0.0)
+    assert difference(seed) <= (2.0 if random_program(seed)[3] else 0.0)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])

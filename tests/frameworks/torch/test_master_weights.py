@@ -707,7 +707,7 @@ def test_what_cannot_have_masters(name):
 
 def test_a_second_one_and_a_direct_step():
     model, inner, _ = started()
-    with pytest.raises(errors.AlreadyWrappedError, match="Another MasterWeights"):
+    with pytest.raises(errors.AlreadyWrappedError, match="already wraps this AdamW"):
         MasterWeights(inner.inner_optimizer)
     before = everything(model, inner)
     with pytest.raises(errors.CallOrderError, match="step\\(\\) of the MasterWeights"):
