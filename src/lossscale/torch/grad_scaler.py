@@ -42,7 +42,7 @@ _STEPPED = (
     "step() was called twice on this optimizer since the last update(). Call update() once after "
     "the steps of all optimizers."
 )
-_OF_ONE_SCALER = frozenset({"_known", "_skipped_hooks", "_watcher"})
+_OF_ONE_SCALER = frozenset({"_known", "_skipped_hooks", "_skipped_so_far", "_watcher"})
 """Attributes that a copy does not share."""
 
 
@@ -121,6 +121,8 @@ class GradScaler(torch.amp.GradScaler):
     """The scale is not below it, unless other code has written to it."""
 
     _scaled_since_update = False
+    _skipped_so_far: Any = False
+    """Whether a step was skipped since the last `update`, as `SkipCount.add` takes it."""
     _warned_at_floor = False
     _skips_at_floor: int | None = None
 
@@ -434,7 +436,7 @@ class GradScaler(torch.amp.GradScaler):
         return skipped
 
     def _count(self, optimizer: Any, flag: Any) -> None:
-        self._skips.add(flag)
+        self._skipped_so_far = self._skips.add(flag, self._skipped_so_far)
         self._known_of(optimizer).count.add(flag)
         # Others may have computed on the same forward passes, which `update` ends.
         buffers.note_step(self, flag, is_end=False)
@@ -461,7 +463,7 @@ class GradScaler(torch.amp.GradScaler):
             self._set_scale(new_scale_of(new_scale, self._rule))
         buffers.note_step(self, left_out)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._scaled_since_update = False
+        self._scaled_since_update = self._skipped_so_far = False
 
     def _left_out(self) -> Any:
         """Whether gradients have overflowed, and the program has called no `step`."""
@@ -548,7 +550,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def steps_skipped(self) -> int:
-        """The number of calls of `step` that were skipped, of all optimizers together."""
+        """The number of skipped steps; several before one `update` count as one."""
         return self._skips.skipped
 
     def register_step_skipped_hook(

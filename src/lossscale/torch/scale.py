@@ -344,12 +344,28 @@ class SkipCount:
         self._flags: list[Any] = []
         self._replayed: Any = None
 
-    def add(self, flag: Any) -> None:
-        """Counts a step; `flag` is a bool, or a float32 scalar tensor, 1 if it is skipped."""
+    def add(self, flag: Any, before: Any = False) -> Any:
+        """Counts a step.
+
+        Args:
+            flag: Whether it is skipped: a bool, or a float32 scalar tensor, 1 or 0.
+            before: Whether the steps that count as one with it were; False for the first one.
+
+        Returns:
+            `before`, with this one.
+        """
         self._last = flag
-        if isinstance(flag, bool):
-            self._made, self._skipped = self._made + 1, self._skipped + flag
-            return
+        if before is not False:
+            if torch.is_tensor(before) and torch.is_tensor(flag):
+                before = before.to(flag.device)
+            flag = flag * (1 - before)
+        if not torch.is_tensor(flag):
+            self._made, self._skipped = self._made + 1, self._skipped + int(flag)
+        else:
+            self._add_tensor(flag)
+        return before + flag
+
+    def _add_tensor(self, flag: Any) -> None:
         if is_captured(flag):
             # Each replay counts. What a graph allocates would be 0 again at each.
             if self._replayed is not None:
