@@ -340,6 +340,23 @@ def largest_and_added(numbers: Any, groups: Sequence[Any]) -> Any:
     return numbers
 
 
+def of_last_joiner(numbers: Sequence[float], is_last: bool, device: Any, group: Any) -> list[float]:
+    """Returns the numbers of a process that was the last to run out of data.
+
+    Args:
+        numbers: Those of this process, as many in each.
+        is_last: Whether it is such a process.
+        device: Where its parameters are.
+        group: The processes of a `torch.distributed.algorithms.Join`.
+    """
+    sent = torch.tensor([is_last, *numbers], dtype=torch.float64, device=device)
+    sent = sent.to(_device(sent, group))
+    of_all = [torch.empty_like(sent) for _ in range(group.size())]
+    distributed.all_gather(of_all, sent, group=group)
+    found: list[float] = next(rest for last, *rest in torch.stack(of_all).tolist() if last)
+    return found
+
+
 def _device(found: Any, group: Any) -> Any:
     """The device that a group sends from: not the CPU if gradients are only offloaded there."""
     served = {device.type: device for device in group._device_types}
