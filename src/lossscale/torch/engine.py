@@ -471,7 +471,7 @@ class Engine:
             by: The `Multiplier` that has this number.
         """
         known, found = self.record.found, {}
-        if known is not None and info.ids <= self.record.checked:
+        if known is not None and self.record.are_as_checked(info):
             return known
         if self.rule.checks_gradients:
             given = gradients.collect(info, allow_float16=divisor is not None or known is not None)
@@ -541,7 +541,7 @@ class Engine:
 
     def apply(self, decision: StepDecision, *args: Any, **more: Any) -> Any:
         """Steps the optimizer, unless it is to be skipped; returns what it returns."""
-        self._first_steps.made(self.inner, decision.empty)
+        self._first_steps.made(self.inner, decision.empty, self.record.has_own_loss)
         if decision.apply is False:
             return None
         inner, divisor = self.inner, decision.divisor

@@ -323,7 +323,8 @@ class GradScaler(torch.amp.GradScaler):
         entry = self._per_optimizer_states[id(optimizer)]
         if "skipped" not in entry:
             self._count(optimizer, next(iter(entry["found_inf_per_device"].values()), False))
-        self._known_of(optimizer).first_steps.made(optimizer, entry.get("is_empty", False))
+        is_empty, first_steps = entry.get("is_empty", False), self._known_of(optimizer).first_steps
+        first_steps.made(optimizer, is_empty, self._scaled_since_update)
         return result
 
     def _only_makes_state(self, optimizer: Any) -> bool:

@@ -237,11 +237,7 @@ def _derived(tensors: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _is_of_fsdp1(tensor: Any) -> bool:
-    return (
-        getattr(tensor, "_fsdp_flattened", False)
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
+    return getattr(tensor, "_fsdp_flattened", False) and has_others()
 
 
 def _groups_along(tensor: Any, *, replicated: bool = False) -> list[Any]:
@@ -278,6 +274,15 @@ def _checked(process_group: Any) -> tuple[Any, ...]:
                 "from the parameters."
             )
     return tuple(group for group in given if group.size() > 1)
+
+
+def has_others() -> bool:
+    """Whether other processes take part in the training."""
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
 
 
 def agreed(

@@ -559,6 +559,25 @@ def sharded_scaler(folder):
         assert run.shown() == shown
 
 
+def averaged_by_hand(folder):
+    """Gradients averaged after `backward`, as PyTorch's tutorial does; one process overflows."""
+    shown = []
+    for way in (lambda p: p.grad, lambda p: p.grad.data):
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = LossScaleOptimizer(torch.optim.SGD([weight], lr=0.25), initial_scale=8.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            is_bad = (step, distributed.get_rank()) == (1, 0)
+            optimizer.backward(weight.sum() * (INF if is_bad else 1.0))
+            distributed.all_reduce(way(weight))
+            way(weight).div_(distributed.get_world_size())
+            optimizer.step()
+        assert weight.tolist() == [0.5, 0.5]
+        shown.append([float(optimizer.loss_scale), optimizer.steps_skipped])
+    assert shown == [[4.0, 1]] * 2
+    return shown
+
+
 def uneven(folder):
     """Uneven data over two epochs: the scales of all processes, and how far DDP alone is away."""
     number = distributed.get_rank()
@@ -675,6 +694,7 @@ CASES = {
         guarded,
         explained,
         fsdp,
+        averaged_by_hand,
         uneven,
         compressed,
         in_zero,
