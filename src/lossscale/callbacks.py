@@ -210,15 +210,13 @@ class LossScaleMonitor:
             return model.optimizer if self._given is None else self._given
         found: dict[int, tuple[str, Any]] = {}
         for name, value in vars(model).items():
-            places = {name: value}
-            if name.startswith("_self_"):
-                # TensorFlow keeps here what was an attribute once.
-                places = {}
-            elif isinstance(value, (list, tuple)):
-                places = {f"{name}[{index}]": each for index, each in enumerate(value)}
-            elif isinstance(value, Mapping):
-                places = {f"{name}[{key!r}]": each for key, each in value.items()}
-            for place, each in places.items():
+            parts: Any = ()
+            if isinstance(value, (list, tuple)):
+                parts = enumerate(value)
+            # TensorFlow keeps in its own dictionaries what was an attribute once.
+            elif isinstance(value, Mapping) and not name.startswith("_self_"):
+                parts = value.items()
+            for place, each in [(name, value), *((f"{name}[{key!r}]", v) for key, v in parts)]:
                 if isinstance(each, LossScaleOptimizer):
                     found.setdefault(id(each), (place, each))
         if len(found) > 1:

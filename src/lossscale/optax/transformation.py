@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
@@ -199,19 +199,17 @@ def _unscaled_arguments(
         leaves, structure = jax.tree.flatten(value)
         arrays = [leaf for leaf in leaves if gating.is_gradient(leaf)]
         found = {id(x): by_id[id(x)] for x in arrays if id(x) in by_id}
-        if name == "grad" and not found and _shapes(arrays) == _shapes(old for old, _ in rows):
+        shapes = [old.shape for old, _ in rows]
+        if name == "grad" and not found and [x.shape for x in arrays] == shapes:
             # A compiled `update` is given other arrays with the same numbers.
             same = [jnp.all(x == old) for x, (old, _) in zip(arrays, rows, strict=True)]
             choose = functools.partial(jnp.where, functools.reduce(jnp.logical_and, same, True))
             chosen = map(choose, [new for _, new in rows], arrays)
             found = dict(zip(map(id, arrays), chosen, strict=True))
-        leaves = [found.get(id(leaf), leaf) for leaf in leaves]
-        arguments[name] = jax.tree.unflatten(structure, leaves) if found else value
+        if found:
+            leaves = [found.get(id(leaf), leaf) for leaf in leaves]
+            arguments[name] = jax.tree.unflatten(structure, leaves)
     return arguments
-
-
-def _shapes(arrays: Iterable[Any]) -> list[Any]:
-    return [array.shape for array in arrays]
 
 
 def _check_together(gradients: Sequence[Any]) -> None:

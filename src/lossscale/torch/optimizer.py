@@ -637,8 +637,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         Source: https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html
         """
         engine = self._engine
-        needs = engine.rule.needs != StatsRequest()
-        if engine.info().groups and (needs or self.clip_norm):
+        if engine.info().groups and (engine.rule.needs != StatsRequest() or self.clip_norm):
             raise UnsupportedError(
                 "With process groups, Join does not support `clip_norm`, or rules that need "
                 "statistics of gradients. A process without data has none. Clip by "
@@ -647,12 +646,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
 
         def leave(is_last_joiner: bool) -> None:
             engine.is_joined = False
-            numbers, group = engine.scale.numbers(), self.join_process_group
-            found = ranks.of_last_joiner(
-                list(numbers.values()), is_last_joiner, self.join_device, group
-            )
+            device, group = self.join_device, self.join_process_group
+            found = ranks.of_last_joiner(engine.scale.numbers(), is_last_joiner, device, group)
             if not is_last_joiner:
-                state_dicts.restore(engine.scale, dict(zip(numbers, found, strict=True)))
+                state_dicts.restore(engine.scale, found)
 
         return types.SimpleNamespace(main_hook=engine.step_without_data, post_hook=leave)
 
@@ -664,8 +661,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def _join_config(self, config: Any) -> None:
         if config.enable and config.is_first_joinable:
             raise CallOrderError(
-                "Join counts the forward passes of the first object in its list, which must be the "
-                "model: Join([model, optimizer])."
+                "Join must get the model first, whose forward passes it counts: "
+                "Join([model, optimizer])."
             )
         self.__dict__["_joined"] = config
         self._engine.is_joined = config.enable

@@ -278,11 +278,8 @@ def _checked(process_group: Any) -> tuple[Any, ...]:
 
 def has_others() -> bool:
     """Whether other processes take part in the training."""
-    return (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
+    here = distributed.is_available() and distributed.is_initialized()
+    return bool(here and distributed.get_world_size() > 1)
 
 
 def agreed(
@@ -345,21 +342,22 @@ def largest_and_added(numbers: Any, groups: Sequence[Any]) -> Any:
     return numbers
 
 
-def of_last_joiner(numbers: Sequence[float], is_last: bool, device: Any, group: Any) -> list[float]:
+def of_last_joiner(
+    numbers: dict[str, float], is_last: bool, device: Any, group: Any
+) -> dict[str, float]:
     """Returns the numbers of a process that was the last to run out of data.
 
     Args:
-        numbers: Those of this process, as many in each.
+        numbers: Those of this process, with the same names in each.
         is_last: Whether it is such a process.
         device: Where its parameters are.
         group: The processes of a `torch.distributed.algorithms.Join`.
     """
-    sent = torch.tensor([is_last, *numbers], dtype=torch.float64, device=device)
-    sent = sent.to(_device(sent, group))
+    sent = torch.tensor([is_last, *numbers.values()], dtype=torch.float64, device=device)
     of_all = [torch.empty_like(sent) for _ in range(group.size())]
     distributed.all_gather(of_all, sent, group=group)
-    found: list[float] = next(rest for last, *rest in torch.stack(of_all).tolist() if last)
-    return found
+    found = next(rest for last, *rest in map(torch.Tensor.tolist, of_all) if last)
+    return dict(zip(numbers, found, strict=True))
 
 
 def _device(found: Any, group: Any) -> Any:
