@@ -661,8 +661,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def _join_config(self, config: Any) -> None:
         if config.enable and config.is_first_joinable:
             raise CallOrderError(
-                "Join must get the model first, whose forward passes it counts: "
-                "Join([model, optimizer])."
+                "Join counts the forward passes of the first object in its list. Pass the model "
+                "before the optimizer."
             )
         self.__dict__["_joined"] = config
         self._engine.is_joined = config.enable
