@@ -389,10 +389,7 @@ CHANGES = {
     "one number": lambda a, b: a.grad[0].fill_(torch.inf),
     "all": lambda a, b: torch._foreach_div_([a.grad, b.grad], 0.0),
     "replaced": lambda a, b: setattr(a, "grad", a.grad + torch.nan),
-    "clipped first": lambda a, b: (
-        torch.nn.utils.clip_grad_norm_([a, b], 0.1),
-        a.grad.mul_(torch.inf),
-    ),
+    "clipped": lambda a, b: (torch.nn.utils.clip_grad_norm_([a, b], 0.1), a.grad.mul_(torch.inf)),
 }
 
 
