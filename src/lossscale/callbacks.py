@@ -8,7 +8,7 @@ import inspect
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from lossscale import registry
@@ -33,7 +33,8 @@ class LossScaleMonitor:
     The object is a `lossscale.tf_keras.LossScaleMonitor` if `TF_USE_LEGACY_KERAS` is set or only
     tf_keras is imported, otherwise a `lossscale.keras.LossScaleMonitor`. These are the classes to
     inherit from. The model's optimizer must be a `lossscale.LossScaleOptimizer`. If a float16 model
-    is trained without loss scaling, the monitor warns and does nothing else.
+    is trained without loss scaling, the monitor warns and does nothing else. If a model has several
+    optimizers, as a GAN has, pass a monitor for each.
 
     The first `fit` with a monitor compiles the training step again, so that it tracks overflows.
     This is not saved with the optimizer, and training gives the same numbers as without it.
@@ -49,6 +50,10 @@ class LossScaleMonitor:
         on_floor: Action when a step is skipped at `min_scale`: "warn", "raise" to end training, or
             "ignore".
         append: Whether to continue the file `path` if it exists, as a resumed run does.
+        optimizer: The `lossscale.LossScaleOptimizer` to watch. None watches `model.optimizer`, or
+            the only one among the attributes of the model.
+        name: Prefix of the names in `logs`, for several monitors: "d" adds `d_loss_scale` and
+            `d_steps_skipped`, and records `d_loss` as the loss if `logs` has it.
 
     Raises:
         ArgumentError: If an argument is invalid; the message names it.
@@ -78,7 +83,9 @@ class LossScaleMonitor:
     _optimizer: Any = None
     _loop: Any = None
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(
+        cls, *args: Any, optimizer: Any = None, name: str | None = None, **kwargs: Any
+    ) -> Self:
         if cls is LossScaleMonitor:
             # Before any framework is imported.
             MonitorSettings(*args, **kwargs)
@@ -93,8 +100,18 @@ class LossScaleMonitor:
         log: Callable[[dict[str, Any]], object] | None = None,
         on_floor: Literal["warn", "raise", "ignore"] = "warn",
         append: bool = False,
+        optimizer: LossScaleOptimizer | None = None,
+        name: str | None = None,
     ) -> None:
         super().__init__()
+        if not (optimizer is None or hasattr(optimizer, "_track_overflows")):
+            raise ArgumentTypeError(
+                "`optimizer` must be a lossscale.LossScaleOptimizer of Keras. Received: a "
+                f"{_kind(optimizer)}. For PyTorch, use lossscale.torch.Monitor."
+            )
+        if not (name is None or isinstance(name, str)):
+            raise ArgumentTypeError(f"`name` must be a string. Received: name={name!r}.")
+        self._given, self._prefix = optimizer, f"{name}_" if name else ""
         # tf_keras then leaves `logs` on the device, where nothing waits for them. Its constructor
         # sets the attribute too.
         self._supports_tf_logs = True
@@ -124,7 +141,8 @@ class LossScaleMonitor:
         """Checks the model, creates the file, and has the training step compiled again."""
         model = self.model
         self._optimizer = self._loop = None
-        if not isinstance(model.optimizer, LossScaleOptimizer):
+        optimizer = self._watched_in(model)
+        if optimizer is None:
             self._check_is_float16(model)
             warn(
                 f"float16 without loss scaling: the model {model.name!r} computes in float16 and "
@@ -132,12 +150,12 @@ class LossScaleMonitor:
                 "Wrap the optimizer: lossscale.LossScaleOptimizer(optimizer)."
             )
             return
-        if self._recorder is None or self._recorded is not model.optimizer:
-            self._recorder = Recorder(self._settings, model.optimizer.rule)
-            self._recorded = model.optimizer
+        if self._recorder is None or self._recorded is not optimizer:
+            self._recorder = Recorder(self._settings, optimizer.rule)
+            self._recorded = optimizer
         self._recorder.open()
-        self._instrument(model)
-        self._optimizer = model.optimizer
+        self._instrument(model, optimizer)
+        self._optimizer = optimizer
         self._thread = threading.get_ident()
         self._mean_is_finite = True
 
@@ -161,7 +179,8 @@ class LossScaleMonitor:
             return
         self._check_thread()
         steps = batch - self._first_of_execution + 1
-        loss = (logs or {}).get("loss")
+        logs = {} if logs is None else logs
+        loss = logs.get(f"{self._prefix}loss", logs.get("loss"))
         # If an earlier step may have made the mean NaN, it says nothing of this one. A mean that is
         # not read may be on the device, and reading it would wait for the step.
         is_of_step, self._mean_is_finite = self._mean_is_finite and steps == 1, False
@@ -185,6 +204,30 @@ class LossScaleMonitor:
 
     # --- Before training ----------------------------------------------------------------------
 
+    def _watched_in(self, model: Any) -> Any:
+        """The optimizer to watch; None if the model has no LossScaleOptimizer."""
+        if self._given is not None or isinstance(model.optimizer, LossScaleOptimizer):
+            return model.optimizer if self._given is None else self._given
+        found: dict[int, tuple[str, Any]] = {}
+        for name, value in vars(model).items():
+            parts: Any = ()
+            if isinstance(value, (list, tuple)):
+                parts = enumerate(value)
+            # TensorFlow keeps in its own dictionaries what was an attribute once.
+            elif isinstance(value, Mapping) and not name.startswith("_self_"):
+                parts = value.items()
+            for place, each in [(name, value), *((f"{name}[{key!r}]", v) for key, v in parts)]:
+                if isinstance(each, LossScaleOptimizer):
+                    found.setdefault(id(each), (place, each))
+        if len(found) > 1:
+            names = [place for place, _ in found.values()]
+            raise ArgumentError(
+                f"LossScaleMonitor() watches one optimizer. The model {model.name!r} has several: "
+                f"{', '.join(names)}. Pass a monitor for each: LossScaleMonitor(optimizer=model."
+                f'{names[0]}, name="{names[0].removesuffix("_optimizer")}").'
+            )
+        return next((each for _, each in found.values()), None)
+
     def _check_is_float16(self, model: Any) -> None:
         """Refuses a model that needs no loss scaling of ours."""
         optimizer: Any = model.optimizer
@@ -192,10 +235,9 @@ class LossScaleMonitor:
         scaled = isinstance(optimizer, own) or bool(getattr(optimizer, "loss_scale_factor", None))
         dtypes = {layer.compute_dtype for layer in model._flatten_layers()}
         if scaled or "float16" not in dtypes:
-            kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
             raise ArgumentError(
                 "LossScaleMonitor watches lossscale.LossScaleOptimizer. The optimizer of the model "
-                f"{model.name!r} is a {kind}. Wrap the optimizer before compile, "
+                f"{model.name!r} is a {_kind(optimizer)}. Wrap the optimizer before compile, "
                 "lossscale.LossScaleOptimizer(optimizer), or leave the monitor out."
             )
 
@@ -206,15 +248,15 @@ class LossScaleMonitor:
                 "Pass `callbacks=[monitor]` to fit, not the monitor alone."
             )
 
-    def _instrument(self, model: Any) -> None:
+    def _instrument(self, model: Any, optimizer: Any) -> None:
         """Makes the training step of a model track overflows."""
-        if model.optimizer._overflow_tracker is not None:
+        if optimizer._overflow_tracker is not None:
             return
         strategy = getattr(model, "distribute_strategy", None)
         with contextlib.nullcontext() if strategy is None else strategy.scope():
-            built_with = getattr(model.optimizer, "_trainable_variables", None)
+            built_with = getattr(optimizer, "_trainable_variables", None)
             ready = model.trainable_variables if model.built else ()
-            model.optimizer._track_overflows(built_with or ready)
+            optimizer._track_overflows(built_with or ready)
         # `fit` has already compiled its step, without the tracker.
         model.train_function = None
         # That of tf_keras may only be returned.
@@ -249,5 +291,9 @@ class LossScaleMonitor:
 
     def _show(self, logs: Any) -> None:
         if logs is not None:
-            logs["loss_scale"] = self._shown.next_scale
-            logs["steps_skipped"] = self._shown.steps_skipped
+            logs[f"{self._prefix}loss_scale"] = self._shown.next_scale
+            logs[f"{self._prefix}steps_skipped"] = self._shown.steps_skipped
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__name__}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
 import warnings
 from collections.abc import Sequence
 
@@ -56,6 +57,19 @@ def not_installed(modules: Sequence[str]) -> MissingPackageError:
     extras = dict.fromkeys(map(EXTRAS.__getitem__, modules))
     return MissingPackageError(
         f'{", ".join(modules)} not found: pip install "lossscale[{",".join(extras)}]"'
+    )
+
+
+def shadowed(error: ModuleNotFoundError) -> MissingPackageError | None:
+    """Returns the error if a file of the user's has the name of an optional package."""
+    missing = error.name or ""
+    root = missing.partition(".")[0]
+    path = getattr(sys.modules.get(root), "__file__", None)
+    if root not in EXTRAS or path is None:
+        return None
+    return MissingPackageError(
+        f"{missing} not found: `import {root}` finds {path}, which does not have it. If that file "
+        f'is yours, rename it; otherwise pip install -U "lossscale[{EXTRAS[root]}]"'
     )
 
 

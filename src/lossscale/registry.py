@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from lossscale.errors import ArgumentTypeError, MissingPackageError
-from lossscale.packages import EXTRAS, is_installed, lacking_for_keras, not_installed
+from lossscale.packages import EXTRAS, is_installed, lacking_for_keras, not_installed, shadowed
 
 
 class Framework(NamedTuple):
@@ -166,6 +166,9 @@ def naming_missing_packages(*needed: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
+        other = shadowed(error)
+        if other is not None:
+            raise other from error
         if error.name not in EXTRAS:
             raise
         lacking = [each for each in needed if not is_installed(each)] or [error.name]

@@ -13,7 +13,7 @@ import lossscale
 from conformance.harness import array
 from conformance.wrappers import BACKEND, KERAS
 from lossscale.callbacks import LossScaleMonitor
-from lossscale.errors import ArgumentError, LossScaleWarning
+from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
 from lossscale.monitoring import read_records
 from records import column, nonfinite, skipped_steps
 from seeding import seed
@@ -325,6 +325,82 @@ def test_two_monitors_at_once(tmp_path):
     for path in paths:
         assert column(path, "step") == [1, 2, 3, 4]
         assert nonfinite(path) == [[], [], [(SPOILED, 1, 0)], []]
+
+
+class Parts(keras.Model):
+    """Trains a variable with each of two optimizers; a batch overflows one of them, as it says."""
+
+    def compile(self, d, g, **given):
+        super().compile(run_eagerly=True, **given)
+        self.d, self.g = d, g
+        new = keras.Variable if IS_KERAS_3 else importlib.import_module("tensorflow").Variable
+        kept = [new(np.zeros(2, "float32")) for _ in "dg"]
+        # Not of the model: while `fit` runs on JAX, its variables have no values.
+        self.kept = lambda: kept
+
+    def call(self, x):
+        return x
+
+    def train_step(self, *given):
+        which = float(array(given[-1]).max())
+        for place, variable in enumerate(self.kept(), start=1):
+            optimizer = [self.d, self.g][place - 1]
+            optimizer.get_scaled_loss(1.0)
+            gradient = 0 * variable + (np.inf if which == place else 1.0)
+            gradients = optimizer.get_unscaled_gradients([gradient])
+            optimizer.apply_gradients(zip(gradients, [variable], strict=True))
+        logs = {"d_loss": 1.0, "g_loss": 2.0}
+        return (logs, given[0]) if BACKEND == "jax" else logs
+
+
+def two_parts(optimizers=keras.optimizers, *given):
+    model = Parts(name="parts")
+    d, g = (lossscale.LossScaleOptimizer(optimizers.SGD(), initial_scale=n) for n in (8.0, 64.0))
+    model.compile(d, g, **dict.fromkeys(given, d))
+    return model
+
+
+WHICH = np.float32([[0], [1], [2], [2]])
+
+
+@each_family
+def test_each_of_several_optimizers_has_a_monitor(tmp_path, optimizers):
+    model = two_parts(optimizers)
+    paths = [tmp_path / name for name in "dg"]
+    monitors = [LossScaleMonitor(p, optimizer=getattr(model, p.name), name=p.name) for p in paths]
+    history = fit(model, [WHICH], monitors, batch_size=1).history
+    assert set(history) == {
+        f"{n}_{s}" for n in "dg" for s in ("loss", "loss_scale", "steps_skipped")
+    }
+    assert [history["d_loss_scale"], history["g_loss_scale"]] == [[4.0], [16.0]]
+    assert [history["d_steps_skipped"], history["g_steps_skipped"]] == [[1], [2]]
+    assert [skipped_steps(path) for path in paths] == [[2], [3, 4]]
+    assert [column(path, "loss") for path in paths] == [[1.0] * 4, [2.0] * 4]
+
+
+@pytest.mark.skipif(BACKEND in ("jax", "torch"), reason="it trains what the model has there")
+def test_the_optimizer_of_the_model_and_another_one_have_monitors():
+    model = two_parts(keras.optimizers, "optimizer")
+    monitors = [LossScaleMonitor(), LossScaleMonitor(optimizer=model.g, name="g")]
+    history = fit(model, [WHICH], monitors, batch_size=1).history
+    assert (history["loss_scale"], history["g_loss_scale"]) == ([4.0], [16.0])
+
+
+def test_a_monitor_does_not_choose_among_several_optimizers():
+    model = two_parts()
+    line = r"several: d, g\. .*LossScaleMonitor\(optimizer=model.d, name=\"d\"\)"
+    with pytest.raises(ArgumentError, match=line):
+        fit(model, [WHICH], [LossScaleMonitor()], batch_size=1)
+    model.both, model.d, model.g = [model.d, model.g], None, None
+    with pytest.raises(ArgumentError, match=r"several: both\[0\], both\[1\]\."):
+        fit(model, [WHICH], [LossScaleMonitor()], batch_size=1)
+    monitor = LossScaleMonitor()
+    model.both, model.d = None, lossscale.LossScaleOptimizer(keras.optimizers.SGD())
+    monitor.set_model(model)
+    assert monitor._watched_in(model) is model.d
+    for wrong in ({"optimizer": keras.optimizers.SGD()}, {"name": 1}):
+        with pytest.raises(ArgumentTypeError, match=f"`{next(iter(wrong))}` must be a"):
+            LossScaleMonitor(**wrong)
 
 
 @on_tensorflow

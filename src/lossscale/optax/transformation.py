@@ -82,7 +82,9 @@ def loss_scaled(
 
     Returns:
         An `optax.GradientTransformationExtraArgs`. Its state is a `LossScaleState`. Other arguments
-        of `update` go to the inner transformation. Updates are float32 or wider. They are float16
+        of `update` go to the inner transformation. If one holds the gradients (`grad=grads` of a
+        line search), they are unscaled; pass a loss (`value`) and functions (`value_fn`,
+        `grad_fn`, `obj_fn`) without a loss scale. Updates are float32 or wider. They are float16
         or bfloat16 only if the gradients and the parameters, which `update` is given, both are,
         and `inner` is not the result of `master_weights`.
 
@@ -161,6 +163,7 @@ class LossScaled:
             params: The parameters, for transformations that read them.
             extra_args: Further arguments of the inner transformation.
         """
+        given_leaves = jax.tree.leaves(updates)
         updates = gating.with_arrays(updates)
         leaves, structure = jax.tree.flatten(updates)
         gradients = [leaf for leaf in leaves if gating.is_gradient(leaf)]
@@ -177,6 +180,7 @@ class LossScaled:
             structure,
             [next(given) if gating.is_gradient(leaf) else leaf for leaf in leaves],
         )
+        extra_args = _unscaled_arguments(extra_args, given_leaves, unscaled_tree)
 
         finite, new_updates, inner_state = gating.update_or_skip(
             functools.partial(self._inner.update, **extra_args),
@@ -196,6 +200,38 @@ class LossScaled:
                 self.rule, self._axis_names, before, finite, gradients
             )
         return new_updates, after._replace(inner_state=inner_state)
+
+
+def _unscaled_arguments(
+    extra_args: dict[str, Any], given: Sequence[Any], unscaled_tree: Any
+) -> dict[str, Any]:
+    """Replaces the scaled gradients among the extra arguments, as a line search takes them.
+
+    Args:
+        extra_args: The arguments by name.
+        given: The leaves of the gradients, as `update` was given them.
+        unscaled_tree: The unscaled gradients.
+    """
+    # Not Python numbers: one of the same value may be something else.
+    pairs = zip(given, jax.tree.leaves(unscaled_tree), strict=True)
+    rows = [(old, new) for old, new in pairs if gating.is_gradient(old)]
+    by_id = {id(old): new for old, new in rows}
+    arguments = dict(extra_args)
+    for name, value in extra_args.items():
+        leaves, structure = jax.tree.flatten(value)
+        arrays = [leaf for leaf in leaves if gating.is_gradient(leaf)]
+        found = {id(x): by_id[id(x)] for x in arrays if id(x) in by_id}
+        shapes = [old.shape for old, _ in rows]
+        if name == "grad" and not found and [x.shape for x in arrays] == shapes:
+            # A compiled `update` is given other arrays with the same numbers.
+            same = [jnp.all(x == old) for x, (old, _) in zip(arrays, rows, strict=True)]
+            choose = functools.partial(jnp.where, functools.reduce(jnp.logical_and, same, True))
+            chosen = map(choose, [new for _, new in rows], arrays)
+            found = dict(zip(map(id, arrays), chosen, strict=True))
+        if found:
+            leaves = [found.get(id(leaf), leaf) for leaf in leaves]
+            arguments[name] = jax.tree.unflatten(structure, leaves)
+    return arguments
 
 
 def _check_together(gradients: Sequence[Any]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lossscale.packages import not_installed
+from lossscale.packages import not_installed, shadowed
 
 __all__ = [
     "GradScaler",
@@ -63,7 +63,7 @@ else:
             missing = (error.name or "").partition(".")[0]
             if missing not in ("torch", "numpy"):
                 raise
-            raise not_installed([missing]) from None
+            raise shadowed(error) or not_installed([missing]) from None
         # Also in the place of a module of that name, which importing it has put here.
         globals()[name] = getattr(module, name)
         return globals()[name]

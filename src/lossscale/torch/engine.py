@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lossscale.common.checks import living_wrapper
-from lossscale.errors import CallOrderError
+from lossscale.errors import CallOrderError, UnsupportedError
 from lossscale.rules import GradientStats
 from lossscale.torch import fused, gradients, ranks
 from lossscale.torch.optimizer_list import parts_of, with_parts
@@ -76,10 +76,10 @@ class Engine:
         rule: The rule that moves the loss scale.
         record: The state of its gradients.
         last_info: What `info` returned last.
-        join_group: The processes of a `torch.distributed.algorithms.Join`, within it.
+        is_joined: Whether this is within a `torch.distributed.algorithms.Join`.
     """
 
-    join_group: Any = None
+    is_joined = False
 
     def __init__(
         self, inner: Any, scale: Any, clip_norm: float | None = None, process_group: Any = None
@@ -99,9 +99,6 @@ class Engine:
             self.last_info = ParameterInfo(parameters, self.process_group)
             self._forget = register(self, self.last_info)
         return self.last_info
-
-    def _groups(self, info: ParameterInfo) -> Any:
-        return info.groups or (() if self.join_group is None else (self.join_group,))
 
     def watch_steps(self) -> None:
         """Refuses a direct step of the inner optimizer on scaled gradients."""
@@ -202,6 +199,12 @@ class Engine:
             if torch.is_tensor(left):
                 target.left = left, own
                 own.record.sets.append(target)
+        if own is self and self.is_joined and record.has_own_loss and self.info().groups:
+            raise UnsupportedError(
+                "Within Join, an optimizer with process groups must step after each backward(): a "
+                "process without data takes one step for each forward pass. Accumulate outside of "
+                "Join. With DDP alone, leave `process_group` out."
+            )
         for each in owners(info):
             # Decided on gradients that it shares, and that are about to change.
             each.record.decision = None
@@ -345,7 +348,7 @@ class Engine:
         self.check_known(info)
         self._first_steps.check(info.parameters)
         mine = self._only_set(info)
-        first, groups = info.first_gradient(), self._groups(info)
+        first, groups = info.first_gradient(), info.groups
         if first is None and not groups:
             return StepDecision(True, empty=True)
         # If no loss was scaled in this process, another may have scaled it.
@@ -404,9 +407,9 @@ class Engine:
         self, info: ParameterInfo, by: Any, overflow: Any, here: bool, is_scaled: bool
     ) -> tuple[Any, Any]:
         """Whether a gradient overflowed, and whether a loss was scaled, on any process."""
-        groups, somebody_scaled = self._groups(info), is_scaled
+        groups, somebody_scaled = info.groups, is_scaled
         # Processes of a given group may run different code, but send the same messages.
-        if groups and (self.rule.checks_gradients or info.is_given or self.join_group is not None):
+        if groups and (self.rule.checks_gradients or info.is_given or self.is_joined):
             overflow, somebody_scaled = ranks.agreed(overflow, here, is_scaled, groups)
         if not is_scaled and somebody_scaled:
             # The loss was scaled in another process.
@@ -424,7 +427,7 @@ class Engine:
     def _norm_checks(self, info: ParameterInfo, by: Any) -> bool:
         """Whether a norm, which is finite only if each number is, can take the place of a check."""
         found = self.record.found is not None and bool(info.groups)
-        may_differ = found or info.is_given or self.join_group is not None
+        may_differ = found or info.is_given
         return not (self.scale.on_device or may_differ or info.has_half or by.number is None)
 
     def _decide_by_norm(
@@ -471,7 +474,7 @@ class Engine:
             by: The `Multiplier` that has this number.
         """
         known, found = self.record.found, {}
-        if known is not None and info.ids <= self.record.checked:
+        if known is not None and self.record.are_as_checked(info):
             return known
         if self.rule.checks_gradients:
             given = gradients.collect(info, allow_float16=divisor is not None or known is not None)
@@ -502,7 +505,7 @@ class Engine:
         self, overflow: Any, measured: Any, has_gradients: bool, info: ParameterInfo, divisor: Any
     ) -> StepDecision:
         overflow = overflow.to(info.devices[0])
-        if self.rule.checks_gradients and self._groups(info):
+        if self.rule.checks_gradients and info.groups:
             # A process with a gradient knows that the step is not empty.
             if not has_gradients and overflow.item() < 0:
                 return StepDecision(True, empty=True)
@@ -541,7 +544,7 @@ class Engine:
 
     def apply(self, decision: StepDecision, *args: Any, **more: Any) -> Any:
         """Steps the optimizer, unless it is to be skipped; returns what it returns."""
-        self._first_steps.made(self.inner, decision.empty)
+        self._first_steps.made(self.inner, decision.empty, self.record.has_own_loss)
         if decision.apply is False:
             return None
         inner, divisor = self.inner, decision.divisor
@@ -557,10 +560,12 @@ class Engine:
             return inner.step(*args, **more)
 
     def step_without_data(self) -> None:
-        """Takes part in a step of the processes that still have data."""
+        """Takes part in a step of the processes that still have data, if they send messages."""
         info = self.info()
+        if not info.groups:
+            return
         device = info.devices[0] if info.devices else CPU
-        overflow, _ = ranks.agreed(scalar(0.0, device), False, False, self._groups(info))
+        overflow, _ = ranks.agreed(scalar(0.0, device), False, False, info.groups)
         decision = self._read(overflow, None, False, info, None)
         if not decision.empty:
             self.update(decision)

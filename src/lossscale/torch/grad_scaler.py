@@ -43,7 +43,7 @@ _STEPPED = (
     "step() was called twice on this optimizer since the last update(). Call update() once after "
     "the steps of all optimizers."
 )
-_OF_ONE_SCALER = frozenset({"_known", "_skipped_hooks", "_watcher"})
+_OF_ONE_SCALER = frozenset({"_known", "_skipped_hooks", "_skipped_so_far", "_watcher"})
 """Attributes that a copy does not share."""
 
 
@@ -122,6 +122,8 @@ class GradScaler(torch.amp.GradScaler):
     """The scale is not below it, unless other code has written to it."""
 
     _scaled_since_update = False
+    _skipped_so_far: Any = False
+    """Whether a step was skipped since the last `update`, as `SkipCount.add` takes it."""
     _warned_at_floor = False
     _skips_at_floor: int | None = None
 
@@ -322,7 +324,8 @@ class GradScaler(torch.amp.GradScaler):
         entry = self._per_optimizer_states[id(optimizer)]
         if "skipped" not in entry:
             self._count(optimizer, next(iter(entry["found_inf_per_device"].values()), False))
-        self._known_of(optimizer).first_steps.made(optimizer, entry.get("is_empty", False))
+        is_empty, first_steps = entry.get("is_empty", False), self._known_of(optimizer).first_steps
+        first_steps.made(optimizer, is_empty, self._scaled_since_update)
         return result
 
     def _only_makes_state(self, optimizer: Any) -> bool:
@@ -435,7 +438,7 @@ class GradScaler(torch.amp.GradScaler):
         return skipped
 
     def _count(self, optimizer: Any, flag: Any) -> None:
-        self._skips.add(flag)
+        self._skipped_so_far = self._skips.add(flag, self._skipped_so_far)
         self._known_of(optimizer).count.add(flag)
         # Others may have computed on the same forward passes, which `update` ends.
         buffers.note_step(self, flag, is_end=False)
@@ -462,7 +465,7 @@ class GradScaler(torch.amp.GradScaler):
             self._set_scale(new_scale_of(new_scale, self._rule))
         buffers.note_step(self, left_out)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._scaled_since_update = False
+        self._scaled_since_update = self._skipped_so_far = False
 
     def _left_out(self) -> Any:
         """Whether gradients have overflowed, and the program has called no `step`."""
@@ -549,7 +552,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def steps_skipped(self) -> int:
-        """The number of calls of `step` that were skipped, of all optimizers together."""
+        """The number of skipped steps; several before one `update` count as one."""
         return self._skips.skipped
 
     def register_step_skipped_hook(

@@ -631,25 +631,29 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def join_hook(self, **kwargs: Any) -> Any:
         """Returns the hook that `Join([model, optimizer])` runs on a process without data.
 
-        The hook updates the loss scale as the other processes do, one step per forward pass of the
-        model.
+        At the end, all processes have the loss scale of the last one with data. With process
+        groups, a process without data takes part in one step for each forward pass of the model.
 
         Raises:
-            UnsupportedError: With `clip_norm` over process groups, or a rule that needs
-                statistics of gradients.
+            UnsupportedError: With process groups and `clip_norm` or a rule that needs statistics of
+                gradients.
 
         Source: https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html
         """
         engine = self._engine
-        if engine.rule.needs != StatsRequest() or (self.clip_norm and engine.info().groups):
+        if engine.info().groups and (engine.rule.needs != StatsRequest() or self.clip_norm):
             raise UnsupportedError(
-                "Join does not support `clip_norm` over process groups, or rules that need "
+                "With process groups, Join does not support `clip_norm`, or rules that need "
                 "statistics of gradients. A process without data has none. Clip by "
                 "torch.nn.utils.clip_grad_norm_, or use a DynamicScale."
             )
 
         def leave(is_last_joiner: bool) -> None:
-            engine.join_group = None
+            engine.is_joined = False
+            device, group = self.join_device, self.join_process_group
+            found = ranks.of_last_joiner(engine.scale.numbers(), is_last_joiner, device, group)
+            if not is_last_joiner:
+                state_dicts.restore(engine.scale, found)
 
         return types.SimpleNamespace(main_hook=engine.step_without_data, post_hook=leave)
 
@@ -659,8 +663,13 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
 
     @_join_config.setter
     def _join_config(self, config: Any) -> None:
+        if config.enable and config.is_first_joinable:
+            raise CallOrderError(
+                "Join counts the forward passes of the first object in its list. Pass the model "
+                "before the optimizer."
+            )
         self.__dict__["_joined"] = config
-        self._engine.join_group = self.join_process_group if config.enable else None
+        self._engine.is_joined = config.enable
 
     # --- Saving and restoring -----------------------------------------------------------------
 

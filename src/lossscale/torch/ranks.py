@@ -246,11 +246,7 @@ def _derived(tensors: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _is_of_fsdp1(tensor: Any) -> bool:
-    return (
-        getattr(tensor, "_fsdp_flattened", False)
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
+    return getattr(tensor, "_fsdp_flattened", False) and has_others()
 
 
 def _groups_along(tensor: Any, *, replicated: bool = False) -> list[Any]:
@@ -287,6 +283,12 @@ def _checked(process_group: Any) -> tuple[Any, ...]:
                 "from the parameters."
             )
     return tuple(group for group in given if group.size() > 1)
+
+
+def has_others() -> bool:
+    """Whether other processes take part in the training."""
+    here = distributed.is_available() and distributed.is_initialized()
+    return bool(here and distributed.get_world_size() > 1)
 
 
 def agreed(
@@ -347,6 +349,24 @@ def largest_and_added(numbers: Any, groups: Sequence[Any]) -> Any:
         together = torch.cat([stacked[:, :1].amax(0), stacked[:, 1:].sum(0)])
         numbers = together.to(numbers.device)
     return numbers
+
+
+def of_last_joiner(
+    numbers: dict[str, float], is_last: bool, device: Any, group: Any
+) -> dict[str, float]:
+    """Returns the numbers of a process that was the last to run out of data.
+
+    Args:
+        numbers: Those of this process, with the same names in each.
+        is_last: Whether it is such a process.
+        device: Where its parameters are.
+        group: The processes of a `torch.distributed.algorithms.Join`.
+    """
+    sent = torch.tensor([is_last, *numbers.values()], dtype=torch.float64, device=device)
+    of_all = [torch.empty_like(sent) for _ in range(group.size())]
+    distributed.all_gather(of_all, sent, group=group)
+    found = next(rest for last, *rest in map(torch.Tensor.tolist, of_all) if last)
+    return dict(zip(numbers, found, strict=True))
 
 
 def _device(found: Any, group: Any) -> Any:

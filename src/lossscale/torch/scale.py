@@ -23,13 +23,14 @@ from lossscale.rules import (
     host_can_update,
     next_state,
 )
+from lossscale.torch.ranks import parameters_of
 from lossscale.torch.scaling import CPU, is_captured, scalar
 
 _MOST_FLAGS = 100
 """After how many flags their sum replaces them."""
 
-_NO_GRADIENTS = 10
-"""After how many steps without any gradient a warning comes."""
+_NO_GRADIENTS = 3
+"""After how many scaled losses without any gradient a warning comes."""
 
 
 class Multiplier:
@@ -344,9 +345,29 @@ class SkipCount:
         self._flags: list[Any] = []
         self._replayed: Any = None
 
-    def add(self, flag: Any) -> None:
-        """Counts a step; `flag` is a bool, or a float32 scalar tensor, 1 if it is skipped."""
+    def add(self, flag: Any, before: Any = False) -> Any:
+        """Counts a step.
+
+        Args:
+            flag: Whether it is skipped: a bool, or a float32 scalar tensor, 1 or 0.
+            before: Whether the steps that count as one with it were; False for the first one.
+
+        Returns:
+            `before`, with this one.
+        """
         self._last = flag
+        if before is False:
+            self._add(flag)
+            return flag
+        if before is True or flag is False:
+            return before
+        before = before if flag is True else before.to(flag.device)
+        joined = torch.ones_like(before) if flag is True else torch.maximum(before, flag)
+        self._add(joined)
+        self._add(-before)
+        return joined
+
+    def _add(self, flag: Any) -> None:
         if isinstance(flag, bool):
             self._made, self._skipped = self._made + 1, self._skipped + flag
             return
@@ -408,17 +429,17 @@ class FirstSteps:
                 "scale. Use it without a LossScaleOptimizer, in float32 or bfloat16."
             )
 
-    def made(self, inner: Any, empty: bool) -> None:
-        """Counts a step without any gradient; with one, all is well."""
+    def made(self, inner: Any, empty: bool, is_scaled: bool) -> None:
+        """Counts a step of a scaled loss that left no gradient; with one, all is well."""
         if self.without is None or not empty:
             self.without = None
             return
-        self.without += 1
+        self.without += is_scaled and any(p.requires_grad for p in parameters_of(inner))
         if self.without == _NO_GRADIENTS:
             self.without = None
             warn(
-                f"No parameter of {type(inner).__name__} has had a gradient in "
-                f"{_NO_GRADIENTS} steps, so nothing trains. Its parameters may belong to another "
+                f"No parameter of {type(inner).__name__} got a gradient from the first "
+                f"{_NO_GRADIENTS} losses, so nothing trains. Its parameters may belong to another "
                 "model than the one that computes the loss. Make the optimizer after the model is "
                 "moved, wrapped or replaced, with that model's parameters."
             )

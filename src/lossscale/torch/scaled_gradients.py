@@ -28,7 +28,7 @@ lock = threading.RLock()
 ONE_FOR_SEVERAL = "Make one for both: LossScaleOptimizer([optimizer, other])."
 
 _MARK = "_is_scaled_by_lossscale"
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_REQUIRES_GRAD, _VERSION = map(operator.attrgetter, ("requires_grad", "_version"))
 
 
 def remember_scaled(loss: Any) -> None:
@@ -235,6 +235,13 @@ def _versions(info: ranks.ParameterInfo) -> dict[int, int]:
     return {id(p): gradient._version for p in info.parameters if (gradient := p.grad) is not None}
 
 
+def _stamps(info: ranks.ParameterInfo) -> Any:
+    """What differs once a gradient is changed, or replaced by another tensor."""
+    grads = info.gradients()
+    with ranks.UNSEEN():
+        return list(map(id, grads)), list(map(_VERSION, grads))
+
+
 def holding(info: ranks.ParameterInfo) -> list[ScaledGradients]:
     """The sets of scaled gradients of some parameters."""
     some = {each: None for engine in owners(info) for each in engine.record.sets}
@@ -285,6 +292,7 @@ class GradientRecord:
         self.unseen = False
         self.found: Any = None
         self.checked: frozenset[int] = frozenset()
+        self._stamps: Any = None
         self.is_cleared = self.by_hand = self.has_own_loss = False
         self.divided: list[tuple[Any, int]] | None = None
         self.decision: Any = None
@@ -315,7 +323,7 @@ class GradientRecord:
         self.checked = checked.ids if checked is info else self.checked | checked.ids
         if self.found is not None:
             found = torch.maximum(self.found, found.to(self.found.device))
-        self.found = found
+        self.found, self._stamps = found, _stamps(info)
         self.drop(info)
         self.remember(info)
 
@@ -333,6 +341,12 @@ class GradientRecord:
         # No weak reference, which would forbid `model.to` to swap the gradient for another one.
         last = info.last_gradient()
         self.witness = None if last is None else (last, last._version)
+
+    def are_as_checked(self, info: ranks.ParameterInfo) -> bool:
+        """Whether all gradients were checked and, as far as can be seen, stayed as they were."""
+        # `.data` of a gradient hides what is done to it, and programs average that by hand.
+        may_hide = not info.groups and ranks.has_others()
+        return info.ids <= self.checked and not may_hide and self._stamps == _stamps(info)
 
     def leave_behind(self, info: ranks.ParameterInfo, skipped: Any) -> None:
         """Remembers that gradients are still there after a step; `skipped` as in `left_behind`."""

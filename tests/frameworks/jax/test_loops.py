@@ -153,26 +153,56 @@ def test_a_transformation_with_gradients_of_its_own_is_looked_at_too():
         assert jnp.abs(updates["w"]).max() > 0
 
 
-def test_a_line_search_gets_unscaled_values():
-    tx = optimizer(optax.lbfgs())
-    params = first_params()
+def _searched(tx, differentiate, grad, *, compiled=False, steps=3):
+    """What some steps of a line search make of the parameters."""
 
     def value_fn(params):
         return loss_fn(params, BATCH)
 
-    @jax.jit
-    def run(params, state):
-        loss, gradients = value_and_grad(value_fn)(state, params)
-        updates, state = tx.update(
-            gradients, state, params, value=loss, grad=unscale(state, gradients), value_fn=value_fn
-        )
-        return optax.apply_updates(params, updates), state, loss
+    def update(gradients, state, params, value, grad):
+        return tx.update(gradients, state, params, value=value, grad=grad, value_fn=value_fn)
 
-    state, losses = tx.init(params), []
-    for _ in range(8):
-        params, state, loss = run(params, state)
-        losses.append(float(loss))
-    assert losses[-1] < 1e-3 < losses[0]
+    params = first_params()
+    update, state = jax.jit(update) if compiled else update, tx.init(params)
+    for _ in range(steps):
+        value, gradients = differentiate(value_fn)(state, params)
+        updates, state = update(gradients, state, params, value, grad(state, gradients))
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("grad", [lambda state, gradients: gradients, unscale])
+def test_a_line_search_gets_unscaled_values(grad, compiled):
+    """It is given the scaled gradients, as Optax' pages write it, or unscaled ones."""
+    inner_tx = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(9))
+
+    def plain(fun):
+        return lambda _, params: jax.value_and_grad(fun)(params)
+
+    expected = _searched(inner_tx, plain, lambda _, gradients: gradients)
+    tx = loss_scaled(inner_tx, initial_scale=1024.0)
+    found = _searched(tx, value_and_grad, grad, compiled=compiled)
+    np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-3)
+
+
+def test_gradients_among_extra_arguments_are_unscaled_and_nothing_else():
+    seen = {}
+
+    def update(updates, state, params=None, **extra_args):
+        seen.update(extra_args)
+        return updates, state
+
+    tx = loss_scaled(optax.GradientTransformationExtraArgs(optax.init_empty_state, update), True, 8)
+    grads, other = {"w": jnp.float16([8.0, 16.0]), "i": 3, "b": None}, jnp.float16([8.0, 16.0])
+    tx.update(grads, tx.init(grads), value=other, number=3, many=[grads["w"], other], grads=grads)
+    assert seen["value"] is seen["many"][1] is other
+    assert (seen["number"], seen["grads"]["i"], seen["grads"]["b"]) == (3, 3, None)
+    for leaf in (seen["many"][0], seen["grads"]["w"]):
+        assert (leaf.dtype, leaf.tolist()) == (jnp.float32, [1.0, 2.0])
+    tx.update(grads, tx.init(grads), grad=None)
+    tx.update(grads, tx.init(grads), grad=[jnp.float32([1.0, 2.0])])
+    assert seen["grad"][0].tolist() == [1.0, 2.0]
 
 
 def test_extra_arguments_arrive_also_where_optax_would_drop_them():

@@ -46,6 +46,7 @@ from frameworks.torch.support import (
     theirs,
     wrapper,
 )
+from lossscale.errors import CallOrderError, UnsupportedError
 from lossscale.rules import StatsRequest
 from lossscale.torch import LossScaleOptimizer, ranks
 from lossscale.torch.installation import (
@@ -558,39 +559,68 @@ def sharded_scaler(folder):
         assert run.shown() == shown
 
 
+def averaged_by_hand(folder):
+    """Gradients averaged after `backward`, as PyTorch's tutorial does; one process overflows."""
+    shown = []
+    for way in (lambda p: p.grad, lambda p: p.grad.data):
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = LossScaleOptimizer(torch.optim.SGD([weight], lr=0.25), initial_scale=8.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            is_bad = (step, distributed.get_rank()) == (1, 0)
+            optimizer.backward(weight.sum() * (INF if is_bad else 1.0))
+            distributed.all_reduce(way(weight))
+            way(weight).div_(distributed.get_world_size())
+            optimizer.step()
+        assert weight.tolist() == [0.5, 0.5]
+        shown.append([float(optimizer.loss_scale), optimizer.steps_skipped])
+    assert shown == [[4.0, 1]] * 2
+    return shown
+
+
 def uneven(folder):
     """Uneven data over two epochs: the scales of all processes, and how far DDP alone is away."""
     number = distributed.get_rank()
 
-    def train(scales):
+    def train(scales, micro_batches=1, **settings):
         torch.manual_seed(0)
         model = DistributedDataParallel(torch.nn.Linear(4, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0625)
         joined = [model]
         if scales:
             rule = lossscale.DynamicScale(initial_scale=8.0, growth_interval=3)
-            optimizer = LossScaleOptimizer(optimizer, rule=rule)
+            optimizer = LossScaleOptimizer(optimizer, rule=rule, **settings)
             joined.append(optimizer)
         shown = []
         for _ in range(2):
             with Join(joined):
                 for step in range(4 + 2 * number):
                     optimizer.zero_grad()
-                    loss = model(torch.ones(2, 4) * (number + 1)).square().mean()
-                    if scales:
+                    for _ in range(micro_batches):
+                        loss = model(torch.ones(2, 4) * (number + 1)).square().mean()
                         # The process that has run out of data hears of an overflow, too.
-                        optimizer.backward(loss * (INF if step == 5 else 1.0))
-                    else:
-                        loss.backward()
+                        loss = loss / micro_batches * (INF if scales and step == 5 else 1.0)
+                        optimizer.backward(loss) if scales else loss.backward()
                     if scales or step != 5:
                         optimizer.step()
             if scales:
-                shown.append([float(optimizer.loss_scale), optimizer.steps_skipped])
+                counts = optimizer.steps_skipped, optimizer.last_step_skipped, optimizer.iterations
+                shown.append([float(optimizer.loss_scale), optimizer.dynamic_counter, *counts])
         return shown, [p.detach().flatten().tolist() for p in model.parameters()]
 
-    (shown, weights), (_, plain) = train(True), train(False)
-    assert [skipped for _, skipped in shown] == [1, 2]
-    assert weights == plain
+    world = distributed.group.WORLD
+    ways = (1, {}), (2, {}), (2, {"clip_norm": 1e9}), (1, {"process_group": world})
+    for micro_batches, settings in ways:
+        shown, weights = train(True, micro_batches, **settings)
+        assert [each[2:] for each in shown] == [[1, True, 6], [2, True, 12]]
+        assert weights == train(False, micro_batches)[1]
+    with pytest.raises(UnsupportedError, match="must step after each backward"):
+        train(True, micro_batches=2, process_group=world)
+    with pytest.raises(UnsupportedError, match="does not support `clip_norm`"):
+        train(True, clip_norm=1.0, process_group=world)
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    with pytest.raises(CallOrderError, match="Pass the model before the optimizer"):
+        Join([LossScaleOptimizer(torch.optim.SGD(model.parameters())), model])
     return shown
 
 
@@ -660,6 +690,7 @@ CASES = {
         guarded,
         explained,
         fsdp,
+        averaged_by_hand,
         uneven,
         compressed,
         in_zero,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import lossscale
 from frameworks.torch.support import (
     alone,
     bits,
@@ -382,3 +383,24 @@ def test_lbfgs_and_a_closure_that_scales_nothing(wrap):
     with contextlib.nullcontext() if optimizer is inner else warns:
         optimizer.step(closure_of(inner, lambda: rosenbrock(point)))
     return bits(point)
+
+
+CHANGES = {
+    "one number": lambda a, b: a.grad[0].fill_(torch.inf),
+    "all": lambda a, b: torch._foreach_div_([a.grad, b.grad], 0.0),
+    "replaced": lambda a, b: setattr(a, "grad", a.grad + torch.nan),
+    "clipped": lambda a, b: (torch.nn.utils.clip_grad_norm_([a, b], 0.1), a.grad.mul_(torch.inf)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("settings", [{}, {"decide": "device"}, {"clip_norm": 1.0}])
+def test_a_gradient_that_is_spoiled_after_it_was_checked_skips_the_step(change, settings):
+    a, b = (torch.nn.Parameter(torch.ones(2)) for _ in "ab")
+    inner = torch.optim.SGD([a, b], lr=0.5, fused=True)
+    optimizer = lossscale.torch.LossScaleOptimizer(inner, initial_scale=8.0, **settings)
+    optimizer.backward((a + b).sum() * 0.1)
+    change(a, b)
+    optimizer.step()
+    assert optimizer.last_step_skipped
+    assert (a.tolist(), b.tolist(), float(optimizer.loss_scale)) == ([1.0] * 2, [1.0] * 2, 4.0)
