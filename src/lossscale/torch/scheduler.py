@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import fnmatch
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar, overload
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
+from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError, first_names
+from lossscale.packages import warn
 from lossscale.torch import ranks
-from lossscale.torch.buffers import guard_average, guard_model, unguard_average, unguard_model
+from lossscale.torch.buffers import guard_model, innermost, unguard_model
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
 
+_LARGE = 64 * 2**20
+"""Bytes of buffers above which a warning names the argument to choose some."""
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
@@ -98,6 +103,27 @@ class GuardedScheduler:
 
 def _blank() -> GuardedScheduler:
     return object.__new__(GuardedScheduler)
+
+
+class _HeldBack:
+    """`update_parameters` of an averaged model, after steps that were applied.
+
+    Args:
+        averaged: The `AveragedModel`.
+        holders: Each says whether all steps since its last call were skipped.
+    """
+
+    def __init__(self, averaged: Any, holders: list[Callable[[], bool]]) -> None:
+        self._averaged, self._holders = averaged, holders
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Each of them has to see this call.
+        held = [holds() for holds in self._holders]
+        if not all(held):
+            type(self._averaged).update_parameters(self._averaged, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._averaged, "update_parameters")
 
 
 @overload
@@ -189,6 +215,32 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
     return GuardedScheduler(scheduler, optimizer)
 
 
+def _checked_names(model: Any, names: Iterable[str] | None) -> set[str] | None:
+    """The names of the buffers to follow; None for all. Warns if they are large."""
+    tensors = dict(model.named_buffers(remove_duplicate=False))
+    chosen = set(tensors) if names is None else set()
+    for name in [names] if isinstance(names, str) else names or ():
+        fitting = fnmatch.filter(tensors, name)
+        if not fitting:
+            raise ArgumentError(
+                f"`buffers` must be names of buffers of the model, or patterns of them. Received: "
+                f"{name!r}, which is none of {first_names(tensors)}."
+            )
+        chosen.update(fitting)
+    distinct = {id(tensors[name]): name for name in chosen if not is_lazy(tensors[name])}
+    sizes = {n: tensors[n].numel() * tensors[n].element_size() for n in distinct.values()}
+    total = sum(sizes.values())
+    if total > _LARGE:
+        name = max(sizes, key=sizes.__getitem__)
+        warn(
+            f"guard(model, optimizer) copies {total / 2**20:.0f} MiB of buffers in each step; "
+            f"the largest is {name!r}, {sizes[name] / 2**20:.0f} MiB. Name the buffers that the "
+            "forward pass changes, as in guard(model, optimizer, buffers=["
+            '"*.running_mean", "*.running_var"]).'
+        )
+    return None if names is None else chosen
+
+
 def _guarded_model(model: Any, optimizer: Any, buffers: Iterable[str] | None) -> Any:
     several = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     several = list(map(wrapper_in, several))
@@ -200,9 +252,10 @@ def _guarded_model(model: Any, optimizer: Any, buffers: Iterable[str] | None) ->
     several = [one for one in several if not isinstance(one, GradScaler) or one.is_enabled()]
     if isinstance(model, torch.optim.swa_utils.AveragedModel):
         holders = [GuardedScheduler(model, each)._holds for each in several]
-        guard_average(model, holders)
+        vars(model)["update_parameters"] = _HeldBack(model, holders)
     elif several:
-        guard_model(model, several, buffers)
+        inner = innermost(model)
+        guard_model(inner, several, _checked_names(inner, buffers))
     return model
 
 
@@ -222,9 +275,9 @@ def unguard(model: Module) -> Module:
         >>> model = lossscale.torch.unguard(model)
     """
     if isinstance(model, torch.optim.swa_utils.AveragedModel):
-        unguard_average(model)
+        vars(model).pop("update_parameters", None)
     elif isinstance(model, torch.nn.Module):
-        unguard_model(model)
+        unguard_model(innermost(model))
     else:
         raise ArgumentTypeError(
             f"`model` must be a torch.nn.Module. Received: {model!r} of type "
