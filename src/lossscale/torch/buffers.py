@@ -160,14 +160,14 @@ class BufferGuard:
         is_known = self._saved.is_known(self._tables)
         if is_known and base is self._saved and torch.is_tensor(skipped):
             base.choose(skipped, numbers)
-        else:
+        elif bool(skipped):
             # If a buffer is another tensor now, the host must know the decision.
-            if bool(skipped):
-                base.restore(numbers, self._tables, self._modules)
-            if self._saved.is_known(self._tables):
-                self._saved.save()
-            else:
-                self._saved = _Copy(self._tables)
+            base.restore(numbers, self._tables, self._modules)
+            self._saved = _Copy(self._tables)
+        elif is_known:
+            self._saved.save()
+        else:
+            self._saved = _Copy(self._tables)
         self._step, self._last = _number(), math.inf
 
 
@@ -219,6 +219,8 @@ class _Copy:
     def save_only(self, own: set[int], numbers: list[Any]) -> None:
         """Copies what is in some of the buffers now, by id."""
         for keys, memory, into in zip(self._keys, self._memory, numbers, strict=True):
+            if own.isdisjoint(keys):
+                continue
             for key, tensor, part in zip(keys, memory, _split(into, memory), strict=True):
                 if key in own:
                     part.copy_(tensor)

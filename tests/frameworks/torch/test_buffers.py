@@ -195,7 +195,7 @@ def load(model):
     state = copy.deepcopy(model.state_dict())
     # PyTorch cannot write to it.
     state.pop("expanded", None)
-    for name in set(state) & {"1.running_mean", "calls", "column"}:
+    for name in set(state) & {"1.running_mean", "running_mean", "calls", "column"}:
         state[name] += 7
     model.load_state_dict(state, strict=False)
 
@@ -212,9 +212,22 @@ def write(model):
         each.running_mean.data = each.running_mean.clone()
 
 
-BETWEEN = [evaluate, load, recalibrate]
-# These are lost if no hook sees the next forward pass.
-IF_SEEN = [write, lambda model: model.double().float()]
+def load_a_part(model):
+    load(model[1] if isinstance(model, nn.Sequential) else model.linear)
+
+
+def replace_by_a_load(model):
+    state = {name: copy.deepcopy(tensor) for name, tensor in model.named_buffers()}
+    model.load_state_dict(state, strict=False, assign=True)
+
+
+def cast(model):
+    model.double().float()
+
+
+BETWEEN = [evaluate, load, load_a_part, replace_by_a_load, cast]
+# A skipped step may undo these, unless the model is guarded again.
+BY_HAND = [recalibrate, write]
 
 
 def compiled(model):
@@ -254,7 +267,7 @@ def run(name, way, call, is_guarded):
     model = made(name)
     by, step = loop(model, **WAYS[way])
     chance, skips = random.Random(f"{name} {way} {call}"), 0
-    called, seen = CALLS[call](model), "compiled" not in call and call != "forward"
+    called = CALLS[call](model)
     if is_guarded:
         # That of a compiled model is that of the model in it.
         whole = called if way == "scaler" and call == "compiled" else model
@@ -263,10 +276,10 @@ def run(name, way, call, is_guarded):
         x = drawn(number)
         # The first compiled step comes after others.
         now = None if call == "compiled" and number < 2 else called
-        # Nor is a compiled pass seen that belongs to no step.
-        changes = BETWEEN[: 2 if call == "compiled in place" else 3] + IF_SEEN * seen
-        for each in chance.sample(changes, k=chance.choice([0, 0, 1, 2]) * (number > 1)):
+        for each in chance.sample(BETWEEN + BY_HAND, chance.choice([0, 0, 1, 2]) * (number > 1)):
             each(model)
+            if is_guarded and each in BY_HAND:
+                guard(whole, by)
         # The first one gives lazy buffers their shape.
         if number == 1 or (chance.random() > 0.4 and (number or name != "lazy")):
             step(x, now)
