@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ _NEVER_STEPPED = (
 _guards: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BufferGuard]] = weakref.WeakKeyDictionary()
 """The guards by the optimizer or scaler whose steps count."""
 _of_models: weakref.WeakKeyDictionary[Any, BufferGuard] = weakref.WeakKeyDictionary()
-_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+_number: Callable[[], int] = torch.autograd._get_sequence_nr
 """The number that the next operation gets that a backward pass can go through."""
 
 
@@ -41,16 +41,16 @@ def note_loss(optimizer: Any, loss: Any) -> None:
         each.scaled(optimizer, loss)
 
 
-def note_step(optimizer: Any, skipped: Any, *, has_others: bool = False) -> None:
+def note_step(optimizer: Any, skipped: Any, ids: Collection[int] | None = None) -> None:
     """Called after each step of an optimizer.
 
     Args:
         optimizer: The `LossScaleOptimizer` or `GradScaler`.
         skipped: Whether it was skipped: a bool, or a tensor if only the device knows.
-        has_others: Whether others step with this scaler.
+        ids: For a scaler, those of the parameters of its only optimizer; empty if there are more.
     """
     for each in _guards.get(optimizer, ()):
-        each.stepped(optimizer, skipped, has_others)
+        each.stepped(optimizer, skipped, ids)
 
 
 def guard_model(model: Any, optimizers: Sequence[Any], names: set[str] | None = None) -> None:
@@ -100,8 +100,8 @@ class BufferGuard:
     """
 
     def __init__(self, model: Any, names: set[str] | None, has_several: bool) -> None:
-        self._weights = {id(each): each for each in model.parameters()}
-        self._weight = next((p for p in model.parameters() if p.requires_grad), torch.empty(0))
+        self._own = {id(each): each for each in model.parameters() if each.requires_grad}
+        self._weight = next(iter(self._own.values()), torch.empty(0))
         self._tables: list[Table] = []
         for path, each in model.named_modules():
             chosen = names and {n for n in each._buffers if f"{path}.{n}".lstrip(".") in names}
@@ -139,16 +139,16 @@ class BufferGuard:
         oldest, seen = self._losses.get(optimizer, math.inf), set(todo)
         for node in todo:
             found = {each for each, _ in node.next_functions if each is not None}
-            if node is todo[0] or any(
-                id(getattr(x, "variable", 0)) in self._weights for x in found
-            ):
+            if node is todo[0] or any(id(getattr(x, "variable", 0)) in self._own for x in found):
                 oldest = min(oldest, node._sequence_nr())
             todo += found - seen
             seen |= found
         self._losses[optimizer] = oldest
 
-    def stepped(self, optimizer: Any, skipped: Any, has_others: bool) -> None:
+    def stepped(self, optimizer: Any, skipped: Any, ids: Collection[int] | None) -> None:
         """Called after a step."""
+        # Somebody else trains what the only optimizer of a scaler does not train.
+        has_others = ids is not None and (not ids or not self._own.keys() <= set(ids))
         # A loss that was scaled in compiled code was not seen.
         own = self._losses.pop(optimizer, -1)
         if not (has_others or self._has_several):

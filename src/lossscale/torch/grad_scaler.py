@@ -440,8 +440,8 @@ class GradScaler(torch.amp.GradScaler):
         known = self._known_of(optimizer)
         known.count.add(flag)
         # After the first step others may come.
-        has_others = len(self._known) > 1 or known.first_steps.without is not None
-        buffers.note_step(self, flag, has_others=has_others)
+        is_only = len(self._known) == 1 and known.first_steps.without is None
+        buffers.note_step(self, flag, known.info.ids if is_only else ())
 
     @uncompiled
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -464,7 +464,7 @@ class GradScaler(torch.amp.GradScaler):
                 self._check_scale_growth_tracker("update")
             self._set_scale(new_scale_of(new_scale, self._rule))
         if left_out is not False:
-            buffers.note_step(self, left_out, has_others=len(self._known) > 1)
+            buffers.note_step(self, left_out, ())
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._scaled_since_update = False
 

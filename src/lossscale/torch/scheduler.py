@@ -145,12 +145,13 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
     """Makes a model's buffers, or a learning rate schedule, follow the steps that were applied.
 
     A **model** is guarded in place and returned. A forward pass changes its buffers, such as the
-    statistics of a batch normalization, before it is known that the step is skipped. With the guard
-    a skipped step gives each buffer the bits from before the first forward pass of the step.
-    Forward passes under `torch.no_grad`, such as those of `update_bn`, belong to no step. Copies
-    and pickles of the model are not guarded. Guard again after adding modules; a second guard
-    replaces the first. `unguard` removes it. Between the steps one copy of the buffers is held; a
-    step with `decide="device"` makes a second one for a moment.
+    statistics of a batch normalization, before it is known that the step is skipped. They are saved
+    by this call, when a state is loaded into the model or a part of it, and after each applied
+    step; a skipped step gives each buffer its bits back. What is written into buffers between the
+    steps, as by `update_bn`, is kept after `guard(model, optimizer)` is called again. Copies and
+    pickles of the model are not guarded. Guard again after adding modules or buffers; a second
+    guard replaces the first. `unguard` removes it. One copy of the buffers is held, or two for
+    several optimizers.
 
     `update_parameters` of a `torch.optim.swa_utils.AveragedModel` does nothing, if every step since
     its last call was skipped.
@@ -169,7 +170,7 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
             Accelerate's.
         optimizer: The `LossScaleOptimizer` whose steps count, or the `GradScaler`. For a model that
             several optimizers train, a list of them: if one skips, the buffers return to their
-            values before the forward passes since the last step of any of them.
+            values after the last step, or before it if the skipped loss is older than that step.
         buffers: Names of the buffers to follow, or patterns such as `"*.running_mean"`; None for
             all. A warning asks for it if the model has more than 64 MiB of buffers.
 
