@@ -1,27 +1,25 @@
 """Buffers of a model that follow the steps that were applied, such as the statistics of a norm.
 
-They are saved at the first forward pass after a step, and a skipped step restores them. Compiled
-code calls no hook, and a part of a model may be called alone: if no forward pass was seen before a
-step, they are saved again after it.
+They are saved by `guard`, when a state is loaded and after each applied step, and a skipped step
+restores them. So no forward pass needs to be seen, which may be compiled, replayed, functional, of
+a part of the model, or of another model only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fnmatch
+import functools
 import math
-import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from lossscale.errors import ArgumentError, ArgumentTypeError, first_names
+from lossscale.errors import ArgumentTypeError
 from lossscale.packages import warn
 
-_LARGE = 64 * 2**20
-"""Bytes of buffers above which a warning names the argument to choose some."""
 _CHANGES = 10
 """Changes of a parameter without a step of the optimizer after which a warning comes."""
 _NEVER_STEPPED = (
@@ -33,240 +31,253 @@ _NEVER_STEPPED = (
 _guards: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BufferGuard]] = weakref.WeakKeyDictionary()
 """The guards by the optimizer or scaler whose steps count."""
 _of_models: weakref.WeakKeyDictionary[Any, BufferGuard] = weakref.WeakKeyDictionary()
-_POINTER = torch.Tensor.data_ptr
+_number: Callable[[], int] = torch.autograd._get_sequence_nr
+"""The number that the next operation gets that a backward pass can go through."""
 
 
-def note_step(optimizer: Any, skipped: Any, *, is_end: bool = True) -> None:
+def note_loss(optimizer: Any, loss: Any) -> None:
+    """Called with each loss that is scaled for an optimizer, outside of compiled code."""
+    for each in _guards.get(optimizer, ()):
+        each.scaled(optimizer, loss)
+
+
+def note_step(optimizer: Any, skipped: Any, ids: Collection[int] | None = None) -> None:
     """Called after each step of an optimizer.
 
     Args:
         optimizer: The `LossScaleOptimizer` or `GradScaler`.
         skipped: Whether it was skipped: a bool, or a tensor if only the device knows.
-        is_end: Whether no other optimizer of this scaler steps on the same forward passes.
+        ids: For a scaler, those of the parameters of its only optimizer; empty if there are more.
     """
-    if _guards:
-        for each in _guards.get(optimizer, ()):
-            each.stepped(skipped, is_end)
+    for each in _guards.get(optimizer, ()):
+        each.stepped(optimizer, skipped, ids)
 
 
-def guard_model(model: Any, optimizers: Sequence[Any], names: Iterable[str] | None = None) -> None:
+def guard_model(model: Any, optimizers: Sequence[Any], names: set[str] | None = None) -> None:
     """Makes the buffers of a model follow the steps of optimizers; replaces an earlier guard.
 
     Args:
-        model: The module, or a wrapper of it such as `DistributedDataParallel`.
+        model: The module, not wrapped.
         optimizers: `LossScaleOptimizer` or `GradScaler` instances.
-        names: The names of the buffers to follow, or patterns of them; None for all.
+        names: The names of the buffers to follow; None for all.
 
     Raises:
-        ArgumentError: If no buffer has one of the names.
         ArgumentTypeError: If a part of the model is scripted or traced.
     """
-    inner = innermost(model)
-    if any(isinstance(each, torch.jit.ScriptModule) for each in inner.modules()):
+    if any(isinstance(each, torch.jit.ScriptModule) for each in model.modules()):
         raise ArgumentTypeError(
             "`guard` cannot follow the buffers of a scripted or traced module. Received: a model "
-            f"of type {type(inner).__name__} with one. Use torch.compile(model) instead."
+            f"of type {type(model).__name__} with one. Use torch.compile(model) instead."
         )
-    chosen = _checked_names(inner, names)
-    made = BufferGuard(inner, chosen, len(optimizers))
-    _warn_of_size(inner, chosen)
+    made = BufferGuard(model, names, len(optimizers) > 1)
     unguard_model(model)
-    on_compile = torch.compiler.assume_constant_result(lambda: made.compiled())
-    made.handles = [
-        inner.register_forward_pre_hook(Hook(made.before_forward, on_compile), prepend=True),
-        inner.register_forward_hook(Hook(made.after_forward)),
-        inner.register_load_state_dict_post_hook(Hook(lambda module, keys: made.save())),
-    ]
-    _of_models[inner] = made
+    made.handles = [model.register_forward_pre_hook(Hook(made.check_steps))]
+    for each in model.modules():
+        # A part of the model may be loaded alone.
+        made.handles.append(each.register_load_state_dict_post_hook(Hook(made.loaded)))
+    _of_models[model] = made
     for each in optimizers:
         _guards.setdefault(each, weakref.WeakSet()).add(made)
 
 
 def unguard_model(model: Any) -> None:
     """Lets the buffers of a model follow all steps again, skipped ones included."""
-    found = _of_models.pop(innermost(model), None)
+    found = _of_models.pop(model, None)
     if found is not None:
-        found.detach()
+        for handle in found.handles:
+            handle.remove()
+        for each in list(_guards.values()):
+            each.discard(found)
 
 
 class BufferGuard:
-    """Saves the buffers of a model, and restores them.
+    """Saves the buffers of a model after each step, and restores them.
 
     Args:
         model: The module.
         names: The names of the buffers; None for all that it has or gets.
-        optimizers: The number of optimizers, which may step on the same forward passes.
+        has_several: Whether several optimizers or scalers train it.
     """
 
-    def __init__(self, model: Any, names: set[str] | None, optimizers: int) -> None:
-        named = list(model.named_modules())
-        self._tables: list[tuple[dict[str, Any], set[str] | None]] = [
-            (m._buffers, names and {n for n in m._buffers if f"{path}.{n}".lstrip(".") in names})
-            for path, m in named
-        ]
-        self._modules = weakref.WeakSet(m for _, m in named)
-        self._weight = next((p for p in model.parameters() if p.requires_grad), None)
-        self._saved: list[dict[str, Any]] = []
+    def __init__(self, model: Any, names: set[str] | None, has_several: bool) -> None:
+        self._own = {id(each): each for each in model.parameters() if each.requires_grad}
+        self._weight = next(iter(self._own.values()), torch.empty(0))
+        self._tables: list[Table] = []
+        for path, each in model.named_modules():
+            chosen = names and {n for n in each._buffers if f"{path}.{n}".lstrip(".") in names}
+            self._tables.append((each._buffers, chosen, next(each.parameters(), self._weight)))
+        self._modules, self._has_several = weakref.WeakSet(model.modules()), has_several
         self.handles: list[Any] = []
-        # The steps to come on the forward passes that were seen last. After others it saves.
-        self._left, self._optimizers = 0, optimizers
-        self._waits = True
-        # The version of the weight above which a step must have come.
-        self._last = math.inf if self._weight is None else self._weight._version + _CHANGES
-        self.save()
+        # After the last step; and before it, if another may come on a loss that is older than it.
+        self._saved = _Copy(self._tables)
+        self._before: tuple[_Copy, list[Any]] | None = None
+        # By optimizer, when the oldest loss since its last step was computed.
+        self._losses: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+        # When the last step was; the version of the weight above which one must have come.
+        self._step, self._last = 0, self._weight._version + _CHANGES
 
-    def detach(self) -> None:
-        """Removes the hooks; no later step restores anything."""
-        for handle in self.handles:
-            handle.remove()
-        for each in list(_guards.values()):
-            each.discard(self)
+    def check_steps(self, *_: Any) -> None:
+        """Warns if the weights change without a step; called before each forward pass."""
+        if self._weight._version > self._last:
+            self._last = math.inf
+            warn(_NEVER_STEPPED)
 
-    def before_forward(self, module: Any, args: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            # Checkpointing repeats a forward pass in the backward pass.
+    def loaded(self, module: Any, *_: Any) -> None:
+        """Called after a state was loaded into a module, maybe within a step."""
+        if not self._saved.is_known(self._tables):
+            self._saved = _Copy(self._tables)
+        own = set(map(id, module._buffers.values()))
+        for each, numbers in filter(None, [(self._saved, self._saved.numbers), self._before]):
+            each.save_only(own, numbers)
+
+    def scaled(self, optimizer: Any, loss: Any) -> None:
+        """Called with each loss of an optimizer."""
+        if not (self._has_several or self._before):
             return
-        if not self._waits:
-            if self._weight is not None and self._weight._version > self._last:
-                self._last = math.inf
-                warn(_NEVER_STEPPED)
-            return
-        # What `update_bn` and its like change belongs to no step; see `after_forward`. Reentrant
-        # checkpointing disables gradients, and needs an argument that requires one.
-        belongs = torch.is_grad_enabled() or any(getattr(x, "requires_grad", False) for x in args)
-        if belongs and self._trains():
-            self._waits, self._left = False, self._optimizers
-            self.save()
+        # When it was computed, or its first part that uses parameters of the model.
+        todo = [] if loss.grad_fn is None else [loss.grad_fn]
+        oldest, seen = self._losses.get(optimizer, math.inf), set(todo)
+        for node in todo:
+            found = {each for each, _ in node.next_functions if each is not None}
+            if node is todo[0] or any(id(getattr(x, "variable", 0)) in self._own for x in found):
+                oldest = min(oldest, node._sequence_nr())
+            todo += found - seen
+            seen |= found
+        self._losses[optimizer] = oldest
 
-    def after_forward(self, *_: Any) -> None:
-        counts = torch.is_grad_enabled() or torch.is_inference_mode_enabled()
-        if self._waits and not counts and self._trains():
-            # What such a pass changed stays, also if the next one in training is not seen.
-            self.save()
-
-    def _trains(self) -> bool:
-        return any(each.training for each in self._modules)
-
-    def compiled(self) -> None:
-        """Called when a forward pass is compiled, before it runs; its hooks will not be called."""
-        # In an export the buffers are others.
-        if self._waits and self._is_known():
-            self._left = 0
-            self.save()
-
-    def stepped(self, skipped: Any, is_end: bool) -> None:
+    def stepped(self, optimizer: Any, skipped: Any, ids: Collection[int] | None) -> None:
         """Called after a step."""
-        # The next forward pass may not be seen, either.
-        saves = is_end and self._left == 0
-        self._left = max(self._left - is_end, 0)
-        if torch.is_tensor(skipped):
-            self._choose(skipped, is_end and self._left == 0)
-        elif skipped:
-            self.restore()
-        elif saves:
-            self.save()
-        self._waits, self._last = True, math.inf
+        # Somebody else trains what the only optimizer of a scaler does not train.
+        has_others = ids is not None and (not ids or not self._own.keys() <= set(ids))
+        # A loss that was scaled in compiled code was not seen.
+        own = self._losses.pop(optimizer, -1)
+        if not (has_others or self._has_several):
+            self._before = None
+        elif not self._before or min([own, *self._losses.values()]) >= self._step:
+            self._before = self._saved, [each.clone() for each in self._saved.numbers]
+        before = self._before if own < self._step else None
+        base, numbers = before or (self._saved, self._saved.numbers)
+        is_known = self._saved.is_known(self._tables)
+        if is_known and base is self._saved and torch.is_tensor(skipped):
+            base.choose(skipped, numbers)
+        elif bool(skipped):
+            # If a buffer is another tensor now, the host must know the decision.
+            base.restore(numbers, self._tables, self._modules)
+            self._saved = _Copy(self._tables)
+        elif is_known:
+            self._saved.save()
+        else:
+            self._saved = _Copy(self._tables)
+        self._step, self._last = _number(), math.inf
 
-    def save(self) -> None:
-        """Saves the buffers as they are."""
-        if not (self._saved and self._is_known()):
-            self._allocate()
-        for memory, saved, _ in self._groups:
-            torch.cat(memory, out=saved)
-        for each in self._others:
-            each[1] = each[0].detach().clone()
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def restore(self) -> None:
-        """Sets the buffers to what was saved."""
-        for memory, _, parts in self._groups:
-            torch._foreach_copy_(memory, parts)
-        for tensor, data in zip(self._plain, self._data, strict=True):
-            # Somebody may have replaced `data` since.
-            tensor.data = data
-        for tensor, was in self._others:
-            tensor.copy_(was)
-        self._put_back()
+Table = tuple[dict[str, Any], "set[str] | None", Any]
+"""The buffers of a module, the names of those that are followed (None: all), a parameter."""
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _choose(self, skipped: Any, is_last: bool) -> None:
-        """Restores as the device decides, without a wait of the host; after the last step saves."""
-        if self._others or not self._is_known():
-            # The host sees that a buffer is another tensor now, so it must know the decision.
-            if bool(skipped):
-                self.restore()
-            elif is_last:
-                self.save()
-            return
-        for memory, saved, parts in self._groups:
-            now, flag = torch.cat(memory), skipped.to(saved.device, torch.bool)
-            torch.where(flag, saved, now, out=saved if is_last else now)
-            torch._foreach_copy_(memory, parts if is_last else _split(now, memory))
 
-    # --- Which tensors they are ---------------------------------------------------------------
+class _Copy:
+    """Which tensors the buffers of some modules are, and a copy of what is in them."""
 
-    def _is_known(self) -> bool:
-        """Whether the buffers are the tensors that were saved last."""
-        # Called in each step, with some hundred modules and buffers.
-        now = self._now()
-        return (
-            len(now) == len(self._tensors)
-            and all(map(operator.is_, now, self._tensors))
-            and list(map(_POINTER, self._plain)) == self._places
-            and all(map(_is_lazy, self._lazy))
-        )
-
-    def _now(self) -> list[Any]:
-        """The buffers, None included."""
-        found: list[Any] = []
-        for table, names in self._tables:
-            if table:
-                found += table.values() if names is None else map(table.get, names)
-        return found
-
-    def _put_back(self) -> None:
-        """Restores which tensors the buffers are."""
-        for (now, names), was in zip(self._tables, self._saved, strict=True):
-            for name in [n for n in now if names is None and n not in was]:
-                del now[name]
-            for name, tensor in was.items():
-                one: Any = now.get(name)
-                if one is not tensor:
-                    # `model.to` may have been called since.
-                    now[name] = tensor if one is None or tensor is None else tensor.to(one.device)
-        for module in self._modules if self._lazy else ():
-            # These had no values before this step, in which they got their shape.
-            tensors = [t for t in module._buffers.values() if any(t is each for each in self._lazy)]
-            if tensors and not any(map(_is_lazy, tensors)):
-                getattr(module, "reset_running_stats", lambda: None)()
-
-    def _allocate(self) -> None:
-        self._saved = [
-            {n: t for n, t in now.items() if names is None or n in names}
-            for now, names in self._tables
+    @torch.inference_mode(False)  # type: ignore[untyped-decorator]
+    def __init__(self, tables: list[Table]) -> None:
+        self._tables = [
+            (dict(now) if names is None else {n: now.get(n) for n in names}, weight.dtype)
+            for now, names, weight in tables
         ]
-        self._tensors = self._now()
-        found = {id(t): t for t in self._tensors if t is not None}
-        self._lazy = [t for t in found.values() if _is_lazy(t)]
-        self._plain, self._data, self._others = [], [], []
-        of_devices: dict[Any, list[Any]] = {}
-        for each in found.values():
-            if _is_lazy(each) or each.is_meta or each.is_inference():
+        tensors = _tensors_in(tables)
+        found = {id(t): t for t in tensors if t is not None}
+        self._lazy = [t for t in found.values() if is_lazy(t)]
+        self._plain: list[tuple[Any, Any]] = []
+        self._others: list[tuple[Any, Any]] = []
+        of_devices: dict[Any, dict[int, Any]] = {}
+        for key, each in found.items():
+            if is_lazy(each) or each.is_meta or each.is_inference():
                 continue
             local = each.to_local() if hasattr(each, "to_local") else each
             memory = _memory(local)
             if memory is None:
-                self._others.append([each, each])
+                self._others.append((each, each.detach().clone()))
             else:
-                self._plain.append(local)
-                self._data.append(local.data)
-                of_devices.setdefault(local.device, []).append(memory)
-        self._places = list(map(_POINTER, self._plain))
-        self._groups = [
-            (memory, saved, _split(saved, memory))
-            for memory in of_devices.values()
-            for saved in [torch.cat(memory)]
-        ]
+                self._plain.append((local, local.data))
+                of_devices.setdefault(local.device, {})[key] = memory
+        self._ids, self._places = list(map(id, tensors)), [t.data_ptr() for t, _ in self._plain]
+        self._keys = list(map(list, of_devices.values()))
+        self._memory = [list(each.values()) for each in of_devices.values()]
+        # A CUDA graph has their addresses.
+        self.numbers = list(map(torch.cat, self._memory))
+
+    @functools.cached_property
+    def _parts(self) -> list[Any]:
+        # To split takes longer than to copy.
+        return list(map(_split, self.numbers, self._memory))
+
+    def save(self) -> None:
+        """Copies what is in the buffers now."""
+        for memory, numbers in zip(self._memory, self.numbers, strict=True):
+            torch.cat(memory, out=numbers)
+
+    def save_only(self, own: set[int], numbers: list[Any]) -> None:
+        """Copies what is in some of the buffers now, by id."""
+        for keys, memory, into in zip(self._keys, self._memory, numbers, strict=True):
+            if own.isdisjoint(keys):
+                continue
+            for key, tensor, part in zip(keys, memory, _split(into, memory), strict=True):
+                if key in own:
+                    part.copy_(tensor)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def choose(self, skipped: Any, base: list[Any]) -> None:
+        """Restores the buffers if the device says so, and copies what they are then."""
+        groups = zip(self._memory, self.numbers, self._parts, base, strict=True)
+        for memory, numbers, parts, was in groups:
+            flag, now = skipped.to(numbers.device, torch.bool), torch.cat(memory)
+            torch.where(flag, was, now, out=numbers)
+            torch._foreach_copy_(memory, parts)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def restore(self, base: list[Any], tables: list[Table], modules: Iterable[Any]) -> None:
+        """Restores the buffers to a copy, and which tensors they are."""
+        for memory, numbers in zip(self._memory, base, strict=True):
+            torch._foreach_copy_(memory, _split(numbers, memory))
+        for tensor, data in self._plain:
+            # Somebody may have replaced `data` since.
+            tensor.data = data
+        for tensor, was in self._others:
+            tensor.copy_(was)
+        for (now, names, weight), (before, dtype) in zip(tables, self._tables, strict=True):
+            for name in [n for n in now if names is None and n not in before]:
+                del now[name]
+            for name, tensor in before.items():
+                one: Any = now.get(name)
+                if one is None or tensor is None or one is tensor:
+                    now[name] = tensor
+                elif not tensor.is_meta:
+                    # `to` may have been called since, which casts the parameters as well.
+                    now[name] = tensor.to(one if weight.dtype != dtype else one.device)
+        for module in modules if self._lazy else ():
+            # These had no values before this step, in which they got their shape.
+            tensors = [t for t in module._buffers.values() if any(t is each for each in self._lazy)]
+            if tensors and not any(map(is_lazy, tensors)):
+                getattr(module, "reset_running_stats", lambda: None)()
+
+    def is_known(self, tables: list[Table]) -> bool:
+        """Whether the buffers are the tensors that were saved, and need no other copy."""
+        # Called in each step, with some hundred modules and buffers.
+        return (
+            list(map(id, _tensors_in(tables))) == self._ids
+            and [t.data_ptr() for t, _ in self._plain] == self._places
+            and all(map(is_lazy, self._lazy))
+            and not self._others
+        )
+
+
+def _tensors_in(tables: list[Table]) -> list[Any]:
+    """The buffers, None included."""
+    found: list[Any] = []
+    for table, names, _ in tables:
+        if table:
+            found += table.values() if names is None else map(table.get, names)
+    return found
 
 
 class Hook:
@@ -274,20 +285,13 @@ class Hook:
 
     Args:
         function: Called as the hook, except in code that is compiled or traced.
-        on_compile: Called while a forward pass is compiled, and never when it runs, if PyTorch
-            assumes that its result is constant.
     """
 
-    def __init__(
-        self, function: Callable[..., None], on_compile: Callable[[], None] | None = None
-    ) -> None:
-        self.function, self.on_compile = function, on_compile
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
 
     def __call__(self, *args: Any) -> None:
-        if torch.compiler.is_compiling():
-            if self.on_compile is not None:
-                self.on_compile()
-        elif not torch.jit.is_tracing():
+        if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
             self.function(*args)
 
     def __reduce__(self) -> Any:
@@ -295,79 +299,11 @@ class Hook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-class _HeldBack:
-    """`update_parameters` of an averaged model, after steps that were applied.
-
-    Args:
-        averaged: The `AveragedModel`.
-        holders: Each says whether all steps since its last call were skipped.
-    """
-
-    def __init__(self, averaged: Any, holders: list[Callable[[], bool]]) -> None:
-        self._averaged, self._holders = averaged, holders
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Each of them has to see this call.
-        held = [holds() for holds in self._holders]
-        if not all(held):
-            type(self._averaged).update_parameters(self._averaged, *args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self._averaged, "update_parameters")
-
-
-def guard_average(averaged: Any, holders: list[Callable[[], bool]]) -> None:
-    """Makes `update_parameters` of an averaged model follow the applied steps."""
-    vars(averaged)["update_parameters"] = _HeldBack(averaged, holders)
-
-
-def unguard_average(averaged: Any) -> None:
-    """Lets `update_parameters` follow all steps again."""
-    vars(averaged).pop("update_parameters", None)
-
-
 def innermost(model: Any) -> Any:
     """The module in what PyTorch wraps around modules."""
     wraps = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
     inner = model.module if isinstance(model, wraps) else getattr(model, "_orig_mod", None)
     return model if inner is None else innermost(inner)
-
-
-def _checked_names(model: Any, names: Iterable[str] | None) -> set[str] | None:
-    if names is None:
-        return None
-    found = [name for name, _ in model.named_buffers(remove_duplicate=False)]
-    chosen: set[str] = set()
-    for name in [names] if isinstance(names, str) else names:
-        fitting = fnmatch.filter(found, name)
-        if not fitting:
-            raise ArgumentError(
-                f"`buffers` must be names of buffers of the model, or patterns of them. Received: "
-                f"{name!r}, which is none of {first_names(found)}."
-            )
-        chosen.update(fitting)
-    return chosen
-
-
-def _warn_of_size(model: Any, names: set[str] | None) -> None:
-    sizes = {
-        name: tensor.numel() * tensor.element_size()
-        for name, tensor in model.named_buffers()
-        if (names is None or name in names) and not _is_lazy(tensor)
-    }
-    total = sum(sizes.values())
-    if total > _LARGE:
-        name = max(sizes, key=sizes.__getitem__)
-        warn(
-            f"guard(model, optimizer) copies {total / 2**20:.0f} MiB of buffers in each step; "
-            f"the largest is {name!r}, {sizes[name] / 2**20:.0f} MiB. Name the buffers that the "
-            "forward pass changes, as in guard(model, optimizer, buffers=["
-            '"*.running_mean", "*.running_var"]).'
-        )
-
-
-def _is_lazy(tensor: Any) -> bool:
-    return bool(torch.nn.parameter.is_lazy(tensor))
 
 
 def _split(numbers: Any, memory: list[Any]) -> Any:

@@ -207,6 +207,8 @@ class GradScaler(torch.amp.GradScaler):
         def scaled_one(loss: Any) -> Any:
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(loss.device)
+            if not torch.compiler.is_compiling():
+                buffers.note_loss(self, loss)
             return scaled(loss, self._scale)
 
         self._scaled_since_update = True
@@ -439,9 +441,11 @@ class GradScaler(torch.amp.GradScaler):
 
     def _count(self, optimizer: Any, flag: Any) -> None:
         self._skipped_so_far = self._skips.add(flag, self._skipped_so_far)
-        self._known_of(optimizer).count.add(flag)
-        # Others may have computed on the same forward passes, which `update` ends.
-        buffers.note_step(self, flag, is_end=False)
+        known = self._known_of(optimizer)
+        known.count.add(flag)
+        # After the first step others may come.
+        is_only = len(self._known) == 1 and known.first_steps.without is None
+        buffers.note_step(self, flag, known.info.ids if is_only else ())
 
     @uncompiled
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -463,7 +467,8 @@ class GradScaler(torch.amp.GradScaler):
             if self._scale is not None:
                 self._check_scale_growth_tracker("update")
             self._set_scale(new_scale_of(new_scale, self._rule))
-        buffers.note_step(self, left_out)
+        if left_out is not False:
+            buffers.note_step(self, left_out, ())
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._scaled_since_update = self._skipped_so_far = False
 

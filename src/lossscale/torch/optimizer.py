@@ -217,6 +217,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         """
         engine, record = self._engine, self._record
         check_backpropagated(loss, engine.info())
+        buffers.note_loss(self, loss)
         self._adopt_written()
         by = engine.scale.multiplier
         outer = torch._C._current_graph_task_id()
@@ -281,6 +282,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
                     "scale. Call scale_loss() once. If two optimizers train on this loss: "
                     f"{ONE_FOR_SEVERAL}"
                 )
+            buffers.note_loss(self, loss)
             self._adopt_written()
         if seen and not is_compiling and is_seen(loss):
             by = scale.multiplier

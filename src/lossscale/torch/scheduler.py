@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import fnmatch
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar, overload
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
+from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError, first_names
+from lossscale.packages import warn
 from lossscale.torch import ranks
-from lossscale.torch.buffers import guard_average, guard_model, unguard_average, unguard_model
+from lossscale.torch.buffers import guard_model, innermost, unguard_model
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
 from lossscale.torch.settings import warn_of_float16_statistics
 
+_LARGE = 64 * 2**20
+"""Bytes of buffers above which a warning names the argument to choose some."""
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
@@ -101,6 +106,27 @@ def _blank() -> GuardedScheduler:
     return object.__new__(GuardedScheduler)
 
 
+class _HeldBack:
+    """`update_parameters` of an averaged model, after steps that were applied.
+
+    Args:
+        averaged: The `AveragedModel`.
+        holders: Each says whether all steps since its last call were skipped.
+    """
+
+    def __init__(self, averaged: Any, holders: list[Callable[[], bool]]) -> None:
+        self._averaged, self._holders = averaged, holders
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Each of them has to see this call.
+        held = [holds() for holds in self._holders]
+        if not all(held):
+            type(self._averaged).update_parameters(self._averaged, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._averaged, "update_parameters")
+
+
 @overload
 def guard(
     scheduler: Module,
@@ -120,12 +146,13 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
     """Makes a model's buffers, or a learning rate schedule, follow the steps that were applied.
 
     A **model** is guarded in place and returned. A forward pass changes its buffers, such as the
-    statistics of a batch normalization, before it is known that the step is skipped. With the guard
-    a skipped step gives each buffer the bits from before the first forward pass of the step.
-    Forward passes under `torch.no_grad`, such as those of `update_bn`, belong to no step. Copies
-    and pickles of the model are not guarded. Guard again after adding modules; a second guard
-    replaces the first. `unguard` removes it. Between the steps one copy of the buffers is held; a
-    step with `decide="device"` makes a second one for a moment.
+    statistics of a batch normalization, before it is known that the step is skipped. They are saved
+    by this call, when a state is loaded into the model or a part of it, and after each applied
+    step; a skipped step gives each buffer its bits back. What is written into buffers between the
+    steps, as by `update_bn`, is kept after `guard(model, optimizer)` is called again. Copies and
+    pickles of the model are not guarded. Guard again after adding modules or buffers; a second
+    guard replaces the first. `unguard` removes it. One copy of the buffers is held, or two for
+    several optimizers.
 
     `update_parameters` of a `torch.optim.swa_utils.AveragedModel` does nothing, if every step since
     its last call was skipped.
@@ -144,7 +171,7 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
             Accelerate's.
         optimizer: The `LossScaleOptimizer` whose steps count, or the `GradScaler`. For a model that
             several optimizers train, a list of them: if one skips, the buffers return to their
-            values before the forward passes since the last step of any of them.
+            values after the last step, or before it if the skipped loss is older than that step.
         buffers: Names of the buffers to follow, or patterns such as `"*.running_mean"`; None for
             all. A warning asks for it if the model has more than 64 MiB of buffers.
 
@@ -190,6 +217,32 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
     return GuardedScheduler(scheduler, optimizer)
 
 
+def _checked_names(model: Any, names: Iterable[str] | None) -> set[str] | None:
+    """The names of the buffers to follow; None for all. Warns if they are large."""
+    tensors = dict(model.named_buffers(remove_duplicate=False))
+    chosen = set(tensors) if names is None else set()
+    for name in [names] if isinstance(names, str) else names or ():
+        fitting = fnmatch.filter(tensors, name)
+        if not fitting:
+            raise ArgumentError(
+                f"`buffers` must be names of buffers of the model, or patterns of them. Received: "
+                f"{name!r}, which is none of {first_names(tensors)}."
+            )
+        chosen.update(fitting)
+    distinct = {id(tensors[name]): name for name in chosen if not is_lazy(tensors[name])}
+    sizes = {n: tensors[n].numel() * tensors[n].element_size() for n in distinct.values()}
+    total = sum(sizes.values())
+    if total > _LARGE:
+        name = max(sizes, key=sizes.__getitem__)
+        warn(
+            f"guard(model, optimizer) copies {total / 2**20:.0f} MiB of buffers in each step; "
+            f"the largest is {name!r}, {sizes[name] / 2**20:.0f} MiB. Name the buffers that the "
+            "forward pass changes, as in guard(model, optimizer, buffers=["
+            '"*.running_mean", "*.running_var"]).'
+        )
+    return None if names is None else chosen
+
+
 def _guarded_model(model: Any, optimizer: Any, buffers: Iterable[str] | None) -> Any:
     several = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     several = list(map(wrapper_in, several))
@@ -201,10 +254,11 @@ def _guarded_model(model: Any, optimizer: Any, buffers: Iterable[str] | None) ->
     several = [one for one in several if not isinstance(one, GradScaler) or one.is_enabled()]
     if isinstance(model, torch.optim.swa_utils.AveragedModel):
         holders = [GuardedScheduler(model, each)._holds for each in several]
-        guard_average(model, holders)
+        vars(model)["update_parameters"] = _HeldBack(model, holders)
     elif several:
-        warn_of_float16_statistics(model)
-        guard_model(model, several, buffers)
+        inner = innermost(model)
+        warn_of_float16_statistics(inner)
+        guard_model(inner, several, _checked_names(inner, buffers))
     return model
 
 
@@ -224,9 +278,9 @@ def unguard(model: Module) -> Module:
         >>> model = lossscale.torch.unguard(model)
     """
     if isinstance(model, torch.optim.swa_utils.AveragedModel):
-        unguard_average(model)
+        vars(model).pop("update_parameters", None)
     elif isinstance(model, torch.nn.Module):
-        unguard_model(model)
+        unguard_model(innermost(model))
     else:
         raise ArgumentTypeError(
             f"`model` must be a torch.nn.Module. Received: {model!r} of type "

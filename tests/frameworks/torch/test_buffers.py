@@ -4,6 +4,7 @@ The oracle is the same program without the bad batches, and without a guard.
 """
 
 import copy
+import functools
 import gc
 import pickle
 import random
@@ -13,6 +14,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call, grad, vmap
 from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
 
@@ -195,7 +197,7 @@ def load(model):
     state = copy.deepcopy(model.state_dict())
     # PyTorch cannot write to it.
     state.pop("expanded", None)
-    for name in set(state) & {"1.running_mean", "calls", "column"}:
+    for name in set(state) & {"1.running_mean", "running_mean", "calls", "column"}:
         state[name] += 7
     model.load_state_dict(state, strict=False)
 
@@ -212,9 +214,22 @@ def write(model):
         each.running_mean.data = each.running_mean.clone()
 
 
-BETWEEN = [evaluate, load, recalibrate]
-# These are lost if no hook sees the next forward pass.
-IF_SEEN = [write, lambda model: model.double().float()]
+def load_a_part(model):
+    load(model[1] if isinstance(model, nn.Sequential) else model.linear)
+
+
+def replace_by_a_load(model):
+    state = {name: copy.deepcopy(tensor) for name, tensor in model.named_buffers()}
+    model.load_state_dict(state, strict=False, assign=True)
+
+
+def cast(model):
+    model.double().float()
+
+
+BETWEEN = [evaluate, load, load_a_part, replace_by_a_load, cast]
+# A skipped step may undo these, unless the model is guarded again.
+BY_HAND = [recalibrate, write]
 
 
 def compiled(model):
@@ -254,7 +269,7 @@ def run(name, way, call, is_guarded):
     model = made(name)
     by, step = loop(model, **WAYS[way])
     chance, skips = random.Random(f"{name} {way} {call}"), 0
-    called, seen = CALLS[call](model), "compiled" not in call and call != "forward"
+    called = CALLS[call](model)
     if is_guarded:
         # That of a compiled model is that of the model in it.
         whole = called if way == "scaler" and call == "compiled" else model
@@ -263,10 +278,10 @@ def run(name, way, call, is_guarded):
         x = drawn(number)
         # The first compiled step comes after others.
         now = None if call == "compiled" and number < 2 else called
-        # Nor is a compiled pass seen that belongs to no step.
-        changes = BETWEEN[: 2 if call == "compiled in place" else 3] + IF_SEEN * seen
-        for each in chance.sample(changes, k=chance.choice([0, 0, 1, 2]) * (number > 1)):
+        for each in chance.sample(BETWEEN + BY_HAND, chance.choice([0, 0, 1, 2]) * (number > 1)):
             each(model)
+            if is_guarded and each in BY_HAND:
+                guard(whole, by)
         # The first one gives lazy buffers their shape.
         if number == 1 or (chance.random() > 0.4 and (number or name != "lazy")):
             step(x, now)
@@ -281,6 +296,115 @@ def run(name, way, call, is_guarded):
 @pytest.mark.parametrize(("name", "way", "call"), PROGRAMS)
 def test_a_program_ends_as_one_that_was_never_given_the_bad_batches(name, way, call):
     assert run(name, way, call, True) == run(name, way, call, False)
+
+
+# --- Random programs of several models ----------------------------------------------------------
+
+
+def on_other_buffers(model):
+    def call(x):
+        others = {name: tensor + 5 for name, tensor in model.named_buffers()}
+        functional_call(model, others, (x,))
+        others = {name: tensor.clone() for name, tensor in model.named_buffers()}
+        return functional_call(model, others, (x,))
+
+    return call
+
+
+def after_per_sample_gradients(model):
+    def call(x):
+        model.eval()
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        vmap(grad(lambda p, row: functional_call(model, p, (row[None],)).sum()), (None, 0))(
+            parameters, x
+        )
+        return model.train()(x)
+
+    return call
+
+
+OTHER_CALLS = [
+    *(CALLS[name] for name in ("model", "forward", "not reentrant")),
+    lambda model: model[:2],
+    lambda model: lambda x: functional_call(model, dict(model.named_parameters()), (x,)),
+    on_other_buffers,
+    after_per_sample_gradients,
+]
+
+
+def run_several(seed, is_guarded):
+    """Trains one to three models; see `run`."""
+    chance = random.Random(seed)
+    models = [made() for _ in range(chance.choice([1, 2, 3]))]
+    way = chance.choice(["host", "device", "each", "each on the device", "scaler"])
+    groups = [list(model.parameters()) for model in models]
+    if way in ("host", "device"):
+        groups = [[p for group in groups for p in group]]
+    on_device = {"decide": "device"} if "device" in way else {}
+    inner = [torch.optim.SGD(each, lr=0.05, fused=bool(on_device)) for each in groups]
+    scaler = GradScaler(DEVICE, rule=FIXED) if way == "scaler" else None
+    owners = [LossScaleOptimizer(each, rule=FIXED, **on_device) for each in inner]
+    watched = [scaler] if scaler else owners
+    torch._dynamo.reset()
+    # Other backends keep the statistics for the backward pass.
+    run = functools.partial(torch.compile, backend="eager", fullgraph=True)
+    whole = [m if seed % 8 else run(m) for m in models]
+    calls = [[*(call(m) for call in OTHER_CALLS), whole[i]] for i, m in enumerate(models)]
+    for model in models if is_guarded else ():
+        guard(model, watched)
+
+    def output(number, x):
+        return chance_of_calls.choice(calls[number])(x).float().pow(2)
+
+    def update(number, losses):
+        optimizer, at = owners[number % len(owners)], inner[number % len(inner)]
+        at.zero_grad()
+        for loss in losses:
+            if scaler:
+                scaler.scale(loss).backward()
+            else:
+                optimizer.backward(loss)
+        if chance_of_calls.random() < 0.3:
+            evaluate(whole[number])
+        if scaler:
+            scaler.step(at)
+            scaler.update()
+        else:
+            optimizer.step()
+
+    for step in range(6):
+        first, is_bad = chance.randrange(len(models)), chance.random() < 0.5
+        others = [i for i in range(len(models)) if i != first and len(inner) > 1]
+        between = chance.choice([*BETWEEN, *BY_HAND, None, None])
+        parts, bad_part, with_another = chance.choice([1, 1, 2, 3]), chance.random(), bool(others)
+        with_another = with_another and chance.random() < 0.5
+        chance_of_calls = random.Random(f"{seed} {step}")
+        if between is not None:
+            between(models[first])
+            if between in BY_HAND and is_guarded:
+                guard(models[first], watched)
+        # Of another optimizer the forward pass comes first, and the loss after the step of this.
+        another = others[0] if with_another else None
+        if another is not None:
+            good = output(another, drawn(99 + step))
+        if is_bad and not is_guarded:
+            if another is not None:
+                update(another, [good.mean()])
+            continue
+        rows = [8] * (parts - 1) + [chance_of_calls.choice([8, 5])]
+        inputs = [drawn(10 * step + i)[:n] for i, n in enumerate(rows)]
+        if is_bad:
+            inputs[int(bad_part * parts)] *= INF
+        results = [output(first, x) for x in inputs]
+        if another is not None:
+            update(another, [good.mean()])
+        update(first, [each.mean() / parts for each in results])
+    return [support.bits(dict(m.named_parameters())) for m in models], list(map(bits, models))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_programs_end_as_if_never_given_the_bad_batches(seed):
+    assert run_several(seed, True) == run_several(seed, False)
 
 
 # --- Several optimizers --------------------------------------------------------------------------
