@@ -23,7 +23,7 @@ from lossscale.diagnosis.measurement import (
 )
 from lossscale.diagnosis.report import Report, Verdict, recommend
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.monitoring.explanation import FailedOperation, explained
+from lossscale.monitoring.explanation import Facts, FailedOperation, Origin, explained
 
 RNG = np.random.default_rng(0)
 
@@ -86,7 +86,7 @@ class Model:
     ],
 )
 def test_float16_holds_the_derivative_at_the_epsilon_that_is_advised(operation, derivative):
-    found = explained(FailedOperation(operation, "norm", meets_zero=True))
+    found = explained(Facts(Origin(FailedOperation(operation, "norm", meets_zero=True))))
     epsilon = float(found.advice.partition("epsilon of ")[2].split()[0])
     assert derivative(epsilon) < 65504
     # Nor is it larger than it must be by much.
@@ -189,7 +189,7 @@ def test_noise_has_no_vote():
     found = model.measured()
     assert recommend(found).verdict is Verdict.NOT_NEEDED
     assert [each.name for each in found.gradients if each.is_wrong] == ["noise"]
-    assert found.passes <= 12
+    assert found.passes <= 14
     alone = Model({"noise": spread(-6, 0)}, noise=("noise",)).measured()
     assert recommend(alone).verdict is Verdict.UNKNOWN
     assert "wrong at every scale" in alone.unknown
@@ -253,7 +253,7 @@ class Explained(Model):
     """With a reason for what is wrong at every scale."""
 
     def explain(self, batch, scale, half):
-        return explained(FailedOperation("square", "norm", largest_result=1e6))
+        return explained(Facts(Origin(FailedOperation("square", "norm", largest_result=1e6))))
 
 
 def test_a_gradient_of_ordinary_size_that_is_wrong_at_every_scale_is_no_noise():
@@ -273,7 +273,7 @@ def test_what_scaling_mends_is_no_reason_why_it_cannot_help():
     class OfTheScale(Model):
         def explain(self, batch, scale, half):
             failed = FailedOperation("mul", "norm", in_backward=True, largest_result=1e6)
-            return explained(failed, halvings=4)
+            return explained(Facts(Origin(failed), halvings=4))
 
     verdict = recommend(OfTheScale({"w": spread(-6, 0)}, ends="the loss").measured())
     assert verdict.verdict is Verdict.CANNOT_HELP
@@ -451,7 +451,10 @@ def test_what_the_lines_say():
         assert words in needed
     below = said(report("below 1"))
     assert "rule = DynamicScale(initial_scale=2.0**-" in below
-    assert "left out 1 of the gradients: n: wrong at every scale" in said(report("noise"))
+    assert (
+        "left out 1 of the gradients: n: right in float32 and wrong in float16 at every scale"
+        in said(report("noise"))
+    )
     assert "cannot help: the loss is not finite in float16" in said(report("cannot help"))
     assert "the targets are beyond the range of float16" in said(report("targets"))
     assert "unknown: the loss or a gradient is not finite in float32" in said(report("unknown"))

@@ -19,7 +19,7 @@ from lossscale.diagnosis.jaxpr_watch import JaxprWatch
 from lossscale.diagnosis.measurement import Pass, checked_loss, measure
 from lossscale.diagnosis.report import Report
 from lossscale.errors import ArgumentError, ArgumentTypeError, first_names
-from lossscale.monitoring.explanation import Explanation
+from lossscale.monitoring.explanation import Explanation, Facts, explained
 from lossscale.monitoring.origins import explain_pass
 from lossscale.optax.gating import is_gradient
 from lossscale.optax.overflow_tracking import named_leaves
@@ -116,10 +116,14 @@ class JaxGradientFunction:
 
     # JAX computes constants with NumPy, which warns of an overflow.
     @np.errstate(all="ignore")
-    def explain(self, batch: Any, scale: float, half: bool = True) -> Explanation:
-        """Explains why a pass is not finite."""
+    def facts(self, batch: Any, scale: float, half: bool = True) -> Facts:
+        """Returns what is not finite in a pass, and why."""
         watch = functools.cache(functools.partial(self._watch, batch))
         return explain_pass(lambda s: watch(half)(s), scale, lambda s: watch(False)(s))
+
+    def explain(self, batch: Any, scale: float, half: bool = True) -> Explanation:
+        """Explains why a pass is not finite."""
+        return explained(self.facts(batch, scale, half))
 
     def _watch(self, batch: Any, half: bool) -> JaxprWatch:
         compute, arrays, _ = self._function(batch, half)

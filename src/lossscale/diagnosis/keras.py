@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,10 +22,10 @@ from lossscale.checks import checked_count, checked_parameters
 from lossscale.common.monkeypatch import replace
 from lossscale.common.overflow_tracker import unique_names
 from lossscale.diagnosis.measurement import Pass, checked_loss
-from lossscale.errors import ArgumentError
+from lossscale.errors import ArgumentError, LossScaleError, first_line
 from lossscale.keras import backends
 from lossscale.keras.private_names import random_functions
-from lossscale.monitoring.explanation import Cause, Explanation, Origin
+from lossscale.monitoring.explanation import Cause, Explanation, Facts, Origin, explained
 from lossscale.monitoring.origins import Watched, explain_pass
 
 _NARROW = ("float16", "bfloat16")
@@ -87,10 +86,19 @@ class KerasGradientFunction:
             lambda each: None if each is None else keras.ops.convert_to_tensor(each),
             (*batch, None, None)[:3],
         )
-        if keras.backend.backend() == "torch":
-            return self._explain_on_torch(batch, scale, half)
         watch = functools.cache(functools.partial(self._watch, batch))
-        return explain_pass(lambda s: watch(half)(s), scale, lambda s: watch(False)(s))
+        try:
+            if keras.backend.backend() == "torch":
+                return self._explain_on_torch(batch, scale, half)
+            found = explain_pass(lambda s: watch(half)(s), scale, lambda s: watch(False)(s))
+        except LossScaleError:
+            raise
+        # Frameworks and models raise many kinds of exceptions if float16 is not what they expect.
+        except Exception as error:
+            line = first_line(error, 200)
+            why_not = f"the pass cannot be watched ({type(error).__name__}: {line})"
+            found = Facts(why_not=why_not)
+        return explained(found)
 
     def _watch(self, batch: Any, half: bool) -> Callable[[float], Watched]:
         make: Any
@@ -169,7 +177,7 @@ class KerasGradientFunction:
                     loss, _ = self._forward([*first, *values[count:]], batch)
                 outer = [(loss, torch.full_like(loss, scale))]
                 wide = in_float32 if half else None
-                return examined(watch, outer, first, scale, in_float32=wide)
+                return explained(examined(watch, outer, first, scale, in_float32=wide))
 
     def _names_of(self, batch: Any) -> list[tuple[str, bool]]:
         """The names of all variables and of the arrays in a batch; whether each is a variable."""
@@ -211,10 +219,13 @@ class KerasGradientFunction:
                 training = {"training": True} if self._model._call_has_training_arg else {}
                 y_pred = self._model(x, **training)
                 for target, output in zip(*map(keras.tree.flatten, (y, y_pred)), strict=False):
-                    # Others, such as class numbers, are not values that an output should reach.
-                    if target is not None and math.prod(target.shape) == math.prod(output.shape):
-                        narrow = keras.ops.cast(target, output.dtype)
-                        fits.append(keras.ops.all(keras.ops.isfinite(narrow)))
+                    if target is None:
+                        continue
+                    # Others, such as class numbers, are not values that an output should reach. A
+                    # shape may be known only when a graph of TensorFlow runs.
+                    is_other = keras.ops.size(target) != keras.ops.size(output)
+                    is_finite = keras.ops.isfinite(keras.ops.cast(target, output.dtype))
+                    fits.append(keras.ops.logical_or(is_other, keras.ops.all(is_finite)))
                 loss = self._model._compute_loss(x, y, y_pred, sample_weight, training=True)
         loss = checked_loss(loss, keras.ops.is_tensor)
         return keras.ops.reshape(keras.ops.cast(loss, "float32"), ()), fits

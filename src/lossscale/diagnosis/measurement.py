@@ -110,11 +110,13 @@ class GradientAccuracy:
         largest: The largest magnitude in the unscaled float32 gradient.
         errors: Exponent of each tried loss scale to the relative error there, the worst of all
             batches; infinite if the gradient overflows. Empty if it is 0 in float32.
+        is_noise: Whether it is wrong in float32, too: what is left of numbers that cancel.
     """
 
     name: str
     largest: float
     errors: Mapping[int, float]
+    is_noise: bool = False
 
     @property
     def is_wrong(self) -> bool:
@@ -257,7 +259,7 @@ class _Batches:
         wrong = [g.name for g in measured if g.is_wrong]
         is_right = all(min(g.errors.values()) <= TOLERANCE for g in measured)
         if is_right or found.unknown:
-            return found
+            return self._with_noise(found)
         # An overflow that a later operation hides does no harm unless gradients are wrong. If it is
         # in a few rows, they are not all noise.
         why = self._explained(exponent=min(found.highest_exponent, 0))
@@ -271,6 +273,17 @@ class _Batches:
         advice = "compute that part of the model in float32, or draw the same random numbers"
         why = Explanation(Cause.UNKNOWN, unknown, advice)
         return dataclasses.replace(found, unknown=unknown, explanation=why)
+
+    def _with_noise(self, found: Measurement) -> Measurement:
+        """Finds out which of the wrong gradients are wrong in float32, too."""
+        if not any(each.is_wrong and each.errors for each in found.gradients):
+            return found
+        # Of another scale that is no power of two, each number has another rounding.
+        again = self._pass(self._reference_exponent + math.log2(3), half=False)
+        changed = {name for name, error in _errors(self._reference, again).items() if error > _SAME}
+        names = {name for name, _ in changed}
+        gradients = (dataclasses.replace(g, is_noise=g.name in names) for g in found.gradients)
+        return dataclasses.replace(found, gradients=tuple(gradients), passes=self._passes)
 
     def _backward(self) -> Measurement:
         predicted = self._predicted()
@@ -334,7 +347,7 @@ class _Batches:
             **fields,
         )
 
-    def _pass(self, exponent: int, *, half: bool) -> _Passes:
+    def _pass(self, exponent: float, *, half: bool) -> _Passes:
         """Computes a pass on each batch; divides the gradients by the loss scale."""
         scale = 2.0**exponent
         found = []

@@ -16,17 +16,11 @@ from lossscale.monitoring.explanation import (
     LARGEST,
     LARGEST_OF_FLOAT64,
     SMALLEST,
-    Explanation,
+    Facts,
     FailedOperation,
     Origin,
-    constant_beyond_float16,
-    explained,
     halvings_until,
-    hidden_overflow,
     most_halvings,
-    nothing_to_explain,
-    of_forward_pass,
-    with_hidden,
 )
 
 _SMALL = 2.0**-14
@@ -42,6 +36,8 @@ _SETTERS = (
     *("Const", "Fill", "BroadcastTo", "Select", "SelectV2", "PadV2"),
 )
 """Operations that may put an infinity of the program into an array."""
+_KEEPING = (*_CASTS, "t", "transpose", "permute", "view", "detach", "alias", "reshape")
+"""Operations whose result has the numbers of their input."""
 _GROWING = ("exp", "sinh", "cosh", "prod", "mul", "square")
 """Parts of the names of operations that overflow in float64, too."""
 _DIVIDING = ("div", "rem", "mod")
@@ -115,6 +111,8 @@ class Evaluation:
     def __init__(self, name_of: Callable[[Any], str]) -> None:
         self._name_of, self._in_float16 = name_of, False
         self._makers: dict[int, str] = {}
+        # The parameters that a value has the numbers of, such as the transpose of one in float16.
+        self._same_as: dict[int, tuple[str, Any]] = {}
         # What is wrong because of an overflow, what it would be without one, and the origin of it.
         self._overflows: dict[int, tuple[Any, Any, Origin]] = {}
         self._hidden: Origin | None = None
@@ -150,6 +148,8 @@ class Evaluation:
         self._in_float16 |= any(map(_is_float16, made))
         maker = FailedOperation(call.shown, call.module).where
         self._makers |= dict.fromkeys(map(self.key_of, made), maker)
+        if call.name in _KEEPING and given and (name := self._parameter(given[-1])):
+            self._same_as |= {self.key_of(each): (name, each) for each in made}
         flags = list(map(self.flags_of, made))
         is_finite = not any(map(any, flags))
         infinite = []
@@ -285,11 +285,15 @@ class Evaluation:
         size = largest(floats[-1]) if is_cast else self._in_float64(call, meets_zero)
         if divisors and meets_zero and size is not None and size <= LARGEST:
             size = None
+        weights = [each for each in given if np.ndim(each) > 1 and self._parameter(each)]
+        others = [each for each in given if is_float(each) and all(each is not w for w in weights)]
+        inputs = [self.on_host(each) for each in others] if weights else []
+        largest_weight = max((largest(self.on_host(each)) for each in weights), default=0.0)
         failed = FailedOperation(
             call.shown,
             call.module,
             call.in_backward,
-            largest_input=max(map(largest, floats), default=0.0),
+            largest_input=max(map(largest, inputs or floats), default=0.0),
             largest_result=size,
             meets_zero=meets_zero,
             meets_negative=any((each < 0).any() for each in decisive),
@@ -298,10 +302,25 @@ class Evaluation:
             is_cast=is_cast,
             maker=self._makers.get(self.key_of(given[-1]), "") if is_cast else "",
             is_narrow=is_narrow,
+            divisor=self._divisor(call, given),
+            weight=self._parameter(weights[0]) if weights else "",
+            largest_weight=largest_weight,
             in_float16=self._in_float16,
         )
         is_beyond = any(origin.is_beyond for origin, _ in infinite)
         return Origin(failed, is_beyond=is_beyond)
+
+    def _parameter(self, value: Any) -> str:
+        """The name of the parameter that has the numbers of a value; "" if none has."""
+        known = self._same_as.get(self.key_of(value))
+        return self._name_of(value) or (known[0] if known else "")
+
+    def _divisor(self, call: Call, given: Sequence[Any]) -> float:
+        """The number that a call divides by; 0 if it is none, or several."""
+        if not any(part in call.name.lower() for part in _DIVIDING) or call.in_backward:
+            return 0.0
+        divisors = [*call.numbers, *map(self.on_host, filter(is_float, given[1:2]))]
+        return abs(float(divisors[0])) if len(divisors) == 1 and np.size(divisors[0]) == 1 else 0.0
 
     def _in_float64(self, call: Call, meets_zero: bool) -> float | None:
         """The largest magnitude that a call computes in float64, as in `FailedOperation`."""
@@ -380,8 +399,8 @@ def explain_pass(
     watch: Callable[[float], Watched],
     scale: float,
     in_float32: Callable[[float], Watched] | None = None,
-) -> Explanation:
-    """Returns why a pass is not finite.
+) -> Facts:
+    """Returns what is not finite in a pass, and why.
 
     Args:
         watch: Computes the pass at a loss scale, and watches it.
@@ -411,23 +430,22 @@ def explain_pass(
     origin = found.loss or found.gradients
     if origin is None:
         hidden = found.hidden and with_epsilon(found.hidden)
-        return hidden_overflow(hidden) if hidden else nothing_to_explain(scale)
+        return Facts(hidden, is_hidden=hidden is not None, scale=scale)
     if origin.is_mask or (origin.failed is not None and origin.failed.of_infinities):
-        narrow = of_forward_pass(with_epsilon(origin))
-        is_beyond = narrow.in_float16 and wide().is_finite and wide().hidden is None
-        return constant_beyond_float16(narrow) if origin.is_beyond or is_beyond else narrow
+        in_float16 = origin.failed is None or origin.failed.is_of_float16
+        is_finite = in_float16 and wide().is_finite and wide().hidden is None
+        is_beyond = origin.is_beyond or is_finite
+        return Facts(with_epsilon(origin)._replace(is_beyond=is_beyond), scale=scale)
     if found.loss is not None or origin.failed is None or not origin.failed.in_backward:
         # Such as a division by a number that is 0 because of an overflow.
         hidden = found.hidden if found.hidden != origin else None
-        return with_hidden(of_forward_pass(with_epsilon(origin)), hidden)
+        return Facts(with_epsilon(origin), hidden=hidden, scale=scale)
     halvings = halvings_until(lambda halvings: after(halvings).is_finite, scale)
     lowest = after(most_halvings(scale)).gradients
     if lowest is not None and lowest.failed is not None:
         # An operation that overflows at this scale may precede one that fails at every scale.
         origin = lowest
     origin = with_epsilon(origin) if halvings is None else origin
-    assert origin.failed is not None
     last = after(halvings - 1).gradients if halvings else None
     where = last.failed.where if last and last.failed else ""
-    why = explained(origin.failed, scale=scale, halvings=halvings, last=where)
-    return with_hidden(why, found.hidden)
+    return Facts(origin, hidden=found.hidden, scale=scale, halvings=halvings, last=where)

@@ -76,6 +76,7 @@ class StepStats(NamedTuple):
         skipped: Whether the last step was skipped.
         last_skip: The last skipped step since the previous read, or None.
         loss: The unscaled loss of the last step; None if it is not known.
+        explanation: Of the last step, if it is known and `last_skip` does not have it.
     """
 
     step: int
@@ -85,6 +86,7 @@ class StepStats(NamedTuple):
     skipped: bool
     last_skip: SkippedStep | None = None
     loss: float | None = None
+    explanation: Explanation | None = None
 
 
 class Recorder:
@@ -96,13 +98,14 @@ class Recorder:
 
     Attributes:
         settings: The arguments of the monitor.
+        rule: The rule of the loss scale.
         last_record: The last record, or None.
     """
 
     def __init__(self, settings: MonitorSettings, rule: ScaleRule) -> None:
         self.settings = settings
         self.last_record: StepRecord | None = None
-        self._rule = rule
+        self.rule = rule
         self._writes = False
         self._append = settings.append
         self._warned_of_floor = self._warned_of_loss = False
@@ -144,12 +147,14 @@ class Recorder:
             skip = None
         if stats.skipped:
             known = SkippedStep(0, 0.0) if skip is None else skip
-            skip = known._replace(step=stats.step, scale=stats.scale)
+            why = known.explanation or stats.explanation
+            skip = known._replace(step=stats.step, scale=stats.scale, explanation=why)
         self._record(stats, skip if stats.skipped else None)
 
     def _record(self, stats: StepStats, skip: SkippedStep | None) -> None:
         """Adds the record of the last step, or of an earlier skipped one."""
-        step, scale, nonfinite, explanation = skip or SkippedStep(stats.step, stats.scale)
+        last = SkippedStep(stats.step, stats.scale, explanation=stats.explanation)
+        step, scale, nonfinite, explanation = skip or last
         is_last = step == stats.step
         loss = stats.loss if is_last else None
         record = StepRecord(
@@ -158,7 +163,7 @@ class Recorder:
             skip is not None,
             next_scale=stats.next_scale if is_last else None,
             loss=loss,
-            reason=None if skip is None else skip_reason(self._rule, scale, loss),
+            reason=None if skip is None else skip_reason(self.rule, scale, loss),
             nonfinite=nonfinite,
             steps_skipped=stats.steps_skipped,
             explanation=explanation,
@@ -196,7 +201,7 @@ class Recorder:
                     f"The loss of step {record.step} is {record.loss}, which no loss scale can "
                     "prevent. Check the data of this batch and the learning rate."
                 )
-        elif not is_lowest(self._rule, record.scale):
+        elif not is_lowest(self.rule, record.scale):
             self._warned_of_floor = False
         elif record.skipped and self.settings.on_floor != "ignore" and not self._warned_of_floor:
             self._warned_of_floor = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -11,14 +12,17 @@ import jax.numpy as jnp
 import optax
 
 from lossscale.checks import checked_count
-from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.errors import ArgumentError, ArgumentTypeError, first_line
 from lossscale.jax import overflow_tracker
 from lossscale.jax.overflow_tracker import TrackedSteps
+from lossscale.monitoring.explanation import Cause, Explanation, Facts, explained
 from lossscale.monitoring.loop import LoopMonitor
+from lossscale.monitoring.record import is_lowest
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
 from lossscale.optax.overflow_tracking import OverflowTrackingState, names_of
 from lossscale.optax.scale_state import array_in
 from lossscale.optax.state_lookup import state_in
+from lossscale.packages import warn
 from lossscale.rules import ScaleRule
 
 
@@ -61,6 +65,14 @@ class Monitor(LoopMonitor):
             "ignore".
         append: Whether to continue the file `path` if it exists, as a resumed run does.
         steps_before: Number of steps before this run. A state of `track_overflows` has it.
+        explain: Number of sampled steps to explain, such as 20; 0 for none: skipped ones, and those
+            whose loss is not finite. `step` then needs `params` and `batch`. An explanation takes
+            many times as long as a step, and changes nothing.
+        loss_fn: With `explain`, as for `lossscale.optax.explain`.
+
+    Attributes:
+        explanation: A `lossscale.monitoring.Explanation` of the last step that was explained, or
+            None.
 
     Raises:
         ArgumentError: If an argument is invalid; the message names it.
@@ -93,6 +105,8 @@ class Monitor(LoopMonitor):
         on_floor: Literal["warn", "raise", "ignore"] = "warn",
         append: bool = False,
         steps_before: int = 0,
+        explain: int = 0,
+        loss_fn: Callable[[Any, Any, Any], Any] | None = None,
     ) -> None:
         settings = MonitorSettings(path, every, log, on_floor, append)
         owner = getattr(getattr(tx, "update", None), "__self__", tx)
@@ -102,6 +116,15 @@ class Monitor(LoopMonitor):
                 "`tx` must be what lossscale.optax.loss_scaled or track_overflows returned, or its "
                 f"rule. Received: a {type(tx).__name__}."
             )
+        self.explanation: Explanation | None = None
+        self._explains = checked_count("explain", explain, lowest=0)
+        if self._explains and not callable(loss_fn):
+            raise ArgumentTypeError(
+                "`explain` needs `loss_fn`, a function of the parameters, a batch and a dtype. "
+                f"Received: loss_fn={loss_fn!r}."
+            )
+        self._loss_fn = loss_fn
+        self._warned: set[str] = set()
         self._names = names_of(params)
         before = checked_count("steps_before", steps_before, lowest=0)
         self._watched = self._arrays_of(opt_state)
@@ -111,7 +134,13 @@ class Monitor(LoopMonitor):
         super().__init__(Recorder(settings, rule), start.step)
 
     def step(
-        self, opt_state: object, loss: jax.Array | float | None = None, *, steps: int = 1
+        self,
+        opt_state: object,
+        loss: jax.Array | float | None = None,
+        *,
+        steps: int = 1,
+        params: Any = None,
+        batch: Any = None,
     ) -> None:
         """Records the training step if it is sampled. Call it after each step.
 
@@ -121,6 +150,8 @@ class Monitor(LoopMonitor):
                 cannot say whether the loss was finite.
             steps: Number of steps since the last call, for a compiled function that runs several.
                 This needs `track_overflows`; the last of these steps is read.
+            params, batch: With `explain`: the parameters after the step, which a skip has not
+                changed, and its batch, as `loss_fn` takes them. Held until the next step at most.
 
         Raises:
             TrainingHaltedError: If an alarm ends training, after the records are written.
@@ -146,17 +177,45 @@ class Monitor(LoopMonitor):
                 return None
             stats = _stats(watched, position)
             if watched.tracking is None:
-                return stats._replace(scale=float(scale))
+                return with_explanation(stats._replace(scale=float(scale)))
             after = min(last_read, stats.step - 1)
             tracked = watched.tracking[1]
             scale_of_last, skip = overflow_tracker.read(self._names, tracked, after, stats.step)
-            return stats._replace(scale=scale_of_last, last_skip=skip)
+            return with_explanation(stats._replace(scale=scale_of_last, last_skip=skip))
+
+        def with_explanation(stats: StepStats) -> StepStats:
+            number = None if loss is None else float(loss)
+            is_broken = number is not None and not math.isfinite(number)
+            if not (self._explains and (stats.skipped or is_broken)) or params is None:
+                return stats
+            self._explains -= 1
+            return stats._replace(explanation=self._explained(stats, number, params, batch))
 
         if watched.tracking is None:
             # A later step may take the buffer.
             self._scale = jnp.copy(watched.scale)
         self._watched = watched
         self._add_steps(steps, read, loss)
+
+    def _explained(self, stats: StepStats, loss: float | None, params: Any, batch: Any) -> Any:
+        """Explains a step, and warns if a lower scale does not mend it."""
+        # Not before it is needed: this package works without the diagnosis.
+        from lossscale.diagnosis.jax import JaxGradientFunction
+
+        try:
+            facts = JaxGradientFunction(params, self._loss_fn).facts(batch, stats.scale)
+        # A program may raise anything, and training has to continue.
+        except Exception as error:
+            facts = Facts(why_not=f"{type(error).__name__}: {first_line(error, 200)}")
+        lowest = is_lowest(self._recorder.rule, stats.scale)
+        found = explained(facts._replace(loss=loss, is_lowest=lowest))
+        self.explanation, key = found, f"{found.cause} {found.operation} {found.module}"
+        is_new = key not in self._warned
+        self._warned.add(key)
+        if is_new and found.cause not in (Cause.SCALE, Cause.UNKNOWN):
+            event = "was skipped" if stats.skipped else f"was applied, and its loss is {loss:g}"
+            warn(f"Step {stats.step} {event}. {found.text}")
+        return found
 
     def _arrays_of(self, opt_state: Any) -> _Watched:
         """Returns the arrays to read, without reading them."""

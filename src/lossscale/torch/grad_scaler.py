@@ -204,6 +204,8 @@ class GradScaler(torch.amp.GradScaler):
         def scaled_one(loss: Any) -> Any:
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(loss.device)
+            if self._watcher is not None and not torch.compiler.is_compiling():
+                self._watcher.scaled(loss)
             return scaled(loss, self._scale)
 
         self._scaled_since_update = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from lossscale.checks import checked_count
 from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.monitoring.explanation import Cause, Explanation, at_the_lowest_scale, with_loss
+from lossscale.monitoring.explanation import Cause, Explanation, Facts, explained
 from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.record import is_lowest
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, SkippedStep, StepStats
@@ -56,11 +57,12 @@ class Monitor(LoopMonitor):
             "ignore".
         append: Whether to continue the file `path` if it exists, as a resumed run does.
         steps_before: Number of steps before this run, with a `GradScaler`. An optimizer has it.
-        explain: Number of skipped steps to explain, such as 20; 0 for none. It repeats the forward
-            and backward pass of a skipped step, which takes as long as some steps, and changes
-            nothing. `model` must be the module that the loop calls. If no loss scale helps, a
-            warning says what to do. Of single skips that a lower scale mends, five count. Close the
-            monitor before `torch.jit.script(model)`, which refuses its hooks.
+        explain: Number of steps to explain, such as 20; 0 for none: skipped ones, and those whose
+            loss is not finite. It repeats the forward and backward pass of such a step, which takes
+            as long as some steps, and changes nothing. `model` must be the module that the loop
+            calls. If no loss scale helps, a warning says what to do. Of single skips that a lower
+            scale mends, five count. Close the monitor before `torch.jit.script(model)`, which
+            refuses its hooks.
         explain_bytes: The most bytes of inputs, outputs and their gradients that are held until the
             step is over. If a step needs more, it is not explained.
 
@@ -115,6 +117,7 @@ class Monitor(LoopMonitor):
         self._steps = checked_count("steps_before", steps_before, lowest=0)
         self._skips = int(optimizer.steps_skipped)
         self._decided = self._skipped = False
+        self._losses = _Losses()
         names = _names(optimizer, model, self._is_scaler)
         self._tracker = OverflowTracker()
         self._tracker.build(list(names), list(names.values()))
@@ -135,6 +138,11 @@ class Monitor(LoopMonitor):
             self._explainer = _Explainer(CallRecorder(model, limit), explain, optimizer.rule)
         optimizer.__dict__["_watcher"] = self
 
+    def scaled(self, loss: Any) -> None:
+        """Called by the optimizer with each loss before it scales it."""
+        if self._explainer is not None:
+            self._losses.add(loss)
+
     def decided(self, groups: Any, *, scale: Any, applied: bool, divisor: Any = None) -> None:
         """Tracks a decision of the optimizer, which calls this before it applies the gradients.
 
@@ -148,7 +156,7 @@ class Monitor(LoopMonitor):
         self._skipped = self._skipped or not applied
         number = self._steps_so_far() + 1
         if self._explainer is not None:
-            self._explainer.decided(number, applied, groups, scale)
+            self._explainer.decided(number, applied, groups, scale, self._losses)
         # The tracker reads the gradients of skipped steps only.
         skipped = () if applied else groups
         parameters = [p for group in skipped for p in group["params"] if p.grad is not None]
@@ -195,6 +203,8 @@ class Monitor(LoopMonitor):
             self._skips += self._skipped
         if self._explainer is not None:
             self.explanation = self._explainer.ended(loss, self._decided)
+            if self._decided:
+                self._losses = _Losses()
         if self._skipped:
             self._warn_of_buffers()
         now, scale = self._stats(), self._scale
@@ -205,9 +215,11 @@ class Monitor(LoopMonitor):
             if self._tracker.last_step <= last_read:
                 return now._replace(scale=scale)
             last_scale, skip = self._tracker.read(min(last_read, now.step - 1), now.step)
-            if skip is not None and self._explainer is not None:
-                skip = skip._replace(explanation=self._explainer.found.get(skip.step))
-            return now._replace(scale=last_scale, last_skip=skip)
+            found = {} if self._explainer is None else self._explainer.found
+            if skip is not None:
+                skip = skip._replace(explanation=found.get(skip.step))
+            why = None if now.skipped else found.get(now.step)
+            return now._replace(scale=last_scale, last_skip=skip, explanation=why)
 
         if now.step > self._position:
             self._add_steps(now.step - self._position, read, loss)
@@ -309,8 +321,48 @@ def _on_host(counts: list[Any]) -> Any:
     return numpy.asarray(torch.stack([count.to(device) for count in counts]).cpu())
 
 
+class _Losses:
+    """The losses of a step, on their way to the host.
+
+    Attributes:
+        are_float16: Whether one of them is in float16.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Any, Any]] = []
+        self.are_float16 = False
+
+    @uncompiled
+    def add(self, loss: Any) -> None:
+        """Sends a loss to the host; waits for nothing, and raises nothing."""
+        with contextlib.suppress(Exception):
+            if loss.numel() != 1 or loss.device.type not in ("cpu", "cuda"):
+                return
+            arrived = None
+            if loss.is_cuda:
+                if torch.cuda.is_current_stream_capturing():
+                    return
+                arrived = torch.cuda.Event()
+            # Behind all that the device has to do before the decision, for which the host waits.
+            self._held.append((loss.detach().to(CPU, non_blocking=True), arrived))
+            if arrived is not None:
+                arrived.record(torch.cuda.current_stream(loss.device))
+            self.are_float16 |= loss.dtype == torch.float16
+
+    def known(self) -> float | None:
+        """Of those that have arrived, the first that is not finite, or else the last."""
+        number = None
+        with contextlib.suppress(Exception):
+            for loss, arrived in self._held:
+                if arrived is None or arrived.query():
+                    number = float(loss)
+                    if not math.isfinite(number):
+                        break
+        return number
+
+
 class _Explainer:
-    """Explains a number of skipped steps.
+    """Explains a number of steps.
 
     Args:
         calls: The calls of the model.
@@ -325,26 +377,35 @@ class _Explainer:
         self.calls, self._rule = calls, rule
         self._left, self._scaled = left, _SINGLE_SKIPS
         self.found: dict[int, Explanation] = {}
+        # Of the step that is not over; its number, and whether it was applied.
+        self._facts: Facts | None = None
+        self._step, self._applied = -1, False
         self._last: Explanation | None = None
-        self._last_skip = -1
+        self._last_explained = -1
         self._warned: set[str] = set()
 
-    def decided(self, step: int, applied: bool, groups: Any, scale: Any) -> None:
+    def decided(self, step: int, applied: bool, groups: Any, scale: Any, losses: _Losses) -> None:
         """Called with the decision on a step, before its gradients are applied."""
+        before = self._facts if self._step == step else None
+        loss = losses.known()
+        is_wanted = not applied or not (loss is None or math.isfinite(loss))
         # Of several optimizers, the first that skips explains the step, if it can.
-        before = self.found.get(step)
-        if applied or not self._left or (before and before.cause is not Cause.UNKNOWN):
+        if not (is_wanted and self._left) or (before and before.is_known):
             return
         parameters = (parameter for group in groups for parameter in group["params"])
-        found = self.calls.explain(float(scale), parameters)
-        if is_lowest(self._rule, float(scale)):
-            found = at_the_lowest_scale(found, float(scale))
-        self.found, is_single = {step: found}, self._last_skip != step - 1
+        facts = self.calls.explain(float(scale), parameters)._replace(
+            is_lowest=is_lowest(self._rule, float(scale)),
+            loss=loss,
+            is_loss_float16=losses.are_float16,
+        )
+        self._facts, self._step = facts, step
+        self._applied = applied and (before is None or self._applied)
         if before:
             return
-        self._last_skip = step
-        if found.cause is not Cause.SCALE or not is_single or self._scaled:
-            self._scaled -= found.cause is Cause.SCALE and self._scaled > 0
+        is_single, self._last_explained = self._last_explained != step - 1, step
+        is_scaled = explained(facts).cause is Cause.SCALE
+        if not is_scaled or not is_single or self._scaled:
+            self._scaled -= is_scaled and self._scaled > 0
             self._left -= 1
         if not self._left:
             self.calls.close()
@@ -353,20 +414,27 @@ class _Explainer:
         """Called after each step, or part of one; returns the last explanation."""
         if decided:
             self.calls.reset()
-        for step, found in self.found.items():
-            if found is self._last:
-                continue
-            if loss is not None:
-                found = with_loss(found, float(loss))
-            self._last = self.found[step] = found
-            key = f"{found.cause} {found.operation} {found.module}"
-            # If the loss is finite, it may be the scale; see `in_the_loss`.
-            is_sure = found.cause is not Cause.LOSS or loss is None or not math.isfinite(loss)
-            causes = Cause.SCALE, Cause.UNKNOWN
-            if is_sure and found.cause not in causes and key not in self._warned:
-                self._warned.add(key)
-                warn(f"Step {step} was skipped. {found.text}")
-        return self._last
+        facts, self._facts = self._facts, None
+        if facts is None:
+            return self._last
+        if loss is not None and (facts.loss is None or math.isfinite(facts.loss)):
+            facts = facts._replace(loss=float(loss))
+        self._last = found = explained(facts)
+        self.found = {self._step: found}
+        key = f"{found.cause} {found.operation} {found.module}"
+        # Finite, it may be the scale.
+        is_finite = facts.loss is not None and math.isfinite(facts.loss)
+        is_sure = found.cause not in (Cause.SCALE, Cause.UNKNOWN)
+        if is_sure and not (found.cause is Cause.LOSS and is_finite) and key not in self._warned:
+            self._warned.add(key)
+            event = f"Step {self._step} was skipped."
+            if self._applied:
+                event = (
+                    f"The loss of step {self._step} is {facts.loss:g}. Its gradients are finite, "
+                    "so that it was applied."
+                )
+            warn(f"{event} {found.text}")
+        return found
 
 
 def _check_watched(optimizer: Any) -> None:

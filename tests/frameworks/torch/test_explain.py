@@ -666,7 +666,7 @@ PROGRAMS = {
         ONES, forward=lambda x: p.plain(x) / (p.calls - 1)
     ),
     "unknown: is finite when it is repeated": lambda p: p.step(
-        ONES, before=lambda: p.optimizer.backward(p.model[0].weight.sum() * INF)
+        ONES, before=lambda: p.optimizer.backward(p.model[0].weight.sum() * 1e36)
     ),
     "unknown: cannot be repeated (ZeroDivisionError: ": lambda p: p.step(
         BROKEN, forward=lambda x: p.plain(x) / (1 // (2 - p.calls))
