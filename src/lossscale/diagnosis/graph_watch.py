@@ -61,7 +61,11 @@ class GraphWatch:
         origin_of = self._evaluation.origin_of
         origins = [origin_of(each, name, is_weight=kind) for each, name, kind in named]
         given, origins = [tf.constant(scale, tf.float32), *read], [None, *origins]
-        values, (loss, *gradients) = self._evaluate(graph, given, origins, self._outputs)
+        try:
+            values, found = self._evaluate(graph, given, origins, self._outputs)
+        except Exception as error:
+            return self._evaluation.watched_until(error)
+        loss, *gradients = found
         first = next((each for each in gradients if each and not each.is_mask), None)
         return self._evaluation.watched(values[:1], loss, first)
 

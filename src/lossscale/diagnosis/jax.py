@@ -20,7 +20,7 @@ from lossscale.diagnosis.measurement import Pass, checked_loss, measure
 from lossscale.diagnosis.report import Report
 from lossscale.errors import ArgumentError, ArgumentTypeError, first_names
 from lossscale.monitoring.explanation import Explanation, Facts, explained
-from lossscale.monitoring.origins import explain_pass
+from lossscale.monitoring.origins import explain_pass, facts_in_float16
 from lossscale.optax.gating import is_gradient
 from lossscale.optax.overflow_tracking import named_leaves
 
@@ -119,7 +119,11 @@ class JaxGradientFunction:
     def facts(self, batch: Any, scale: float, half: bool = True) -> Facts:
         """Returns what is not finite in a pass, and why."""
         watch = functools.cache(functools.partial(self._watch, batch))
-        return explain_pass(lambda s: watch(half)(s), scale, lambda s: watch(False)(s))
+
+        def facts(half: bool) -> Facts:
+            return explain_pass(lambda s: watch(half)(s), scale, lambda s: watch(False)(s))
+
+        return facts_in_float16(facts) if half else facts(False)
 
     def explain(self, batch: Any, scale: float, half: bool = True) -> Explanation:
         """Explains why a pass is not finite."""

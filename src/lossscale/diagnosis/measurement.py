@@ -82,12 +82,21 @@ def checked_loss(loss: Any, is_tensor: Callable[[Any], bool]) -> Any:
             f"{wanted} Received: a {type(loss).__name__}. Return the loss alone, such as "
             "`output.loss`; diagnose several losses one by one, each with its `parameters`."
         )
-    if math.prod(loss.shape) != 1 or "float" not in str(loss.dtype):
+    if known_size(loss) not in (1, None) or "float" not in str(loss.dtype):
         raise ArgumentError(
             f"{wanted} Received: a tensor of shape {tuple(loss.shape)} and dtype {loss.dtype}. "
             "Take the mean or the sum."
         )
     return loss
+
+
+def known_size(tensor: Any) -> int | None:
+    """The number of elements; None if a graph of TensorFlow knows it only when it runs."""
+    try:
+        return int(math.prod(tensor.shape))
+    # A dimension is None, or the rank.
+    except (TypeError, ValueError):
+        return None
 
 
 _Key = tuple[str, int]
@@ -266,7 +275,7 @@ class _Batches:
         if why is not None:
             return dataclasses.replace(found, overflows_at="the forward pass", explanation=why)
         if not wrong:
-            return found
+            return self._with_noise(found)
         unknown = (
             f"the gradient of {wrong[0]} is wrong at every scale: it is rounded away, or {_RANDOM}"
         )

@@ -267,8 +267,10 @@ class Facts(NamedTuple):
         is_lowest: Whether the rule lets the scale fall no lower.
         loss: The unscaled loss; None if it is not known.
         is_loss_float16: Whether the loss is in float16.
+        is_later: Whether the pass was repeated with the weights after the step, which was applied.
         call, calls: The number of the call of the model, and of all calls in the step.
         is_repeated: Whether the pass is that of a step of training, repeated.
+        raised: The exception that ended the pass after `origin`; "" if none did.
         why_not: Why nothing is known; "" if something is.
     """
 
@@ -282,9 +284,11 @@ class Facts(NamedTuple):
     is_lowest: bool = False
     loss: float | None = None
     is_loss_float16: bool = False
+    is_later: bool = False
     call: int = 1
     calls: int = 1
     is_repeated: bool = False
+    raised: str = ""
     why_not: str = ""
 
     @property
@@ -368,6 +372,10 @@ def explained(facts: Facts) -> Explanation:
         reason = f"in call {facts.call} of {facts.calls} of the model, {reason}"
     if facts.is_hidden:
         reason += _HIDES
+    if facts.raised:
+        reason += f", and the program raises {facts.raised} after it"
+    if facts.is_later:
+        reason += ", with the weights after the step"
     if facts.hidden:
         hidden = _of_origin(Facts(facts.hidden))
         advice += f". Besides, {hidden.reason}{_HIDES}: {hidden.advice}"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lossscale.errors import LossScaleError, first_line
 from lossscale.monitoring.explanation import (
     LARGEST,
     LARGEST_OF_FLOAT64,
@@ -45,6 +46,10 @@ _SINGULAR = ("div", "reciprocal", "inv", "sqrt", "log", "pow", "acos", "asin", "
 """Parts of the names of operations that may have no finite result for finite numbers."""
 
 
+class UnrepeatableError(RuntimeError):
+    """Raised in place of a message to another process, and of what cannot be put back."""
+
+
 class Flags(NamedTuple):
     """The kinds of non-finite numbers in an array."""
 
@@ -60,12 +65,14 @@ class Watched(NamedTuple):
         gradients: Of the first gradient.
         hidden: Of the first overflow that makes a result wrong, and finite.
         small: Numbers that are added, and that float16 rounds to few digits or to 0, by module.
+        raised: The exception that ended it after that; "" if none did.
     """
 
     loss: Origin | None
     gradients: Origin | None
     hidden: Origin | None = None
     small: Mapping[str, float] = {}
+    raised: str = ""
 
     @property
     def is_finite(self) -> bool:
@@ -106,6 +113,7 @@ class Evaluation:
         constants: The constants of the program, and what it computes from them alone, by their ids.
         small: The small numbers that are added, by module; see `Watched`.
         absorbed: The origins of overflows that end in the forward pass.
+        first: The first origin that is an operation; None if there is none.
     """
 
     def __init__(self, name_of: Callable[[Any], str]) -> None:
@@ -119,6 +127,7 @@ class Evaluation:
         self.constants: dict[int, Any] = {}
         self.small: dict[str, float] = {}
         self.absorbed: set[Origin] = set()
+        self.first: Origin | None = None
 
     def origins(
         self,
@@ -161,6 +170,7 @@ class Evaluation:
         found = [
             self._origin(call, given, infinite, made, each) if any(each) else None for each in flags
         ]
+        self.first = self.first or next((each for each in found if each and each.failed), None)
         known = (self._overflows.get(self.key_of(each)) for each in given)
         overflows = [origin for _, _, origin in filter(None, known)]
         overflows += (each for each in found if each and each.failed and each.failed.is_overflow)
@@ -186,6 +196,16 @@ class Evaluation:
     ) -> Watched:
         """Returns the origins of outputs and of a gradient, with what else was seen."""
         return Watched(loss, gradients, self.hidden_in(outputs), self.small)
+
+    def watched_until(self, error: Exception) -> Watched:
+        """Returns the first origin before an exception, such as that of a check; else raises it."""
+        if self.first is None or isinstance(error, (LossScaleError, UnrepeatableError)):
+            raise error
+        assert self.first.failed is not None
+        by = type(error).__name__
+        if self.first.failed.in_backward:
+            return Watched(None, self.first, small=self.small, raised=by)
+        return Watched(self.first, None, small=self.small, raised=by)
 
     def origin_of(self, value: Any, name: str = "", *, is_weight: bool = False) -> Origin | None:
         """Returns the origin of a value that a pass starts with; None if it is finite."""
@@ -421,11 +441,13 @@ def explain_pass(
     def with_epsilon(origin: Origin) -> Origin:
         if origin.failed is None:
             return origin
-        small = {**after(0).small, **wide().small}
+        small = {**found.small, **({} if found.raised else wide().small)}
         epsilon = small.get(origin.failed.module, 0.0)
         return origin._replace(failed=origin.failed._replace(epsilon=epsilon))
 
     found = after(0)
+    if found.raised and found.loss:
+        return Facts(with_epsilon(found.loss), scale=scale, raised=found.raised)
     # Without the first two, nothing is skipped. What is hidden makes the step wrong.
     origin = found.loss or found.gradients
     if origin is None:
@@ -449,3 +471,29 @@ def explain_pass(
     last = after(halvings - 1).gradients if halvings else None
     where = last.failed.where if last and last.failed else ""
     return Facts(origin, hidden=found.hidden, scale=scale, halvings=halvings, last=where)
+
+
+def facts_of_raised(evaluation: Evaluation, error: Exception, scale: float) -> Facts:
+    """Returns what was not finite before an exception; raises it if all was finite."""
+    watched = evaluation.watched_until(error)
+    return explain_pass(lambda _: watched, scale)
+
+
+def facts_in_float16(facts: Callable[[bool], Facts]) -> Facts:
+    """Returns the facts of a pass in float16, or why there are none if only float16 raises.
+
+    Args:
+        facts: Returns the facts of a pass in float16 if called with True, otherwise in float32.
+    """
+    try:
+        return facts(True)
+    except LossScaleError:
+        raise
+    except UnrepeatableError as error:
+        return Facts(why_not=str(error))
+    # Frameworks and models raise many kinds of exceptions if float16 is not what they expect.
+    except Exception as error:
+        # Otherwise the program is wrong, and its author should see it.
+        facts(False)
+        line = f"{type(error).__name__}: {first_line(error, 200)}"
+        return Facts(why_not=f"the model does not run in float16 here: {line}")

@@ -98,14 +98,13 @@ class Recorder:
 
     Attributes:
         settings: The arguments of the monitor.
-        rule: The rule of the loss scale.
         last_record: The last record, or None.
     """
 
     def __init__(self, settings: MonitorSettings, rule: ScaleRule) -> None:
         self.settings = settings
         self.last_record: StepRecord | None = None
-        self.rule = rule
+        self._rule = rule
         self._writes = False
         self._append = settings.append
         self._warned_of_floor = self._warned_of_loss = False
@@ -163,7 +162,7 @@ class Recorder:
             skip is not None,
             next_scale=stats.next_scale if is_last else None,
             loss=loss,
-            reason=None if skip is None else skip_reason(self.rule, scale, loss),
+            reason=None if skip is None else skip_reason(self._rule, scale, loss),
             nonfinite=nonfinite,
             steps_skipped=stats.steps_skipped,
             explanation=explanation,
@@ -201,7 +200,7 @@ class Recorder:
                     f"The loss of step {record.step} is {record.loss}, which no loss scale can "
                     "prevent. Check the data of this batch and the learning rate."
                 )
-        elif not is_lowest(self.rule, record.scale):
+        elif not is_lowest(self._rule, record.scale):
             self._warned_of_floor = False
         elif record.skipped and self.settings.on_floor != "ignore" and not self._warned_of_floor:
             self._warned_of_floor = True
@@ -226,8 +225,7 @@ def _next_step(record: StepRecord) -> str:
         return record.explanation.text
     return (
         "explain() of lossscale.torch, lossscale.optax or lossscale.diagnosis (Keras) names the "
-        "operation for one batch; on PyTorch, lossscale.torch.Monitor(optimizer, model, "
-        "explain=20) does so in training. "
+        "operation for one batch; a monitor with explain=20 does so in training. "
         "If diagnose() reports that gradients need a lower scale, pass "
         "rule=lossscale.DynamicScale(min_scale=2.0**-24)."
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -12,17 +11,16 @@ import jax.numpy as jnp
 import optax
 
 from lossscale.checks import checked_count
-from lossscale.errors import ArgumentError, ArgumentTypeError, first_line
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax import overflow_tracker
 from lossscale.jax.overflow_tracker import TrackedSteps
-from lossscale.monitoring.explanation import Cause, Explanation, Facts, explained
+from lossscale.monitoring.explainer import Explainer
+from lossscale.monitoring.explanation import Explanation, Facts
 from lossscale.monitoring.loop import LoopMonitor
-from lossscale.monitoring.record import is_lowest
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
 from lossscale.optax.overflow_tracking import OverflowTrackingState, names_of
 from lossscale.optax.scale_state import array_in
 from lossscale.optax.state_lookup import state_in
-from lossscale.packages import warn
 from lossscale.rules import ScaleRule
 
 
@@ -67,12 +65,9 @@ class Monitor(LoopMonitor):
         steps_before: Number of steps before this run. A state of `track_overflows` has it.
         explain: Number of sampled steps to explain, such as 20; 0 for none: skipped ones, and those
             whose loss is not finite. `step` then needs `params` and `batch`. An explanation takes
-            many times as long as a step, and changes nothing.
-        loss_fn: With `explain`, as for `lossscale.optax.explain`.
-
-    Attributes:
-        explanation: A `lossscale.monitoring.Explanation` of the last step that was explained, or
-            None.
+            many times as long as a step, and changes nothing. If no loss scale helps, a warning
+            says what to do. Of single skips that a lower scale mends, five count.
+        loss_fn: With `explain`: as for `lossscale.optax.explain`.
 
     Raises:
         ArgumentError: If an argument is invalid; the message names it.
@@ -116,15 +111,13 @@ class Monitor(LoopMonitor):
                 "`tx` must be what lossscale.optax.loss_scaled or track_overflows returned, or its "
                 f"rule. Received: a {type(tx).__name__}."
             )
-        self.explanation: Explanation | None = None
-        self._explains = checked_count("explain", explain, lowest=0)
-        if self._explains and not callable(loss_fn):
+        if checked_count("explain", explain, lowest=0) and not callable(loss_fn):
             raise ArgumentTypeError(
                 "`explain` needs `loss_fn`, a function of the parameters, a batch and a dtype. "
                 f"Received: loss_fn={loss_fn!r}."
             )
-        self._loss_fn = loss_fn
-        self._warned: set[str] = set()
+        self._explainer = Explainer(explain, rule)
+        self._loss_fn = loss_fn if explain else None
         self._names = names_of(params)
         before = checked_count("steps_before", steps_before, lowest=0)
         self._watched = self._arrays_of(opt_state)
@@ -132,6 +125,11 @@ class Monitor(LoopMonitor):
         # The scale of the next step; nothing is tracked.
         self._scale: Any = start.next_scale
         super().__init__(Recorder(settings, rule), start.step)
+
+    @property
+    def explanation(self) -> Explanation | None:
+        """The explanation of the last step that was explained, or None."""
+        return self._explainer.last
 
     def step(
         self,
@@ -151,7 +149,8 @@ class Monitor(LoopMonitor):
             steps: Number of steps since the last call, for a compiled function that runs several.
                 This needs `track_overflows`; the last of these steps is read.
             params, batch: With `explain`: the parameters after the step, which a skip has not
-                changed, and its batch, as `loss_fn` takes them. Held until the next step at most.
+                changed, and the batch of the step (of several, the last), as `loss_fn` takes them.
+                The monitor holds them until the next call at most.
 
         Raises:
             TrainingHaltedError: If an alarm ends training, after the records are written.
@@ -170,6 +169,14 @@ class Monitor(LoopMonitor):
                 "`opt_state` is the state from before this step. Pass the state that tx.update "
                 "returned."
             )
+        if self._loss_fn is not None and (params is None or batch is None):
+            raise ArgumentTypeError(
+                "With `explain`, write monitor.step(opt_state, loss, params=params, batch=batch). "
+                f"Received: `params` of type {type(params).__name__}, `batch` of type "
+                f"{type(batch).__name__}."
+            )
+        if not self._explainer.left:
+            params = batch = None
         position, scale = self._position + steps, self._scale
 
         def read(last_read: int) -> StepStats | None:
@@ -184,12 +191,10 @@ class Monitor(LoopMonitor):
             return with_explanation(stats._replace(scale=scale_of_last, last_skip=skip))
 
         def with_explanation(stats: StepStats) -> StepStats:
-            number = None if loss is None else float(loss)
-            is_broken = number is not None and not math.isfinite(number)
-            if not (self._explains and (stats.skipped or is_broken)) or params is None:
+            if self._loss_fn is None:
                 return stats
-            self._explains -= 1
-            return stats._replace(explanation=self._explained(stats, number, params, batch))
+            stats = stats._replace(loss=None if loss is None else float(loss))
+            return self._explainer.explain(stats, lambda: self._facts(params, batch, stats.scale))
 
         if watched.tracking is None:
             # A later step may take the buffer.
@@ -197,25 +202,16 @@ class Monitor(LoopMonitor):
         self._watched = watched
         self._add_steps(steps, read, loss)
 
-    def _explained(self, stats: StepStats, loss: float | None, params: Any, batch: Any) -> Any:
-        """Explains a step, and warns if a lower scale does not mend it."""
-        # Not before it is needed: this package works without the diagnosis.
+    def _facts(self, params: Any, batch: Any, scale: float) -> Facts:
+        """Repeats the pass of a step."""
+        # Not before it is needed: a monitor works without the diagnosis.
         from lossscale.diagnosis.jax import JaxGradientFunction
 
-        try:
-            facts = JaxGradientFunction(params, self._loss_fn).facts(batch, stats.scale)
-        # A program may raise anything, and training has to continue.
-        except Exception as error:
-            facts = Facts(why_not=f"{type(error).__name__}: {first_line(error, 200)}")
-        lowest = is_lowest(self._recorder.rule, stats.scale)
-        found = explained(facts._replace(loss=loss, is_lowest=lowest))
-        self.explanation, key = found, f"{found.cause} {found.operation} {found.module}"
-        is_new = key not in self._warned
-        self._warned.add(key)
-        if is_new and found.cause not in (Cause.SCALE, Cause.UNKNOWN):
-            event = "was skipped" if stats.skipped else f"was applied, and its loss is {loss:g}"
-            warn(f"Step {stats.step} {event}. {found.text}")
-        return found
+        if _any_deleted((params, batch)):
+            return Facts(
+                why_not="`params` or `batch` was donated to a step, which has overwritten it"
+            )
+        return JaxGradientFunction(params, self._loss_fn).facts(batch, scale)
 
     def _arrays_of(self, opt_state: Any) -> _Watched:
         """Returns the arrays to read, without reading them."""
@@ -242,7 +238,7 @@ def _stats(watched: _Watched, position: int) -> StepStats:
     return StepStats(int(step), float(scale), float(scale), int(count), bool(in_a_row > 0))
 
 
-def _any_deleted(watched: _Watched) -> bool:
+def _any_deleted(arrays: Any) -> bool:
     """Whether a later step has taken the buffer of an array."""
-    leaves = jax.tree.leaves(watched)
+    leaves = jax.tree.leaves(arrays)
     return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.common.monkeypatch import replace
 from lossscale.errors import first_line
-from lossscale.torch.watch import UnrepeatableError, Watch, named_tensors
+from lossscale.monitoring.origins import UnrepeatableError
+from lossscale.torch.watch import Watch, named_tensors
 
 _NAMES: dict[Any, tuple[str, ...]] = {
     torch.nn.Module: ("__dict__",),

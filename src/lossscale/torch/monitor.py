@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -15,9 +14,9 @@ from lossscale.checks import checked_count
 from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.monitoring.explanation import Cause, Explanation, Facts, explained
+from lossscale.monitoring.explainer import Explainer, is_broken
+from lossscale.monitoring.explanation import Explanation, Facts
 from lossscale.monitoring.loop import LoopMonitor
-from lossscale.monitoring.record import is_lowest
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, SkippedStep, StepStats
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule
@@ -28,8 +27,10 @@ from lossscale.torch.repeated_step import DEFAULT_BYTES, CallRecorder
 from lossscale.torch.scaling import CPU, real_parts, uncompiled
 from lossscale.torch.watch import is_finite
 
-_SINGLE_SKIPS = 5
-"""Single skips because of the scale that count as explained steps."""
+_TOO_LATE = (
+    "the loss was known only after the step had changed the weights. "
+    "explain(model, loss_fn, batch) explains a batch with weights that are like them"
+)
 
 
 class Monitor(LoopMonitor):
@@ -65,10 +66,6 @@ class Monitor(LoopMonitor):
             refuses its hooks.
         explain_bytes: The most bytes of inputs, outputs and their gradients that are held until the
             step is over. If a step needs more, it is not explained.
-
-    Attributes:
-        explanation: A `lossscale.monitoring.Explanation` of the last step that was explained, or
-            None.
 
     Raises:
         ArgumentError: If an argument cannot be used; the message names it.
@@ -117,14 +114,12 @@ class Monitor(LoopMonitor):
         self._steps = checked_count("steps_before", steps_before, lowest=0)
         self._skips = int(optimizer.steps_skipped)
         self._decided = self._skipped = False
-        self._losses = _Losses()
         names = _names(optimizer, model, self._is_scaler)
         self._tracker = OverflowTracker()
         self._tracker.build(list(names), list(names.values()))
         self._scale = float(optimizer.get_scale() if self._is_scaler else optimizer.loss_scale)
         self._model = model if isinstance(model, torch.nn.Module) else None
         self._finite = {name for name, _ in self._buffers(True)}
-        self.explanation: Explanation | None = None
         self._explainer: _Explainer | None = None
         explain = checked_count("explain", explain, lowest=0)
         limit = checked_count("explain_bytes", explain_bytes)
@@ -138,10 +133,15 @@ class Monitor(LoopMonitor):
             self._explainer = _Explainer(CallRecorder(model, limit), explain, optimizer.rule)
         optimizer.__dict__["_watcher"] = self
 
+    @property
+    def explanation(self) -> Explanation | None:
+        """The explanation of the last step that was explained, or None."""
+        return None if self._explainer is None else self._explainer.last
+
     def scaled(self, loss: Any) -> None:
         """Called by the optimizer with each loss before it scales it."""
         if self._explainer is not None:
-            self._losses.add(loss)
+            self._explainer.scaled(loss)
 
     def decided(self, groups: Any, *, scale: Any, applied: bool, divisor: Any = None) -> None:
         """Tracks a decision of the optimizer, which calls this before it applies the gradients.
@@ -156,7 +156,7 @@ class Monitor(LoopMonitor):
         self._skipped = self._skipped or not applied
         number = self._steps_so_far() + 1
         if self._explainer is not None:
-            self._explainer.decided(number, applied, groups, scale, self._losses)
+            self._explainer.decided(number, not applied, groups, scale)
         # The tracker reads the gradients of skipped steps only.
         skipped = () if applied else groups
         parameters = [p for group in skipped for p in group["params"] if p.grad is not None]
@@ -202,9 +202,7 @@ class Monitor(LoopMonitor):
             self._steps += 1
             self._skips += self._skipped
         if self._explainer is not None:
-            self.explanation = self._explainer.ended(loss, self._decided)
-            if self._decided:
-                self._losses = _Losses()
+            self._explainer.ended(self._steps_so_far(), loss, self._decided)
         if self._skipped:
             self._warn_of_buffers()
         now, scale = self._stats(), self._scale
@@ -215,7 +213,10 @@ class Monitor(LoopMonitor):
             if self._tracker.last_step <= last_read:
                 return now._replace(scale=scale)
             last_scale, skip = self._tracker.read(min(last_read, now.step - 1), now.step)
-            found = {} if self._explainer is None else self._explainer.found
+            if self._explainer is None:
+                return now._replace(scale=last_scale, last_skip=skip)
+            self._explainer.read(now.step)
+            found = self._explainer.found
             if skip is not None:
                 skip = skip._replace(explanation=found.get(skip.step))
             why = None if now.skipped else found.get(now.step)
@@ -332,11 +333,17 @@ class _Losses:
         self._held: list[tuple[Any, Any]] = []
         self.are_float16 = False
 
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
     @uncompiled
     def add(self, loss: Any) -> None:
         """Sends a loss to the host; waits for nothing, and raises nothing."""
         with contextlib.suppress(Exception):
-            if loss.numel() != 1 or loss.device.type not in ("cpu", "cuda"):
+            if not isinstance(loss, torch.Tensor):
+                self._held.append((float(loss), None))
+                return
+            if loss.numel() != 1 or not (loss.is_cpu or loss.is_cuda):
                 return
             arrived = None
             if loss.is_cuda:
@@ -356,85 +363,84 @@ class _Losses:
             for loss, arrived in self._held:
                 if arrived is None or arrived.query():
                     number = float(loss)
-                    if not math.isfinite(number):
+                    if is_broken(number):
                         break
         return number
 
 
-class _Explainer:
-    """Explains a number of steps.
+class _Explainer(Explainer):
+    """Explains a number of steps by what it holds of them.
 
     Args:
         calls: The calls of the model.
-        left: The number of steps.
-        rule: The rule of the loss scale.
+        left, rule: As for `Explainer`.
 
     Attributes:
-        found: The last explanation, by the number of its step.
+        found: The explanations since the last sample, and the last one, by the number of the step.
     """
 
     def __init__(self, calls: CallRecorder, left: int, rule: ScaleRule) -> None:
-        self.calls, self._rule = calls, rule
-        self._left, self._scaled = left, _SINGLE_SKIPS
+        super().__init__(left, rule)
+        self.calls = calls
         self.found: dict[int, Explanation] = {}
-        # Of the step that is not over; its number, and whether it was applied.
+        # Of the step that is not over: its number, and whether it was skipped.
         self._facts: Facts | None = None
-        self._step, self._applied = -1, False
-        self._last: Explanation | None = None
-        self._last_explained = -1
-        self._warned: set[str] = set()
+        self._step, self._skipped, self._losses = -1, False, _Losses()
+        # Of steps that are over and were not explained.
+        self._unread: list[tuple[int, _Losses]] = []
 
-    def decided(self, step: int, applied: bool, groups: Any, scale: Any, losses: _Losses) -> None:
+    def scaled(self, loss: Any) -> None:
+        """Called with each loss of a step."""
+        if self.left:
+            self._losses.add(loss)
+
+    def decided(self, step: int, skipped: bool, groups: Any, scale: Any) -> None:
         """Called with the decision on a step, before its gradients are applied."""
         before = self._facts if self._step == step else None
-        loss = losses.known()
-        is_wanted = not applied or not (loss is None or math.isfinite(loss))
+        loss = self._losses.known()
         # Of several optimizers, the first that skips explains the step, if it can.
-        if not (is_wanted and self._left) or (before and before.is_known):
+        if not self.wants(loss, skipped=skipped) or (before and before.is_known):
             return
         parameters = (parameter for group in groups for parameter in group["params"])
-        facts = self.calls.explain(float(scale), parameters)._replace(
-            is_lowest=is_lowest(self._rule, float(scale)),
-            loss=loss,
-            is_loss_float16=losses.are_float16,
-        )
+        facts = self.calls.explain(float(scale), parameters)
+        are_float16 = self._losses.are_float16
+        facts = facts._replace(loss=loss, is_loss_float16=are_float16, scale=float(scale))
+        self._skipped = skipped or (before is not None and self._skipped)
         self._facts, self._step = facts, step
-        self._applied = applied and (before is None or self._applied)
-        if before:
-            return
-        is_single, self._last_explained = self._last_explained != step - 1, step
-        is_scaled = explained(facts).cause is Cause.SCALE
-        if not is_scaled or not is_single or self._scaled:
-            self._scaled -= is_scaled and self._scaled > 0
-            self._left -= 1
-        if not self._left:
+        if before is None:
+            self.count(step, facts)
+        if not self.left:
             self.calls.close()
 
-    def ended(self, loss: Any, decided: bool) -> Explanation | None:
-        """Called after each step, or part of one; returns the last explanation."""
-        if decided:
-            self.calls.reset()
+    def ended(self, step: int, loss: Any, decided: bool) -> None:
+        """Called after each step, or part of one, with the loss that the program passes."""
         facts, self._facts = self._facts, None
-        if facts is None:
-            return self._last
-        if loss is not None and (facts.loss is None or math.isfinite(facts.loss)):
-            facts = facts._replace(loss=float(loss))
-        self._last = found = explained(facts)
-        self.found = {self._step: found}
-        key = f"{found.cause} {found.operation} {found.module}"
-        # Finite, it may be the scale.
-        is_finite = facts.loss is not None and math.isfinite(facts.loss)
-        is_sure = found.cause not in (Cause.SCALE, Cause.UNKNOWN)
-        if is_sure and not (found.cause is Cause.LOSS and is_finite) and key not in self._warned:
-            self._warned.add(key)
-            event = f"Step {self._step} was skipped."
-            if self._applied:
-                event = (
-                    f"The loss of step {self._step} is {facts.loss:g}. Its gradients are finite, "
-                    "so that it was applied."
-                )
-            warn(f"{event} {found.text}")
-        return found
+        if facts is not None:
+            if loss is not None and not is_broken(facts.loss):
+                facts = facts._replace(loss=float(loss))
+            self.found = {self._step: self.write(self._step, facts, skipped=self._skipped)}
+        if not decided:
+            return
+        self.calls.reset()
+        losses, self._losses = self._losses, _Losses()
+        if loss is not None and not losses:
+            losses.add(loss)
+        if facts is None and losses and self.left:
+            self._unread.append((step, losses))
+
+    def read(self, step: int) -> None:
+        """Called if a step is sampled, for losses that were not known before they were applied."""
+        unread, self._unread = self._unread, []
+        for number, losses in unread:
+            loss = losses.known()
+            if not self.wants(loss, skipped=False):
+                continue
+            facts = Facts(loss=loss, why_not=_TOO_LATE)
+            self.count(number, facts)
+            self.found[number] = found = self.write(number, facts, skipped=False)
+            # Of the sampled one, the record warns.
+            if number != step:
+                warn(f"The loss of step {number} is {loss:g}. {found.text}")
 
 
 def _check_watched(optimizer: Any) -> None:

@@ -21,13 +21,12 @@ from torch.utils._pytree import tree_map
 from lossscale.checks import checked_parameters, checked_scale
 from lossscale.errors import ArgumentTypeError, first_line
 from lossscale.monitoring.explanation import Explanation, Facts, GradientCounts, explained
-from lossscale.monitoring.origins import Watched, explain_pass
+from lossscale.monitoring.origins import UnrepeatableError, Watched, explain_pass, facts_of_raised
 from lossscale.torch.buffers import Hook, innermost
 from lossscale.torch.isolation import copied, isolated, random_states, set_random_states
 from lossscale.torch.ranks import is_spread
 from lossscale.torch.scaling import scaled
 from lossscale.torch.watch import (
-    UnrepeatableError,
     Watch,
     is_finite,
     largest,
@@ -94,8 +93,11 @@ def explain(
             if not model.training:
                 model.train()
             with watch.forward():
-                with torch.autocast(device, torch.float16, enabled=casts):
-                    loss = loss_fn(model, batch)
+                try:
+                    with torch.autocast(device, torch.float16, enabled=casts):
+                        loss = loss_fn(model, batch)
+                except Exception as error:
+                    return explained(facts_of_raised(watch.evaluation, error, scale))
                 if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                     raise ArgumentTypeError(
                         f"`loss_fn` must return a tensor with one element. Received: {loss!r}."
@@ -425,7 +427,13 @@ def examined(
             # It would raise what is to be explained.
             stack.enter_context(torch.autograd.set_detect_anomaly(False))
             stack.enter_context(watch)
-            found = torch.autograd.grad(derived, roots, by, retain_graph=True, allow_unused=True)
+            watch.evaluation.first = None
+            try:
+                found = torch.autograd.grad(
+                    derived, roots, by, retain_graph=True, allow_unused=True
+                )
+            except Exception as error:
+                return watch.evaluation.watched_until(error)
             first = watch.origin(g for g in found if g is not None)
             return watch.evaluation.watched(outputs, None, first)
 
