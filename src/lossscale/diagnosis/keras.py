@@ -52,7 +52,12 @@ class KerasGradientFunction:
     """
 
     def __init__(self, model: Any, loss_fn: Any = None, parameters: Any = None) -> None:
-        _check_arguments(model, loss_fn)
+        check_loss_is_known(model, loss_fn)
+        if not model.trainable_variables:
+            raise ArgumentError(
+                f"The model {model.name!r} has no trainable variables. If it is not built yet, "
+                "call it on a batch, or give it an Input, first."
+            )
         # Refuses unsupported backends.
         backends.load()
         self._model, self._loss_fn = model, loss_fn
@@ -414,8 +419,8 @@ def _as_it_was(model: Any) -> Iterator[None]:
 # --- Checks ---------------------------------------------------------------------------------------
 
 
-def _check_arguments(model: Any, loss_fn: Any) -> None:
-    """Checks that the loss is known, and that there are variables to train."""
+def check_loss_is_known(model: Any, loss_fn: Any) -> None:
+    """Checks that there is a loss, other than in a `train_step` that hides it."""
     # That of a guarded model wraps its own.
     train_step = getattr(inspect.unwrap(model.train_step), "__func__", None)
     if loss_fn is None and train_step is not keras.Model.train_step:
@@ -431,11 +436,6 @@ def _check_arguments(model: Any, loss_fn: Any) -> None:
         raise ArgumentError(
             f"The model {model.name!r} is not compiled, so its loss is unknown. Call "
             "model.compile(optimizer, loss) first, or pass loss_fn=."
-        )
-    if not model.trainable_variables:
-        raise ArgumentError(
-            f"The model {model.name!r} has no trainable variables. If it is not built yet, call it "
-            "on a batch, or give it an Input, first."
         )
 
 

@@ -546,9 +546,9 @@ def _meaning(facts: Facts, failed: FailedOperation) -> tuple[Cause, str, str]:
         reason += f", its result {_size(failed.largest_result)}"
     advice = f"{_in_float32(failed)}, or " if failed.is_of_float16 else ""
     if failed.gain >= _LARGE_GAIN:
-        advice += f"make {failed.weight} smaller: the result is {failed.gain:.3g} times the input"
+        advice += f"make {failed.weight} smaller (the result is {failed.gain:.3g} times the input)"
         grown = "weights that grow in training need a lower learning rate, or weight decay"
-        return cause, reason, f"{advice}, and {grown}"
+        return cause, reason, f"{advice}; {grown}"
     advice += "make its input smaller"
     if failed.divisor and failed.is_overflow:
         limit = LARGEST if failed.is_narrow else LARGEST_OF_FLOAT32

@@ -27,6 +27,8 @@ class MonitorSettings:
     log: Callable[[dict[str, Any]], object] | None = None
     on_floor: str = "warn"
     append: bool = False
+    explain: int = 0
+    loss_fn: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         # open() accepts an int, and would write to that file descriptor.
@@ -36,8 +38,11 @@ class MonitorSettings:
                 f"{type(self.path).__name__}."
             )
         object.__setattr__(self, "every", checked_count("every", self.every))
-        if self.log is not None and not callable(self.log):
-            raise ArgumentTypeError(f"`log` must be a function. Received: log={self.log!r}.")
+        object.__setattr__(self, "explain", checked_count("explain", self.explain, lowest=0))
+        for name in ("log", "loss_fn"):
+            given = getattr(self, name)
+            if given is not None and not callable(given):
+                raise ArgumentTypeError(f"`{name}` must be a function. Received: {name}={given!r}.")
         if self.on_floor not in _ON_FLOOR:
             raise ArgumentError(
                 f"`on_floor` must be one of {', '.join(map(repr, _ON_FLOOR))}. "
@@ -199,6 +204,7 @@ class Recorder:
                 warn(
                     f"The loss of step {record.step} is {record.loss}, which no loss scale can "
                     "prevent. Check the data of this batch and the learning rate."
+                    f"{'' if found is None else f' {found.text}'}"
                 )
         elif not is_lowest(self._rule, record.scale):
             self._warned_of_floor = False

@@ -103,7 +103,7 @@ class Monitor(LoopMonitor):
         explain: int = 0,
         loss_fn: Callable[[Any, Any, Any], Any] | None = None,
     ) -> None:
-        settings = MonitorSettings(path, every, log, on_floor, append)
+        settings = MonitorSettings(path, every, log, on_floor, append, explain, loss_fn)
         owner = getattr(getattr(tx, "update", None), "__self__", tx)
         rule = tx if isinstance(tx, ScaleRule) else getattr(owner, "rule", None)
         if not isinstance(rule, ScaleRule):
@@ -111,13 +111,13 @@ class Monitor(LoopMonitor):
                 "`tx` must be what lossscale.optax.loss_scaled or track_overflows returned, or its "
                 f"rule. Received: a {type(tx).__name__}."
             )
-        if checked_count("explain", explain, lowest=0) and not callable(loss_fn):
+        if settings.explain and loss_fn is None:
             raise ArgumentTypeError(
                 "`explain` needs `loss_fn`, a function of the parameters, a batch and a dtype. "
-                f"Received: loss_fn={loss_fn!r}."
+                "Received: loss_fn=None."
             )
-        self._explainer = Explainer(explain, rule)
-        self._loss_fn = loss_fn if explain else None
+        self._explainer = Explainer(settings.explain, rule)
+        self._loss_fn = loss_fn if settings.explain else None
         self._names = names_of(params)
         before = checked_count("steps_before", steps_before, lowest=0)
         self._watched = self._arrays_of(opt_state)

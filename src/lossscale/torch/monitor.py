@@ -100,7 +100,7 @@ class Monitor(LoopMonitor):
         explain: int = 0,
         explain_bytes: int = DEFAULT_BYTES,
     ) -> None:
-        settings = MonitorSettings(path, every, log, on_floor, append)
+        settings = MonitorSettings(path, every, log, on_floor, append, explain)
         optimizer = wrapper_in(optimizer)
         _check_watched(optimizer)
         self._watched = optimizer
@@ -121,16 +121,16 @@ class Monitor(LoopMonitor):
         self._model = model if isinstance(model, torch.nn.Module) else None
         self._finite = {name for name, _ in self._buffers(True)}
         self._explainer: _Explainer | None = None
-        explain = checked_count("explain", explain, lowest=0)
         limit = checked_count("explain_bytes", explain_bytes)
-        if explain and self._model is None:
+        if settings.explain and self._model is None:
             raise ArgumentTypeError(
                 "`explain` needs the model, a torch.nn.Module. "
                 f"Received: model={model!r} of type {type(model).__name__}."
             )
         super().__init__(Recorder(settings, optimizer.rule), self._steps_so_far())
-        if explain:
-            self._explainer = _Explainer(CallRecorder(model, limit), explain, optimizer.rule)
+        if settings.explain:
+            calls = CallRecorder(model, limit)
+            self._explainer = _Explainer(calls, settings.explain, optimizer.rule)
         optimizer.__dict__["_watcher"] = self
 
     @property
