@@ -246,6 +246,11 @@ class GradientCounts(NamedTuple):
     largest_output: float
 
     @property
+    def counts(self) -> str:
+        """The two numbers, in words."""
+        return f"{self.infs} infinities and {self.nans} NaN"
+
+    @property
     def may_be_scaled(self) -> bool:
         """Whether the scale may be the reason, in the cast to the outputs."""
         return self.are_float16 and not self.nans
@@ -416,25 +421,22 @@ def _of_broken_loss(facts: Facts) -> _Told:
     """A loss that is not finite, of finite outputs."""
     reason = f"the outputs of the model are finite, but the loss is {facts.loss:g}"
     if facts.gradients and facts.gradients.nans:
-        reason = f"{_reaching(facts.gradients)}, which is {facts.loss:g}"
+        reason += f", and {facts.gradients.counts} reach them from it"
     advice = f"check the targets and the loss function; {_EXPLAIN}"
     if facts.is_loss_float16:
         advice = f"compute the loss in float32, it is in float16; else {advice}"
     return _Told(Cause.LOSS, reason, advice)
 
 
-def _reaching(found: GradientCounts) -> str:
-    return (
-        f"the outputs of the model are finite, up to {found.largest_output:.3g}, but {found.infs} "
-        f"infinities and {found.nans} NaN reach them from the loss"
-    )
-
-
 def _of_gradients(facts: Facts, found: GradientCounts) -> _Told:
     """Gradients that are not finite where they reach the outputs of the model."""
     if not found.may_be_scaled:
+        reason = (
+            f"the outputs of the model are finite, up to {found.largest_output:.3g}, but "
+            f"{found.counts} reach them from the loss"
+        )
         advice = "a lower scale helps if float16 overflows there; else check the targets and the "
-        return _Told(Cause.LOSS, _reaching(found), f"{advice}loss function; {_EXPLAIN}")
+        return _Told(Cause.LOSS, reason, f"{advice}loss function; {_EXPLAIN}")
     reason = (
         f"the outputs of the model are finite; at a loss scale of {scale_in_words(facts.scale)}, "
         f"{found.infs} of their gradients, in float16, overflow"

@@ -343,18 +343,19 @@ class _Losses:
             if not isinstance(loss, torch.Tensor):
                 self._held.append((float(loss), None))
                 return
-            if loss.numel() != 1 or not (loss.is_cpu or loss.is_cuda):
+            if not (loss.is_cpu or loss.is_cuda):
                 return
             arrived = None
             if loss.is_cuda:
                 if torch.cuda.is_current_stream_capturing():
                     return
                 arrived = torch.cuda.Event()
+            self.are_float16 |= loss.dtype == torch.float16
+            loss = loss.detach() if loss.numel() == 1 else loss.detach().float().sum()
             # Behind all that the device has to do before the decision, for which the host waits.
-            self._held.append((loss.detach().to(CPU, non_blocking=True), arrived))
+            self._held.append((loss.to(CPU, non_blocking=True), arrived))
             if arrived is not None:
                 arrived.record(torch.cuda.current_stream(loss.device))
-            self.are_float16 |= loss.dtype == torch.float16
 
     def known(self) -> float | None:
         """Of those that have arrived, the first that is not finite, or else the last."""
@@ -402,7 +403,7 @@ class _Explainer(Explainer):
         if not self.wants(loss, skipped=skipped) or (before and before.is_known):
             return
         parameters = (parameter for group in groups for parameter in group["params"])
-        facts = self.calls.explain(float(scale), parameters)
+        facts = self.calls.explain(float(scale), parameters, is_broken(loss))
         are_float16 = self._losses.are_float16
         facts = facts._replace(loss=loss, is_loss_float16=are_float16, scale=float(scale))
         self._skipped = skipped or (before is not None and self._skipped)

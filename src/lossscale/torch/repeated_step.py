@@ -207,7 +207,7 @@ class CallRecorder:
     def _versions(self) -> int:
         return sum(map(_VERSION, self._parameters))
 
-    def explain(self, scale: float, parameters: Iterable[Any]) -> Facts:
+    def explain(self, scale: float, parameters: Iterable[Any], is_broken: bool = False) -> Facts:
         """Repeats the step that is about to be applied or skipped, and returns what is not finite.
 
         Changes nothing that training depends on.
@@ -215,16 +215,17 @@ class CallRecorder:
         Args:
             scale: The loss scale of the step.
             parameters: The parameters of the optimizer that has decided.
+            is_broken: Whether the loss is not finite: outputs without gradients count then, too.
         """
         worst, found = (False, 0, False), Facts(is_repeated=True)
         try:
-            if why := _refusal(self._model) or self._why_not():
+            if why := _refusal(self._model) or self._why_not(is_broken):
                 return Facts(why_not=why)
             trained = set(map(id, parameters))
             for number, call in enumerate(self._calls, start=1):
-                if not call.gradients:
+                if not (call.gradients or is_broken):
                     continue
-                one = _repeated(self._model, call, scale, trained)
+                one = _repeated(self._model, call, scale, trained, is_broken)
                 if one.is_finite:
                     continue
                 one = one._replace(call=number, calls=self._made)
@@ -254,8 +255,8 @@ class CallRecorder:
     def _too_large(self) -> str:
         return f"the calls of the model need more than explain_bytes={self._limit} of Monitor"
 
-    def _why_not(self) -> str:
-        if not any(each.gradients for each in self._calls):
+    def _why_not(self, is_broken: bool) -> str:
+        if not any(is_broken or each.gradients for each in self._calls):
             if not self._has_room(0):
                 return self._too_large()
             return (
@@ -333,7 +334,9 @@ def _refusal(model: Any) -> str:
 # --- The repeated pass --------------------------------------------------------------------------
 
 
-def _repeated(model: Any, call: _Call, scale: float, trained: set[int]) -> Facts:
+def _repeated(
+    model: Any, call: _Call, scale: float, trained: set[int], is_broken: bool = False
+) -> Facts:
     """Repeats a call, and returns what is not finite in it.
 
     Args:
@@ -341,6 +344,7 @@ def _repeated(model: Any, call: _Call, scale: float, trained: set[int]) -> Facts
         call: The call, of which an output has got a gradient.
         scale: The loss scale.
         trained: The ids of the parameters of the optimizer.
+        is_broken: As for `CallRecorder.explain`.
     """
     leaves = {id(t): t for t in (*model.parameters(), *call.given) if t.requires_grad}
     of_optimizer = [key for key, leaf in leaves.items() if _depend([leaf], trained)]
@@ -356,7 +360,8 @@ def _repeated(model: Any, call: _Call, scale: float, trained: set[int]) -> Facts
             stack.enter_context(watch.forward())
             returned = list(tensors_in(call.module(*args, **kwargs)))
         pairs = {n: (returned[n], call.gradients[n]) for n in call.outputs if n in call.gradients}
-        if not _depend([output for output, _ in pairs.values()], set(map(id, roots))):
+        depends = _depend([output for output, _ in pairs.values()], set(map(id, roots)))
+        if not (depends or is_broken):
             return Facts()
         # Those that another output was computed from, such as the logits of a loss.
         edges = _edges(output for output, _ in pairs.values())
@@ -374,6 +379,11 @@ def _repeated(model: Any, call: _Call, scale: float, trained: set[int]) -> Facts
                 "the model returns something else when the pass is repeated. It draws random "
                 "numbers of its own, keeps a state, or has hooks that change results"
             )
+        if is_broken:
+            # Such as a penalty without gradients.
+            masks = any(bool(each.isnan().any()) for each in returned)
+            if (origin := watch.origin(returned, masks=masks)) or not depends:
+                return explain_pass(lambda _: watch.evaluation.watched(returned, origin), scale)
         of_outputs = None
         if origin is None and not all(is_finite(gradient) for _, gradient in outer):
             counts, hidden = _counted(outer), watch.evaluation.hidden_in(outputs)
@@ -386,8 +396,8 @@ def _repeated(model: Any, call: _Call, scale: float, trained: set[int]) -> Facts
         found = examined(watch, outer, roots, scale, masks=masks, inner=finite)
         if found.is_finite and len(finite) < len(inner):
             return Facts(gradients=_counted(inner), scale=scale, halvings=1)
-        is_broken = found.in_backward and not found.is_scaled
-        return found if of_outputs is None or is_broken else of_outputs
+        never_finite = found.in_backward and not found.is_scaled
+        return found if of_outputs is None or never_finite else of_outputs
 
 
 def examined(
