@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Self
 from lossscale import registry
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.monitoring.explainer import Explainer
-from lossscale.monitoring.explanation import Explanation, Facts
+from lossscale.monitoring.explanation import Explanation, Facts, scale_in_words
 from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.record import StepRecord
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
@@ -278,7 +278,8 @@ class LossScaleMonitor:
         """Repeats the last step at its loss scale; `place` is its batch, in words."""
         why = f"on TensorFlow the batch is taken within the compiled step. It was {place}"
         if self._library.__name__ == "keras":
-            why += f"; lossscale.diagnosis.explain(model, x, y, scale={scale:g}) explains it"
+            by = scale_in_words(scale)
+            why += f"; lossscale.diagnosis.explain(model, x, y, scale={by}) explains it"
         return Facts(why_not=why)
 
     def _show(self, logs: Any) -> None:

@@ -137,7 +137,10 @@ class JaxGradientFunction:
             return loss, list(self._owned_ones(gradients).values())
 
         weights = {id(leaf): path for path, leaf in named_leaves(self._params)}
-        inputs = {id(leaf): f"batch/{path}".rstrip("/") for path, leaf in named_leaves(batch)}
+        inputs = {
+            id(leaf): "batch" if leaf is batch else f"batch/{path}"
+            for path, leaf in named_leaves(batch)
+        }
         names = [
             (weights.get(id(each), inputs.get(id(each), "batch")), id(each) in weights)
             for each in arrays.values()

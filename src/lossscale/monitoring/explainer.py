@@ -80,8 +80,9 @@ class Explainer:
             line = f"{type(error).__name__}: {first_line(error, 200)}"
             facts = Facts(why_not=f"the pass cannot be repeated ({line})")
         if is_broken(loss) and not facts.why_not and (facts.is_finite or facts.in_backward):
-            why = f"the loss was {loss:g}, and is finite when the pass is repeated"
-            facts = Facts(why_not=f"{why}, which draws other random numbers")
+            later = " with the weights after the step" if is_applied else ""
+            why = f"the loss was {loss:g}, and the pass is finite when it is repeated{later}"
+            facts = Facts(why_not=f"{why}. Random numbers are drawn again")
         facts = facts._replace(loss=loss, scale=stats.scale, is_later=is_applied)
         self.count(stats.step, facts)
         return stats._replace(explanation=self.write(stats.step, facts, skipped=stats.skipped))

@@ -77,6 +77,7 @@ _AT_ANY_SCALE = (Cause.FORWARD_OVERFLOW, Cause.SINGULAR, Cause.BATCH)
 _LARGE_GAIN = 8.0
 """Weights that make a result so many times larger than the input are not as they were initialized:
 then it is about 1, and up to 4 if all inputs are the same."""
+_GROWN = "weights that grow in training need a lower learning rate, or weight decay"
 _HIDES = ", and a later operation hides it"
 
 
@@ -248,7 +249,7 @@ class GradientCounts(NamedTuple):
     @property
     def counts(self) -> str:
         """The two numbers, in words."""
-        return f"{self.infs} infinities and {self.nans} NaN"
+        return f"{self.infs} infinit{'y' if self.infs == 1 else 'ies'} and {self.nans} NaN"
 
     @property
     def may_be_scaled(self) -> bool:
@@ -379,7 +380,7 @@ def explained(facts: Facts) -> Explanation:
         reason += _HIDES
     if facts.raised:
         reason += f", and the program raises {facts.raised} after it"
-    if facts.is_later:
+    if facts.is_later and not facts.why_not:
         reason += ", with the weights after the step"
     if facts.hidden:
         hidden = _of_origin(Facts(facts.hidden))
@@ -539,8 +540,9 @@ def _meaning(facts: Facts, failed: FailedOperation) -> tuple[Cause, str, str]:
             f"{of} reaches {failed.largest_input:.3g}, above the largest float16 number, 65,504, "
             f"and {where} casts it to float16"
         )
-        return cause, reason, f"{_in_float32(failed)}, or make the number smaller"
-    does = f"divides by {failed.divisor:g} and overflows" if failed.divisor else "overflows"
+        advice = f"{_in_float32(failed)}, or make the number smaller"
+        return cause, reason, f"{advice}; {_GROWN}" if failed.cast_of else advice
+    does = f"divides by {failed.divisor:.3g} and overflows" if failed.divisor else "overflows"
     reason = f"{where} {does} {when}: its input reaches {failed.largest_input:.3g}"
     if failed.weight:
         reason += f", {failed.weight} {failed.largest_weight:.3g}"
@@ -549,8 +551,7 @@ def _meaning(facts: Facts, failed: FailedOperation) -> tuple[Cause, str, str]:
     advice = f"{_in_float32(failed)}, or " if failed.is_of_float16 else ""
     if failed.gain >= _LARGE_GAIN:
         advice += f"make {failed.weight} smaller (the result is {failed.gain:.3g} times the input)"
-        grown = "weights that grow in training need a lower learning rate, or weight decay"
-        return cause, reason, f"{advice}; {grown}"
+        return cause, reason, f"{advice}; {_GROWN}"
     advice += "make its input smaller"
     if failed.divisor and failed.is_overflow:
         limit = LARGEST if failed.is_narrow else LARGEST_OF_FLOAT32
