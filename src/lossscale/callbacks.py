@@ -87,6 +87,10 @@ class LossScaleMonitor:
     _loop: Any = None
     _explainer: Any = None
 
+    # While `fit` runs, if steps are explained: their passes, and the batch that was taken last.
+    _passes: Any = None
+    _batch: Any = None
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if cls is LossScaleMonitor:
             # Before any framework is imported.
@@ -139,7 +143,7 @@ class LossScaleMonitor:
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks the model, creates the file, and has the training step compiled again."""
         model = self.model
-        self._optimizer = self._loop = None
+        self._optimizer = self._loop = self._passes = self._batch = None
         if not isinstance(model.optimizer, LossScaleOptimizer):
             self._check_is_float16(model)
             warn(
@@ -201,7 +205,7 @@ class LossScaleMonitor:
         """Records the last step if it was not sampled."""
         if self._loop is not None:
             self._loop.close()
-        self._optimizer = self._loop = None
+        self._optimizer = self._loop = self._passes = self._batch = None
 
     # --- Before training ----------------------------------------------------------------------
 
@@ -278,8 +282,7 @@ class LossScaleMonitor:
         """Repeats the last step at its loss scale; `place` is its batch, in words."""
         why = f"on TensorFlow the batch is taken within the compiled step. It was {place}"
         if self._library.__name__ == "keras":
-            by = scale_in_words(scale)
-            why += f"; lossscale.diagnosis.explain(model, x, y, scale={by}) explains it"
+            why += f": lossscale.diagnosis.explain(model, x, y, scale={scale_in_words(scale)})"
         return Facts(why_not=why)
 
     def _show(self, logs: Any) -> None:

@@ -137,10 +137,7 @@ class JaxGradientFunction:
             return loss, list(self._owned_ones(gradients).values())
 
         weights = {id(leaf): path for path, leaf in named_leaves(self._params)}
-        inputs = {
-            id(leaf): "batch" if leaf is batch else f"batch/{path}"
-            for path, leaf in named_leaves(batch)
-        }
+        inputs = {id(leaf): path for path, leaf in named_leaves({"batch": batch})}
         names = [
             (weights.get(id(each), inputs.get(id(each), "batch")), id(each) in weights)
             for each in arrays.values()

@@ -26,12 +26,7 @@ from lossscale.errors import ArgumentError
 from lossscale.keras import backends
 from lossscale.keras.private_names import random_functions
 from lossscale.monitoring.explanation import Explanation, Facts, Origin, explained
-from lossscale.monitoring.origins import (
-    Watched,
-    explain_pass,
-    facts_in_float16,
-    facts_of_raised,
-)
+from lossscale.monitoring.origins import Watched, explain_pass, facts_in_float16
 
 _NARROW = ("float16", "bfloat16")
 _WIDER = ("float32", "float64", "bfloat16")
@@ -52,12 +47,7 @@ class KerasGradientFunction:
     """
 
     def __init__(self, model: Any, loss_fn: Any = None, parameters: Any = None) -> None:
-        check_loss_is_known(model, loss_fn)
-        if not model.trainable_variables:
-            raise ArgumentError(
-                f"The model {model.name!r} has no trainable variables. If it is not built yet, "
-                "call it on a batch, or give it an Input, first."
-            )
+        _check_arguments(model, loss_fn)
         # Refuses unsupported backends.
         backends.load()
         self._model, self._loss_fn = model, loss_fn
@@ -185,7 +175,8 @@ class KerasGradientFunction:
                     with watch.forward():
                         loss, _ = self._forward([*first, *values[count:]], batch)
                 except Exception as error:
-                    return facts_of_raised(watch.evaluation, error, scale)
+                    raised = watch.evaluation.watched_until(error)
+                    return explain_pass(lambda _: raised, scale)
                 outer = [(loss, torch.full_like(loss, scale))]
                 wide = in_float32 if half else None
                 return examined(watch, outer, first, scale, in_float32=wide)
@@ -419,8 +410,8 @@ def _as_it_was(model: Any) -> Iterator[None]:
 # --- Checks ---------------------------------------------------------------------------------------
 
 
-def check_loss_is_known(model: Any, loss_fn: Any) -> None:
-    """Checks that there is a loss, other than in a `train_step` that hides it."""
+def _check_arguments(model: Any, loss_fn: Any) -> None:
+    """Checks that the loss is known, and that there are variables to train."""
     # That of a guarded model wraps its own.
     train_step = getattr(inspect.unwrap(model.train_step), "__func__", None)
     if loss_fn is None and train_step is not keras.Model.train_step:
@@ -436,6 +427,11 @@ def check_loss_is_known(model: Any, loss_fn: Any) -> None:
         raise ArgumentError(
             f"The model {model.name!r} is not compiled, so its loss is unknown. Call "
             "model.compile(optimizer, loss) first, or pass loss_fn=."
+        )
+    if not model.trainable_variables:
+        raise ArgumentError(
+            f"The model {model.name!r} has no trainable variables. If it is not built yet, call it "
+            "on a batch, or give it an Input, first."
         )
 
 

@@ -31,26 +31,22 @@ class Explainer:
     def __init__(self, left: int, rule: ScaleRule) -> None:
         self.left = left
         self.last: Explanation | None = None
-        self._rule, self._single = rule, _SINGLE_SKIPS
-        self._last_step = -1
+        self._rule, self._single, self._last_step = rule, _SINGLE_SKIPS, -1
         self._warned: set[str] = set()
 
     def wants(self, loss: float | None, *, skipped: bool) -> bool:
         """Whether a step is to be explained; its loss may not be known."""
         return self.left > 0 and (skipped or is_broken(loss))
 
-    def count(self, step: int, facts: Facts) -> None:
-        """Counts a step that is explained."""
-        is_single, self._last_step = self._last_step != step - 1, step
-        is_scaled = explained(facts).cause is Cause.SCALE
-        if not is_scaled or not is_single or self._single:
-            self._single -= is_scaled and self._single > 0
-            self.left -= 1
-
     def write(self, step: int, facts: Facts, *, skipped: bool) -> Explanation:
         """Writes the explanation of a step, and warns, once for each place, if it is a fault."""
         facts = facts._replace(is_lowest=is_lowest(self._rule, facts.scale))
         self.last = found = explained(facts)
+        is_single, self._last_step = self._last_step != step - 1, step
+        is_scaled = found.cause is Cause.SCALE
+        if not is_scaled or not is_single or self._single:
+            self._single -= is_scaled and self._single > 0
+            self.left -= 1
         key = f"{found.cause} {found.operation} {found.module}"
         # If the loss is finite, it may be the scale.
         is_unsure = found.cause is Cause.LOSS and not (facts.loss is None or is_broken(facts.loss))
@@ -70,8 +66,8 @@ class Explainer:
             stats: The statistics, with the loss if it is known.
             facts_of: Repeats the pass, with the weights after the step.
         """
-        loss, is_applied = stats.loss, not stats.skipped
-        if not self.wants(loss, skipped=stats.skipped):
+        loss, skipped = stats.loss, stats.skipped
+        if not self.wants(loss, skipped=skipped):
             return stats
         try:
             facts = facts_of()
@@ -80,12 +76,11 @@ class Explainer:
             line = f"{type(error).__name__}: {first_line(error, 200)}"
             facts = Facts(why_not=f"the pass cannot be repeated ({line})")
         if is_broken(loss) and not facts.why_not and (facts.is_finite or facts.in_backward):
-            later = " with the weights after the step" if is_applied else ""
+            later = " with the weights after the step" if not skipped else ""
             why = f"the loss was {loss:g}, and the pass is finite when it is repeated{later}"
             facts = Facts(why_not=f"{why}. Random numbers are drawn again")
-        facts = facts._replace(loss=loss, scale=stats.scale, is_later=is_applied)
-        self.count(stats.step, facts)
-        return stats._replace(explanation=self.write(stats.step, facts, skipped=stats.skipped))
+        facts = facts._replace(loss=loss, scale=stats.scale, is_later=not skipped)
+        return stats._replace(explanation=self.write(stats.step, facts, skipped=skipped))
 
 
 def is_broken(loss: float | None) -> bool:

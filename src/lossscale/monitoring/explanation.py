@@ -24,21 +24,23 @@ HALVINGS = 24
 """The fewest halvings of a loss scale that are tried: 2**-24 is the smallest float16 number. From
 a higher one the scale falls to 1."""
 
-_EXPLAIN = "explain(model, loss_fn, batch) names its operation and line"
+_CHECK_THE_LOSS = "check the targets and the loss function; "
+_CHECK_THE_LOSS += "explain(model, loss_fn, batch) names its operation and line"
+_FINITE_AGAIN = (
+    "the pass of this step is finite when it is repeated. Another process may have overflowed, "
+    "gradients were changed after the backward pass, or a part of the loss does not use what the "
+    "model returns, such as a penalty on its gradients or weights. explain(model, loss_fn, batch) "
+    "sees such a part"
+)
 _OF_OUTPUTS = "gradient of the outputs"
 # Those whose derivatives float16 can hold, such as 1 / epsilon**2.
 _ADVISED_EPSILON = {"div": 4e-3, "reciprocal": 4e-3, "rsqrt": 1e-3, "pow": 4e-3}
 _ADVISED_EPSILON |= {"digamma": 4e-3, "polygamma": 4e-2}
 _OTHER_EPSILON = 1e-4
 _MANY_HALVINGS, _LOW = 8, 2**8
-_SINGULAR = {
-    "rsqrt": "divides by a square root of 0",
-    "reciprocal": "divides by 0",
-    "div": "divides by 0",
-    "log": "takes the logarithm of 0",
-    "pow": "raises 0 to a negative power",
-    "rem": "divides by 0",
-}
+_SINGULAR = dict.fromkeys(("reciprocal", "div", "rem"), "divides by 0")
+_SINGULAR |= {"rsqrt": "divides by a square root of 0", "log": "takes the logarithm of 0"}
+_SINGULAR |= {"pow": "raises 0 to a negative power"}
 _OF_POSITIVE = ("rsqrt", "sqrt", "log", "pow")
 _BOUNDED = ("acos", "asin", "atanh", "acosh", "erfinv", "erf_inv", "log1p")
 """Operations that are not finite outside of an interval, or at its ends."""
@@ -119,10 +121,8 @@ class Explanation:
         named = (f"{self.module} (", f"{self.module} of the model", f"{self.operation} ")
         # A name keeps its form.
         reason = self.reason if self.reason.startswith(named) else _capital(self.reason)
-        if not self.advice:
-            return f"{reason}."
-        none_helps = "No loss scale helps: " if self.cause in _AT_ANY_SCALE else ""
-        return f"{reason}. {none_helps}{self.advice if none_helps else _capital(self.advice)}."
+        none_helps = "no loss scale helps: " if self.cause in _AT_ANY_SCALE else ""
+        return f"{reason}. {_capital(none_helps + self.advice)}." if self.advice else f"{reason}."
 
     def __str__(self) -> str:
         return self.text
@@ -195,12 +195,6 @@ class FailedOperation(NamedTuple):
         return self.in_float16 and not is_beyond_float32
 
     @property
-    def gain(self) -> float:
-        """The number of times that its weights make the result larger than the input; 0 if none."""
-        is_known = self.weight and self.is_overflow and self.largest_input
-        return (self.largest_result or 0.0) / self.largest_input if is_known else 0.0
-
-    @property
     def here(self) -> str:
         """The module."""
         is_number = self.module.replace(".", "").isdigit()
@@ -251,11 +245,6 @@ class GradientCounts(NamedTuple):
         """The two numbers, in words."""
         return f"{self.infs} infinit{'y' if self.infs == 1 else 'ies'} and {self.nans} NaN"
 
-    @property
-    def may_be_scaled(self) -> bool:
-        """Whether the scale may be the reason, in the cast to the outputs."""
-        return self.are_float16 and not self.nans
-
 
 class Facts(NamedTuple):
     """What is known of a step: `explained` writes the explanation from it.
@@ -276,7 +265,6 @@ class Facts(NamedTuple):
         is_later: Whether the pass was repeated with the weights after the step, which was applied.
         call, calls: The number of the call of the model, and of all calls in the step.
         is_repeated: Whether the pass is that of a step of training, repeated.
-        raised: The exception that ended the pass after `origin`; "" if none did.
         why_not: Why nothing is known; "" if something is.
     """
 
@@ -294,8 +282,12 @@ class Facts(NamedTuple):
     call: int = 1
     calls: int = 1
     is_repeated: bool = False
-    raised: str = ""
     why_not: str = ""
+
+    @property
+    def failed(self) -> FailedOperation | None:
+        """The operation that failed; None if it is not known."""
+        return self.origin.failed if self.origin else None
 
     @property
     def is_finite(self) -> bool:
@@ -303,43 +295,22 @@ class Facts(NamedTuple):
         return self.origin is None and self.gradients is None
 
     @property
-    def is_known(self) -> bool:
-        """Whether there is a cause."""
-        return not self.is_finite or self.is_loss_broken
-
-    @property
     def in_backward(self) -> bool:
         """Whether it is in the backward pass that something is not finite."""
-        failed = self.origin and self.origin.failed
-        return failed.in_backward if failed else self.gradients is not None
-
-    @property
-    def module(self) -> str:
-        """The path of the module."""
-        return self.origin.failed.module if self.origin and self.origin.failed else ""
+        return self.failed.in_backward if self.failed else self.gradients is not None
 
     @property
     def is_scaled(self) -> bool:
         """Whether a lower loss scale mends it, as far as the pass alone can tell."""
-        if self.gradients is not None:
-            return self.gradients.may_be_scaled
-        return self.halvings is not None
+        found = self.gradients
+        # In the cast to the outputs.
+        return found.are_float16 and not found.nans if found else self.halvings is not None
 
     @property
     def is_loss_broken(self) -> bool:
         """Whether the loss is not finite, and the pass through the model is."""
-        is_broken = self.loss is not None and not math.isfinite(self.loss)
-        return is_broken and not self.why_not and (self.in_backward or self.is_finite)
-
-
-class _Told(NamedTuple):
-    """The parts of an explanation that differ between the kinds of facts."""
-
-    cause: Cause
-    reason: str
-    advice: str = ""
-    operation: str = ""
-    module: str = ""
+        is_outside = not self.why_not and (self.in_backward or self.is_finite)
+        return is_outside and self.loss is not None and not math.isfinite(self.loss)
 
 
 def most_halvings(scale: float) -> int:
@@ -371,111 +342,86 @@ def explained(facts: Facts) -> Explanation:
         >>> str(explained(Facts(Origin(failed))).cause)
         'forward overflow'
     """
-    failed = facts.origin.failed if facts.origin and not facts.is_loss_broken else None
     told = _told(facts)
     reason, advice = told.reason, told.advice
     if facts.calls > 1 and not (facts.is_finite or facts.is_loss_broken):
         reason = f"in call {facts.call} of {facts.calls} of the model, {reason}"
-    if facts.is_hidden:
-        reason += _HIDES
-    if facts.raised:
-        reason += f", and the program raises {facts.raised} after it"
+    reason += _HIDES if facts.is_hidden else ""
     if facts.is_later and not facts.why_not:
         reason += ", with the weights after the step"
     if facts.hidden:
-        hidden = _of_origin(Facts(facts.hidden))
+        hidden = _of_origin(facts.hidden, Facts())
         advice += f". Besides, {hidden.reason}{_HIDES}: {hidden.advice}"
-    is_given = bool(facts.origin and facts.origin.name and not failed)
-    return Explanation(
-        told.cause,
-        reason,
-        advice,
-        told.operation,
-        told.module,
-        facts.in_backward and not facts.is_loss_broken,
-        facts.halvings if told.cause is Cause.SCALE else None,
-        failed.is_of_float16 if failed else not is_given,
-    )
+    return dataclasses.replace(told, reason=reason, advice=advice)
 
 
-def _told(facts: Facts) -> _Told:
+def _told(facts: Facts) -> Explanation:
     """Writes the part of an explanation that depends on the kind of the facts."""
     if facts.is_loss_broken:
         return _of_broken_loss(facts)
     if facts.gradients is not None:
         return _of_gradients(facts, facts.gradients)
     if facts.origin is not None:
-        return _of_origin(facts)
-    why_not = facts.why_not or (
-        "the pass of this step is finite when it is repeated. Another process may have overflowed, "
-        "gradients were changed after the backward pass, or a part of the loss does not use what "
-        "the model returns, such as a penalty on its gradients or weights. explain(model, loss_fn, "
-        "batch) sees such a part"
-        if facts.is_repeated
-        else "the forward and the backward pass are finite at a scale of "
-        + scale_in_words(facts.scale)
-    )
-    return _Told(Cause.UNKNOWN, f"not explained: {why_not}")
+        return _of_origin(facts.origin, facts)
+    at = scale_in_words(facts.scale)
+    finite = f"the forward and the backward pass are finite at a scale of {at}"
+    why_not = facts.why_not or (_FINITE_AGAIN if facts.is_repeated else finite)
+    return Explanation(Cause.UNKNOWN, f"not explained: {why_not}")
 
 
-def _of_broken_loss(facts: Facts) -> _Told:
+def _of_broken_loss(facts: Facts) -> Explanation:
     """A loss that is not finite, of finite outputs."""
     reason = f"the outputs of the model are finite, but the loss is {facts.loss:g}"
     if facts.gradients and facts.gradients.nans:
         reason += f", and {facts.gradients.counts} reach them from it"
-    advice = f"check the targets and the loss function; {_EXPLAIN}"
-    if facts.is_loss_float16:
-        advice = f"compute the loss in float32, it is in float16; else {advice}"
-    return _Told(Cause.LOSS, reason, advice)
+    narrow = "compute the loss in float32, it is in float16; else " if facts.is_loss_float16 else ""
+    return Explanation(Cause.LOSS, reason, f"{narrow}{_CHECK_THE_LOSS}")
 
 
-def _of_gradients(facts: Facts, found: GradientCounts) -> _Told:
+def _of_gradients(facts: Facts, found: GradientCounts) -> Explanation:
     """Gradients that are not finite where they reach the outputs of the model."""
-    if not found.may_be_scaled:
-        reason = (
-            f"the outputs of the model are finite, up to {found.largest_output:.3g}, but "
-            f"{found.counts} reach them from the loss"
-        )
-        advice = "a lower scale helps if float16 overflows there; else check the targets and the "
-        return _Told(Cause.LOSS, reason, f"{advice}loss function; {_EXPLAIN}")
-    reason = (
-        f"the outputs of the model are finite; at a loss scale of {scale_in_words(facts.scale)}, "
-        f"{found.infs} of their gradients, in float16, overflow"
-    )
+    reason = "the outputs of the model are finite"
+    if not facts.is_scaled:
+        reason += f", up to {found.largest_output:.3g}, but {found.counts} reach them from the loss"
+        advice = f"a lower scale helps if float16 overflows there; else {_CHECK_THE_LOSS}"
+        return Explanation(Cause.LOSS, reason, advice, in_backward=True)
+    at = scale_in_words(facts.scale)
+    reason += f"; at a loss scale of {at}, {found.infs} of their gradients, in float16, overflow"
     advice = "a lower scale helps, or outputs in float32"
     if facts.is_lowest:
         # How much lower is not known.
         advice = _lower_than_the_rule(SMALLEST)
     if facts.is_lowest and facts.scale <= SMALLEST:
         advice = "no scale helps: return the outputs in float32, or make the loss smaller"
-    return _Told(Cause.SCALE, reason, advice, _OF_OUTPUTS)
+    return Explanation(Cause.SCALE, reason, advice, _OF_OUTPUTS, in_backward=True, halvings=1)
 
 
-def _of_origin(facts: Facts) -> _Told:
+def _of_origin(origin: Origin, facts: Facts) -> Explanation:
     """An infinity or a NaN of which the origin is known."""
-    assert facts.origin is not None
-    origin, failed = facts.origin, facts.origin.failed
+    failed = origin.failed
     if origin.is_beyond:
         name = failed.where if failed else origin.place
         reason = "a number that the program sets is above the largest float16 number, 65,504"
         reason += f", and is infinite when it reaches {name}" if name else ""
         advice = "use a smaller number, such as -1e4 in a mask, or compute in float32"
         where = (failed.operation, failed.module) if failed else ("", origin.place)
-        return _Told(Cause.FORWARD_OVERFLOW, reason, advice, *where)
+        return Explanation(Cause.FORWARD_OVERFLOW, reason, advice, *where)
     if failed is not None:
         told = _of_scale(facts, failed) if facts.halvings is not None else _meaning(facts, failed)
-        return _Told(*told, failed.operation, failed.module)
+        how = failed.in_backward, facts.halvings, failed.is_of_float16
+        return Explanation(*told, failed.operation, failed.module, *how)
     if origin.is_mask:
         place = f" in {origin.place}" if origin.place else ""
         reason = f"an infinity or NaN that the program sets{place} reaches the loss"
         advice = "set a finite number there, or check the targets and the loss function"
-        return _Told(Cause.LOSS, reason, advice, module=origin.place)
+        return Explanation(Cause.LOSS, reason, advice, module=origin.place)
     if origin.is_weight:
         reason = f"{origin.name} of the model is not finite"
         advice = "no later step repairs it: load a checkpoint"
-        return _Told(Cause.WEIGHTS, reason, advice, module=origin.name)
+        return Explanation(Cause.WEIGHTS, reason, advice, "", origin.name, in_float16=False)
     reason = f"the argument {origin.name} of the model contains infinities or NaN"
-    return _Told(Cause.BATCH, reason, "check the data, or what has computed it", origin.name)
+    advice = "check the data, or what has computed it"
+    return Explanation(Cause.BATCH, reason, advice, origin.name, in_float16=False)
 
 
 def _of_scale(facts: Facts, failed: FailedOperation) -> tuple[Cause, str, str]:
@@ -511,23 +457,14 @@ def _lower_than_the_rule(scale: float) -> str:
 
 def _meaning(facts: Facts, failed: FailedOperation) -> tuple[Cause, str, str]:
     """An operation that fails at every loss scale, down to the lowest that is tried."""
-    where = failed.where
-    when = (
-        "in the backward pass, at any loss scale" if failed.in_backward else "in the forward pass"
-    )
+    where, when = failed.where, "in the forward pass"
     if failed.of_infinities:
-        return (
-            Cause.SINGULAR,
-            f"{where} makes NaN of infinities that the program sets, as in a row that is "
-            "masked as a whole",
-            "mask with a finite number such as -1e4, or leave such rows out",
-        )
+        reason = f"{where} makes NaN of infinities that the program sets, as in a row that is"
+        advice = "mask with a finite number such as -1e4, or leave such rows out"
+        return Cause.SINGULAR, f"{reason} masked as a whole", advice
     if failed.largest_result is None:
-        return (
-            Cause.SINGULAR,
-            f"{where} {_singularity(failed)} {when}",
-            _about_epsilon(failed),
-        )
+        when = "in the backward pass, at any loss scale" if failed.in_backward else when
+        return Cause.SINGULAR, f"{where} {_singularity(failed)} {when}", _about_epsilon(failed)
     cause = Cause.FORWARD_OVERFLOW
     if failed.in_backward:
         cause = Cause.BACKWARD_OVERFLOW
@@ -549,8 +486,9 @@ def _meaning(facts: Facts, failed: FailedOperation) -> tuple[Cause, str, str]:
     if failed.is_overflow:
         reason += f", its result {_size(failed.largest_result)}"
     advice = f"{_in_float32(failed)}, or " if failed.is_of_float16 else ""
-    if failed.gain >= _LARGE_GAIN:
-        advice += f"make {failed.weight} smaller (the result is {failed.gain:.3g} times the input)"
+    gain = (failed.largest_result or 0.0) / (failed.largest_input or math.inf)
+    if failed.weight and failed.is_overflow and gain >= _LARGE_GAIN:
+        advice += f"make {failed.weight} smaller (the result is {gain:.3g} times the input)"
         return cause, reason, f"{advice}; {_GROWN}"
     advice += "make its input smaller"
     if failed.divisor and failed.is_overflow:

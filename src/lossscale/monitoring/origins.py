@@ -65,14 +65,12 @@ class Watched(NamedTuple):
         gradients: Of the first gradient.
         hidden: Of the first overflow that makes a result wrong, and finite.
         small: Numbers that are added, and that float16 rounds to few digits or to 0, by module.
-        raised: The exception that ended it after that; "" if none did.
     """
 
     loss: Origin | None
     gradients: Origin | None
     hidden: Origin | None = None
     small: Mapping[str, float] = {}
-    raised: str = ""
 
     @property
     def is_finite(self) -> bool:
@@ -201,11 +199,9 @@ class Evaluation:
         """Returns the first origin before an exception, such as that of a check; else raises it."""
         if self.first is None or isinstance(error, (LossScaleError, UnrepeatableError)):
             raise error
-        assert self.first.failed is not None
-        by = type(error).__name__
-        if self.first.failed.in_backward:
-            return Watched(None, self.first, small=self.small, raised=by)
-        return Watched(self.first, None, small=self.small, raised=by)
+        in_backward = self.first.failed is not None and self.first.failed.in_backward
+        loss, gradients = (None, self.first) if in_backward else (self.first, None)
+        return Watched(loss, gradients, small=self.small)
 
     def origin_of(self, value: Any, name: str = "", *, is_weight: bool = False) -> Origin | None:
         """Returns the origin of a value that a pass starts with; None if it is finite."""
@@ -305,15 +301,14 @@ class Evaluation:
         size = largest(floats[-1]) if is_cast else self._in_float64(call, meets_zero)
         if divisors and meets_zero and size is not None and size <= LARGEST:
             size = None
-        weights = [each for each in given if np.ndim(each) > 1 and self._parameter(each)]
-        others = [each for each in given if is_float(each) and all(each is not w for w in weights)]
-        inputs = [self.on_host(each) for each in others] if weights else []
-        largest_weight = max((largest(self.on_host(each)) for each in weights), default=0.0)
+        weights = (each for each in given if np.ndim(each) > 1 and self._parameter(each))
+        weight = next(weights, None)
+        others = [self.on_host(each) for each in given if is_float(each) and each is not weight]
         failed = FailedOperation(
             call.shown,
             call.module,
             call.in_backward,
-            largest_input=max(map(largest, inputs or floats), default=0.0),
+            largest_input=max(map(largest, floats if weight is None else others), default=0.0),
             largest_result=size,
             meets_zero=meets_zero,
             meets_negative=any((each < 0).any() for each in decisive),
@@ -323,8 +318,8 @@ class Evaluation:
             maker=self._makers.get(self.key_of(given[-1]), "") if is_cast else "",
             is_narrow=is_narrow,
             divisor=self._divisor(call, given),
-            weight=self._parameter(weights[0]) if weights else "",
-            largest_weight=largest_weight,
+            weight="" if weight is None else self._parameter(weight),
+            largest_weight=0.0 if weight is None else largest(self.on_host(weight)),
             in_float16=self._in_float16,
         )
         is_beyond = any(origin.is_beyond for origin, _ in infinite)
@@ -441,13 +436,11 @@ def explain_pass(
     def with_epsilon(origin: Origin) -> Origin:
         if origin.failed is None:
             return origin
-        small = {**found.small, **({} if found.raised else wide().small)}
+        small = {**found.small, **wide().small}
         epsilon = small.get(origin.failed.module, 0.0)
         return origin._replace(failed=origin.failed._replace(epsilon=epsilon))
 
     found = after(0)
-    if found.raised and found.loss:
-        return Facts(with_epsilon(found.loss), scale=scale, raised=found.raised)
     # Without the first two, nothing is skipped. What is hidden makes the step wrong.
     origin = found.loss or found.gradients
     if origin is None:
@@ -473,12 +466,6 @@ def explain_pass(
     return Facts(origin, hidden=found.hidden, scale=scale, halvings=halvings, last=where)
 
 
-def facts_of_raised(evaluation: Evaluation, error: Exception, scale: float) -> Facts:
-    """Returns what was not finite before an exception; raises it if all was finite."""
-    watched = evaluation.watched_until(error)
-    return explain_pass(lambda _: watched, scale)
-
-
 def facts_in_float16(facts: Callable[[bool], Facts]) -> Facts:
     """Returns the facts of a pass in float16, or why there are none if only float16 raises.
 
@@ -489,8 +476,6 @@ def facts_in_float16(facts: Callable[[bool], Facts]) -> Facts:
         return facts(True)
     except LossScaleError:
         raise
-    except UnrepeatableError as error:
-        return Facts(why_not=str(error))
     # Frameworks and models raise many kinds of exceptions if float16 is not what they expect.
     except Exception as error:
         # Otherwise the program is wrong, and its author should see it.

@@ -15,7 +15,7 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax import overflow_tracker
 from lossscale.jax.overflow_tracker import TrackedSteps
 from lossscale.monitoring.explainer import Explainer
-from lossscale.monitoring.explanation import Explanation, Facts
+from lossscale.monitoring.explanation import Facts
 from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
 from lossscale.optax.overflow_tracking import OverflowTrackingState, names_of
@@ -113,10 +113,9 @@ class Monitor(LoopMonitor):
             )
         if settings.explain and loss_fn is None:
             raise ArgumentTypeError(
-                "`explain` needs `loss_fn`, a function of the parameters, a batch and a dtype. "
-                "Received: loss_fn=None."
+                "`explain` needs `loss_fn`, as explain() takes it. Received: loss_fn=None."
             )
-        self._explainer = Explainer(settings.explain, rule)
+        self._explainer: Explainer = Explainer(settings.explain, rule)
         self._loss_fn = loss_fn if settings.explain else None
         self._names = names_of(params)
         before = checked_count("steps_before", steps_before, lowest=0)
@@ -125,11 +124,6 @@ class Monitor(LoopMonitor):
         # The scale of the next step; nothing is tracked.
         self._scale: Any = start.next_scale
         super().__init__(Recorder(settings, rule), start.step)
-
-    @property
-    def explanation(self) -> Explanation | None:
-        """The explanation of the last step that was explained, or None."""
-        return self._explainer.last
 
     def step(
         self,
@@ -172,8 +166,7 @@ class Monitor(LoopMonitor):
         if self._loss_fn is not None and (params is None or batch is None):
             raise ArgumentTypeError(
                 "With `explain`, write monitor.step(opt_state, loss, params=params, batch=batch). "
-                f"Received: `params` of type {type(params).__name__}, `batch` of type "
-                f"{type(batch).__name__}."
+                f"Received: `{'params' if params is None else 'batch'}` is None."
             )
         if not self._explainer.left:
             params = batch = None
@@ -184,16 +177,12 @@ class Monitor(LoopMonitor):
                 return None
             stats = _stats(watched, position)
             if watched.tracking is None:
-                return with_explanation(stats._replace(scale=float(scale)))
-            after = min(last_read, stats.step - 1)
-            tracked = watched.tracking[1]
-            scale_of_last, skip = overflow_tracker.read(self._names, tracked, after, stats.step)
-            return with_explanation(stats._replace(scale=scale_of_last, last_skip=skip))
-
-        def with_explanation(stats: StepStats) -> StepStats:
-            if self._loss_fn is None:
-                return stats
-            stats = stats._replace(loss=None if loss is None else float(loss))
+                scale_of_last, skip = float(scale), None
+            else:
+                after, tracked = min(last_read, stats.step - 1), watched.tracking[1]
+                scale_of_last, skip = overflow_tracker.read(self._names, tracked, after, stats.step)
+            number = None if loss is None else float(loss)
+            stats = stats._replace(scale=scale_of_last, last_skip=skip, loss=number)
             return self._explainer.explain(stats, lambda: self._facts(params, batch, stats.scale))
 
         if watched.tracking is None:
@@ -208,9 +197,7 @@ class Monitor(LoopMonitor):
         from lossscale.diagnosis.jax import JaxGradientFunction
 
         if _any_deleted((params, batch)):
-            return Facts(
-                why_not="`params` or `batch` was donated to a step, which has overwritten it"
-            )
+            return Facts(why_not="a step to which `params` or `batch` was donated overwrote it")
         return JaxGradientFunction(params, self._loss_fn).facts(batch, scale)
 
     def _arrays_of(self, opt_state: Any) -> _Watched:

@@ -15,7 +15,7 @@ from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.monitoring.explainer import Explainer, is_broken
-from lossscale.monitoring.explanation import Explanation, Facts
+from lossscale.monitoring.explanation import Cause, Explanation, Facts, explained
 from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, SkippedStep, StepStats
 from lossscale.packages import warn
@@ -120,7 +120,6 @@ class Monitor(LoopMonitor):
         self._scale = float(optimizer.get_scale() if self._is_scaler else optimizer.loss_scale)
         self._model = model if isinstance(model, torch.nn.Module) else None
         self._finite = {name for name, _ in self._buffers(True)}
-        self._explainer: _Explainer | None = None
         limit = checked_count("explain_bytes", explain_bytes)
         if settings.explain and self._model is None:
             raise ArgumentTypeError(
@@ -132,11 +131,6 @@ class Monitor(LoopMonitor):
             calls = CallRecorder(model, limit)
             self._explainer = _Explainer(calls, settings.explain, optimizer.rule)
         optimizer.__dict__["_watcher"] = self
-
-    @property
-    def explanation(self) -> Explanation | None:
-        """The explanation of the last step that was explained, or None."""
-        return None if self._explainer is None else self._explainer.last
 
     def scaled(self, loss: Any) -> None:
         """Called by the optimizer with each loss before it scales it."""
@@ -213,13 +207,10 @@ class Monitor(LoopMonitor):
             if self._tracker.last_step <= last_read:
                 return now._replace(scale=scale)
             last_scale, skip = self._tracker.read(min(last_read, now.step - 1), now.step)
-            if self._explainer is None:
-                return now._replace(scale=last_scale, last_skip=skip)
-            self._explainer.read(now.step)
-            found = self._explainer.found
+            found = {} if self._explainer is None else self._explainer.read(now.step)
             if skip is not None:
                 skip = skip._replace(explanation=found.get(skip.step))
-            why = None if now.skipped else found.get(now.step)
+            why = found.get(now.step)
             return now._replace(scale=last_scale, last_skip=skip, explanation=why)
 
         if now.step > self._position:
@@ -326,47 +317,35 @@ class _Losses:
     """The losses of a step, on their way to the host.
 
     Attributes:
+        held: Each with the event of its arrival; None if it is there.
         are_float16: Whether one of them is in float16.
     """
 
     def __init__(self) -> None:
-        self._held: list[tuple[Any, Any]] = []
+        self.held: list[tuple[Any, Any]] = []
         self.are_float16 = False
-
-    def __bool__(self) -> bool:
-        return bool(self._held)
 
     @uncompiled
     def add(self, loss: Any) -> None:
         """Sends a loss to the host; waits for nothing, and raises nothing."""
         with contextlib.suppress(Exception):
-            if not isinstance(loss, torch.Tensor):
-                self._held.append((float(loss), None))
+            loss = torch.as_tensor(loss)
+            is_captured = loss.is_cuda and torch.cuda.is_current_stream_capturing()
+            if is_captured or loss.device.type not in ("cpu", "cuda"):
                 return
-            if not (loss.is_cpu or loss.is_cuda):
-                return
-            arrived = None
-            if loss.is_cuda:
-                if torch.cuda.is_current_stream_capturing():
-                    return
-                arrived = torch.cuda.Event()
             self.are_float16 |= loss.dtype == torch.float16
             loss = loss.detach() if loss.numel() == 1 else loss.detach().float().sum()
             # Behind all that the device has to do before the decision, for which the host waits.
-            self._held.append((loss.to(CPU, non_blocking=True), arrived))
-            if arrived is not None:
-                arrived.record(torch.cuda.current_stream(loss.device))
+            held = loss.to(CPU, non_blocking=True)
+            stream = torch.cuda.current_stream(loss.device) if loss.is_cuda else None
+            self.held.append((held, stream and stream.record_event()))
 
     def known(self) -> float | None:
         """Of those that have arrived, the first that is not finite, or else the last."""
-        number = None
+        numbers: list[float] = []
         with contextlib.suppress(Exception):
-            for loss, arrived in self._held:
-                if arrived is None or arrived.query():
-                    number = float(loss)
-                    if is_broken(number):
-                        break
-        return number
+            numbers = [float(loss) for loss, event in self.held if event is None or event.query()]
+        return next(filter(is_broken, numbers), numbers[-1] if numbers else None)
 
 
 class _Explainer(Explainer):
@@ -384,9 +363,9 @@ class _Explainer(Explainer):
         super().__init__(left, rule)
         self.calls = calls
         self.found: dict[int, Explanation] = {}
-        # Of the step that is not over: its number, and whether it was skipped.
-        self._facts: Facts | None = None
-        self._step, self._skipped, self._losses = -1, False, _Losses()
+        # The number of the step that is not over, whether it was skipped, and what is known of it.
+        self._pending: tuple[int, bool, Facts] | None = None
+        self._losses = _Losses()
         # Of steps that are over and were not explained.
         self._unread: list[tuple[int, _Losses]] = []
 
@@ -397,51 +376,49 @@ class _Explainer(Explainer):
 
     def decided(self, step: int, skipped: bool, groups: Any, scale: Any) -> None:
         """Called with the decision on a step, before its gradients are applied."""
-        before = self._facts if self._step == step else None
+        before = self._pending if self._pending and self._pending[0] == step else None
+        is_explained = before and explained(before[2]).cause is not Cause.UNKNOWN
         loss = self._losses.known()
         # Of several optimizers, the first that skips explains the step, if it can.
-        if not self.wants(loss, skipped=skipped) or (before and before.is_known):
+        if is_explained or not self.wants(loss, skipped=skipped):
             return
         parameters = (parameter for group in groups for parameter in group["params"])
         facts = self.calls.explain(float(scale), parameters, is_broken(loss))
-        are_float16 = self._losses.are_float16
-        facts = facts._replace(loss=loss, is_loss_float16=are_float16, scale=float(scale))
-        self._skipped = skipped or (before is not None and self._skipped)
-        self._facts, self._step = facts, step
-        if before is None:
-            self.count(step, facts)
-        if not self.left:
-            self.calls.close()
+        narrow = self._losses.are_float16
+        facts = facts._replace(loss=loss, is_loss_float16=narrow, scale=float(scale))
+        self._pending = step, skipped or bool(before and before[1]), facts
 
     def ended(self, step: int, loss: Any, decided: bool) -> None:
         """Called after each step, or part of one, with the loss that the program passes."""
-        facts, self._facts = self._facts, None
-        if facts is not None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            number, skipped, facts = pending
             if loss is not None and not is_broken(facts.loss):
                 facts = facts._replace(loss=float(loss))
-            self.found = {self._step: self.write(self._step, facts, skipped=self._skipped)}
+            self.found = {number: self.write(number, facts, skipped=skipped)}
         if not decided:
             return
         self.calls.reset()
         losses, self._losses = self._losses, _Losses()
-        if loss is not None and not losses:
+        if loss is not None and not losses.held:
             losses.add(loss)
-        if facts is None and losses and self.left:
+        if pending is None and self.left:
             self._unread.append((step, losses))
+        if not self.left:
+            self.calls.close()
 
-    def read(self, step: int) -> None:
-        """Called if a step is sampled, for losses that were not known before they were applied."""
+    def read(self, step: int) -> dict[int, Explanation]:
+        """Returns the explanations if a step is sampled, also of losses that were not known."""
         unread, self._unread = self._unread, []
         for number, losses in unread:
             loss = losses.known()
-            if not self.wants(loss, skipped=False):
-                continue
-            facts = Facts(loss=loss, why_not=_TOO_LATE)
-            self.count(number, facts)
-            self.found[number] = found = self.write(number, facts, skipped=False)
-            # Of the sampled one, the record warns.
-            if number != step:
-                warn(f"The loss of step {number} is {loss:g}. {found.text}")
+            if self.wants(loss, skipped=False):
+                facts = Facts(loss=loss, why_not=_TOO_LATE)
+                self.found[number] = found = self.write(number, facts, skipped=False)
+                # Of the sampled one, the record warns.
+                if number != step:
+                    warn(f"The loss of step {number} is {loss:g}. {found.text}")
+        return self.found
 
 
 def _check_watched(optimizer: Any) -> None:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from lossscale.checks import checked_parameters, checked_scale
 from lossscale.errors import ArgumentTypeError, first_line
 from lossscale.monitoring.explanation import Explanation, Facts, GradientCounts, explained
-from lossscale.monitoring.origins import UnrepeatableError, Watched, explain_pass, facts_of_raised
+from lossscale.monitoring.origins import UnrepeatableError, Watched, explain_pass
 from lossscale.torch.buffers import Hook, innermost
 from lossscale.torch.isolation import copied, isolated, random_states, set_random_states
 from lossscale.torch.ranks import is_spread
@@ -97,7 +97,8 @@ def explain(
                     with torch.autocast(device, torch.float16, enabled=casts):
                         loss = loss_fn(model, batch)
                 except Exception as error:
-                    return explained(facts_of_raised(watch.evaluation, error, scale))
+                    raised = watch.evaluation.watched_until(error)
+                    return explained(explain_pass(lambda _: raised, scale))
                 if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                     raise ArgumentTypeError(
                         f"`loss_fn` must return a tensor with one element. Received: {loss!r}."
@@ -232,10 +233,10 @@ class CallRecorder:
                 if not one.in_backward:
                     return one
                 # What this call takes may have got NaN from it, as the state of a recurrence.
-                from_here = one.module and any(t.grad_fn is not None for t in call.given)
+                from_here = one.failed and any(t.grad_fn is not None for t in call.given)
                 # How many halvings outputs in float16 need is not known.
-                rank = not one.is_scaled, one.halvings or 0, not one.module
-                if rank > worst or (from_here and not found.module):
+                rank = not one.is_scaled, one.halvings or 0, not one.failed
+                if rank > worst or (from_here and not found.failed):
                     worst, found = rank, one
         except UnrepeatableError as error:
             return Facts(why_not=str(error))

@@ -702,8 +702,8 @@ PROGRAMS = {
     "singular: (backward of Divided) has no finite result for 0": lambda p: through(
         p, Divided.apply
     ),
-    "loss: NaN reach them from the loss": lambda p: p.step(ONES, loss=dice),
-    "loss: but 0 infinities and 4 NaN reach them": with_two_outputs_of_one_operation,
+    "loss: is nan, and 0 infinities and 2 NaN reach them from it": lambda p: p.step(ONES, loss=dice),
+    "loss: but the loss is nan, and 0 infinities and 4 NaN reach them": with_two_outputs_of_one_operation,
     "loss: finite, but the loss is inf": lambda p: p.step(ONES, loss=distance_to_infinity),
     "loss: The outputs of the model are finite": lambda p: masked(p, INF),
     "scale: (backward of Divided) overflows": lambda p: through(
