@@ -119,7 +119,8 @@ class GradientAccuracy:
         largest: The largest magnitude in the unscaled float32 gradient.
         errors: Exponent of each tried loss scale to the relative error there, the worst of all
             batches; infinite if the gradient overflows. Empty if it is 0 in float32.
-        is_noise: Whether it is wrong in float32, too: what is left of numbers that cancel.
+        is_noise: Whether it is a vector and wrong in float32, too: what is left of numbers that
+            cancel, such as the gradient of a bias before a normalization.
     """
 
     name: str
@@ -289,8 +290,8 @@ class _Batches:
             return found
         # Of another scale that is no power of two, each number has another rounding.
         again = self._pass(self._reference_exponent + math.log2(3), half=False)
-        changed = {name for name, error in _errors(self._reference, again).items() if error > _SAME}
-        names = {name for name, _ in changed}
+        errors, known = _errors(self._reference, again), self._reference.gradients
+        names = {key[0] for key, e in errors.items() if e > _SAME and np.ndim(known[key]) < 2}
         gradients = (dataclasses.replace(g, is_noise=g.name in names) for g in found.gradients)
         return dataclasses.replace(found, gradients=tuple(gradients), passes=self._passes)
 

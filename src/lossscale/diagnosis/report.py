@@ -209,10 +209,9 @@ class Report:
                 [each.name for each in lost if each.is_noise],
             ),
             (
-                "right in float32 and wrong in float16 at every scale; left out, because they are "
-                "far smaller than others. Adam moves such weights at random: compute what reduces "
-                "their gradients, such as a softmax with large inputs, in float32, or make its "
-                "inputs smaller",
+                "wrong in float16 at every scale, and left out, because they are far smaller than "
+                "others. Adam moves such weights at random: compute what reduces their gradients, "
+                "such as a softmax with large inputs, in float32, or make its inputs smaller",
                 [each.name for each in lost if not each.is_noise],
             ),
         ):
