@@ -62,10 +62,9 @@ class GraphWatch:
         origins = [origin_of(each, name, is_weight=kind) for each, name, kind in named]
         given, origins = [tf.constant(scale, tf.float32), *read], [None, *origins]
         try:
-            values, found = self._evaluate(graph, given, origins, self._outputs)
+            values, (loss, *gradients) = self._evaluate(graph, given, origins, self._outputs)
         except Exception as error:
             return self._evaluation.watched_until(error)
-        loss, *gradients = found
         first = next((each for each in gradients if each and not each.is_mask), None)
         return self._evaluation.watched(values[:1], loss, first)
 

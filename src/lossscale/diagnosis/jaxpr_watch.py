@@ -68,10 +68,9 @@ class JaxprWatch:
         try:
             # These would raise what is to be explained.
             with jax.debug_nans(False), jax.debug_infs(False):
-                values, found = self._evaluate(self.closed, given, [*origins, None])
+                values, (loss, *gradients) = self._evaluate(self.closed, given, [*origins, None])
         except Exception as error:
             return self._evaluation.watched_until(error)
-        loss, *gradients = found
         first = next((each for each in gradients if each and not each.is_mask), None)
         if loss is None and first and first.failed and first not in self._evaluation.absorbed:
             # The forward pass is finite, so it is a part of a derivative.

@@ -290,8 +290,8 @@ class _Batches:
             return found
         # Of another scale that is no power of two, each number has another rounding.
         again = self._pass(self._reference_exponent + math.log2(3), half=False)
-        errors, known = _errors(self._reference, again), self._reference.gradients
-        names = {key[0] for key, e in errors.items() if e > _SAME and np.ndim(known[key]) < 2}
+        differing, known = _differing(self._reference, again), self._reference.gradients
+        names = {key[0] for key in differing if np.ndim(known[key]) < 2}
         gradients = (dataclasses.replace(g, is_noise=g.name in names) for g in found.gradients)
         return dataclasses.replace(found, gradients=tuple(gradients), passes=self._passes)
 

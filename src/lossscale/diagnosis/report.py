@@ -201,19 +201,18 @@ class Report:
             )
         if advised.advice:
             yield "do", advised.advice
+        zero = [each.name for each in found.gradients if not each.errors]
         lost = [each for each in found.gradients if each.is_wrong and each.errors]
+        small = (
+            "wrong in float16 at every scale, and left out, because they are far smaller than "
+            "others. Adam moves such weights at random: compute what reduces their gradients, "
+            "such as a softmax with large inputs, in float32, or make its inputs smaller"
+        )
+        noise = "wrong in float32, too, as of a bias before a normalization, and left out"
         for said, names in (
-            ("also 0 in float32, and left out", [g.name for g in found.gradients if not g.errors]),
-            (
-                "wrong in float32, too, as of a bias before a normalization, and left out",
-                [each.name for each in lost if each.is_noise],
-            ),
-            (
-                "wrong in float16 at every scale, and left out, because they are far smaller than "
-                "others. Adam moves such weights at random: compute what reduces their gradients, "
-                "such as a softmax with large inputs, in float32, or make its inputs smaller",
-                [each.name for each in lost if not each.is_noise],
-            ),
+            ("also 0 in float32, and left out", zero),
+            (noise, [each.name for each in lost if each.is_noise]),
+            (small, [each.name for each in lost if not each.is_noise]),
         ):
             if names and not (found.unknown or found.overflows_at):
                 more = ", ..." if len(names) > 3 else ""

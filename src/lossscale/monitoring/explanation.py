@@ -28,9 +28,8 @@ _CHECK_THE_LOSS = "check the targets and the loss function; "
 _CHECK_THE_LOSS += "explain(model, loss_fn, batch) names its operation and line"
 _FINITE_AGAIN = (
     "the pass of this step is finite when it is repeated. Another process may have overflowed, "
-    "gradients were changed after the backward pass, or a part of the loss does not use what the "
-    "model returns, such as a penalty on its gradients or weights. explain(model, loss_fn, batch) "
-    "sees such a part"
+    "gradients were changed after the backward pass, or a part of the loss does not use the outputs"
+    ", such as a penalty on gradients or weights. explain(model, loss_fn, batch) sees such a part"
 )
 _OF_OUTPUTS = "gradient of the outputs"
 # Those whose derivatives float16 can hold, such as 1 / epsilon**2.

@@ -27,10 +27,7 @@ from lossscale.torch.repeated_step import DEFAULT_BYTES, CallRecorder
 from lossscale.torch.scaling import CPU, real_parts, uncompiled
 from lossscale.torch.watch import is_finite
 
-_TOO_LATE = (
-    "the loss was known only after the step had changed the weights. "
-    "explain(model, loss_fn, batch) explains a batch with weights that are like them"
-)
+_TOO_LATE = "the loss was known only after the step had changed the weights"
 
 
 class Monitor(LoopMonitor):
@@ -336,9 +333,8 @@ class _Losses:
             self.are_float16 |= loss.dtype == torch.float16
             loss = loss.detach() if loss.numel() == 1 else loss.detach().float().sum()
             # Behind all that the device has to do before the decision, for which the host waits.
-            held = loss.to(CPU, non_blocking=True)
             stream = torch.cuda.current_stream(loss.device) if loss.is_cuda else None
-            self.held.append((held, stream and stream.record_event()))
+            self.held.append((loss.to(CPU, non_blocking=True), stream and stream.record_event()))
 
     def known(self) -> float | None:
         """Of those that have arrived, the first that is not finite, or else the last."""
