@@ -322,6 +322,10 @@ class _Losses:
         self.held: list[tuple[Any, Any]] = []
         self.are_float16 = False
 
+    # A pass that is repeated copies what a model reaches, such as its monitor; events cannot be.
+    def __reduce__(self) -> Any:
+        return _Losses, ()
+
     @uncompiled
     def add(self, loss: Any) -> None:
         """Sends a loss to the host; waits for nothing, and raises nothing."""
@@ -374,14 +378,13 @@ class _Explainer(Explainer):
         """Called with the decision on a step, before its gradients are applied."""
         before = self._pending if self._pending and self._pending[0] == step else None
         is_explained = before and explained(before[2]).cause is not Cause.UNKNOWN
-        loss = self._losses.known()
+        loss, is_narrow = self._losses.known(), self._losses.are_float16
         # Of several optimizers, the first that skips explains the step, if it can.
         if is_explained or not self.wants(loss, skipped=skipped):
             return
         parameters = (parameter for group in groups for parameter in group["params"])
         facts = self.calls.explain(float(scale), parameters, is_broken(loss))
-        narrow = self._losses.are_float16
-        facts = facts._replace(loss=loss, is_loss_float16=narrow, scale=float(scale))
+        facts = facts._replace(loss=loss, is_loss_float16=is_narrow, scale=float(scale))
         self._pending = step, skipped or bool(before and before[1]), facts
 
     def ended(self, step: int, loss: Any, decided: bool) -> None:

@@ -863,7 +863,7 @@ class Penalized(nn.Module):
 
 
 def of_loss_in_float16(model, x):
-    return (model(x).float().abs() * 4e4).half().sum()
+    return (model(x).float().abs() * 4e4).sum().half()
 
 
 # The model, the loss and the batch; what is named, whether the step is skipped, and words.
