@@ -424,7 +424,7 @@ def test_a_model_of_the_other_generation_is_refused():
 EXPLAINS = IS_KERAS_3 and BACKEND in ("jax", "torch")
 
 
-@pytest.mark.filterwarnings("ignore:Step .* was skipped", "ignore:The loss of step")
+@pytest.mark.filterwarnings("ignore:Step .* was", "ignore:The loss of step")
 def test_a_step_is_explained_or_its_batch_is_named(tmp_path):
     results = []
     for explain in (0, 20):

@@ -53,10 +53,8 @@ class Explainer:
         is_fault = found.cause not in (Cause.SCALE, Cause.UNKNOWN) and not is_unsure
         if is_fault and key not in self._warned:
             self._warned.add(key)
-            event = f"Step {step} was skipped."
-            if not skipped:
-                event = f"The loss of step {step} is {facts.loss:g}, and the step was applied."
-            warn(f"{event} {found.text}")
+            event = "skipped" if skipped else f"applied, and its loss is {facts.loss:g}"
+            warn(f"Step {step} was {event}. {found.text}")
         return found
 
     def explain(self, stats: StepStats, facts_of: Callable[[], Facts]) -> StepStats:
@@ -77,8 +75,7 @@ class Explainer:
             facts = Facts(why_not=f"the pass cannot be repeated ({line})")
         if is_broken(loss) and not facts.why_not and (facts.is_finite or facts.in_backward):
             later = " with the weights after the step" if not skipped else ""
-            why = f"the loss was {loss:g}, and the pass is finite when it is repeated{later}"
-            facts = Facts(why_not=f"{why}. Random numbers are drawn again")
+            facts = Facts(why_not=f"the loss was {loss:g}, and is finite when repeated{later}")
         facts = facts._replace(loss=loss, scale=stats.scale, is_later=not skipped)
         return stats._replace(explanation=self.write(stats.step, facts, skipped=skipped))
 

@@ -39,8 +39,7 @@ class MonitorSettings:
             )
         object.__setattr__(self, "every", checked_count("every", self.every))
         object.__setattr__(self, "explain", checked_count("explain", self.explain, lowest=0))
-        for name in ("log", "loss_fn"):
-            given = getattr(self, name)
+        for name, given in (("log", self.log), ("loss_fn", self.loss_fn)):
             if given is not None and not callable(given):
                 raise ArgumentTypeError(f"`{name}` must be a function. Received: {name}={given!r}.")
         if self.on_floor not in _ON_FLOOR:

@@ -314,7 +314,7 @@ def test_steps_are_explained():
     )
     # Once for each place.
     assert len(caught) == 3
-    assert str(caught[1].message).startswith("The loss of step 4 is -inf, and the step was applied")
+    assert str(caught[1].message).startswith("Step 4 was applied, and its loss is -inf. of_rows")
     with pytest.warns(lossscale.errors.LossScaleWarning):
         assert (
             explained_run([healthy, fault, fault, healthy.at[-1, -1].set(0), healthy * 3e4])[1]

@@ -30,7 +30,7 @@ from lossscale.torch import monitor as monitor_module
 pytestmark = [
     pytest.mark.usefixtures("on_the_device"),
     pytest.mark.filterwarnings(
-        "ignore:Step .* was skipped", "ignore:The loss of step", "ignore:A skipped step has left"
+        "ignore:Step .* was", "ignore:The loss of step", "ignore:A skipped step has left"
     ),
 ]
 INF = math.inf
@@ -953,7 +953,7 @@ def test_a_loss_that_is_not_finite_is_explained(name, verb):
         assert record["skipped"] == skipped
         assert words in found.text
         assert "normal" not in found.text
-    event = "Step 1 was skipped" if skipped else "and the step was applied"
+    event = "Step 1 was skipped" if skipped else "Step 1 was applied, and its loss is"
     assert sum(event in each and words in each for each in messages) == 1
     assert after == trained_by(verb, make, loss, batch, explain=0)[2]
 
@@ -1010,3 +1010,13 @@ def test_an_overflow_before_an_exception_of_the_program_is_named():
     assert found.cause == Cause.FORWARD_OVERFLOW
     with pytest.raises(ZeroDivisionError):
         lossscale.torch.explain(nn.Linear(4, 4), lambda model, x: model(x).mean() / (1 // 0), ONES)
+
+
+def test_a_forward_pass_that_accelerate_has_prepared_is_repeated():
+    operations = pytest.importorskip("accelerate.utils.operations")
+    program = Program()
+    casting = torch.autocast(DEVICE, torch.float16)(program.model.forward.__func__)
+    prepared = operations.convert_outputs_to_fp32(casting)
+    program.model.forward = types.MethodType(prepared, program.model)
+    assert program.step(BROKEN).cause == Cause.BATCH
+    assert program.model.forward.__func__ is prepared
