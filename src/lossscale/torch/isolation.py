@@ -127,7 +127,7 @@ def _places(model: Any) -> Iterator[tuple[Any, str, Any]]:
     while left:
         owner = left.pop()
         owner = owner.__func__ if isinstance(owner, types.MethodType) else owner
-        owner = owner.__wrapped__ if _is_of_accelerate(owner) else owner
+        owner = vars(owner)["__wrapped__"] if _is_of_accelerate(owner) else owner
         names = next((names for kind, names in _NAMES.items() if isinstance(owner, kind)), ())
         if id(owner) in seen:
             continue
