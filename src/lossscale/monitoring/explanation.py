@@ -1,4 +1,4 @@
-"""Why a step was skipped: the cause, the operation, and what to do.
+"""Why a step was skipped, or its loss is not finite: the cause, the operation, and what to do.
 
 A watcher of a framework finds the first operation that makes an infinity or a NaN of finite
 numbers, and describes it as a `FailedOperation`. Causes and texts are the same everywhere.

@@ -1,7 +1,7 @@
-"""Explains a skipped step: repeats its forward and backward pass, and finds what failed.
+"""Explains a step: repeats its forward and backward pass, and finds what failed.
 
-A skipped step has not changed the weights. References to the inputs, to the random state and to the
-gradients of the outputs are therefore enough to repeat it.
+That is before gradients are applied, so the weights are those that the step had. References to the
+inputs, to the random state and to the gradients of the outputs are enough to repeat it.
 """
 
 from __future__ import annotations
