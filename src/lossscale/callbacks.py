@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from lossscale import registry
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.monitoring.explainer import Explainer
+from lossscale.monitoring.explanation import Explanation, Facts, scale_in_words
 from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.record import StepRecord
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
@@ -54,6 +56,12 @@ class LossScaleMonitor:
             the only one among the attributes of the model.
         name: Prefix of the names in `logs`, for several monitors: "d" adds `d_loss_scale` and
             `d_steps_skipped`, and records `d_loss` as the loss if `logs` has it.
+        explain: Number of sampled steps to explain, such as 20; 0 for none: skipped ones, and those
+            whose loss is not finite. On PyTorch and JAX the monitor keeps the last batch, and
+            repeats such a step, which takes many times as long and changes nothing. On TensorFlow
+            and with tf_keras, the explanation has the numbers of the epoch and of the batch.
+        loss_fn: With `explain`, for a model with its own `train_step`: as for
+            `lossscale.diagnosis.explain`.
 
     Raises:
         ArgumentError: If an argument is invalid; the message names it.
@@ -82,6 +90,11 @@ class LossScaleMonitor:
     _recorded: Any = None
     _optimizer: Any = None
     _loop: Any = None
+    _explainer: Any = None
+
+    # While `fit` runs, if steps are explained: their passes, and the batch that was taken last.
+    _passes: Any = None
+    _batch: Any = None
 
     def __new__(
         cls, *args: Any, optimizer: Any = None, name: str | None = None, **kwargs: Any
@@ -102,6 +115,8 @@ class LossScaleMonitor:
         append: bool = False,
         optimizer: LossScaleOptimizer | None = None,
         name: str | None = None,
+        explain: int = 0,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
     ) -> None:
         super().__init__()
         if not (optimizer is None or hasattr(optimizer, "_track_overflows")):
@@ -115,7 +130,7 @@ class LossScaleMonitor:
         # tf_keras then leaves `logs` on the device, where nothing waits for them. Its constructor
         # sets the attribute too.
         self._supports_tf_logs = True
-        self._settings = MonitorSettings(path, every, log, on_floor, append)
+        self._settings = MonitorSettings(path, every, log, on_floor, append, explain, loss_fn)
 
     # `help()` shows the signature of `__new__`.
     __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]
@@ -124,6 +139,11 @@ class LossScaleMonitor:
     def last_record(self) -> StepRecord | None:
         """The last record of this monitor, or None."""
         return None if self._recorder is None else self._recorder.last_record
+
+    @property
+    def explanation(self) -> Explanation | None:
+        """The explanation of the last step that was explained, or None."""
+        return None if self._explainer is None else self._explainer.last
 
     # What `fit` calls.
 
@@ -140,7 +160,7 @@ class LossScaleMonitor:
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks the model, creates the file, and has the training step compiled again."""
         model = self.model
-        self._optimizer = self._loop = None
+        self._optimizer = self._loop = self._passes = self._batch = None
         optimizer = self._watched_in(model)
         if optimizer is None:
             self._check_is_float16(model)
@@ -153,6 +173,7 @@ class LossScaleMonitor:
         if self._recorder is None or self._recorded is not optimizer:
             self._recorder = Recorder(self._settings, optimizer.rule)
             self._recorded = optimizer
+            self._explainer = Explainer(self._settings.explain, optimizer.rule)
         self._recorder.open()
         self._instrument(model, optimizer)
         self._optimizer = optimizer
@@ -161,13 +182,15 @@ class LossScaleMonitor:
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Keras starts a new mean of the loss."""
-        self._mean_is_finite = True
+        self._mean_is_finite, self._epoch = True, epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Marks the first step of an execution, which may be of several steps."""
         if self._optimizer is None:
             return
         self._first_of_execution = batch
+        if self._explainer.left:
+            self._hold_batch()
         if self._loop is None:
             # Not at the start of training, because another callback may restore a checkpoint there.
             self._loop = LoopMonitor(self._recorder, self._stats().step)
@@ -184,7 +207,8 @@ class LossScaleMonitor:
         # If an earlier step may have made the mean NaN, it says nothing of this one. A mean that is
         # not read may be on the device, and reading it would wait for the step.
         is_of_step, self._mean_is_finite = self._mean_is_finite and steps == 1, False
-        read = functools.partial(self._read, loss, is_of_step)
+        place = f"batch {batch + 1} of epoch {self._epoch + 1}, both counted from 1"
+        read = functools.partial(self._read, loss, is_of_step, place)
         self._loop._add_steps(steps, read, None)
         self._show(logs)
 
@@ -200,7 +224,7 @@ class LossScaleMonitor:
         """Records the last step if it was not sampled."""
         if self._loop is not None:
             self._loop.close()
-        self._optimizer = self._loop = None
+        self._optimizer = self._loop = self._passes = self._batch = None
 
     # --- Before training ----------------------------------------------------------------------
 
@@ -275,7 +299,7 @@ class LossScaleMonitor:
         self._shown = StepStats(int(optimizer.iterations), scale, scale, skipped, last_skipped)
         return self._shown
 
-    def _read(self, mean: Any, is_of_step: bool, last_read: int) -> StepStats:
+    def _read(self, mean: Any, is_of_step: bool, place: str, last_read: int) -> StepStats:
         """Reads the last step, with the loss, the mean over the epoch that Keras reports."""
         stats, tracker = self._stats(), self._optimizer._overflow_tracker
         tracker.count_from(stats.step)
@@ -287,7 +311,21 @@ class LossScaleMonitor:
         if stats.step == last_read:
             return stats
         scale, skip = tracker.read(min(last_read, stats.step - 1), stats.step)
-        return stats._replace(scale=scale, last_skip=skip, loss=loss)
+        stats = stats._replace(scale=scale, last_skip=skip, loss=loss)
+        explained: StepStats = self._explainer.explain(stats, lambda: self._facts(place, scale))
+        return explained
+
+    # --- Explanations, which Keras 3 on PyTorch and JAX overrides -------------------------------
+
+    def _hold_batch(self) -> None:
+        """Keeps the batch of the next step, if it can be seen."""
+
+    def _facts(self, place: str, scale: float) -> Facts:
+        """Repeats the last step at its loss scale; `place` is its batch, in words."""
+        why = f"on TensorFlow the batch is taken within the compiled step. It was {place}"
+        if self._library.__name__ == "keras":
+            why += f": lossscale.diagnosis.explain(model, x, y, scale={scale_in_words(scale)})"
+        return Facts(why_not=why)
 
     def _show(self, logs: Any) -> None:
         if logs is not None:

@@ -203,3 +203,104 @@ def test_what_the_model_is_given_is_named_and_so_are_mistakes():
     for owned in ([], [keras.Variable(1.0)]):
         with pytest.raises(ArgumentError, match="trainable parameters of the model"):
             explain(model, x, x[:, :1], parameters=owned)
+
+
+class Called(layers.Layer):
+    """Calls a function, with a shape that is known beforehand."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def as_numpy(h):
+    """Checks of the program, in NumPy, of what a graph computes."""
+
+    def checked(h):
+        if not np.isfinite(np.asarray(h, np.float32)).all():
+            raise FloatingPointError
+        return h
+
+    if cases.BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        return tf.ensure_shape(tf.numpy_function(checked, [h], h.dtype), h.shape)
+    if cases.BACKEND == "jax":
+        import jax
+
+        like = jax.ShapeDtypeStruct(h.shape, h.dtype)
+        function = jax.custom_vjp(lambda h: jax.pure_callback(checked, like, h))
+        function.defvjp(lambda h: (function(h), None), lambda _, by: (by,))
+        return function(h)
+    return ops.reshape(ops.cast(checked(h.detach().cpu()), h.dtype), h.shape) * 0 + h
+
+
+def only_in_float32(h):
+    if "float16" in str(h.dtype):
+        raise NotImplementedError("no kernel for float16")
+    return h
+
+
+def after_a_large_layer(*functions, last=()):
+    large = layers.Dense(4, kernel_initializer="ones", name="large")
+    given = [keras.Input((8,)), large, *map(Called, functions), layers.Dense(1), *map(Called, last)]
+    model = keras.Sequential(given)
+    model.compile("sgd", "mse")
+    return model
+
+
+def test_an_overflow_before_a_check_of_the_program_is_named():
+    model = after_a_large_layer(as_numpy)
+    x, y = np.full((4, 8), 3e4, np.float32), np.ones((4, 1), np.float32)
+    found = explain(model, x, y)
+    assert (found.cause, found.module) == (Cause.FORWARD_OVERFLOW, "large")
+    assert explain(model, x / 3e4, y, scale=1.0).cause == Cause.UNKNOWN
+    if cases.BACKEND == "jax":
+        import jax
+
+        with jax.debug_nans(True):
+            found = explain(after_a_large_layer(lambda h: h - h), x, y)
+        assert (found.cause, found.module) == (Cause.FORWARD_OVERFLOW, "large")
+
+
+def test_what_only_float16_raises_is_a_reason_and_a_mistake_is_raised():
+    x, y = np.ones((4, 8), np.float32), np.ones((4, 1), np.float32)
+    found = explain(after_a_large_layer(only_in_float32), x, y)
+    assert found.cause == Cause.UNKNOWN
+    assert "does not run in float16 here: " in found.text
+    model = after_a_large_layer()
+    with pytest.raises((ValueError, TypeError, RuntimeError), match="99"):
+        explain(model, x, y, loss_fn=lambda m, batch: ops.mean(ops.reshape(m(batch[0]), (99,))))
+
+
+@pytest.mark.skipif(cases.BACKEND != "tensorflow", reason="other graphs have shapes")
+def test_shapes_that_a_graph_does_not_know_beforehand():
+    import tensorflow as tf
+
+    functions = {
+        "rows": lambda h: tf.boolean_mask(h, tf.ones(tf.shape(h)[0], tf.bool)),
+        "sums": lambda h: tf.math.segment_sum(h, tf.range(tf.shape(h)[0])),
+        "check": lambda h: tf.debugging.check_numerics(h, "found"),
+    }
+    x, y = np.full((4, 8), 3e4, np.float32), np.ones((4, 1), np.float32)
+    for name, function in functions.items():
+        model = after_a_large_layer(function, last=(function,))
+        found = explain(model, x, y)
+        assert (found.cause, found.module) == (Cause.FORWARD_OVERFLOW, "large"), name
+        assert explain(model, x / 3e4, y, scale=1.0).cause == Cause.UNKNOWN
+
+    def loss_fn(model, batch):
+        losses = tf.reduce_mean(ops.cast(model(batch[0]), "float32"), axis=1)
+        return tf.reduce_mean(losses) + tf.reduce_sum(tf.boolean_mask(losses, losses < -1e9))
+
+    def without_rank(model, batch):
+        return tf.numpy_function(lambda loss: loss, [loss_fn(model, batch)], tf.float32)
+
+    for each in (loss_fn, without_rank):
+        assert explain(after_a_large_layer(), x, y, loss_fn=each).module == "large"

@@ -14,7 +14,7 @@ from conformance.harness import array
 from conformance.wrappers import BACKEND, KERAS
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
-from lossscale.monitoring import read_records
+from lossscale.monitoring import Cause, read_records
 from records import column, nonfinite, skipped_steps
 from seeding import seed
 
@@ -495,3 +495,57 @@ def test_a_model_of_the_other_generation_is_refused():
         ArgumentError, match=r"lossscale\.tf_keras\.LossScaleMonitor for one of tf_keras"
     ):
         fit(model, (np.ones((1, 1)), np.ones((1, 1))), [LossScaleMonitor()])
+
+
+EXPLAINS = IS_KERAS_3 and BACKEND in ("jax", "torch")
+
+
+@pytest.mark.filterwarnings("ignore:Step .* was", "ignore:The loss of step")
+def test_a_step_is_explained_or_its_batch_is_named(tmp_path):
+    results = []
+    for explain in (0, 20):
+        model, (x, y) = net(), rows(5)
+        x[0][13] = np.nan
+        monitor = LossScaleMonitor(tmp_path / f"{explain}.jsonl", explain=explain)
+        fit(model, (x, y), [monitor], epochs=2)
+        results.append(trained(model))
+    np.testing.assert_equal(*results)
+    records = read_records(tmp_path / "20.jsonl")
+    assert [each.step for each in records if each.explanation] == [4, 9]
+    found = monitor.explanation
+    if EXPLAINS:
+        assert (found.cause, found.operation) == (Cause.BATCH, "x")
+    else:
+        assert "batch 4 of epoch 2, both counted from 1" in found.text
+    assert monitor._batch is None
+
+
+@pytest.mark.skipif(not EXPLAINS, reason="there the batch is not seen")
+def test_fit_puts_the_training_step_back_after_an_exception_too():
+    model, data = net(), rows(3)
+
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            before.append(model.train_function)
+            if batch == 1:
+                raise InterruptedError
+
+    before = []
+    with pytest.raises(InterruptedError):
+        fit(model, data, [LossScaleMonitor(explain=20), Fails()])
+    fit(model, data, [LossScaleMonitor(explain=20)])
+    assert {model.train_function, *before} == {before[0]}
+    assert "seen" not in before[0].__name__
+
+
+@pytest.mark.skipif(not EXPLAINS, reason="there the batch is not seen")
+def test_a_model_with_a_training_step_of_its_own_needs_its_loss():
+    class Own(keras.Model):
+        def train_step(self, *given):
+            return super().train_step(*given)
+
+    base = net()
+    model = Own(base.inputs, base.outputs)
+    model.compile(base.optimizer, "mse", jit_compile=False)
+    with pytest.raises(ArgumentError, match="has a train_step of its own"):
+        fit(model, rows(1), [LossScaleMonitor(explain=20)])

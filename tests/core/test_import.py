@@ -34,7 +34,7 @@ ARROWS = {
     "optax": "errors checks packages registry rules arguments common jax monitoring *jax *optax",
     # A backend of Keras imports its own framework as well.
     "keras": "errors packages rules registry members arguments optimizer old_formats common "
-    "keras_common tensorflow jax torch callbacks *keras",
+    "monitoring keras_common tensorflow jax torch callbacks *keras",
     "tf_keras": "errors packages rules registry members arguments optimizer old_formats common "
     "keras_common tensorflow callbacks *tf_keras *tensorflow",
     "experimental": "errors checks rules registry members arguments optimizer keras_common keras "
@@ -46,8 +46,10 @@ ARROWS = {
     "__main__": "cli",
     "lossscale": "errors packages registry rules optimizer installation",
 }
-# `diagnose` is one of their names for users, and imported when it is asked for.
+# `diagnose` is one of their names for users, and monitors repeat a step as it does: both import it
+# when it is asked for.
 OFFER_A_DIAGNOSIS = ("lossscale.optax", "lossscale.torch")
+OFFER_A_DIAGNOSIS += ("lossscale.optax.monitor", "lossscale.keras.monitor")
 
 
 def violations(name, source):

@@ -61,7 +61,10 @@ class GraphWatch:
         origin_of = self._evaluation.origin_of
         origins = [origin_of(each, name, is_weight=kind) for each, name, kind in named]
         given, origins = [tf.constant(scale, tf.float32), *read], [None, *origins]
-        values, (loss, *gradients) = self._evaluate(graph, given, origins, self._outputs)
+        try:
+            values, (loss, *gradients) = self._evaluate(graph, given, origins, self._outputs)
+        except Exception as error:
+            return self._evaluation.watched_until(error)
         first = next((each for each in gradients if each and not each.is_mask), None)
         return self._evaluation.watched(values[:1], loss, first)
 
@@ -181,6 +184,9 @@ _INNER: dict[str, Callable[..., Any]] = {
 
 def _computed(operation: Any, given: Sequence[Any], *, wide: bool = False) -> list[Any]:
     """The results of an operation, which may be computed in float64."""
+    if operation.type in ("CheckNumerics", "CheckNumericsV2"):
+        # It would raise what is to be explained.
+        return [tf.identity(given[0])]
     if operation.type == "Const":
         return [tf.constant(tf.make_ndarray(operation.get_attr("value")))]
 

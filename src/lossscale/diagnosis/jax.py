@@ -19,8 +19,8 @@ from lossscale.diagnosis.jaxpr_watch import JaxprWatch
 from lossscale.diagnosis.measurement import Pass, checked_loss, measure
 from lossscale.diagnosis.report import Report
 from lossscale.errors import ArgumentError, ArgumentTypeError, first_names
-from lossscale.monitoring.explanation import Explanation
-from lossscale.monitoring.origins import explain_pass
+from lossscale.monitoring.explanation import Explanation, Facts, explained
+from lossscale.monitoring.origins import explain_pass, facts_in_float16
 from lossscale.optax.gating import is_gradient
 from lossscale.optax.overflow_tracking import named_leaves
 
@@ -116,10 +116,18 @@ class JaxGradientFunction:
 
     # JAX computes constants with NumPy, which warns of an overflow.
     @np.errstate(all="ignore")
+    def facts(self, batch: Any, scale: float, half: bool = True) -> Facts:
+        """Returns what is not finite in a pass, and why."""
+        watch = functools.cache(functools.partial(self._watch, batch))
+
+        def facts(half: bool) -> Facts:
+            return explain_pass(lambda s: watch(half)(s), scale, lambda s: watch(False)(s))
+
+        return facts_in_float16(facts) if half else facts(False)
+
     def explain(self, batch: Any, scale: float, half: bool = True) -> Explanation:
         """Explains why a pass is not finite."""
-        watch = functools.cache(functools.partial(self._watch, batch))
-        return explain_pass(lambda s: watch(half)(s), scale, lambda s: watch(False)(s))
+        return explained(self.facts(batch, scale, half))
 
     def _watch(self, batch: Any, half: bool) -> JaxprWatch:
         compute, arrays, _ = self._function(batch, half)
@@ -129,7 +137,7 @@ class JaxGradientFunction:
             return loss, list(self._owned_ones(gradients).values())
 
         weights = {id(leaf): path for path, leaf in named_leaves(self._params)}
-        inputs = {id(leaf): f"batch/{path}".rstrip("/") for path, leaf in named_leaves(batch)}
+        inputs = {id(leaf): path for path, leaf in named_leaves({"batch": batch})}
         names = [
             (weights.get(id(each), inputs.get(id(each), "batch")), id(each) in weights)
             for each in arrays.values()

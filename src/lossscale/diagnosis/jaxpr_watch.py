@@ -65,7 +65,12 @@ class JaxprWatch:
         origin_of = self._evaluation.origin_of
         origins = [origin_of(array, name, is_weight=kind) for (name, kind), array in named]
         given = [*self._arrays, np.float32(scale)]
-        values, (loss, *gradients) = self._evaluate(self.closed, given, [*origins, None])
+        try:
+            # These would raise what is to be explained.
+            with jax.debug_nans(False), jax.debug_infs(False):
+                values, (loss, *gradients) = self._evaluate(self.closed, given, [*origins, None])
+        except Exception as error:
+            return self._evaluation.watched_until(error)
         first = next((each for each in gradients if each and not each.is_mask), None)
         if loss is None and first and first.failed and first not in self._evaluation.absorbed:
             # The forward pass is finite, so it is a part of a derivative.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,12 +21,12 @@ import numpy as np
 from lossscale.checks import checked_count, checked_parameters
 from lossscale.common.monkeypatch import replace
 from lossscale.common.overflow_tracker import unique_names
-from lossscale.diagnosis.measurement import Pass, checked_loss
+from lossscale.diagnosis.measurement import Pass, checked_loss, known_size
 from lossscale.errors import ArgumentError
 from lossscale.keras import backends
 from lossscale.keras.private_names import random_functions
-from lossscale.monitoring.explanation import Cause, Explanation, Origin
-from lossscale.monitoring.origins import Watched, explain_pass
+from lossscale.monitoring.explanation import Explanation, Facts, Origin, explained
+from lossscale.monitoring.origins import Watched, explain_pass, facts_in_float16
 
 _NARROW = ("float16", "bfloat16")
 _WIDER = ("float32", "float64", "bfloat16")
@@ -81,16 +80,24 @@ class KerasGradientFunction:
 
     # JAX computes constants with NumPy, which warns of an overflow.
     @np.errstate(all="ignore")
-    def explain(self, batch: Any, scale: float, half: bool = True) -> Explanation:
-        """Explains why a pass is not finite."""
+    def facts(self, batch: Any, scale: float, half: bool = True) -> Facts:
+        """Returns what is not finite in a pass, and why."""
         batch = keras.tree.map_structure(
             lambda each: None if each is None else keras.ops.convert_to_tensor(each),
             (*batch, None, None)[:3],
         )
-        if keras.backend.backend() == "torch":
-            return self._explain_on_torch(batch, scale, half)
         watch = functools.cache(functools.partial(self._watch, batch))
-        return explain_pass(lambda s: watch(half)(s), scale, lambda s: watch(False)(s))
+
+        def facts(half: bool) -> Facts:
+            if keras.backend.backend() == "torch":
+                return self._on_torch(batch, scale, half)
+            return explain_pass(lambda s: watch(half)(s), scale, lambda s: watch(False)(s))
+
+        return facts_in_float16(facts) if half else facts(False)
+
+    def explain(self, batch: Any, scale: float, half: bool = True) -> Explanation:
+        """Explains why a pass is not finite."""
+        return explained(self.facts(batch, scale, half))
 
     def _watch(self, batch: Any, half: bool) -> Callable[[float], Watched]:
         make: Any
@@ -139,7 +146,7 @@ class KerasGradientFunction:
             replace(stack, keras.Layer, "__call__", called)
             yield
 
-    def _explain_on_torch(self, batch: Any, scale: float, half: bool) -> Explanation:
+    def _on_torch(self, batch: Any, scale: float, half: bool) -> Facts:
         import torch
 
         from lossscale.torch.repeated_step import examined
@@ -148,8 +155,7 @@ class KerasGradientFunction:
         count = len(self._trained)
 
         def in_float32(scale: float) -> Watched:
-            is_finite = self.explain(batch, scale, False).cause is Cause.UNKNOWN
-            return Watched(None if is_finite else Origin(), None)
+            return Watched(None if self.facts(batch, scale, False).is_finite else Origin(), None)
 
         with self._in_precision(half) as values:
             arrays = [each for each in keras.tree.flatten((values, batch)) if each is not None]
@@ -165,8 +171,12 @@ class KerasGradientFunction:
                 self._layers_within(watch.inside),
             ):
                 first = [value.detach().requires_grad_() for value in values[:count]]
-                with watch.forward():
-                    loss, _ = self._forward([*first, *values[count:]], batch)
+                try:
+                    with watch.forward():
+                        loss, _ = self._forward([*first, *values[count:]], batch)
+                except Exception as error:
+                    raised = watch.evaluation.watched_until(error)
+                    return explain_pass(lambda _: raised, scale)
                 outer = [(loss, torch.full_like(loss, scale))]
                 wide = in_float32 if half else None
                 return examined(watch, outer, first, scale, in_float32=wide)
@@ -211,10 +221,13 @@ class KerasGradientFunction:
                 training = {"training": True} if self._model._call_has_training_arg else {}
                 y_pred = self._model(x, **training)
                 for target, output in zip(*map(keras.tree.flatten, (y, y_pred)), strict=False):
+                    sizes = {None if target is None else known_size(target), known_size(output)}
                     # Others, such as class numbers, are not values that an output should reach.
-                    if target is not None and math.prod(target.shape) == math.prod(output.shape):
-                        narrow = keras.ops.cast(target, output.dtype)
-                        fits.append(keras.ops.all(keras.ops.isfinite(narrow)))
+                    if target is None or (None not in sizes and len(sizes) > 1):
+                        continue
+                    is_other = keras.ops.size(target) != keras.ops.size(output)
+                    is_finite = keras.ops.isfinite(keras.ops.cast(target, output.dtype))
+                    fits.append(keras.ops.logical_or(is_other, keras.ops.all(is_finite)))
                 loss = self._model._compute_loss(x, y, y_pred, sample_weight, training=True)
         loss = checked_loss(loss, keras.ops.is_tensor)
         return keras.ops.reshape(keras.ops.cast(loss, "float32"), ()), fits

@@ -82,12 +82,21 @@ def checked_loss(loss: Any, is_tensor: Callable[[Any], bool]) -> Any:
             f"{wanted} Received: a {type(loss).__name__}. Return the loss alone, such as "
             "`output.loss`; diagnose several losses one by one, each with its `parameters`."
         )
-    if math.prod(loss.shape) != 1 or "float" not in str(loss.dtype):
+    if known_size(loss) not in (1, None) or "float" not in str(loss.dtype):
         raise ArgumentError(
             f"{wanted} Received: a tensor of shape {tuple(loss.shape)} and dtype {loss.dtype}. "
             "Take the mean or the sum."
         )
     return loss
+
+
+def known_size(tensor: Any) -> int | None:
+    """The number of elements; None if a graph of TensorFlow knows it only when it runs."""
+    try:
+        return int(math.prod(tensor.shape))
+    # A dimension is None, or the rank.
+    except (TypeError, ValueError):
+        return None
 
 
 _Key = tuple[str, int]
@@ -110,11 +119,14 @@ class GradientAccuracy:
         largest: The largest magnitude in the unscaled float32 gradient.
         errors: Exponent of each tried loss scale to the relative error there, the worst of all
             batches; infinite if the gradient overflows. Empty if it is 0 in float32.
+        is_noise: Whether it is a vector and wrong in float32, too: what is left of numbers that
+            cancel, such as the gradient of a bias before a normalization.
     """
 
     name: str
     largest: float
     errors: Mapping[int, float]
+    is_noise: bool = False
 
     @property
     def is_wrong(self) -> bool:
@@ -257,20 +269,31 @@ class _Batches:
         wrong = [g.name for g in measured if g.is_wrong]
         is_right = all(min(g.errors.values()) <= TOLERANCE for g in measured)
         if is_right or found.unknown:
-            return found
+            return self._with_noise(found)
         # An overflow that a later operation hides does no harm unless gradients are wrong. If it is
         # in a few rows, they are not all noise.
         why = self._explained(exponent=min(found.highest_exponent, 0))
         if why is not None:
             return dataclasses.replace(found, overflows_at="the forward pass", explanation=why)
         if not wrong:
-            return found
+            return self._with_noise(found)
         unknown = (
             f"the gradient of {wrong[0]} is wrong at every scale: it is rounded away, or {_RANDOM}"
         )
         advice = "compute that part of the model in float32, or draw the same random numbers"
         why = Explanation(Cause.UNKNOWN, unknown, advice)
         return dataclasses.replace(found, unknown=unknown, explanation=why)
+
+    def _with_noise(self, found: Measurement) -> Measurement:
+        """Finds out which of the wrong gradients are wrong in float32, too."""
+        if not any(each.is_wrong and each.errors for each in found.gradients):
+            return found
+        # Of another scale that is no power of two, each number has another rounding.
+        again = self._pass(self._reference_exponent + math.log2(3), half=False)
+        differing, known = _differing(self._reference, again), self._reference.gradients
+        names = {key[0] for key in differing if np.ndim(known[key]) < 2}
+        gradients = (dataclasses.replace(g, is_noise=g.name in names) for g in found.gradients)
+        return dataclasses.replace(found, gradients=tuple(gradients), passes=self._passes)
 
     def _backward(self) -> Measurement:
         predicted = self._predicted()
@@ -334,7 +357,7 @@ class _Batches:
             **fields,
         )
 
-    def _pass(self, exponent: int, *, half: bool) -> _Passes:
+    def _pass(self, exponent: float, *, half: bool) -> _Passes:
         """Computes a pass on each batch; divides the gradients by the loss scale."""
         scale = 2.0**exponent
         found = []

@@ -24,7 +24,7 @@ from lossscale.diagnosis.measurement import (
     GradientAccuracy,
     Measurement,
 )
-from lossscale.monitoring.explanation import NO_SCALE_HELPS, Cause
+from lossscale.monitoring.explanation import Cause
 from lossscale.rules import DynamicScale
 
 _LARGEST_EXPONENT = 126
@@ -78,7 +78,6 @@ def recommend(found: Measurement) -> Recommendation:
     lowest, highest = found.lowest_exponent, found.highest_exponent
     if found.unknown:
         advice = "" if found.explanation is None else found.explanation.advice
-        advice = advice.removeprefix(NO_SCALE_HELPS)
         return Recommendation(Verdict.UNKNOWN, None, found.unknown, advice)
     if found.overflows_at:
         return _cannot_help(found)
@@ -122,7 +121,7 @@ def _no_single_scale(found: Measurement) -> Recommendation:
 def _cannot_help(found: Measurement) -> Recommendation:
     where, why = found.overflows_at, found.explanation
     if why is not None:
-        advice = why.advice.removeprefix(NO_SCALE_HELPS)
+        advice = why.advice
         if why.cause in _OF_FLOAT16 and why.in_float16:
             advice += "; or train in bfloat16"
         return Recommendation(Verdict.CANNOT_HELP, None, why.reason, advice)
@@ -202,12 +201,18 @@ class Report:
             )
         if advised.advice:
             yield "do", advised.advice
+        zero = [each.name for each in found.gradients if not each.errors]
+        lost = [each for each in found.gradients if each.is_wrong and each.errors]
+        small = (
+            "wrong in float16 at every scale, and left out, because they are far smaller than "
+            "others. Adam moves such weights at random: compute what reduces their gradients, "
+            "such as a softmax with large inputs, in float32, or make its inputs smaller"
+        )
+        noise = "wrong in float32, too, as of a bias before a normalization, and left out"
         for said, names in (
-            ("also 0 in float32, and left out", [g.name for g in found.gradients if not g.errors]),
-            (
-                "wrong at every scale, as of a bias before a normalization, and left out",
-                [each.name for each in found.gradients if each.is_wrong and each.errors],
-            ),
+            ("also 0 in float32, and left out", zero),
+            (noise, [each.name for each in lost if each.is_noise]),
+            (small, [each.name for each in lost if not each.is_noise]),
         ):
             if names and not (found.unknown or found.overflows_at):
                 more = ", ..." if len(names) > 3 else ""

@@ -1,4 +1,4 @@
-"""Why a step was skipped: the cause, the operation, and what to do.
+"""Why a step was skipped, or its loss is not finite: the cause, the operation, and what to do.
 
 A watcher of a framework finds the first operation that makes an infinity or a NaN of finite
 numbers, and describes it as a `FailedOperation`. Causes and texts are the same everywhere.
@@ -24,29 +24,22 @@ HALVINGS = 24
 """The fewest halvings of a loss scale that are tried: 2**-24 is the smallest float16 number. From
 a higher one the scale falls to 1."""
 
-_CHECK_THE_LOSS = (
-    "check the targets and the loss function; explain(model, loss_fn, batch) names its operation "
-    "and line"
+_CHECK_THE_LOSS = "check the targets and the loss function; "
+_CHECK_THE_LOSS += "explain(model, loss_fn, batch) names its operation and line"
+_FINITE_AGAIN = (
+    "the pass of this step is finite when it is repeated. Another process may have overflowed, "
+    "gradients were changed after the backward pass, or a part of the loss does not use the outputs"
+    ", such as a penalty on gradients or weights. explain(model, loss_fn, batch) sees such a part"
 )
-NO_SCALE_HELPS = "no loss scale helps: "
-"""Advice begins with it if no loss scale makes the step finite."""
-_FALLS_BY_ITSELF = "this is normal: the scale falls by itself"
-_LOWER_HELPS = "a lower scale helps, or outputs in float32"
 _OF_OUTPUTS = "gradient of the outputs"
-_FINITE = "the forward pass is finite; "
 # Those whose derivatives float16 can hold, such as 1 / epsilon**2.
 _ADVISED_EPSILON = {"div": 4e-3, "reciprocal": 4e-3, "rsqrt": 1e-3, "pow": 4e-3}
 _ADVISED_EPSILON |= {"digamma": 4e-3, "polygamma": 4e-2}
 _OTHER_EPSILON = 1e-4
 _MANY_HALVINGS, _LOW = 8, 2**8
-_SINGULAR = {
-    "rsqrt": "divides by a square root of 0",
-    "reciprocal": "divides by 0",
-    "div": "divides by 0",
-    "log": "takes the logarithm of 0",
-    "pow": "raises 0 to a negative power",
-    "rem": "divides by 0",
-}
+_SINGULAR = dict.fromkeys(("reciprocal", "div", "rem"), "divides by 0")
+_SINGULAR |= {"rsqrt": "divides by a square root of 0", "log": "takes the logarithm of 0"}
+_SINGULAR |= {"pow": "raises 0 to a negative power"}
 _OF_POSITIVE = ("rsqrt", "sqrt", "log", "pow")
 _BOUNDED = ("acos", "asin", "atanh", "acosh", "erfinv", "erf_inv", "log1p")
 """Operations that are not finite outside of an interval, or at its ends."""
@@ -58,7 +51,7 @@ _SAME |= {"realdiv": "div", "divnonan": "div", "integer_pow": "pow", "inv": "rec
 
 
 class Cause(enum.StrEnum):
-    """Why a step was skipped.
+    """Why a step was skipped, or its loss is not finite.
 
     Attributes:
         SCALE: The forward pass is finite, and at a lower loss scale the backward pass is, too.
@@ -81,9 +74,17 @@ class Cause(enum.StrEnum):
     UNKNOWN = "unknown"
 
 
+_AT_ANY_SCALE = (Cause.FORWARD_OVERFLOW, Cause.SINGULAR, Cause.BATCH)
+_LARGE_GAIN = 8.0
+"""Weights that make a result so many times larger than the input are not as they were initialized:
+then it is about 1, and up to 4 if all inputs are the same."""
+_GROWN = "weights that grow in training need a lower learning rate, or weight decay"
+_HIDES = ", and a later operation hides it"
+
+
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Why a step was skipped, and what to do.
+    """Why a step was skipped, or its loss is not finite, and what to do.
 
     Attributes:
         cause: The cause.
@@ -100,7 +101,7 @@ class Explanation:
             blame.
 
     Examples:
-        >>> print(unknown("the model was compiled"))
+        >>> print(explained(Facts(why_not="the model was compiled")))
         Not explained: the model was compiled.
     """
 
@@ -119,7 +120,8 @@ class Explanation:
         named = (f"{self.module} (", f"{self.module} of the model", f"{self.operation} ")
         # A name keeps its form.
         reason = self.reason if self.reason.startswith(named) else _capital(self.reason)
-        return f"{reason}. {_capital(self.advice)}." if self.advice else f"{reason}."
+        none_helps = "no loss scale helps: " if self.cause in _AT_ANY_SCALE else ""
+        return f"{reason}. {_capital(none_helps + self.advice)}." if self.advice else f"{reason}."
 
     def __str__(self) -> str:
         return self.text
@@ -155,6 +157,9 @@ class FailedOperation(NamedTuple):
         maker: The module and the operation that computed what is cast; "" if none did.
         is_narrow: Whether it takes or returns float16.
         epsilon: A small number that is added in the same module, in float16; 0 if none.
+        divisor: The number that it divides by, such as a temperature; 0 if none, or several.
+        weight: Name of the parameter that it takes; "" if none.
+        largest_weight: The largest magnitude in it.
         in_float16: Whether the pass has computed in float16 by then.
     """
 
@@ -171,12 +176,22 @@ class FailedOperation(NamedTuple):
     maker: str = ""
     is_narrow: bool = True
     epsilon: float = 0.0
+    divisor: float = 0.0
+    weight: str = ""
+    largest_weight: float = 0.0
     in_float16: bool = True
 
     @property
     def is_overflow(self) -> bool:
         """Whether its result is finite in float64."""
         return self.largest_result is not None and self.largest_result < LARGEST_OF_FLOAT64
+
+    @property
+    def is_of_float16(self) -> bool:
+        """Whether float16 is to blame, and not that float32 cannot hold its result either."""
+        size = self.largest_result
+        is_beyond_float32 = size is not None and LARGEST_OF_FLOAT32 < size < math.inf
+        return self.in_float16 and not is_beyond_float32
 
     @property
     def here(self) -> str:
@@ -210,6 +225,93 @@ class Origin(NamedTuple):
     place: str = ""
 
 
+class GradientCounts(NamedTuple):
+    """The gradients that reach finite outputs of a model and are not finite.
+
+    Attributes:
+        infs, nans: The numbers of infinite ones, and of those that are NaN.
+        are_float16: Whether all of these gradients are in float16.
+        largest_output: The largest magnitude of such an output.
+    """
+
+    infs: int
+    nans: int
+    are_float16: bool
+    largest_output: float
+
+    @property
+    def counts(self) -> str:
+        """The two numbers, in words."""
+        return f"{self.infs} infinit{'y' if self.infs == 1 else 'ies'} and {self.nans} NaN"
+
+
+class Facts(NamedTuple):
+    """What is known of a step: `explained` writes the explanation from it.
+
+    Attributes:
+        origin: The origin of its first infinity or NaN; None if everything in the pass is finite,
+            or comes from the gradients of the outputs.
+        is_hidden: Whether `origin` makes the loss wrong, and finite.
+        hidden: The origin of an overflow that makes a result wrong, and did not cause the skip.
+        gradients: Gradients of the outputs that are not finite; None if there are none.
+        scale: The loss scale of the step.
+        halvings: If `origin` is in the backward pass: after how many halvings of the loss scale the
+            pass is finite; None if it never is.
+        last: The module and the operation that overflow before the last of these halvings.
+        is_lowest: Whether the rule lets the scale fall no lower.
+        loss: The unscaled loss; None if it is not known.
+        is_loss_float16: Whether the loss is in float16.
+        is_later: Whether the pass was repeated with the weights after the step, which was applied.
+        call, calls: The number of the call of the model, and of all calls in the step.
+        is_repeated: Whether the pass is that of a step of training, repeated.
+        why_not: Why nothing is known; "" if something is.
+    """
+
+    origin: Origin | None = None
+    is_hidden: bool = False
+    hidden: Origin | None = None
+    gradients: GradientCounts | None = None
+    scale: float = 1.0
+    halvings: int | None = None
+    last: str = ""
+    is_lowest: bool = False
+    loss: float | None = None
+    is_loss_float16: bool = False
+    is_later: bool = False
+    call: int = 1
+    calls: int = 1
+    is_repeated: bool = False
+    why_not: str = ""
+
+    @property
+    def failed(self) -> FailedOperation | None:
+        """The operation that failed; None if it is not known."""
+        return self.origin.failed if self.origin else None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether nothing was found."""
+        return self.origin is None and self.gradients is None
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether it is in the backward pass that something is not finite."""
+        return self.failed.in_backward if self.failed else self.gradients is not None
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a lower loss scale mends it, as far as the pass alone can tell."""
+        found = self.gradients
+        # In the cast to the outputs.
+        return found.are_float16 and not found.nans if found else self.halvings is not None
+
+    @property
+    def is_loss_broken(self) -> bool:
+        """Whether the loss is not finite, and the pass through the model is."""
+        is_outside = not self.why_not and (self.in_backward or self.is_finite)
+        return is_outside and self.loss is not None and not math.isfinite(self.loss)
+
+
 def most_halvings(scale: float) -> int:
     """Returns how often a loss scale is halved before a step is called broken at every scale."""
     return max(HALVINGS, math.ceil(math.log2(scale)))
@@ -228,112 +330,144 @@ def halvings_until(is_finite_after: Callable[[int], bool], scale: float) -> int 
     return tried[bisect.bisect_left(tried, True, key=is_finite_after)]
 
 
-def of_forward_pass(origin: Origin) -> Explanation:
-    """Returns the explanation of something that is not finite in a forward pass.
-
-    Examples:
-        >>> of_forward_pass(Origin(name="x")).cause
-        <Cause.BATCH: 'batch'>
-    """
-    if origin.failed is not None:
-        return explained(origin.failed)
-    if origin.is_mask:
-        return set_by_the_program(origin.place)
-    return (not_finite_weights if origin.is_weight else not_finite_argument)(origin.name)
+# --- The text -----------------------------------------------------------------------------------
 
 
-def hidden_overflow(origin: Origin) -> Explanation:
-    """Returns the explanation of an overflow that makes the loss wrong, and finite."""
-    found = of_forward_pass(origin)
-    return dataclasses.replace(found, reason=f"{found.reason}, and a later operation hides it")
-
-
-def with_hidden(found: Explanation, origin: Origin | None) -> Explanation:
-    """Adds an overflow, if there is one, that makes a result wrong and did not cause the skip."""
-    if origin is None:
-        return found
-    hidden = hidden_overflow(origin)
-    remedy = hidden.advice.removeprefix(NO_SCALE_HELPS)
-    advice = f"{found.advice}. Besides, {hidden.reason}: {remedy}"
-    return dataclasses.replace(found, reason=found.reason.removeprefix(_FINITE), advice=advice)
-
-
-def explained(
-    failed: FailedOperation, *, scale: float = 1.0, halvings: int | None = None, last: str = ""
-) -> Explanation:
-    """Returns what an operation that failed means.
-
-    Args:
-        failed: The operation.
-        scale: The loss scale of the step.
-        halvings: If it is in the backward pass: after how many halvings of the loss scale the pass
-            is finite; None if it never is.
-        last: The module and the operation that overflow before the last of these halvings.
+def explained(facts: Facts) -> Explanation:
+    """Writes the explanation of a step.
 
     Examples:
         >>> failed = FailedOperation("matmul", "head", largest_input=900, largest_result=131008)
-        >>> str(explained(failed).cause)
+        >>> str(explained(Facts(Origin(failed))).cause)
         'forward overflow'
     """
+    told = _told(facts)
+    reason, advice = told.reason, told.advice
+    if facts.calls > 1 and not (facts.is_finite or facts.is_loss_broken):
+        reason = f"in call {facts.call} of {facts.calls} of the model, {reason}"
+    reason += _HIDES if facts.is_hidden else ""
+    if facts.is_later and not facts.why_not:
+        reason += ", with the weights after the step"
+    if facts.hidden:
+        hidden = _of_origin(facts.hidden, Facts())
+        advice += f". Besides, {hidden.reason}{_HIDES}: {hidden.advice}"
+    return dataclasses.replace(told, reason=reason, advice=advice)
+
+
+def _told(facts: Facts) -> Explanation:
+    """Writes the part of an explanation that depends on the kind of the facts."""
+    if facts.is_loss_broken:
+        return _of_broken_loss(facts)
+    if facts.gradients is not None:
+        return _of_gradients(facts, facts.gradients)
+    if facts.origin is not None:
+        return _of_origin(facts.origin, facts)
+    at = scale_in_words(facts.scale)
+    finite = f"the forward and the backward pass are finite at a scale of {at}"
+    why_not = facts.why_not or (_FINITE_AGAIN if facts.is_repeated else finite)
+    return Explanation(Cause.UNKNOWN, f"not explained: {why_not}")
+
+
+def _of_broken_loss(facts: Facts) -> Explanation:
+    """A loss that is not finite, of finite outputs."""
+    reason = f"the outputs of the model are finite, but the loss is {facts.loss:g}"
+    if facts.gradients and facts.gradients.nans:
+        reason += f", and {facts.gradients.counts} reach them from it"
+    narrow = "compute the loss in float32, it is in float16; else " if facts.is_loss_float16 else ""
+    return Explanation(Cause.LOSS, reason, f"{narrow}{_CHECK_THE_LOSS}")
+
+
+def _of_gradients(facts: Facts, found: GradientCounts) -> Explanation:
+    """Gradients that are not finite where they reach the outputs of the model."""
+    reason = "the outputs of the model are finite"
+    if not facts.is_scaled:
+        reason += f", up to {found.largest_output:.3g}, but {found.counts} reach them from the loss"
+        advice = f"a lower scale helps if float16 overflows there; else {_CHECK_THE_LOSS}"
+        return Explanation(Cause.LOSS, reason, advice, in_backward=True)
+    at = scale_in_words(facts.scale)
+    reason += f"; at a loss scale of {at}, {found.infs} of their gradients, in float16, overflow"
+    advice = "a lower scale helps, or outputs in float32"
+    if facts.is_lowest:
+        # How much lower is not known.
+        advice = _lower_than_the_rule(SMALLEST)
+    if facts.is_lowest and facts.scale <= SMALLEST:
+        advice = "no scale helps: return the outputs in float32, or make the loss smaller"
+    return Explanation(Cause.SCALE, reason, advice, _OF_OUTPUTS, in_backward=True, halvings=1)
+
+
+def _of_origin(origin: Origin, facts: Facts) -> Explanation:
+    """An infinity or a NaN of which the origin is known."""
+    failed = origin.failed
+    if origin.is_beyond:
+        name = failed.where if failed else origin.place
+        reason = "a number that the program sets is above the largest float16 number, 65,504"
+        reason += f", and is infinite when it reaches {name}" if name else ""
+        advice = "use a smaller number, such as -1e4 in a mask, or compute in float32"
+        where = (failed.operation, failed.module) if failed else ("", origin.place)
+        return Explanation(Cause.FORWARD_OVERFLOW, reason, advice, *where)
+    if failed is not None:
+        told = _of_scale(facts, failed) if facts.halvings is not None else _meaning(facts, failed)
+        how = failed.in_backward, facts.halvings, failed.is_of_float16
+        return Explanation(*told, failed.operation, failed.module, *how)
+    if origin.is_mask:
+        place = f" in {origin.place}" if origin.place else ""
+        reason = f"an infinity or NaN that the program sets{place} reaches the loss"
+        advice = "set a finite number there, or check the targets and the loss function"
+        return Explanation(Cause.LOSS, reason, advice, module=origin.place)
+    if origin.is_weight:
+        reason = f"{origin.name} of the model is not finite"
+        advice = "no later step repairs it: load a checkpoint"
+        return Explanation(Cause.WEIGHTS, reason, advice, "", origin.name, in_float16=False)
+    reason = f"the argument {origin.name} of the model contains infinities or NaN"
+    advice = "check the data, or what has computed it"
+    return Explanation(Cause.BATCH, reason, advice, origin.name, in_float16=False)
+
+
+def _of_scale(facts: Facts, failed: FailedOperation) -> tuple[Cause, str, str]:
+    """An overflow of the backward pass that a lower loss scale mends."""
+    halvings, last = facts.halvings or 0, facts.last or failed.where
+    low = facts.scale / 2**halvings
     size = failed.largest_result
-    # Not float16 alone is to blame for what float32 cannot hold either.
-    if size is not None and LARGEST_OF_FLOAT32 < size < math.inf:
-        failed = failed._replace(in_float16=False)
-    lowest = scale_in_words(scale / 2 ** most_halvings(scale))
-    cause, reason, advice = _meaning(failed, lowest)
-    if halvings is not None:
-        cause, last, low = Cause.SCALE, last or failed.where, scale / 2**halvings
-        above = "" if size is None else f" ({_size(size)})"
-        reason = (
-            f"{_FINITE}at a loss scale of {scale_in_words(scale)}, "
-            f"{failed.where} overflows in the backward pass{above}, and after {halvings} "
-            f"halving{'s'[: halvings > 1]}, at {scale_in_words(low)}, that pass is finite"
-        )
-        if last != failed.where:
-            reason += f"; the last to overflow is {last}"
-        parts = []
-        if halvings >= _MANY_HALVINGS and low < _LOW:
-            parts.append(f"look for a reason why the gradient is so large at {last}")
-        if low < 1:
-            rule = f"DynamicScale(min_scale={scale_in_words(low)})"
-            parts.append(f"use a rule with such a scale, as {rule}")
-        advice = ", or ".join(parts) or _FALLS_BY_ITSELF
-    elif cause is not Cause.BACKWARD_OVERFLOW:
-        advice = NO_SCALE_HELPS + advice
-    return Explanation(
-        cause,
-        reason,
-        advice,
-        failed.operation,
-        failed.module,
-        failed.in_backward,
-        halvings,
-        failed.in_float16,
+    above = "" if size is None else f" ({_size(size)})"
+    reason = "" if facts.hidden else "the forward pass is finite; "
+    reason += (
+        f"at a loss scale of {scale_in_words(facts.scale)}, {failed.where} overflows in the "
+        f"backward pass{above}, and after {halvings} halving{'s'[: halvings > 1]}, at "
+        f"{scale_in_words(low)}, that pass is finite"
     )
+    if last != failed.where:
+        reason += f"; the last to overflow is {last}"
+    parts = []
+    if halvings >= _MANY_HALVINGS and low < _LOW:
+        parts.append(f"look for a reason why the gradient is so large at {last}")
+    if low < 1:
+        rule = f"DynamicScale(min_scale={scale_in_words(low)})"
+        parts.append(f"use a rule with such a scale, as {rule}")
+    if not parts:
+        falls = "this is normal: the scale falls by itself"
+        parts.append(_lower_than_the_rule(low) if facts.is_lowest else falls)
+    return Cause.SCALE, reason, ", or ".join(parts)
 
 
-def _meaning(failed: FailedOperation, lowest: str) -> tuple[Cause, str, str]:
-    """Returns the cause, the reason and the advice if no loss scale helps, down to the lowest."""
-    where = failed.where
-    when = (
-        "in the backward pass, at any loss scale" if failed.in_backward else "in the forward pass"
-    )
+def _lower_than_the_rule(scale: float) -> str:
+    lower = f"DynamicScale(min_scale={scale_in_words(scale)})"
+    return f"the rule lets the scale fall no lower; {lower} does"
+
+
+def _meaning(facts: Facts, failed: FailedOperation) -> tuple[Cause, str, str]:
+    """An operation that fails at every loss scale, down to the lowest that is tried."""
+    where, when = failed.where, "in the forward pass"
     if failed.of_infinities:
-        return (
-            Cause.SINGULAR,
-            f"{where} makes NaN of infinities that the program sets, as in a row that is "
-            "masked as a whole",
-            "mask with a finite number such as -1e4, or leave such rows out",
-        )
+        reason = f"{where} makes NaN of infinities that the program sets, as in a row that is"
+        advice = "mask with a finite number such as -1e4, or leave such rows out"
+        return Cause.SINGULAR, f"{reason} masked as a whole", advice
     if failed.largest_result is None:
-        return (
-            Cause.SINGULAR,
-            f"{where} {_singularity(failed)} {when}",
-            _about_epsilon(failed),
-        )
+        when = "in the backward pass, at any loss scale" if failed.in_backward else when
+        return Cause.SINGULAR, f"{where} {_singularity(failed)} {when}", _about_epsilon(failed)
     cause = Cause.FORWARD_OVERFLOW
     if failed.in_backward:
         cause = Cause.BACKWARD_OVERFLOW
+        lowest = scale_in_words(facts.scale / 2 ** most_halvings(facts.scale))
         when = f"in the backward pass, also at a loss scale of {lowest}"
     if failed.is_cast:
         made = f"the result of {failed.maker}" if failed.maker else "a number"
@@ -342,12 +476,24 @@ def _meaning(failed: FailedOperation, lowest: str) -> tuple[Cause, str, str]:
             f"{of} reaches {failed.largest_input:.3g}, above the largest float16 number, 65,504, "
             f"and {where} casts it to float16"
         )
-        return cause, reason, f"{_in_float32(failed)}, or make the number smaller"
-    reason = f"{where} overflows {when}: its input reaches {failed.largest_input:.3g}"
+        advice = f"{_in_float32(failed)}, or make the number smaller"
+        return cause, reason, f"{advice}; {_GROWN}" if failed.cast_of else advice
+    does = f"divides by {failed.divisor:.3g} and overflows" if failed.divisor else "overflows"
+    reason = f"{where} {does} {when}: its input reaches {failed.largest_input:.3g}"
+    if failed.weight:
+        reason += f", {failed.weight} {failed.largest_weight:.3g}"
     if failed.is_overflow:
         reason += f", its result {_size(failed.largest_result)}"
-    advice = f"{_in_float32(failed)}, or " if failed.in_float16 else ""
+    advice = f"{_in_float32(failed)}, or " if failed.is_of_float16 else ""
+    gain = (failed.largest_result or 0.0) / (failed.largest_input or math.inf)
+    if failed.weight and failed.is_overflow and gain >= _LARGE_GAIN:
+        advice += f"make {failed.weight} smaller (the result is {gain:.3g} times the input)"
+        return cause, reason, f"{advice}; {_GROWN}"
     advice += "make its input smaller"
+    if failed.divisor and failed.is_overflow:
+        limit = LARGEST if failed.is_narrow else LARGEST_OF_FLOAT32
+        least = _rounded_up(failed.divisor * (failed.largest_result or 0.0) / limit)
+        return cause, reason, f"{advice}, or divide by {least} or more"
     # Divided by a small number, most likely.
     parts = [part for part in _SINGULAR if part != "pow"]
     parts += ["pow", "gamma"] if failed.largest_input <= 1 else []
@@ -385,9 +531,8 @@ def _about_epsilon(failed: FailedOperation) -> str:
     least = _ADVISED_EPSILON.get(name, _OTHER_EPSILON)
     if name == "div":
         least = max(least, math.sqrt(failed.largest_input / LARGEST))
-    digit = 10.0 ** math.floor(math.log10(least))
-    epsilon = f"{math.ceil(round(least / digit, 3)) * digit:g}"
-    if failed.in_float16 and 0 < failed.epsilon <= SMALLEST / 2:
+    epsilon = _rounded_up(least)
+    if failed.is_of_float16 and 0 < failed.epsilon <= SMALLEST / 2:
         return (
             f"the epsilon {failed.epsilon:g} is 0 in float16, whose smallest number above 0 is "
             f"{SMALLEST:.3g}; use {epsilon} or more, or {_in_float32(failed)}"
@@ -402,139 +547,16 @@ def _about_epsilon(failed: FailedOperation) -> str:
         if not failed.meets_zero:
             return f"give {name} in {failed.here} an input for which it has a finite result"
     advice = f"keep the numbers there away from 0, with an epsilon of {epsilon} or more"
-    if not failed.in_float16:
+    if not failed.is_of_float16:
         return advice
     condition = ", if they are not 0 there" if failed.largest_result is None else ""
     return f"{advice}, or {_in_float32(failed)}{condition}"
 
 
-def not_finite_argument(name: str) -> Explanation:
-    """Returns the explanation of a batch that is not finite.
-
-    Args:
-        name: The name of the argument of the model.
-    """
-    reason = f"the argument {name} of the model contains infinities or NaN"
-    advice = f"{NO_SCALE_HELPS}check the data, or what has computed it"
-    return Explanation(Cause.BATCH, reason, advice, name, in_float16=False)
-
-
-def not_finite_weights(name: str) -> Explanation:
-    """Returns the explanation of weights that are not finite.
-
-    Args:
-        name: The name of the parameter or buffer.
-    """
-    reason = f"{name} of the model is not finite"
-    advice = "no later step repairs it: load a checkpoint"
-    return Explanation(Cause.WEIGHTS, reason, advice, module=name, in_float16=False)
-
-
-def constant_beyond_float16(found: Explanation) -> Explanation:
-    """Returns what an infinity of the program means if it is a finite number in float32.
-
-    Args:
-        found: The explanation of the same pass, of infinities that the program sets.
-    """
-    reason = "a number that the program sets is above the largest float16 number, 65,504"
-    name = FailedOperation(found.operation, found.module).where if found.operation else found.module
-    if name:
-        reason += f", and is infinite when it reaches {name}"
-    advice = f"{NO_SCALE_HELPS}use a smaller number, such as -1e4 in a mask, or compute in float32"
-    return dataclasses.replace(
-        found, cause=Cause.FORWARD_OVERFLOW, reason=reason, advice=advice, in_float16=True
-    )
-
-
-def set_by_the_program(place: str) -> Explanation:
-    """Returns the explanation of a loss with an infinity or a NaN that the program has set.
-
-    Args:
-        place: The line or the module; "" if it is not known.
-    """
-    reason = f"an infinity or NaN that the program sets{place and f' in {place}'} reaches the loss"
-    advice = "set a finite number there, or check the targets and the loss function"
-    return Explanation(Cause.LOSS, reason, advice, module=place)
-
-
-def scaled_outputs(infs: int, scale: float) -> Explanation:
-    """Returns the explanation of gradients of the model's outputs that overflow in float16.
-
-    Args:
-        infs: The number of gradients.
-        scale: The loss scale of the step.
-    """
-    reason = (
-        f"the outputs of the model are finite; at a loss scale of {scale_in_words(scale)}, {infs} "
-        "of their gradients, in float16, overflow"
-    )
-    return Explanation(Cause.SCALE, reason, _LOWER_HELPS, _OF_OUTPUTS, "", True, 1)
-
-
-def at_the_lowest_scale(found: Explanation, scale: float) -> Explanation:
-    """Returns an explanation if the rule lets the scale fall no lower.
-
-    Args:
-        found: The explanation.
-        scale: The loss scale of the step.
-    """
-    is_known = found.operation != _OF_OUTPUTS
-    lower = scale_in_words(scale / 2 ** (found.halvings or 0) if is_known else SMALLEST)
-    kept = f"the rule lets the scale fall no lower; DynamicScale(min_scale={lower}) does"
-    if not is_known and scale <= SMALLEST:
-        kept = "no scale helps: return the outputs in float32, or make the loss smaller"
-    advice = found.advice.replace(_FALLS_BY_ITSELF, kept).replace(_LOWER_HELPS, kept)
-    return dataclasses.replace(found, advice=advice)
-
-
-def with_loss(found: Explanation, loss: float) -> Explanation:
-    """Returns an explanation if the loss is known: `scaled_outputs` means something else then.
-
-    Args:
-        found: The explanation.
-        loss: The unscaled loss of the step.
-    """
-    if found.operation != _OF_OUTPUTS or math.isfinite(loss):
-        return found
-    # It begins with the call of the model, if there were several.
-    are_finite = found.reason.partition(";")[0]
-    reason = f"{are_finite}, but the loss is {loss:g}"
-    return Explanation(Cause.LOSS, reason, _CHECK_THE_LOSS, in_backward=True)
-
-
-def in_the_loss(infs: int, nans: int, largest_output: float) -> Explanation:
-    """Returns the explanation of gradients that are not finite where they reach the outputs.
-
-    Args:
-        infs: The number of infinite ones.
-        nans: The number of those that are NaN.
-        largest_output: The largest magnitude of an output.
-    """
-    reason = (
-        f"the outputs of the model are finite, up to {largest_output:.3g}, but {infs} infinities "
-        f"and {nans} NaN reach them from the loss"
-    )
-    advice = f"a lower scale helps if float16 overflows there; else {_CHECK_THE_LOSS}"
-    return Explanation(Cause.LOSS, reason, advice, in_backward=True)
-
-
-def unknown(why: str) -> Explanation:
-    """Returns the explanation of a step that could not be explained.
-
-    Args:
-        why: Why it could not be, as a clause.
-    """
-    return Explanation(Cause.UNKNOWN, f"not explained: {why}")
-
-
-def nothing_to_explain(scale: float) -> Explanation:
-    """Returns the explanation of a pass that is finite.
-
-    Args:
-        scale: The loss scale.
-    """
-    where = f"at a scale of {scale_in_words(scale)}"
-    return unknown(f"the forward and the backward pass are finite {where}")
+def _rounded_up(number: float) -> str:
+    """Returns a number for a text, rounded up to one digit."""
+    digit = 10.0 ** math.floor(math.log10(number))
+    return f"{math.ceil(round(number / digit, 3)) * digit:g}"
 
 
 def scale_in_words(scale: float) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from lossscale.errors import ArgumentError
+from lossscale.monitoring.explanation import Explanation
 from lossscale.monitoring.record import StepRecord
 from lossscale.monitoring.recorder import Recorder, StepStats
 
@@ -22,6 +23,8 @@ class LoopMonitor:
         start: Number of steps before the first monitored one.
     """
 
+    _explainer: Any = None
+
     def __init__(self, recorder: Recorder, start: int) -> None:
         self._recorder = recorder
         self._last_read = self._position = start
@@ -34,6 +37,11 @@ class LoopMonitor:
     def last_record(self) -> StepRecord | None:
         """The last record of this monitor, or None."""
         return self._recorder.last_record
+
+    @property
+    def explanation(self) -> Explanation | None:
+        """The explanation of the last step that was explained, or None."""
+        return getattr(self._explainer, "last", None)
 
     def close(self) -> None:
         """Records the last step if it was not sampled.

@@ -12,21 +12,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lossscale.errors import LossScaleError, first_line
 from lossscale.monitoring.explanation import (
     LARGEST,
     LARGEST_OF_FLOAT64,
     SMALLEST,
-    Explanation,
+    Facts,
     FailedOperation,
     Origin,
-    constant_beyond_float16,
-    explained,
     halvings_until,
-    hidden_overflow,
     most_halvings,
-    nothing_to_explain,
-    of_forward_pass,
-    with_hidden,
 )
 
 _SMALL = 2.0**-14
@@ -42,11 +37,17 @@ _SETTERS = (
     *("Const", "Fill", "BroadcastTo", "Select", "SelectV2", "PadV2"),
 )
 """Operations that may put an infinity of the program into an array."""
+_KEEPING = (*_CASTS, "t", "transpose", "permute", "view", "detach", "alias", "reshape")
+"""Operations whose result has the numbers of their input."""
 _GROWING = ("exp", "sinh", "cosh", "prod", "mul", "square")
 """Parts of the names of operations that overflow in float64, too."""
 _DIVIDING = ("div", "rem", "mod")
 _SINGULAR = ("div", "reciprocal", "inv", "sqrt", "log", "pow", "acos", "asin", "atanh")
 """Parts of the names of operations that may have no finite result for finite numbers."""
+
+
+class UnrepeatableError(RuntimeError):
+    """Raised in place of a message to another process, and of what cannot be put back."""
 
 
 class Flags(NamedTuple):
@@ -110,17 +111,21 @@ class Evaluation:
         constants: The constants of the program, and what it computes from them alone, by their ids.
         small: The small numbers that are added, by module; see `Watched`.
         absorbed: The origins of overflows that end in the forward pass.
+        first: The first origin that is an operation; None if there is none.
     """
 
     def __init__(self, name_of: Callable[[Any], str]) -> None:
         self._name_of, self._in_float16 = name_of, False
         self._makers: dict[int, str] = {}
+        # The parameters that a value has the numbers of, such as the transpose of one in float16.
+        self._same_as: dict[int, tuple[str, Any]] = {}
         # What is wrong because of an overflow, what it would be without one, and the origin of it.
         self._overflows: dict[int, tuple[Any, Any, Origin]] = {}
         self._hidden: Origin | None = None
         self.constants: dict[int, Any] = {}
         self.small: dict[str, float] = {}
         self.absorbed: set[Origin] = set()
+        self.first: Origin | None = None
 
     def origins(
         self,
@@ -150,6 +155,8 @@ class Evaluation:
         self._in_float16 |= any(map(_is_float16, made))
         maker = FailedOperation(call.shown, call.module).where
         self._makers |= dict.fromkeys(map(self.key_of, made), maker)
+        if call.name in _KEEPING and given and (name := self._parameter(given[-1])):
+            self._same_as |= {self.key_of(each): (name, each) for each in made}
         flags = list(map(self.flags_of, made))
         is_finite = not any(map(any, flags))
         infinite = []
@@ -161,6 +168,7 @@ class Evaluation:
         found = [
             self._origin(call, given, infinite, made, each) if any(each) else None for each in flags
         ]
+        self.first = self.first or next((each for each in found if each and each.failed), None)
         known = (self._overflows.get(self.key_of(each)) for each in given)
         overflows = [origin for _, _, origin in filter(None, known)]
         overflows += (each for each in found if each and each.failed and each.failed.is_overflow)
@@ -186,6 +194,14 @@ class Evaluation:
     ) -> Watched:
         """Returns the origins of outputs and of a gradient, with what else was seen."""
         return Watched(loss, gradients, self.hidden_in(outputs), self.small)
+
+    def watched_until(self, error: Exception) -> Watched:
+        """Returns the first origin before an exception, such as that of a check; else raises it."""
+        if self.first is None or isinstance(error, (LossScaleError, UnrepeatableError)):
+            raise error
+        in_backward = self.first.failed is not None and self.first.failed.in_backward
+        loss, gradients = (None, self.first) if in_backward else (self.first, None)
+        return Watched(loss, gradients, small=self.small)
 
     def origin_of(self, value: Any, name: str = "", *, is_weight: bool = False) -> Origin | None:
         """Returns the origin of a value that a pass starts with; None if it is finite."""
@@ -285,11 +301,14 @@ class Evaluation:
         size = largest(floats[-1]) if is_cast else self._in_float64(call, meets_zero)
         if divisors and meets_zero and size is not None and size <= LARGEST:
             size = None
+        weights = (each for each in given if np.ndim(each) > 1 and self._parameter(each))
+        weight = next(weights, None)
+        others = [self.on_host(each) for each in given if is_float(each) and each is not weight]
         failed = FailedOperation(
             call.shown,
             call.module,
             call.in_backward,
-            largest_input=max(map(largest, floats), default=0.0),
+            largest_input=max(map(largest, floats if weight is None else others), default=0.0),
             largest_result=size,
             meets_zero=meets_zero,
             meets_negative=any((each < 0).any() for each in decisive),
@@ -298,10 +317,25 @@ class Evaluation:
             is_cast=is_cast,
             maker=self._makers.get(self.key_of(given[-1]), "") if is_cast else "",
             is_narrow=is_narrow,
+            divisor=self._divisor(call, given),
+            weight="" if weight is None else self._parameter(weight),
+            largest_weight=0.0 if weight is None else largest(self.on_host(weight)),
             in_float16=self._in_float16,
         )
         is_beyond = any(origin.is_beyond for origin, _ in infinite)
         return Origin(failed, is_beyond=is_beyond)
+
+    def _parameter(self, value: Any) -> str:
+        """The name of the parameter that has the numbers of a value; "" if none has."""
+        known = self._same_as.get(self.key_of(value))
+        return self._name_of(value) or (known[0] if known else "")
+
+    def _divisor(self, call: Call, given: Sequence[Any]) -> float:
+        """The number that a call divides by; 0 if it is none, or several."""
+        if not any(part in call.name.lower() for part in _DIVIDING) or call.in_backward:
+            return 0.0
+        divisors = [*call.numbers, *map(self.on_host, filter(is_float, given[1:2]))]
+        return abs(float(divisors[0])) if len(divisors) == 1 and np.size(divisors[0]) == 1 else 0.0
 
     def _in_float64(self, call: Call, meets_zero: bool) -> float | None:
         """The largest magnitude that a call computes in float64, as in `FailedOperation`."""
@@ -380,8 +414,8 @@ def explain_pass(
     watch: Callable[[float], Watched],
     scale: float,
     in_float32: Callable[[float], Watched] | None = None,
-) -> Explanation:
-    """Returns why a pass is not finite.
+) -> Facts:
+    """Returns what is not finite in a pass, and why.
 
     Args:
         watch: Computes the pass at a loss scale, and watches it.
@@ -402,7 +436,7 @@ def explain_pass(
     def with_epsilon(origin: Origin) -> Origin:
         if origin.failed is None:
             return origin
-        small = {**after(0).small, **wide().small}
+        small = {**found.small, **wide().small}
         epsilon = small.get(origin.failed.module, 0.0)
         return origin._replace(failed=origin.failed._replace(epsilon=epsilon))
 
@@ -411,23 +445,40 @@ def explain_pass(
     origin = found.loss or found.gradients
     if origin is None:
         hidden = found.hidden and with_epsilon(found.hidden)
-        return hidden_overflow(hidden) if hidden else nothing_to_explain(scale)
+        return Facts(hidden, is_hidden=hidden is not None, scale=scale)
     if origin.is_mask or (origin.failed is not None and origin.failed.of_infinities):
-        narrow = of_forward_pass(with_epsilon(origin))
-        is_beyond = narrow.in_float16 and wide().is_finite and wide().hidden is None
-        return constant_beyond_float16(narrow) if origin.is_beyond or is_beyond else narrow
+        in_float16 = origin.failed is None or origin.failed.is_of_float16
+        is_finite = in_float16 and wide().is_finite and wide().hidden is None
+        is_beyond = origin.is_beyond or is_finite
+        return Facts(with_epsilon(origin)._replace(is_beyond=is_beyond), scale=scale)
     if found.loss is not None or origin.failed is None or not origin.failed.in_backward:
         # Such as a division by a number that is 0 because of an overflow.
         hidden = found.hidden if found.hidden != origin else None
-        return with_hidden(of_forward_pass(with_epsilon(origin)), hidden)
+        return Facts(with_epsilon(origin), hidden=hidden, scale=scale)
     halvings = halvings_until(lambda halvings: after(halvings).is_finite, scale)
     lowest = after(most_halvings(scale)).gradients
     if lowest is not None and lowest.failed is not None:
         # An operation that overflows at this scale may precede one that fails at every scale.
         origin = lowest
     origin = with_epsilon(origin) if halvings is None else origin
-    assert origin.failed is not None
     last = after(halvings - 1).gradients if halvings else None
     where = last.failed.where if last and last.failed else ""
-    why = explained(origin.failed, scale=scale, halvings=halvings, last=where)
-    return with_hidden(why, found.hidden)
+    return Facts(origin, hidden=found.hidden, scale=scale, halvings=halvings, last=where)
+
+
+def facts_in_float16(facts: Callable[[bool], Facts]) -> Facts:
+    """Returns the facts of a pass in float16, or why there are none if only float16 raises.
+
+    Args:
+        facts: Returns the facts of a pass in float16 if called with True, otherwise in float32.
+    """
+    try:
+        return facts(True)
+    except LossScaleError:
+        raise
+    # Frameworks and models raise many kinds of exceptions if float16 is not what they expect.
+    except Exception as error:
+        # Otherwise the program is wrong, and its author should see it.
+        facts(False)
+        line = f"{type(error).__name__}: {first_line(error, 200)}"
+        return Facts(why_not=f"the model does not run in float16 here: {line}")

@@ -27,6 +27,8 @@ class MonitorSettings:
     log: Callable[[dict[str, Any]], object] | None = None
     on_floor: str = "warn"
     append: bool = False
+    explain: int = 0
+    loss_fn: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         # open() accepts an int, and would write to that file descriptor.
@@ -36,8 +38,10 @@ class MonitorSettings:
                 f"{type(self.path).__name__}."
             )
         object.__setattr__(self, "every", checked_count("every", self.every))
-        if self.log is not None and not callable(self.log):
-            raise ArgumentTypeError(f"`log` must be a function. Received: log={self.log!r}.")
+        object.__setattr__(self, "explain", checked_count("explain", self.explain, lowest=0))
+        for name, given in (("log", self.log), ("loss_fn", self.loss_fn)):
+            if given is not None and not callable(given):
+                raise ArgumentTypeError(f"`{name}` must be a function. Received: {name}={given!r}.")
         if self.on_floor not in _ON_FLOOR:
             raise ArgumentError(
                 f"`on_floor` must be one of {', '.join(map(repr, _ON_FLOOR))}. "
@@ -76,6 +80,7 @@ class StepStats(NamedTuple):
         skipped: Whether the last step was skipped.
         last_skip: The last skipped step since the previous read, or None.
         loss: The unscaled loss of the last step; None if it is not known.
+        explanation: Of the last step, if it is known and `last_skip` does not have it.
     """
 
     step: int
@@ -85,6 +90,7 @@ class StepStats(NamedTuple):
     skipped: bool
     last_skip: SkippedStep | None = None
     loss: float | None = None
+    explanation: Explanation | None = None
 
 
 class Recorder:
@@ -144,12 +150,14 @@ class Recorder:
             skip = None
         if stats.skipped:
             known = SkippedStep(0, 0.0) if skip is None else skip
-            skip = known._replace(step=stats.step, scale=stats.scale)
+            why = known.explanation or stats.explanation
+            skip = known._replace(step=stats.step, scale=stats.scale, explanation=why)
         self._record(stats, skip if stats.skipped else None)
 
     def _record(self, stats: StepStats, skip: SkippedStep | None) -> None:
         """Adds the record of the last step, or of an earlier skipped one."""
-        step, scale, nonfinite, explanation = skip or SkippedStep(stats.step, stats.scale)
+        last = SkippedStep(stats.step, stats.scale, explanation=stats.explanation)
+        step, scale, nonfinite, explanation = skip or last
         is_last = step == stats.step
         loss = stats.loss if is_last else None
         record = StepRecord(
@@ -195,6 +203,7 @@ class Recorder:
                 warn(
                     f"The loss of step {record.step} is {record.loss}, which no loss scale can "
                     "prevent. Check the data of this batch and the learning rate."
+                    f"{'' if found is None else f' {found.text}'}"
                 )
         elif not is_lowest(self._rule, record.scale):
             self._warned_of_floor = False
@@ -221,8 +230,7 @@ def _next_step(record: StepRecord) -> str:
         return record.explanation.text
     return (
         "explain() of lossscale.torch, lossscale.optax or lossscale.diagnosis (Keras) names the "
-        "operation for one batch; on PyTorch, lossscale.torch.Monitor(optimizer, model, "
-        "explain=20) does so in training. "
+        "operation for one batch; a monitor with explain=20 does so in training. "
         "If diagnose() reports that gradients need a lower scale, pass "
         "rule=lossscale.DynamicScale(min_scale=2.0**-24)."
     )

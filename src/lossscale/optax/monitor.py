@@ -14,6 +14,8 @@ from lossscale.checks import checked_count
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax import overflow_tracker
 from lossscale.jax.overflow_tracker import TrackedSteps
+from lossscale.monitoring.explainer import Explainer
+from lossscale.monitoring.explanation import Facts
 from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
 from lossscale.optax.overflow_tracking import OverflowTrackingState, names_of
@@ -61,6 +63,11 @@ class Monitor(LoopMonitor):
             "ignore".
         append: Whether to continue the file `path` if it exists, as a resumed run does.
         steps_before: Number of steps before this run. A state of `track_overflows` has it.
+        explain: Number of sampled steps to explain, such as 20; 0 for none: skipped ones, and those
+            whose loss is not finite. `step` then needs `params` and `batch`. An explanation takes
+            many times as long as a step, and changes nothing. If no loss scale helps, a warning
+            says what to do. Of single skips that a lower scale mends, five count.
+        loss_fn: With `explain`: as for `lossscale.optax.explain`.
 
     Raises:
         ArgumentError: If an argument is invalid; the message names it.
@@ -93,8 +100,10 @@ class Monitor(LoopMonitor):
         on_floor: Literal["warn", "raise", "ignore"] = "warn",
         append: bool = False,
         steps_before: int = 0,
+        explain: int = 0,
+        loss_fn: Callable[[Any, Any, Any], Any] | None = None,
     ) -> None:
-        settings = MonitorSettings(path, every, log, on_floor, append)
+        settings = MonitorSettings(path, every, log, on_floor, append, explain, loss_fn)
         owner = getattr(getattr(tx, "update", None), "__self__", tx)
         rule = tx if isinstance(tx, ScaleRule) else getattr(owner, "rule", None)
         if not isinstance(rule, ScaleRule):
@@ -102,6 +111,12 @@ class Monitor(LoopMonitor):
                 "`tx` must be what lossscale.optax.loss_scaled or track_overflows returned, or its "
                 f"rule. Received: a {type(tx).__name__}."
             )
+        if settings.explain and loss_fn is None:
+            raise ArgumentTypeError(
+                "`explain` needs `loss_fn`, as explain() takes it. Received: loss_fn=None."
+            )
+        self._explainer: Explainer = Explainer(settings.explain, rule)
+        self._loss_fn = loss_fn if settings.explain else None
         self._names = names_of(params)
         before = checked_count("steps_before", steps_before, lowest=0)
         self._watched = self._arrays_of(opt_state)
@@ -111,7 +126,13 @@ class Monitor(LoopMonitor):
         super().__init__(Recorder(settings, rule), start.step)
 
     def step(
-        self, opt_state: object, loss: jax.Array | float | None = None, *, steps: int = 1
+        self,
+        opt_state: object,
+        loss: jax.Array | float | None = None,
+        *,
+        steps: int = 1,
+        params: Any = None,
+        batch: Any = None,
     ) -> None:
         """Records the training step if it is sampled. Call it after each step.
 
@@ -121,6 +142,9 @@ class Monitor(LoopMonitor):
                 cannot say whether the loss was finite.
             steps: Number of steps since the last call, for a compiled function that runs several.
                 This needs `track_overflows`; the last of these steps is read.
+            params, batch: With `explain`: the parameters after the step, which a skip has not
+                changed, and the batch of the step (of several, the last), as `loss_fn` takes them.
+                The monitor holds them until the next call at most.
 
         Raises:
             TrainingHaltedError: If an alarm ends training, after the records are written.
@@ -139,6 +163,13 @@ class Monitor(LoopMonitor):
                 "`opt_state` is the state from before this step. Pass the state that tx.update "
                 "returned."
             )
+        if self._loss_fn is not None and (params is None or batch is None):
+            raise ArgumentTypeError(
+                "With `explain`, write monitor.step(opt_state, loss, params=params, batch=batch). "
+                f"Received: `{'params' if params is None else 'batch'}` is None."
+            )
+        if not self._explainer.left:
+            params = batch = None
         position, scale = self._position + steps, self._scale
 
         def read(last_read: int) -> StepStats | None:
@@ -146,17 +177,28 @@ class Monitor(LoopMonitor):
                 return None
             stats = _stats(watched, position)
             if watched.tracking is None:
-                return stats._replace(scale=float(scale))
-            after = min(last_read, stats.step - 1)
-            tracked = watched.tracking[1]
-            scale_of_last, skip = overflow_tracker.read(self._names, tracked, after, stats.step)
-            return stats._replace(scale=scale_of_last, last_skip=skip)
+                scale_of_last, skip = float(scale), None
+            else:
+                after, tracked = min(last_read, stats.step - 1), watched.tracking[1]
+                scale_of_last, skip = overflow_tracker.read(self._names, tracked, after, stats.step)
+            number = None if loss is None else float(loss)
+            stats = stats._replace(scale=scale_of_last, last_skip=skip, loss=number)
+            return self._explainer.explain(stats, lambda: self._facts(params, batch, stats.scale))
 
         if watched.tracking is None:
             # A later step may take the buffer.
             self._scale = jnp.copy(watched.scale)
         self._watched = watched
         self._add_steps(steps, read, loss)
+
+    def _facts(self, params: Any, batch: Any, scale: float) -> Facts:
+        """Repeats the pass of a step."""
+        # Not before it is needed: a monitor works without the diagnosis.
+        from lossscale.diagnosis.jax import JaxGradientFunction
+
+        if _any_deleted((params, batch)):
+            return Facts(why_not="a step to which `params` or `batch` was donated overwrote it")
+        return JaxGradientFunction(params, self._loss_fn).facts(batch, scale)
 
     def _arrays_of(self, opt_state: Any) -> _Watched:
         """Returns the arrays to read, without reading them."""
@@ -183,7 +225,7 @@ def _stats(watched: _Watched, position: int) -> StepStats:
     return StepStats(int(step), float(scale), float(scale), int(count), bool(in_a_row > 0))
 
 
-def _any_deleted(watched: _Watched) -> bool:
+def _any_deleted(arrays: Any) -> bool:
     """Whether a later step has taken the buffer of an array."""
-    leaves = jax.tree.leaves(watched)
+    leaves = jax.tree.leaves(arrays)
     return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)

@@ -209,6 +209,8 @@ class GradScaler(torch.amp.GradScaler):
                 self._lazy_init_scale_growth_tracker(loss.device)
             if not torch.compiler.is_compiling():
                 buffers.note_loss(self, loss)
+                if self._watcher is not None:
+                    self._watcher.scaled(loss)
             return scaled(loss, self._scale)
 
         self._scaled_since_update = True

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.common.monkeypatch import replace
 from lossscale.errors import first_line
-from lossscale.torch.watch import UnrepeatableError, Watch, named_tensors
+from lossscale.monitoring.origins import UnrepeatableError
+from lossscale.torch.watch import Watch, named_tensors
 
 _NAMES: dict[Any, tuple[str, ...]] = {
     torch.nn.Module: ("__dict__",),
@@ -73,6 +74,8 @@ def isolated(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, dict[in
                 # Lightning's trainer holds the data.
                 known[id(value)] = value
     places = list(_places(model))
+    # Accelerate's object around a forward pass cannot be copied; what it calls is in the places.
+    known |= {id(value): value for _, _, value in places if _is_of_accelerate(value)}
     states = random_states()
     try:
         for owner, name, value in places:
@@ -124,6 +127,7 @@ def _places(model: Any) -> Iterator[tuple[Any, str, Any]]:
     while left:
         owner = left.pop()
         owner = owner.__func__ if isinstance(owner, types.MethodType) else owner
+        owner = vars(owner)["__wrapped__"] if _is_of_accelerate(owner) else owner
         names = next((names for kind, names in _NAMES.items() if isinstance(owner, kind)), ())
         if id(owner) in seen:
             continue
@@ -170,6 +174,10 @@ def eager_passes(model: Any) -> Iterator[None]:
                 if "_orig_mod" in module._modules:
                     vars(module)["forward"] = module._modules["_orig_mod"]
         yield
+
+
+def _is_of_accelerate(value: Any) -> bool:
+    return type(value).__module__ == "accelerate.utils.operations"
 
 
 def _is_torchs(hook: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -14,9 +14,9 @@ from lossscale.checks import checked_count
 from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.monitoring.explanation import Cause, Explanation, at_the_lowest_scale, with_loss
+from lossscale.monitoring.explainer import Explainer, is_broken
+from lossscale.monitoring.explanation import Cause, Explanation, Facts, explained
 from lossscale.monitoring.loop import LoopMonitor
-from lossscale.monitoring.record import is_lowest
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, SkippedStep, StepStats
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule
@@ -28,8 +28,7 @@ from lossscale.torch.scaling import CPU, real_parts, uncompiled
 from lossscale.torch.settings import warn_of_float16_statistics
 from lossscale.torch.watch import is_finite
 
-_SINGLE_SKIPS = 5
-"""Single skips because of the scale that count as explained steps."""
+_TOO_LATE = "the loss was known only after the step had changed the weights"
 
 
 class Monitor(LoopMonitor):
@@ -57,17 +56,14 @@ class Monitor(LoopMonitor):
             "ignore".
         append: Whether to continue the file `path` if it exists, as a resumed run does.
         steps_before: Number of steps before this run, with a `GradScaler`. An optimizer has it.
-        explain: Number of skipped steps to explain, such as 20; 0 for none. It repeats the forward
-            and backward pass of a skipped step, which takes as long as some steps, and changes
-            nothing. `model` must be the module that the loop calls. If no loss scale helps, a
-            warning says what to do. Of single skips that a lower scale mends, five count. Close the
-            monitor before `torch.jit.script(model)`, which refuses its hooks.
+        explain: Number of steps to explain, such as 20; 0 for none: skipped ones, and those whose
+            loss is not finite. It repeats the forward and backward pass of such a step, which takes
+            as long as some steps, and changes nothing. `model` must be the module that the loop
+            calls. If no loss scale helps, a warning says what to do. Of single skips that a lower
+            scale mends, five count. Close the monitor before `torch.jit.script(model)`, which
+            refuses its hooks.
         explain_bytes: The most bytes of inputs, outputs and their gradients that are held until the
             step is over. If a step needs more, it is not explained.
-
-    Attributes:
-        explanation: A `lossscale.monitoring.Explanation` of the last step that was explained, or
-            None.
 
     Raises:
         ArgumentError: If an argument cannot be used; the message names it.
@@ -102,7 +98,7 @@ class Monitor(LoopMonitor):
         explain: int = 0,
         explain_bytes: int = DEFAULT_BYTES,
     ) -> None:
-        settings = MonitorSettings(path, every, log, on_floor, append)
+        settings = MonitorSettings(path, every, log, on_floor, append, explain)
         optimizer = wrapper_in(optimizer)
         _check_watched(optimizer)
         self._watched = optimizer
@@ -124,19 +120,22 @@ class Monitor(LoopMonitor):
         if self._model is not None:
             warn_of_float16_statistics(self._model)
         self._finite = {name for name, _ in self._buffers(True)}
-        self.explanation: Explanation | None = None
-        self._explainer: _Explainer | None = None
-        explain = checked_count("explain", explain, lowest=0)
         limit = checked_count("explain_bytes", explain_bytes)
-        if explain and self._model is None:
+        if settings.explain and self._model is None:
             raise ArgumentTypeError(
                 "`explain` needs the model, a torch.nn.Module. "
                 f"Received: model={model!r} of type {type(model).__name__}."
             )
         super().__init__(Recorder(settings, optimizer.rule), self._steps_so_far())
-        if explain:
-            self._explainer = _Explainer(CallRecorder(model, limit), explain, optimizer.rule)
+        if settings.explain:
+            calls = CallRecorder(model, limit)
+            self._explainer = _Explainer(calls, settings.explain, optimizer.rule)
         optimizer.__dict__["_watcher"] = self
+
+    def scaled(self, loss: Any) -> None:
+        """Called by the optimizer with each loss before it scales it."""
+        if self._explainer is not None:
+            self._explainer.scaled(loss)
 
     def decided(self, groups: Any, *, scale: Any, applied: bool, divisor: Any = None) -> None:
         """Tracks a decision of the optimizer, which calls this before it applies the gradients.
@@ -151,7 +150,7 @@ class Monitor(LoopMonitor):
         self._skipped = self._skipped or not applied
         number = self._steps_so_far() + 1
         if self._explainer is not None:
-            self._explainer.decided(number, applied, groups, scale)
+            self._explainer.decided(number, not applied, groups, scale)
         # The tracker reads the gradients of skipped steps only.
         skipped = () if applied else groups
         parameters = [p for group in skipped for p in group["params"] if p.grad is not None]
@@ -197,7 +196,7 @@ class Monitor(LoopMonitor):
             self._steps += 1
             self._skips += self._skipped
         if self._explainer is not None:
-            self.explanation = self._explainer.ended(loss, self._decided)
+            self._explainer.ended(self._steps_so_far(), loss, self._decided)
         if self._skipped:
             self._warn_of_buffers()
         now, scale = self._stats(), self._scale
@@ -208,9 +207,11 @@ class Monitor(LoopMonitor):
             if self._tracker.last_step <= last_read:
                 return now._replace(scale=scale)
             last_scale, skip = self._tracker.read(min(last_read, now.step - 1), now.step)
-            if skip is not None and self._explainer is not None:
-                skip = skip._replace(explanation=self._explainer.found.get(skip.step))
-            return now._replace(scale=last_scale, last_skip=skip)
+            found = {} if self._explainer is None else self._explainer.read(now.step)
+            if skip is not None:
+                skip = skip._replace(explanation=found.get(skip.step))
+            why = found.get(now.step)
+            return now._replace(scale=last_scale, last_skip=skip, explanation=why)
 
         if now.step > self._position:
             self._add_steps(now.step - self._position, read, loss)
@@ -312,64 +313,114 @@ def _on_host(counts: list[Any]) -> Any:
     return numpy.asarray(torch.stack([count.to(device) for count in counts]).cpu())
 
 
-class _Explainer:
-    """Explains a number of skipped steps.
+class _Losses:
+    """The losses of a step, on their way to the host.
+
+    Attributes:
+        held: Each with the event of its arrival; None if it is there.
+        are_float16: Whether one of them is in float16.
+    """
+
+    def __init__(self) -> None:
+        self.held: list[tuple[Any, Any]] = []
+        self.are_float16 = False
+
+    # A pass that is repeated copies what a model reaches, such as its monitor; events cannot be.
+    def __reduce__(self) -> Any:
+        return _Losses, ()
+
+    @uncompiled
+    def add(self, loss: Any) -> None:
+        """Sends a loss to the host; waits for nothing, and raises nothing."""
+        with contextlib.suppress(Exception):
+            loss = torch.as_tensor(loss)
+            is_captured = loss.is_cuda and torch.cuda.is_current_stream_capturing()
+            if is_captured or loss.device.type not in ("cpu", "cuda"):
+                return
+            self.are_float16 |= loss.dtype == torch.float16
+            loss = loss.detach() if loss.numel() == 1 else loss.detach().float().sum()
+            # Behind all that the device has to do before the decision, for which the host waits.
+            stream = torch.cuda.current_stream(loss.device) if loss.is_cuda else None
+            self.held.append((loss.to(CPU, non_blocking=True), stream and stream.record_event()))
+
+    def known(self) -> float | None:
+        """Of those that have arrived, the first that is not finite, or else the last."""
+        numbers: list[float] = []
+        with contextlib.suppress(Exception):
+            numbers = [float(loss) for loss, event in self.held if event is None or event.query()]
+        return next(filter(is_broken, numbers), numbers[-1] if numbers else None)
+
+
+class _Explainer(Explainer):
+    """Explains a number of steps by what it holds of them.
 
     Args:
         calls: The calls of the model.
-        left: The number of steps.
-        rule: The rule of the loss scale.
+        left, rule: As for `Explainer`.
 
     Attributes:
-        found: The last explanation, by the number of its step.
+        found: The explanations since the last sample, and the last one, by the number of the step.
     """
 
     def __init__(self, calls: CallRecorder, left: int, rule: ScaleRule) -> None:
-        self.calls, self._rule = calls, rule
-        self._left, self._scaled = left, _SINGLE_SKIPS
+        super().__init__(left, rule)
+        self.calls = calls
         self.found: dict[int, Explanation] = {}
-        self._last: Explanation | None = None
-        self._last_skip = -1
-        self._warned: set[str] = set()
+        # The number of the step that is not over, whether it was skipped, and what is known of it.
+        self._pending: tuple[int, bool, Facts] | None = None
+        self._losses = _Losses()
+        # Of steps that are over and were not explained.
+        self._unread: list[tuple[int, _Losses]] = []
 
-    def decided(self, step: int, applied: bool, groups: Any, scale: Any) -> None:
+    def scaled(self, loss: Any) -> None:
+        """Called with each loss of a step."""
+        if self.left:
+            self._losses.add(loss)
+
+    def decided(self, step: int, skipped: bool, groups: Any, scale: Any) -> None:
         """Called with the decision on a step, before its gradients are applied."""
+        before = self._pending if self._pending and self._pending[0] == step else None
+        is_explained = before and explained(before[2]).cause is not Cause.UNKNOWN
+        loss, is_narrow = self._losses.known(), self._losses.are_float16
         # Of several optimizers, the first that skips explains the step, if it can.
-        before = self.found.get(step)
-        if applied or not self._left or (before and before.cause is not Cause.UNKNOWN):
+        if is_explained or not self.wants(loss, skipped=skipped):
             return
         parameters = (parameter for group in groups for parameter in group["params"])
-        found = self.calls.explain(float(scale), parameters)
-        if is_lowest(self._rule, float(scale)):
-            found = at_the_lowest_scale(found, float(scale))
-        self.found, is_single = {step: found}, self._last_skip != step - 1
-        if before:
+        facts = self.calls.explain(float(scale), parameters, is_broken(loss))
+        facts = facts._replace(loss=loss, is_loss_float16=is_narrow, scale=float(scale))
+        self._pending = step, skipped or bool(before and before[1]), facts
+
+    def ended(self, step: int, loss: Any, decided: bool) -> None:
+        """Called after each step, or part of one, with the loss that the program passes."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            number, skipped, facts = pending
+            if loss is not None and not is_broken(facts.loss):
+                facts = facts._replace(loss=float(loss))
+            self.found = {number: self.write(number, facts, skipped=skipped)}
+        if not decided:
             return
-        self._last_skip = step
-        if found.cause is not Cause.SCALE or not is_single or self._scaled:
-            self._scaled -= found.cause is Cause.SCALE and self._scaled > 0
-            self._left -= 1
-        if not self._left:
+        self.calls.reset()
+        losses, self._losses = self._losses, _Losses()
+        if loss is not None and not losses.held:
+            losses.add(loss)
+        if pending is None and self.left:
+            self._unread.append((step, losses))
+        if not self.left:
             self.calls.close()
 
-    def ended(self, loss: Any, decided: bool) -> Explanation | None:
-        """Called after each step, or part of one; returns the last explanation."""
-        if decided:
-            self.calls.reset()
-        for step, found in self.found.items():
-            if found is self._last:
-                continue
-            if loss is not None:
-                found = with_loss(found, float(loss))
-            self._last = self.found[step] = found
-            key = f"{found.cause} {found.operation} {found.module}"
-            # If the loss is finite, it may be the scale; see `in_the_loss`.
-            is_sure = found.cause is not Cause.LOSS or loss is None or not math.isfinite(loss)
-            causes = Cause.SCALE, Cause.UNKNOWN
-            if is_sure and found.cause not in causes and key not in self._warned:
-                self._warned.add(key)
-                warn(f"Step {step} was skipped. {found.text}")
-        return self._last
+    def read(self, step: int) -> dict[int, Explanation]:
+        """Returns the explanations if a step is sampled, also of losses that were not known."""
+        unread, self._unread = self._unread, []
+        for number, losses in unread:
+            loss = losses.known()
+            if self.wants(loss, skipped=False):
+                facts = Facts(loss=loss, why_not=_TOO_LATE)
+                self.found[number] = found = self.write(number, facts, skipped=False)
+                # Of the sampled one, the record warns.
+                if number != step:
+                    warn(f"The loss of step {number} is {loss:g}. {found.text}")
+        return self.found
 
 
 def _check_watched(optimizer: Any) -> None:

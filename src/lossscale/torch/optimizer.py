@@ -218,6 +218,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         engine, record = self._engine, self._record
         check_backpropagated(loss, engine.info())
         buffers.note_loss(self, loss)
+        if self._watcher is not None:
+            self._watcher.scaled(loss)
         self._adopt_written()
         by = engine.scale.multiplier
         outer = torch._C._current_graph_task_id()
@@ -276,6 +278,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
                 ) from None
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
+            if self._watcher is not None:
+                self._watcher.scaled(loss)
             if was_scaled(loss):
                 raise GradientsError(
                     "This loss is already scaled. Its gradients would be too large by the loss "

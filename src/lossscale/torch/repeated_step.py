@@ -1,13 +1,12 @@
-"""Explains a skipped step: repeats its forward and backward pass, and finds what failed.
+"""Explains a step: repeats its forward and backward pass, and finds what failed.
 
-A skipped step has not changed the weights. References to the inputs, to the random state and to the
-gradients of the outputs are therefore enough to repeat it.
+That is before gradients are applied, so the weights are those that the step had. References to the
+inputs, to the random state and to the gradients of the outputs are enough to repeat it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import operator
@@ -21,21 +20,13 @@ from torch.utils._pytree import tree_map
 
 from lossscale.checks import checked_parameters, checked_scale
 from lossscale.errors import ArgumentTypeError, first_line
-from lossscale.monitoring.explanation import (
-    Cause,
-    Explanation,
-    in_the_loss,
-    scaled_outputs,
-    unknown,
-    with_hidden,
-)
-from lossscale.monitoring.origins import Watched, explain_pass
+from lossscale.monitoring.explanation import Explanation, Facts, GradientCounts, explained
+from lossscale.monitoring.origins import UnrepeatableError, Watched, explain_pass
 from lossscale.torch.buffers import Hook, innermost
 from lossscale.torch.isolation import copied, isolated, random_states, set_random_states
 from lossscale.torch.ranks import is_spread
 from lossscale.torch.scaling import scaled
 from lossscale.torch.watch import (
-    UnrepeatableError,
     Watch,
     is_finite,
     largest,
@@ -91,7 +82,7 @@ def explain(
     check_model_and_loss(model, loss_fn)
     scale = checked_scale("scale", scale)
     if why := _refusal(model):
-        return unknown(why)
+        return explained(Facts(why_not=why))
     device = next((p.device.type for p in model.parameters()), "cpu")
     casts = needs_autocast(model)
     all_trained = (p for p in model.parameters() if p.requires_grad)
@@ -102,8 +93,12 @@ def explain(
             if not model.training:
                 model.train()
             with watch.forward():
-                with torch.autocast(device, torch.float16, enabled=casts):
-                    loss = loss_fn(model, batch)
+                try:
+                    with torch.autocast(device, torch.float16, enabled=casts):
+                        loss = loss_fn(model, batch)
+                except Exception as error:
+                    raised = watch.evaluation.watched_until(error)
+                    return explained(explain_pass(lambda _: raised, scale))
                 if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                     raise ArgumentTypeError(
                         f"`loss_fn` must return a tensor with one element. Received: {loss!r}."
@@ -111,11 +106,12 @@ def explain(
                 output = scaled(loss.reshape(()), 1.0)
             roots = [known[id(p)] for p in trained]
             found = examined(watch, [(output, torch.full_like(output, scale))], roots, scale)
-            if found.cause is Cause.UNKNOWN and not _depend([output], set(map(id, roots))):
-                return unknown("the loss is finite, and no trained parameter has a gradient of it")
-            return found
+            if found.is_finite and not _depend([output], set(map(id, roots))):
+                why = "the loss is finite, and no trained parameter has a gradient of it"
+                found = Facts(why_not=why)
     except UnrepeatableError as error:
-        return unknown(str(error))
+        found = Facts(why_not=str(error))
+    return explained(found)
 
 
 def needs_autocast(model: torch.nn.Module) -> bool:
@@ -212,61 +208,56 @@ class CallRecorder:
     def _versions(self) -> int:
         return sum(map(_VERSION, self._parameters))
 
-    def explain(self, scale: float, parameters: Iterable[Any]) -> Explanation:
-        """Explains the step that was just skipped; changes nothing that training depends on.
+    def explain(self, scale: float, parameters: Iterable[Any], is_broken: bool = False) -> Facts:
+        """Repeats the step that is about to be applied or skipped, and returns what is not finite.
+
+        Changes nothing that training depends on.
 
         Args:
             scale: The loss scale of the step.
-            parameters: The parameters of the optimizer that has skipped.
+            parameters: The parameters of the optimizer that has decided.
+            is_broken: Whether the loss is not finite: outputs without gradients count then, too.
         """
-        worst, found = (False, 0, False), unknown("")
+        worst, found = (False, 0, False), Facts(is_repeated=True)
         try:
-            if why := _refusal(self._model) or self._why_not():
-                return unknown(why)
+            if why := _refusal(self._model) or self._why_not(is_broken):
+                return Facts(why_not=why)
             trained = set(map(id, parameters))
             for number, call in enumerate(self._calls, start=1):
-                if not call.gradients:
+                if not (call.gradients or is_broken):
                     continue
-                one = _repeated(self._model, call, scale, trained)
-                if one.cause is Cause.UNKNOWN:
+                one = _repeated(self._model, call, scale, trained, is_broken)
+                if one.is_finite:
                     continue
-                if self._made > 1:
-                    reason = f"in call {number} of {self._made} of the model, {one.reason}"
-                    one = dataclasses.replace(one, reason=reason)
+                one = one._replace(call=number, calls=self._made)
                 if not one.in_backward:
                     return one
                 # What this call takes may have got NaN from it, as the state of a recurrence.
-                from_here = one.module and any(t.grad_fn is not None for t in call.given)
+                from_here = one.failed and any(t.grad_fn is not None for t in call.given)
                 # How many halvings outputs in float16 need is not known.
-                rank = one.halvings is None, one.halvings or 0, not one.module
-                if rank > worst or (from_here and not found.module):
+                rank = not one.is_scaled, one.halvings or 0, not one.failed
+                if rank > worst or (from_here and not found.failed):
                     worst, found = rank, one
         except UnrepeatableError as error:
-            return unknown(str(error))
+            return Facts(why_not=str(error))
         except KeyboardInterrupt:
             raise
         # A model may raise anything, and training has to continue.
         except BaseException as error:
             line = first_line(error, 200)
-            return unknown(f"the pass cannot be repeated ({type(error).__name__}: {line})")
+            why = f"the pass cannot be repeated ({type(error).__name__}: {line})"
+            return Facts(why_not=why)
         finally:
             torch.clear_autocast_cache()
-        if found.cause is not Cause.UNKNOWN:
-            return found
-        if not self._has_room(0):
-            return unknown(f"{self._too_large()}, and the others are finite")
-        return unknown(
-            "the pass of this step is finite when it is repeated. Another process may have "
-            "overflowed, gradients were changed after the backward pass, or a part of the loss "
-            "does not use what the model returns, such as a penalty on its gradients or weights. "
-            "explain(model, loss_fn, batch) sees such a part"
-        )
+        if found.is_finite and not self._has_room(0):
+            return Facts(why_not=f"{self._too_large()}, and the others are finite")
+        return found
 
     def _too_large(self) -> str:
         return f"the calls of the model need more than explain_bytes={self._limit} of Monitor"
 
-    def _why_not(self) -> str:
-        if not any(each.gradients for each in self._calls):
+    def _why_not(self, is_broken: bool) -> str:
+        if not any(is_broken or each.gradients for each in self._calls):
             if not self._has_room(0):
                 return self._too_large()
             return (
@@ -344,14 +335,17 @@ def _refusal(model: Any) -> str:
 # --- The repeated pass --------------------------------------------------------------------------
 
 
-def _repeated(model: Any, call: _Call, scale: float, trained: set[int]) -> Explanation:
-    """Repeats a call, and explains it.
+def _repeated(
+    model: Any, call: _Call, scale: float, trained: set[int], is_broken: bool = False
+) -> Facts:
+    """Repeats a call, and returns what is not finite in it.
 
     Args:
         model: The model.
         call: The call, of which an output has got a gradient.
         scale: The loss scale.
         trained: The ids of the parameters of the optimizer.
+        is_broken: As for `CallRecorder.explain`.
     """
     leaves = {id(t): t for t in (*model.parameters(), *call.given) if t.requires_grad}
     of_optimizer = [key for key, leaf in leaves.items() if _depend([leaf], trained)]
@@ -367,8 +361,9 @@ def _repeated(model: Any, call: _Call, scale: float, trained: set[int]) -> Expla
             stack.enter_context(watch.forward())
             returned = list(tensors_in(call.module(*args, **kwargs)))
         pairs = {n: (returned[n], call.gradients[n]) for n in call.outputs if n in call.gradients}
-        if not _depend([output for output, _ in pairs.values()], set(map(id, roots))):
-            return unknown("")
+        depends = _depend([output for output, _ in pairs.values()], set(map(id, roots)))
+        if not (depends or is_broken):
+            return Facts()
         # Those that another output was computed from, such as the logits of a loss.
         edges = _edges(output for output, _ in pairs.values())
         inner: list[Any] = []
@@ -385,20 +380,25 @@ def _repeated(model: Any, call: _Call, scale: float, trained: set[int]) -> Expla
                 "the model returns something else when the pass is repeated. It draws random "
                 "numbers of its own, keeps a state, or has hooks that change results"
             )
+        if is_broken:
+            # Such as a penalty without gradients.
+            masks = any(bool(each.isnan().any()) for each in returned)
+            if (origin := watch.origin(returned, masks=masks)) or not depends:
+                return explain_pass(lambda _: watch.evaluation.watched(returned, origin), scale)
         of_outputs = None
         if origin is None and not all(is_finite(gradient) for _, gradient in outer):
-            hidden = watch.evaluation.hidden_in(outputs)
-            of_outputs = with_hidden(_of_gradients(outer, scale), hidden)
-            if of_outputs.cause is not Cause.SCALE:
+            counts, hidden = _counted(outer), watch.evaluation.hidden_in(outputs)
+            of_outputs = Facts(gradients=counts, hidden=hidden, scale=scale, halvings=1)
+            if not of_outputs.is_scaled:
                 return of_outputs
             # At a lower scale they are finite, and something else may not be.
             outer = [(output, torch.nan_to_num(gradient)) for output, gradient in outer]
         finite = [pair for pair in inner if is_finite(pair[1])]
         found = examined(watch, outer, roots, scale, masks=masks, inner=finite)
-        if found.cause is Cause.UNKNOWN and len(finite) < len(inner):
-            return _of_gradients(inner, scale)
-        is_broken = found.halvings is None and found.in_backward
-        return found if of_outputs is None or is_broken else of_outputs
+        if found.is_finite and len(finite) < len(inner):
+            return Facts(gradients=_counted(inner), scale=scale, halvings=1)
+        never_finite = found.in_backward and not found.is_scaled
+        return found if of_outputs is None or never_finite else of_outputs
 
 
 def examined(
@@ -410,8 +410,8 @@ def examined(
     masks: bool = True,
     inner: Sequence[tuple[Any, Any]] = (),
     in_float32: Callable[[float], Watched] | None = None,
-) -> Explanation:
-    """Explains what is not finite in outputs, or in their gradients.
+) -> Facts:
+    """Returns what is not finite in outputs, or in their gradients.
 
     Args:
         watch: Has watched the forward pass.
@@ -435,22 +435,28 @@ def examined(
             for out, total in zip(derived, by, strict=True):
                 # In place of the sum of it and of what comes from other outputs.
                 stack.enter_context(out.register_hook(lambda _, total=total: total))
+            # It would raise what is to be explained.
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
             stack.enter_context(watch)
-            found = torch.autograd.grad(derived, roots, by, retain_graph=True, allow_unused=True)
+            watch.evaluation.first = None
+            try:
+                found = torch.autograd.grad(
+                    derived, roots, by, retain_graph=True, allow_unused=True
+                )
+            except Exception as error:
+                return watch.evaluation.watched_until(error)
             first = watch.origin(g for g in found if g is not None)
             return watch.evaluation.watched(outputs, None, first)
 
     return explain_pass(watched, scale, in_float32)
 
 
-def _of_gradients(pairs: Iterable[tuple[Any, Any]], scale: float) -> Explanation:
-    """The explanation of gradients that reach finite outputs and are not finite."""
+def _counted(pairs: Iterable[tuple[Any, Any]]) -> GradientCounts:
+    """The gradients that reach finite outputs and are not finite."""
     bad = [pair for pair in pairs if not is_finite(pair[1])]
     infs, nans = (sum(int(test(g).sum()) for _, g in bad) for test in (torch.isinf, torch.isnan))
-    if not nans and all(gradient.dtype == torch.float16 for _, gradient in bad):
-        # From the scale, in the cast to the outputs, if the loss is finite; see `Monitor.step`.
-        return scaled_outputs(infs, scale)
-    return in_the_loss(infs, nans, max(largest(output) for output, _ in bad))
+    are_float16 = all(gradient.dtype == torch.float16 for _, gradient in bad)
+    return GradientCounts(infs, nans, are_float16, max(largest(output) for output, _ in bad))
 
 
 def _edges(tensors: Iterable[Any]) -> set[tuple[Any, int]]:

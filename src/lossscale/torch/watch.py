@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from lossscale.common.monkeypatch import replace
 from lossscale.monitoring.explanation import FailedOperation, Origin
-from lossscale.monitoring.origins import Call, Evaluation, Flags, line_of
+from lossscale.monitoring.origins import Call, Evaluation, Flags, UnrepeatableError, line_of
 
 _UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_")
 _MESSAGES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
@@ -25,10 +25,6 @@ _KEY = -1
 """The key of a hook, which a hook of a module, whose own are from 0 on, never has."""
 _HOLDERS = (types.SimpleNamespace, torch.distributions.Distribution)
 _WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
-
-
-class UnrepeatableError(RuntimeError):
-    """Raised in place of a message to another process, and of what cannot be put back."""
 
 
 class Place(NamedTuple):

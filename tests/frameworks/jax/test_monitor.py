@@ -261,3 +261,92 @@ def test_parameters_in_the_pair_of_lookahead_have_their_gradients_tracked():
     gradients = {"v": jnp.ones(2), "w": jnp.array([jnp.inf, 1.0])}
     _, opt_state = jax.jit(tx.update)(gradients, tx.init(params), params)
     assert opt_state.tracked.nonfinite.tolist() == [[0, 0], [1, 0], [0, 0], [0, 0]]
+
+
+def of_rows(params, x, dtype):
+    """The mean of the norms of rows, and the logarithm of the last number, without a gradient."""
+    h = x.astype(dtype) @ params["w"].astype(dtype)
+    norms = jnp.sqrt((h.astype(jnp.float32) ** 2).sum(-1))
+    return norms.mean() + jax.lax.stop_gradient(jnp.log(x[-1, -1]))
+
+
+def explained_run(batches, **settings):
+    """Trains; returns the records, the weights, and how often the loss function was called."""
+    params, calls, records = {"w": jnp.ones((4, 4))}, [], []
+    tx = lossscale.optax.loss_scaled(optax.sgd(1e-3), initial_scale=8)
+    opt_state = tx.init(params)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def train_step(params, opt_state, x):
+        loss, grads = lossscale.optax.value_and_grad(of_rows)(opt_state, params, x, jnp.float16)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    def loss_fn(params, x, dtype):
+        calls.append(dtype)
+        return of_rows(params, x, dtype)
+
+    if settings:
+        settings["loss_fn"] = loss_fn
+    with lossscale.optax.Monitor(tx, params, opt_state, log=records.append, **settings) as monitor:
+        for x in batches:
+            params, opt_state, loss = train_step(params, opt_state, x)
+            given = {"params": params, "batch": x} if settings else {}
+            monitor.step(opt_state, loss, **given)
+    return records, bits(params), calls
+
+
+def test_steps_are_explained():
+    healthy = jnp.ones((2, 4))
+    fault = healthy.at[0, 0].set(jnp.nan)
+    with pytest.warns(lossscale.errors.LossScaleWarning) as caught:
+        records, after, _ = explained_run(
+            [healthy, fault, fault, healthy.at[-1, -1].set(0), healthy * 3e4], explain=20
+        )
+    texts = [each["explanation"] and each["explanation"]["text"] for each in records]
+    assert texts[0] is None
+    assert [each["skipped"] for each in records] == [False, True, True, False, True]
+    assert texts[1].startswith("The argument batch of the model contains infinities or NaN.")
+    assert "(log) takes the logarithm of 0 in the forward pass, with the weights after" in texts[3]
+    assert (
+        "overflows in the forward pass: its input reaches 3e+04, w 0.999, its result 1.2e"
+        in texts[4]
+    )
+    # Once for each place.
+    assert len(caught) == 3
+    assert str(caught[1].message).startswith("Step 4 was applied, and its loss is -inf. of_rows")
+    with pytest.warns(lossscale.errors.LossScaleWarning):
+        assert (
+            explained_run([healthy, fault, fault, healthy.at[-1, -1].set(0), healthy * 3e4])[1]
+            == after
+        )
+
+
+def test_nothing_is_traced_unless_a_step_is_explained():
+    assert explained_run([jnp.ones((2, 4))] * 3, explain=20)[2] == []
+
+
+def test_what_is_needed_to_explain_a_step_is_checked():
+    params, opt_state = start(BARE)
+    with pytest.raises(ArgumentTypeError, match="`explain` needs `loss_fn`"):
+        lossscale.optax.Monitor(BARE, PARAMS, opt_state, explain=1)
+    monitor = lossscale.optax.Monitor(BARE, PARAMS, opt_state, explain=1, loss_fn=of_rows)
+    params, opt_state, loss = step(BARE, params, opt_state, np.inf)
+    with pytest.raises(ArgumentTypeError, match=r"step\(opt_state, loss, params=params, batch="):
+        monitor.step(opt_state, loss, params=params)
+    donated = jnp.ones(3)
+    donated.delete()
+    monitor.step(opt_state, loss, params=donated, batch=1)
+    assert "was donated" in monitor.explanation.text
+
+
+def test_an_exception_of_the_loss_is_a_reason_and_does_not_end_training():
+    params, opt_state = start(BARE)
+
+    def loss_fn(params, batch, dtype):
+        raise KeyError("weights")
+
+    monitor = lossscale.optax.Monitor(BARE, PARAMS, opt_state, explain=1, loss_fn=loss_fn)
+    params, opt_state, loss = step(BARE, params, opt_state, np.inf)
+    monitor.step(opt_state, loss, params=params, batch=1)
+    assert "cannot be repeated (KeyError: 'weights')" in monitor.last_record.explanation.text

@@ -10,6 +10,7 @@ import random
 import sys
 import threading
 import types
+import warnings
 
 import numpy as np
 import pytest
@@ -24,11 +25,12 @@ from frameworks.torch.support import DEVICE, OURS, bits
 from lossscale.monitoring import Cause, Explanation
 from lossscale.monitoring.origins import Call, Evaluation
 from lossscale.torch import isolation
+from lossscale.torch import monitor as monitor_module
 
 pytestmark = [
     pytest.mark.usefixtures("on_the_device"),
     pytest.mark.filterwarnings(
-        "ignore:Step .* was skipped", "ignore:The loss of step", "ignore:A skipped step has left"
+        "ignore:Step .* was", "ignore:The loss of step", "ignore:A skipped step has left"
     ),
 ]
 INF = math.inf
@@ -666,7 +668,7 @@ PROGRAMS = {
         ONES, forward=lambda x: p.plain(x) / (p.calls - 1)
     ),
     "unknown: is finite when it is repeated": lambda p: p.step(
-        ONES, before=lambda: p.optimizer.backward(p.model[0].weight.sum() * INF)
+        ONES, before=lambda: p.optimizer.backward(p.model[0].weight.sum() * 1e36)
     ),
     "unknown: cannot be repeated (ZeroDivisionError: ": lambda p: p.step(
         BROKEN, forward=lambda x: p.plain(x) / (1 // (2 - p.calls))
@@ -702,8 +704,10 @@ PROGRAMS = {
     "singular: (backward of Divided) has no finite result for 0": lambda p: through(
         p, Divided.apply
     ),
-    "loss: NaN reach them from the loss": lambda p: p.step(ONES, loss=dice),
-    "loss: but 0 infinities and 4 NaN reach them": with_two_outputs_of_one_operation,
+    "loss: is nan, and 0 infinities and 2 NaN reach them from it": lambda p: p.step(
+        ONES, loss=dice
+    ),
+    "loss: the loss is nan, and 0 infinities and 4 NaN": with_two_outputs_of_one_operation,
     "loss: finite, but the loss is inf": lambda p: p.step(ONES, loss=distance_to_infinity),
     "loss: The outputs of the model are finite": lambda p: masked(p, INF),
     "scale: (backward of Divided) overflows": lambda p: through(
@@ -830,3 +834,189 @@ def test_only_a_number_of_the_program_is_called_an_epsilon():
     found = lossscale.torch.explain(nn.Linear(4, 1), loss_fn, ONES)
     assert (found.cause, found.operation) == (Cause.SINGULAR, "backward of sqrt")
     assert "is 0 in float16" not in found.text
+
+
+# --- Losses that are not finite ------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """Divides by the norm of each row; the gradients of a row of zeros are 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        h = self.linear(x).relu()
+        return h / h.norm(dim=-1, keepdim=True)
+
+
+class Penalized(nn.Module):
+    """Returns a penalty beside what is trained, without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x), (x.sum() * 0).log()
+
+
+def of_loss_in_float16(model, x):
+    return (model(x).float().abs() * 4e4).sum().half()
+
+
+# The model, the loss and the batch; what is named, whether the step is skipped, and words.
+LOSSES = {
+    "a norm of 0": (Normed, square, UNLIKE, (Cause.SINGULAR, "div", "Normed"), False, "divides by"),
+    "a part of the loss without gradients": (
+        lambda: nn.Linear(4, 1),
+        lambda model, x: square(model, x) + x.sum().mul(0).log(),
+        ONES,
+        (Cause.LOSS, "", ""),
+        False,
+        "The outputs of the model are finite, but the loss is -inf. Check the targets",
+    ),
+    "an output without gradients": (
+        Penalized,
+        lambda model, x: sum(each.float().mean() for each in model(x)),
+        ONES,
+        (Cause.SINGULAR, "log", "Penalized"),
+        False,
+        "takes the logarithm of 0",
+    ),
+    "a loss in float16": (
+        lambda: nn.Linear(4, 4),
+        of_loss_in_float16,
+        ONES * 9,
+        (Cause.LOSS, "", ""),
+        True,
+        "Compute the loss in float32, it is in float16; else check",
+    ),
+    "a loss in float16, before its mean": (
+        lambda: nn.Linear(4, 4),
+        lambda model, x: (model(x).float().abs() * 4e4).half(),
+        ONES * 9,
+        (Cause.LOSS, "", ""),
+        True,
+        "Compute the loss in float32, it is in float16; else check",
+    ),
+    "a batch": (
+        lambda: nn.Linear(4, 1),
+        square,
+        BROKEN,
+        (Cause.BATCH, "input", ""),
+        True,
+        "argument",
+    ),
+}
+
+
+def trained_by(verb, make, loss, batch, *, explain, passes_loss=True, every=1, steps=2):
+    """Trains, and returns the records, the messages and the weights."""
+    torch.manual_seed(0)
+    model, records = make(), []
+    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = lossscale.torch.GradScaler(DEVICE, init_scale=1024.0)
+    watched = scaler if verb == "scale" else lossscale.LossScaleOptimizer(inner, initial_scale=1024)
+    settings = {"explain": explain, "every": every, "log": records.append}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with lossscale.torch.Monitor(watched, model, **settings) as monitor:
+            for number in range(steps):
+                inner.zero_grad()
+                with torch.autocast(DEVICE, torch.float16):
+                    value = loss(model, batch if number in (0, steps - 1) else ONES)
+                if verb == "backward":
+                    watched.backward(value.sum())
+                else:
+                    getattr(watched, verb)(value).sum().backward()
+                if verb == "scale":
+                    scaler.step(inner)
+                    scaler.update()
+                else:
+                    watched.step()
+                monitor.step(value.detach().sum() if passes_loss else None)
+    return records, [str(each.message) for each in caught], bits(list(model.parameters()))
+
+
+@pytest.mark.parametrize("verb", ["backward", "scale_loss", "scale"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_is_not_finite_is_explained(name, verb):
+    make, loss, batch, named, skipped, words = LOSSES[name]
+    if name.endswith("mean") and verb == "backward":
+        pytest.skip("it takes one number")
+    records, messages, after = trained_by(verb, make, loss, batch, explain=20, passes_loss=False)
+    for record in records:
+        found = Explanation.from_dict(record["explanation"])
+        assert (found.cause, found.operation, found.module) == named, found.text
+        assert record["skipped"] == skipped
+        assert words in found.text
+        assert "normal" not in found.text
+    event = "Step 1 was skipped" if skipped else "Step 1 was applied, and its loss is"
+    assert sum(event in each and words in each for each in messages) == 1
+    assert after == trained_by(verb, make, loss, batch, explain=0)[2]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_loss_that_comes_after_the_decision_is_explained_as_far_as_it_is_known(
+    every, monkeypatch
+):
+    known = monitor_module._Losses.known
+
+    def late(self):
+        is_deciding = sys._getframe(1).f_code.co_name == "decided"
+        return None if is_deciding else known(self)
+
+    monkeypatch.setattr(monitor_module._Losses, "known", late)
+    make, loss, batch, *_ = LOSSES["a norm of 0"]
+    records, messages, _ = trained_by(
+        "backward", make, loss, batch, explain=20, every=every, steps=5
+    )
+    found = [r["explanation"]["text"] for r in records if r["explanation"]]
+    assert len(found) == 2
+    assert all("known only after the step had changed the weights" in each for each in found)
+    assert "The loss of step 1 is nan" in messages[0]
+
+
+def test_large_weights_and_divisors_are_named():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model[1].weight.data.fill_(2e4)
+    found = lossscale.torch.explain(model, square, ONES * 3)
+    ratio = float(found.text.partition("the result is ")[2].split()[0])
+    hidden = model[0](ONES * 3)
+    assert ratio == pytest.approx(
+        abs(model[1](hidden)).max().item() / hidden.abs().max().item(), rel=0.01
+    )
+    assert "make 1.weight smaller" in found.advice
+    found = lossscale.torch.explain(
+        nn.Linear(4, 4), lambda model, x: (model(x) / 1e-6).float().mean(), ONES * 3
+    )
+    assert "(div) divides by 1e-06 and overflows" in found.text
+    least = float(found.advice.rpartition("divide by ")[2].split()[0])
+    assert 1e-6 < least < 1e-3
+    assert "epsilon" not in found.text
+
+
+def test_an_overflow_before_an_exception_of_the_program_is_named():
+    def checked(model, x):
+        y = model(x)
+        if not y.isfinite().all():
+            raise FloatingPointError
+        return y.float().mean()
+
+    found = lossscale.torch.explain(nn.Linear(4, 4), checked, ONES * 6e4 * 9)
+    assert found.cause == Cause.FORWARD_OVERFLOW
+    with pytest.raises(ZeroDivisionError):
+        lossscale.torch.explain(nn.Linear(4, 4), lambda model, x: model(x).mean() / (1 // 0), ONES)
+
+
+def test_a_forward_pass_that_accelerate_has_prepared_is_repeated():
+    operations = pytest.importorskip("accelerate.utils.operations")
+    program = Program()
+    casting = torch.autocast(DEVICE, torch.float16)(program.model.forward.__func__)
+    prepared = operations.convert_outputs_to_fp32(casting)
+    program.model.forward = types.MethodType(prepared, program.model)
+    assert program.step(BROKEN).cause == Cause.BATCH
+    assert program.model.forward.__func__ is prepared
