@@ -111,20 +111,21 @@ def _norms(inner: Any) -> list[float]:
         return norms
 
 
-def _saved(inner: Any) -> tuple[list[Any], dict[Any, Any]]:
-    """The parameters, and the state of LBFGS, which writes to its tensors and lists."""
+def _saved(inner: Any) -> tuple[list[tuple[Any, Any]], dict[Any, Any]]:
+    """The parameters, masters and state of LBFGS, which writes to its tensors and lists."""
 
     def copied(value: Any) -> Any:
         return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
 
     state = {p: {k: copied(v) for k, v in each.items()} for p, each in inner.state.items()}
-    return [p.detach().clone() for p in ranks.parameters_of(inner)], state
+    masters = inner.masters.values() if isinstance(inner, MasterWeights) else ()
+    return [(p, p.detach().clone()) for p in (*ranks.parameters_of(inner), *masters)], state
 
 
-def _restore(inner: Any, saved: tuple[list[Any], dict[Any, Any]]) -> None:
+def _restore(inner: Any, saved: tuple[list[tuple[Any, Any]], dict[Any, Any]]) -> None:
     with torch.no_grad():
-        for parameter, value in zip(ranks.parameters_of(inner), saved[0], strict=True):
-            parameter.copy_(value)
+        for tensor, value in saved[0]:
+            tensor.copy_(value)
     inner.state.clear()
     inner.state.update(saved[1])
 

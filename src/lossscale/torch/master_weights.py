@@ -12,16 +12,18 @@ import functools
 import inspect
 import itertools
 import operator
+import reprlib
+import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parameter import is_lazy
 
-from lossscale.common.checks import check_not_wrapped, remember_wrapper
+from lossscale.common.checks import check_not_wrapped, living_wrapper, remember_wrapper
 from lossscale.errors import (
     AlreadyWrappedError,
     ArgumentTypeError,
@@ -37,7 +39,7 @@ from lossscale.torch.optimizer_list import OuterOptimizer
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Parameters, each with its master."""
 
-_KEY = "master_weight"
+_KEY, _REFUSES = "master_weight", "masters"
 _NARROW = frozenset({torch.float16, torch.bfloat16})
 _FACTS = operator.attrgetter("dtype", "device", "shape")
 _TOGETHER = {"cpu": 2**15}
@@ -65,8 +67,8 @@ class MasterWeights(OuterOptimizer):
 
     Raises:
         TypeError: If it is not an optimizer, or has loss scaling or masters already.
-        UnsupportedError: Before PyTorch 2.10, if a float16 parameter is sharded, or if the
-            optimizer keeps parameters elsewhere than in its groups.
+        UnsupportedError: Before PyTorch 2.10, if a float16 parameter is sharded, or if an attribute
+            of the optimizer, besides its groups, holds float16 parameters.
 
     Examples:
         >>> model = torch.nn.Linear(3, 1).half()
@@ -98,7 +100,8 @@ class MasterWeights(OuterOptimizer):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ArgumentTypeError(
                 "MasterWeights takes a torch.optim.Optimizer, an instance. Received: "
-                f"{optimizer!r} of type {type(optimizer).__name__}."
+                f"{type(optimizer).__name__}. Several optimizers get one each: "
+                "LossScaleOptimizer([MasterWeights(first), MasterWeights(second)])."
             )
         check_not_wrapped(optimizer)
         _check_can_have_masters(optimizer, ranks.parameters_of(optimizer))
@@ -115,9 +118,14 @@ class MasterWeights(OuterOptimizer):
         self._pairs: Pairs = []
         self._facts: list[Any] = []
         self._dtypes: dict[int, torch.dtype] = {}
+        self._versions: list[int] = []
+        # While gradients are still of the parameters' dtype; see `state`.
+        self._narrow_until_first: list[Any] = []
+        self._successor: Callable[[], Any] = lambda: None
         self._refuse_other_steps()
         remember_wrapper(self.inner_optimizer, self)
         self._prepare()
+        self._remember()
 
     # --- What it shows of the optimizer -----------------------------------------------------------
 
@@ -125,7 +133,7 @@ class MasterWeights(OuterOptimizer):
     def param_groups(self) -> Any:
         """The groups of the optimizer, with the parameters of the model."""
         # Each verb of a loss scale reads them before the backward pass, or before it unscales.
-        if not self._is_stepping and self._first() != self._last_first:
+        if not self._is_stepping and self._watched() != self._last_watched:
             self._prepare()
         return self.inner_optimizer.param_groups
 
@@ -137,21 +145,29 @@ class MasterWeights(OuterOptimizer):
     @property
     def state(self) -> Any:
         """The state of the optimizer by parameter, with `master_weight` after the first step."""
-        if not self.inner_optimizer.state and all(p.grad is None for p, _ in self._pairs):
+        pairs, state = self._pairs, self.inner_optimizer.state
+        if not (state or self._narrow_until_first or any(p.grad is not None for p, _ in pairs)):
             # torch.distributed.checkpoint makes an empty state by a step with gradients of the
             # parameters' dtype. Then reading `param_groups` makes these float32.
-            for parameter, _ in self._pairs:
+            for parameter in (p for p, _ in pairs if p.requires_grad):
                 parameter.grad_dtype = parameter.dtype
-            self._last_first = self._first()
-        return self.inner_optimizer.state
+                handle = parameter.register_post_accumulate_grad_hook(_receive_float32)
+                self._narrow_until_first.append(handle)
+            self._last_watched = self._watched()
+        return state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.inner_optimizer.state = state
 
     @property
-    def masters(self) -> dict[torch.Tensor, torch.Tensor]:
+    def masters(self) -> Mapping[torch.Tensor, torch.Tensor]:
         """The float32 copies by parameter, for the float16 and bfloat16 parameters.
 
-        Fill them before the first step to start from weights that were not rounded to float16.
+        Write into them to start from weights that were not rounded to float16, or from others: the
+        next step, or what reads this, rounds them into the parameters.
         """
-        return dict(self._adopt_written())
+        return types.MappingProxyType(dict(self._adopt_written()))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -185,65 +201,80 @@ class MasterWeights(OuterOptimizer):
             narrow = list(filter(_is_narrow, parameters))
             self._masters = {p: _master_of(p, before.get(p)) for p in narrow}
             for p in parameters:
-                state = inner.state.get(p, {})
                 if p in self._masters and p not in before:
-                    # Adagrad makes its state with the dtype of the parameter before a step.
-                    state.update({k: v.float() for k, v in state.items() if _is_narrow(v)})
+                    _widen_state(inner, p)
+                    if (other := living_wrapper(p)) not in (None, self):
+                        other._successor = weakref.ref(self)
+                    remember_wrapper(p, self)
                 elif p in before and p not in self._masters:
                     _widen(p, before[p], self._dtypes.get(id(p), torch.float16))
-                    state.pop(_KEY, None)
+                    inner.state.get(p, {}).pop(_KEY, None)
             self._pairs, self._facts = list(self._masters.items()), facts
             self._dtypes = {id(p): p.dtype for p in narrow}
-        if not self._is_stepping:
-            self._receive_float32()
+            self._remember()
+        for handle in self._narrow_until_first:
+            handle.remove()
+        self._narrow_until_first.clear()
+        for parameter, _ in () if self._is_stepping else self._pairs:
+            _receive_float32(parameter)
+        self._last_watched = self._watched()
         return self._pairs
 
-    def _receive_float32(self) -> None:
-        """Makes the gradients of narrow parameters accumulate in float32."""
-        for parameter, _ in self._pairs:
-            gradient = parameter.grad
-            if parameter.grad_dtype != torch.float32:
-                parameter.grad = None
-                parameter.grad_dtype = torch.float32
-            elif gradient is None or gradient.dtype == torch.float32:
-                continue
-            parameter.grad = None if gradient is None else gradient.to(torch.float32)
-        self._last_first = self._first()
-
-    def _first(self) -> Any:
-        """What other code changes of the first parameter if it changes that of all.
+    def _watched(self) -> Any:
+        """What other code changes of two parameters if it changes that of all.
 
         A copy of a model has lost the dtype of its gradients, and `model.half()` leaves float16
         gradients.
         """
-        groups = self.inner_optimizer.param_groups
-        first = next((group["params"][0] for group in groups if group["params"]), None)
-        is_narrow = first is not None and first.grad is not None and _is_narrow(first.grad)
-        count = sum(len(group["params"]) for group in groups)
-        dtypes = getattr(first, "dtype", None), getattr(first, "grad_dtype", None)
-        return count, id(first), dtypes, is_narrow
+        groups = [group["params"] for group in self.inner_optimizer.param_groups if group["params"]]
+        two = (groups[0][0], groups[-1][-1]) if groups else ()
+        some = [p for p, _ in self._pairs] if self._narrow_until_first else two
+        has_narrow = any(p.grad is not None and _is_narrow(p.grad) for p in some)
+        looks = [(id(p), p.dtype, getattr(p, "grad_dtype", None)) for p in two]
+        return sum(map(len, groups)), looks, has_narrow
+
+    def _remember(self) -> None:
+        """Remembers which masters are as this optimizer has left them."""
+        self._versions = [master._version for _, master in self._pairs]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _adopt_written(self) -> Pairs:
-        """Adopts what other code has written into parameters or the state, without waiting."""
+        """Adopts what other code has written, without waiting.
+
+        What was written into a master, also in the state, is rounded into its parameter; then what
+        was written into a parameter replaces its master.
+        """
         pairs, state = self._prepare(), self.inner_optimizer.state
         for parameter, master in pairs:
             entry = state.get(parameter, {})
             if entry.get(_KEY, master) is not master:
                 master.copy_(entry[_KEY])
                 entry[_KEY] = master
-        for some in _by_kind(pairs):
-            for part in _together(some):
-                _adopt([parameter for parameter, _ in part], [master for _, master in part])
+        changed = zip(pairs, self._versions, strict=True)
+        _round([pair for pair, version in changed if pair[1]._version != version])
+        self._adopt()
         return pairs
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _adopt(self) -> None:
+        for part, merged in _merged(self._pairs):
+            torch._foreach_copy_([master for _, master in part], merged)
+        self._remember()
 
     @contextlib.contextmanager
     def _stepping(self) -> Iterator[None]:
         """Within it, the optimizer has the masters in place of the parameters."""
+        if self._successor() is not None:
+            raise CallOrderError(
+                "Another MasterWeights has taken over parameters of this one. Give each parameter "
+                "to one optimizer."
+            )
         pairs = self._adopt_written()
         gradients = [parameter.grad for parameter, _ in pairs]
-        versions = [master._version for _, master in pairs]
-        for (_, master), gradient in zip(pairs, gradients, strict=True):
+        for (parameter, master), gradient in zip(pairs, gradients, strict=True):
+            # Optimizers ask for these, and for what users have set on a parameter.
+            master.requires_grad = parameter.requires_grad
+            vars(master).update(vars(parameter))
             master.grad = gradient
         self._is_stepping = True
         try:
@@ -251,16 +282,22 @@ class MasterWeights(OuterOptimizer):
                 yield
         finally:
             self._is_stepping = False
-            moved = []
-            for pair, gradient, version in zip(pairs, gradients, versions, strict=True):
+            moved, others = Pairs(), Pairs()
+            for pair, gradient, version in zip(pairs, gradients, self._versions, strict=True):
                 parameter, master = pair
                 if master.grad is not gradient:
                     parameter.grad = master.grad
-                master.grad = None
-                if gradient is not None or master._version != version:
+                has_moved = gradient is not None or master.grad is not None
+                master.grad, master.requires_grad = None, False
+                if has_moved or master._version != version:
                     moved.append(pair)
                     self.inner_optimizer.state.setdefault(parameter, {})[_KEY] = master
+                elif parameter.requires_grad:
+                    # Old optimizers write to `data`, of which no graph takes notice.
+                    others.append((parameter.data, master))
             _round(moved)
+            _round(others)
+            self._remember()
 
     @contextlib.contextmanager
     def _naming_masters(self) -> Iterator[None]:
@@ -274,55 +311,72 @@ class MasterWeights(OuterOptimizer):
         finally:
             self._rename(_reversed(pairs))
             for parameter, master in stored:
-                self.inner_optimizer.state.setdefault(parameter, {})[_KEY] = master
+                # A state may have been loaded.
+                self.inner_optimizer.state.setdefault(parameter, {}).setdefault(_KEY, master)
 
     def _rename(self, pairs: Pairs) -> None:
-        """Puts the second tensor of each pair in place of the first, in groups and state."""
+        """Puts the second tensor of each pair in place of the first, in groups and states."""
         by_id = {id(old): new for old, new in pairs}
-        for group in self.inner_optimizer.param_groups:
-            # In place: LBFGS keeps the list.
-            group["params"][:] = [by_id.get(id(p), p) for p in group["params"]]
-        state = self.inner_optimizer.state
-        renamed = {by_id.get(id(key), key): value for key, value in state.items()}
-        state.clear()
-        state.update(renamed)
+        for optimizer in _with_held(self.inner_optimizer):
+            for group in optimizer.param_groups:
+                # In place: LBFGS keeps the list.
+                group["params"][:] = [by_id.get(id(p), p) for p in group["params"]]
+            state = optimizer.state
+            renamed = {by_id.get(id(key), key): value for key, value in state.items()}
+            state.clear()
+            state.update(renamed)
 
     def _refuse_other_steps(self) -> None:
         """Refuses a direct step of the optimizer, which would update float16 parameters."""
         mine = weakref.ref(self)
 
-        def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-            owner = None if torch.compiler.is_compiling() else mine()
-            if owner is not None and owner._pairs and not owner._is_stepping:
+        def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
+            owner = mine()
+            if owner is not None and owner._pairs:
                 raise CallOrderError(
                     f"step() of {type(optimizer).__name__} would update float16 parameters, not "
-                    "their masters. Call step() of the MasterWeights, or of what wraps "
-                    "it; pass that one to a gradient scaler."
+                    "their masters. Call step() of the MasterWeights, or of what wraps it; pass "
+                    "that one to a gradient scaler."
                 )
 
-        hook.of_lossscale = "masters"  # type: ignore[attr-defined]
-        if hasattr(self.inner_optimizer, "_optimizer_step_pre_hooks"):
-            self.inner_optimizer.register_step_pre_hook(hook)
+        refuse.of_lossscale = _REFUSES  # type: ignore[attr-defined]
+        self.inner_optimizer.register_step_pre_hook(refuse)
 
     # --- The methods of an optimizer ------------------------------------------------------------
 
     def _step(self, closure: Callable[[], Any] | None, **more: Any) -> Any:
+        inner = self.inner_optimizer
         if closure is not None:
             more["closure"] = functools.partial(self._evaluate, closure)
         # A gradient scaler has set them on this optimizer.
         of_scaler = (vars(self).get(name) for name in ("grad_scale", "found_inf"))
-        with self._stepping(), fused.attributes([self.inner_optimizer], *of_scaler):
-            return self.inner_optimizer.step(**more)
+        hooks = inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks
+        # Its hooks see the parameters.
+        for hook in list(hooks[0].values()):
+            if getattr(hook, "of_lossscale", None) != _REFUSES:
+                hook(inner, (), more)
+        try:
+            with self._stepping(), fused.attributes([inner], *of_scaler):
+                inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks = {}, {}
+                returned = inner.step(**more)
+        finally:
+            inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks = hooks
+        for hook in list(hooks[1].values()):
+            hook(inner, (), more)
+        return returned
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Evaluates a closure with rounded parameters, as they are at this point of a step."""
         _round(self._pairs)
+        for parameter, master in self._pairs:
+            parameter.grad = master.grad
         self._rename(_reversed(self._pairs))
         try:
             with torch.enable_grad():
                 loss = closure()
         finally:
             self._rename(self._pairs)
+        self._adopt()
         for parameter, master in self._pairs:
             master.grad = parameter.grad
         return loss
@@ -343,15 +397,23 @@ class MasterWeights(OuterOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the optimizer, with the master of each parameter that has moved."""
-        masters = dict(self._adopt_written())
+        pairs = self._prepare()
+        masters = dict(pairs)
+        if any(master._version != v for (_, master), v in zip(pairs, self._versions, strict=True)):
+            masters = dict(self._adopt_written())
         saved: dict[str, Any] = self.inner_optimizer.state_dict()
+        # Copies: what is in a parameter now may be swapped out again, as averages are.
+        for part, merged in _merged(pairs, waits=True):
+            masters.update(zip((parameter for parameter, _ in part), merged, strict=True))
+        if "param_groups" not in saved:
+            # The optimizer writes a format of its own.
+            return {**saved, _KEY: list(masters.values())}
         for key, parameter in self._keyed(saved):
+            entries = saved["state"].get(key, {})
             master = masters.get(parameter)
-            if master is None or _KEY in saved["state"].get(key, {}):
-                continue
-            # Filled before the first step.
-            if not torch.equal(master, parameter.to(master.dtype)):
-                saved["state"][key] = {**saved["state"].get(key, {}), _KEY: master}
+            # Before the first step it may have been filled; else it is the parameter.
+            if master is not None and (_KEY in entries or not _is_same(master, parameter.float())):
+                saved["state"][key] = {**entries, _KEY: master}
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -368,25 +430,32 @@ class MasterWeights(OuterOptimizer):
             StateDictError: If a master has another shape than its parameter. Then nothing is
                 changed.
         """
-        pairs = self._prepare()
-        saved = {k: dict(v) if isinstance(v, dict) else v for k, v in state_dict["state"].items()}
-        masters = {k: v.pop(_KEY) for k, v in saved.items() if isinstance(v, dict) and _KEY in v}
-        loaded = {p: masters[key] for key, p in self._keyed(state_dict) if key in masters}
+        pairs, rest = self._prepare(), dict(state_dict)
+        loaded = dict(zip((p for p, _ in pairs), rest.pop(_KEY, ()), strict=False))
+        if "state" in rest:
+            kept = {k: dict(v) if isinstance(v, dict) else v for k, v in rest["state"].items()}
+            found = {k: v.pop(_KEY) for k, v in kept.items() if isinstance(v, dict) and _KEY in v}
+            loaded |= {p: found[key] for key, p in self._keyed(rest) if key in found}
+            rest["state"] = {key: value for key, value in kept.items() if value or key not in found}
         for parameter, master in loaded.items():
-            if parameter.shape != master.shape:
+            if getattr(master, "shape", None) != parameter.shape:
                 raise StateDictError(
-                    f"`{_KEY}` of a parameter of shape {tuple(parameter.shape)} has the shape "
-                    f"{tuple(master.shape)}. Load the state of the same model."
+                    f"`{_KEY}` must be a tensor of the parameter's shape {tuple(parameter.shape)}. "
+                    f"Received: {reprlib.repr(master)}. Load the state of the same model."
                 )
-        saved = {key: value for key, value in saved.items() if value or key not in masters}
         with self._naming_masters():
-            self.inner_optimizer.load_state_dict({**state_dict, "state": saved})
+            self.inner_optimizer.load_state_dict(rest)
         with torch.no_grad():
             for parameter, master in pairs:
-                master.copy_(loaded.get(parameter, parameter))
-                if parameter in loaded:
+                # A hook of the optimizer may have read another dictionary.
+                other = self.inner_optimizer.state.get(parameter, {}).get(_KEY, master)
+                value = loaded.get(parameter, None if other is master else other)
+                master.copy_(parameter if value is None else value)
+                if value is not None:
                     self.inner_optimizer.state.setdefault(parameter, {})[_KEY] = master
-        if saved and not loaded and pairs and not self._warned:
+                    loaded[parameter] = value
+        self._remember()
+        if rest.get("state") and not loaded and pairs and not self._warned:
             self._warned = True
             warn(
                 f"The state has no master weights (`{_KEY}`). They start from the parameters, "
@@ -409,6 +478,36 @@ def _is_narrow(value: Any) -> bool:
 
 def _reversed(pairs: Pairs) -> Pairs:
     return [(second, first) for first, second in pairs]
+
+
+def _with_held(optimizer: Any) -> list[Any]:
+    """The optimizer, and those that it holds, as Lookahead does."""
+    found = [optimizer]
+    for each in found:
+        held = (value for value in vars(each).values() if hasattr(value, "param_groups"))
+        found += [value for value in held if all(value is not other for other in found)]
+    return found
+
+
+def _receive_float32(parameter: torch.Tensor) -> None:
+    """Makes the gradients of a parameter accumulate in float32, and one that is there float32."""
+    gradient = parameter.grad
+    if parameter.grad_dtype != torch.float32:
+        parameter.grad = None
+        parameter.grad_dtype = torch.float32
+    elif gradient is None or gradient.dtype == torch.float32:
+        return
+    parameter.grad = None if gradient is None else gradient.to(torch.float32)
+
+
+def _widen_state(optimizer: Any, parameter: torch.Tensor) -> None:
+    """Makes the state of a parameter float32, which Adagrad makes before the first step."""
+    state = optimizer.state.get(parameter, {})
+    state.update({key: value.float() for key, value in state.items() if _is_narrow(value)})
+    for group in optimizer.param_groups if state.get("step", 1) == 0 else ():
+        if any(p is parameter for p in group["params"]) and "initial_accumulator_value" in group:
+            # In float16 it was rounded.
+            state["sum"].fill_(group["initial_accumulator_value"])
 
 
 def _by_kind(pairs: Pairs) -> Iterable[Pairs]:
@@ -453,28 +552,33 @@ def _together(pairs: Pairs) -> Iterator[Pairs]:
     yield part
 
 
-def _adopt(parameters: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
-    """Replaces elements of masters whose parameter is not the rounded master, by their bits.
+def _merged(pairs: Pairs, waits: bool = False) -> Iterator[tuple[Pairs, list[torch.Tensor]]]:
+    """Parts of pairs, and their masters with what was written into the parameters.
+
+    An element of a master is replaced if the parameter is not its rounding, by their bits.
 
     Args:
-        parameters: Tensors of one dtype on one device.
-        masters: Their masters.
+        pairs: Parameters with their masters.
+        waits: Whether the host may wait to leave out parts without a change. On a CPU it always
+            does, which is no wait.
     """
-    now, wide = _flatten_dense_tensors(parameters), _flatten_dense_tensors(masters)
-    rounded = wide.to(now.dtype)
-    bits, expected = now.view(torch.int16), rounded.view(torch.int16)
-    if now.device.type == "cpu" and _are_equal(bits, expected):
-        # Only the CPU knows without a wait.
-        return
-    wide = torch.where(bits == expected, wide, now)
-    torch._foreach_copy_(masters, list(_unflatten_dense_tensors(wide, masters)))
+    for part in (part for some in _by_kind(pairs) for part in _together(some)):
+        parameters, masters = ([pair[place] for pair in part] for place in (0, 1))
+        now, wide = _flatten_dense_tensors(parameters), _flatten_dense_tensors(masters)
+        bits, expected = now.view(torch.int16), wide.to(now.dtype).view(torch.int16)
+        if (waits or now.device.type == "cpu") and _is_same(bits, expected):
+            continue
+        wide = torch.where(bits == expected, wide, now)
+        yield part, list(_unflatten_dense_tensors(wide, masters))
 
 
-def _are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether flat int16 tensors are equal; four elements at a time, which takes half as long."""
-    whole = first.numel() // 4 * 4 if first.storage_offset() % 4 == 0 else 0
-    words = (each[:whole].view(torch.int64) for each in (first, second))
-    return bool(torch.equal(*words)) and bool(torch.equal(first[whole:], second[whole:]))
+def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether tensors have the same bits; compared eight bytes at a time, which is faster."""
+    flat = [each.reshape(-1).view(torch.int16) for each in (first, second)]
+    whole = flat[0].numel() // 4 * 4 if all(t.storage_offset() % 4 == 0 for t in flat) else 0
+    words = (each[:whole].view(torch.int64) for each in flat)
+    rest = (each[whole:] for each in flat)
+    return bool(torch.equal(*words)) and bool(torch.equal(*rest))
 
 
 # --- What cannot have masters -------------------------------------------------------------------
@@ -503,17 +607,26 @@ def _check_can_have_masters(
     # Such as ZeroRedundancyOptimizer, which would update the parameters themselves.
     lists = {id(group["params"]) for group in optimizer.param_groups}
     ids = set(map(id, narrow))
-    for name, value in vars(optimizer).items():
-        groups = getattr(value, "param_groups", None)
-        held = [value] if groups is None else [group["params"] for group in groups]
-        for each in held:
-            is_own = id(each) in lists or not isinstance(each, (list, tuple))
-            if not (is_own or ids.isdisjoint(map(id, each))):
+    for held in _with_held(optimizer):
+        of_groups = [("param_groups", g["params"]) for g in held.param_groups]
+        attributes = [(n, v) for n, v in vars(held).items() if n not in ("state", "param_groups")]
+        for name, value in of_groups + attributes:
+            if id(value) not in lists and not ids.isdisjoint(_ids_in(value)):
                 raise UnsupportedError(
-                    f"{type(optimizer).__name__} keeps parameters in its attribute {name!r}. It "
-                    "would update these in place of their masters. Keep the parameters in float32 "
-                    "and compute under torch.autocast."
+                    f"{type(held).__name__} keeps parameters in its attribute {name!r}. It would "
+                    "not find their masters there. Keep the parameters in float32 and compute "
+                    "under torch.autocast."
                 )
+
+
+def _ids_in(value: Any, depth: int = 3) -> Iterator[int]:
+    """The ids of tensors in a collection, and integers, which may be ids."""
+    if torch.is_tensor(value) or isinstance(value, int):
+        yield value if isinstance(value, int) else id(value)
+    elif depth and isinstance(value, (list, tuple, set, frozenset, dict)):
+        parts = itertools.chain(*value.items()) if isinstance(value, dict) else value
+        for part in parts:
+            yield from _ids_in(part, depth - 1)
 
 
 def check_not_of_ddp(error: RuntimeError) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from lossscale.common.checks import takes
 from lossscale.errors import ArgumentError, StateDictError, UnsupportedError
+from lossscale.torch.scaling import uncompiled
 
 
 class OuterOptimizer(torch.optim.Optimizer):
@@ -22,6 +23,7 @@ class OuterOptimizer(torch.optim.Optimizer):
 
     optimizers: list[Any]
 
+    @uncompiled
     def step(self, closure: Any = None, **more: Any) -> Any:
         for hook in list(self._optimizer_step_pre_hooks.values()):
             hook(self, (), {})

@@ -716,7 +716,7 @@ def test_a_second_one_and_a_direct_step():
         "state": {0: {"master_weight": torch.ones(3)}},
         "param_groups": inner.state_dict()["param_groups"],
     }
-    with pytest.raises(errors.StateDictError, match=r"\(8, 6\).*\(3,\)"):
+    with pytest.raises(errors.StateDictError, match=r"\(8, 6\).*Received: tensor"):
         inner.load_state_dict(shape)
     with pytest.raises(ValueError, match="different number of parameter groups"):
         inner.load_state_dict({"state": {}, "param_groups": []})
