@@ -399,7 +399,8 @@ void run(const OperatorHandle& op, Stack* stack) {
     aliases |= result.alias_info() != nullptr;
     is_view |= result.alias_info() && !result.alias_info()->isWrite();
   }
-  if (captured && !found.written.empty()) keep_before(found);
+  // A batch normalization writes to statistics without declaring it.
+  if (captured) keep_before(found);
   Stack results = twins;
   op.callBoxed(&results);
   std::vector<StorageImpl*> made;

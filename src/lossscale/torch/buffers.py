@@ -136,14 +136,15 @@ class BufferGuard:
             return
         # When it was computed, or its first part that uses parameters of the model.
         todo = [] if loss.grad_fn is None else [loss.grad_fn]
-        oldest, seen = self._losses.get(optimizer, math.inf), set(todo)
+        numbers, seen = [each._sequence_nr() for each in todo], set(todo)
         for node in todo:
-            found = {each for each, _ in node.next_functions if each is not None}
-            if node is todo[0] or any(id(getattr(x, "variable", 0)) in self._own for x in found):
-                oldest = min(oldest, node._sequence_nr())
-            todo += found - seen
-            seen |= found
-        self._losses[optimizer] = oldest
+            for each, _ in node.next_functions:
+                if id(getattr(each, "variable", None)) in self._own:
+                    numbers.append(node._sequence_nr())
+                elif each is not None and each not in seen:
+                    seen.add(each)
+                    todo.append(each)
+        self._losses[optimizer] = min([*numbers, self._losses.get(optimizer, math.inf)])
 
     def stepped(self, optimizer: Any, skipped: Any, ids: Collection[int] | None) -> None:
         """Called after a step."""
