@@ -23,7 +23,7 @@ import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parameter import is_lazy
 
-from lossscale.common.checks import check_not_wrapped, living_wrapper, remember_wrapper
+from lossscale.common.checks import check_not_wrapped, remember_wrapper
 from lossscale.errors import (
     AlreadyWrappedError,
     ArgumentTypeError,
@@ -40,10 +40,14 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Parameters, each with its master."""
 
 _KEY, _REFUSES = "master_weight", "masters"
+_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 _NARROW = frozenset({torch.float16, torch.bfloat16})
 _FACTS = operator.attrgetter("dtype", "device", "shape")
 _TOGETHER = {"cpu": 2**15}
 """Elements that are compared together, in a few times their memory: in a cache, or all that fit."""
+
+_sharing: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
+"""Those that have masters."""
 
 
 class MasterWeights(OuterOptimizer):
@@ -121,7 +125,6 @@ class MasterWeights(OuterOptimizer):
         self._versions: list[int] = []
         # While gradients are still of the parameters' dtype; see `state`.
         self._narrow_until_first: list[Any] = []
-        self._successor: Callable[[], Any] = lambda: None
         self._refuse_other_steps()
         remember_wrapper(self.inner_optimizer, self)
         self._prepare()
@@ -136,6 +139,10 @@ class MasterWeights(OuterOptimizer):
         if not self._is_stepping and self._watched() != self._last_watched:
             self._prepare()
         return self.inner_optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.inner_optimizer.param_groups = groups
 
     @property
     def defaults(self) -> Any:
@@ -200,12 +207,10 @@ class MasterWeights(OuterOptimizer):
             _check_can_have_masters(inner, parameters)
             narrow = list(filter(_is_narrow, parameters))
             self._masters = {p: _master_of(p, before.get(p)) for p in narrow}
+            _sharing.add(self)
             for p in parameters:
                 if p in self._masters and p not in before:
                     _widen_state(inner, p)
-                    if (other := living_wrapper(p)) not in (None, self):
-                        other._successor = weakref.ref(self)
-                    remember_wrapper(p, self)
                 elif p in before and p not in self._masters:
                     _widen(p, before[p], self._dtypes.get(id(p), torch.float16))
                     inner.state.get(p, {}).pop(_KEY, None)
@@ -264,11 +269,6 @@ class MasterWeights(OuterOptimizer):
     @contextlib.contextmanager
     def _stepping(self) -> Iterator[None]:
         """Within it, the optimizer has the masters in place of the parameters."""
-        if self._successor() is not None:
-            raise CallOrderError(
-                "Another MasterWeights has taken over parameters of this one. Give each parameter "
-                "to one optimizer."
-            )
         pairs = self._adopt_written()
         gradients = [parameter.grad for parameter, _ in pairs]
         for (parameter, master), gradient in zip(pairs, gradients, strict=True):
@@ -340,7 +340,9 @@ class MasterWeights(OuterOptimizer):
                 )
 
         refuse.of_lossscale = _REFUSES  # type: ignore[attr-defined]
-        self.inner_optimizer.register_step_pre_hook(refuse)
+        # Lookahead has no hooks.
+        if hasattr(self.inner_optimizer, _HOOKS[0]):
+            self.inner_optimizer.register_step_pre_hook(refuse)
 
     # --- The methods of an optimizer ------------------------------------------------------------
 
@@ -350,18 +352,19 @@ class MasterWeights(OuterOptimizer):
             more["closure"] = functools.partial(self._evaluate, closure)
         # A gradient scaler has set them on this optimizer.
         of_scaler = (vars(self).get(name) for name in ("grad_scale", "found_inf"))
-        hooks = inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks
+        hooks = {name: getattr(inner, name) for name in _HOOKS if hasattr(inner, name)}
+        before, after = (list(hooks.get(name, {}).values()) for name in _HOOKS)
         # Its hooks see the parameters.
-        for hook in list(hooks[0].values()):
+        for hook in before:
             if getattr(hook, "of_lossscale", None) != _REFUSES:
                 hook(inner, (), more)
         try:
             with self._stepping(), fused.attributes([inner], *of_scaler):
-                inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks = {}, {}
+                vars(inner).update({name: {} for name in hooks})
                 returned = inner.step(**more)
         finally:
-            inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks = hooks
-        for hook in list(hooks[1].values()):
+            vars(inner).update(hooks)
+        for hook in after:
             hook(inner, (), more)
         return returned
 
@@ -403,8 +406,9 @@ class MasterWeights(OuterOptimizer):
             masters = dict(self._adopt_written())
         saved: dict[str, Any] = self.inner_optimizer.state_dict()
         # Copies: what is in a parameter now may be swapped out again, as averages are.
-        for part, merged in _merged(pairs, waits=True):
-            masters.update(zip((parameter for parameter, _ in part), merged, strict=True))
+        with torch.no_grad():
+            for part, merged in _merged(pairs, waits=True):
+                masters.update(zip((parameter for parameter, _ in part), merged, strict=True))
         if "param_groups" not in saved:
             # The optimizer writes a format of its own.
             return {**saved, _KEY: list(masters.values())}
@@ -520,9 +524,15 @@ def _by_kind(pairs: Pairs) -> Iterable[Pairs]:
 
 def _master_of(parameter: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
     """The master of a parameter that may have been moved or replaced."""
+    # Optimizers that share a parameter share its master.
+    others = (each._masters.get(parameter) for each in _sharing)
+    master = next((each for each in others if each is not None), None) if master is None else master
     if master is None or master.shape != parameter.shape or master.is_meta:
-        return parameter.detach().float()
-    return master.to(parameter.device)
+        master = parameter.detach().float()
+    if master.device == parameter.device and isinstance(master, torch.nn.Parameter):
+        return master
+    # Some optimizers ask for the class.
+    return torch.nn.Parameter(master.to(parameter.device), requires_grad=False)
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lossscale.arguments import rule_from_arguments
 from lossscale.checks import checks_keywords
-from lossscale.common.checks import remember_wrapper, warned_at_floor
+from lossscale.common.checks import living_wrapper, remember_wrapper, warned_at_floor
 from lossscale.errors import (
     ArgumentTypeError,
     CallOrderError,
@@ -154,7 +154,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         self._skipped_hooks: dict[int, Any] = OrderedDict()
         state_dicts.reserve_names(engine.scale, engine.inner)
         for each in with_parts(engine.inner):
-            remember_wrapper(each, self)
+            # That of a part may be a `MasterWeights`.
+            if living_wrapper(each) is None:
+                remember_wrapper(each, self)
         engine.watch_steps()
 
     @property

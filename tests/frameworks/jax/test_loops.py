@@ -195,13 +195,14 @@ def test_gradients_among_extra_arguments_are_unscaled_and_nothing_else():
 
     tx = loss_scaled(optax.GradientTransformationExtraArgs(optax.init_empty_state, update), True, 8)
     grads, other = {"w": jnp.float16([8.0, 16.0]), "i": 3, "b": None}, jnp.float16([8.0, 16.0])
-    tx.update(grads, tx.init(grads), value=other, number=3, many=[grads["w"], other], grads=grads)
+    state = tx.init({"w": jnp.float32([0.0, 0.0]), "i": 3, "b": None})
+    tx.update(grads, state, value=other, number=3, many=[grads["w"], other], grads=grads)
     assert seen["value"] is seen["many"][1] is other
     assert (seen["number"], seen["grads"]["i"], seen["grads"]["b"]) == (3, 3, None)
     for leaf in (seen["many"][0], seen["grads"]["w"]):
         assert (leaf.dtype, leaf.tolist()) == (jnp.float32, [1.0, 2.0])
-    tx.update(grads, tx.init(grads), grad=None)
-    tx.update(grads, tx.init(grads), grad=[jnp.float32([1.0, 2.0])])
+    tx.update(grads, state, grad=None)
+    tx.update(grads, state, grad=[jnp.float32([1.0, 2.0])])
     assert seen["grad"][0].tolist() == [1.0, 2.0]
 
 

@@ -4,8 +4,10 @@ The oracle trains float32 masters by hand: a forward pass with rounded weights, 
 and one rounding after each applied step.
 """
 
+import collections
 import copy
 import functools
+import itertools
 import pickle
 import random
 import types
@@ -323,6 +325,105 @@ def test_float16_statistics_are_one_warning():
     lossscale.torch.Monitor(optimizer, model).close()
 
 
+class WritesData(torch.optim.Optimizer):
+    """As optimizers were once written: it evaluates its closure, and writes to `data`."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        self.held = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.requires_grad and isinstance(p, nn.Parameter):
+                    p.data.add_(p.grad.data, alpha=-group["lr"] * getattr(p, "factor", 1.0))
+                elif p.grad is None:
+                    p.data.mul_(0.5)
+        return loss
+
+
+def test_optimizers_that_write_to_data_and_evaluate_closures():
+    for dtype in (F16, BF16):
+        w, idle = (nn.Parameter(torch.ones(2, dtype=dtype)) for _ in range(2))
+        w.factor = 2.0
+        optimizer = MasterWeights(WritesData([w, idle]))
+
+        def closure(optimizer=optimizer, w=w):
+            optimizer.zero_grad()
+            loss = w.float().sum()
+            loss.backward()
+            with torch.no_grad():
+                w[1] = 0.5
+            return loss
+
+        optimizer.step(closure)
+        optimizer.zero_grad()
+        optimizer.step(closure)
+        (master, other), rounded = optimizer.masters.values(), w.detach().float()
+        assert master.tolist() == pytest.approx([0.6, 0.3])
+        assert rounded.tolist() == pytest.approx([0.6, 0.3], rel=4e-3)
+        assert (other.tolist(), idle.tolist()) == ([0.25, 0.25], [0.25, 0.25])
+
+
+def test_hooks_of_the_inner_optimizer_see_the_parameters():
+    for when, own in itertools.product(("pre", "post"), (False, True)):
+        w = nn.Parameter(torch.ones(2, dtype=BF16))
+        sgd = torch.optim.SGD([w], lr=0.25)
+        optimizer, seen = MasterWeights(sgd), []
+
+        def hook(*_, w=w, seen=seen):
+            seen.append(w.tolist())
+            with torch.no_grad():
+                w[1] = 8.0
+            w.grad = torch.full_like(w, 2.0, dtype=F32)
+
+        register = f"register_step_{when}_hook"
+        getattr(optimizer if own else sgd, register)(hook)
+        w.sum().backward()
+        optimizer.step()
+        assert seen == [[1.0, 1.0] if when == "pre" else [0.75, 0.75]]
+        assert optimizer.masters[w].tolist() == ([0.5, 7.5] if when == "pre" else [0.75, 8.0])
+
+
+def test_optimizers_share_the_master_of_a_parameter():
+    w = nn.Parameter(torch.ones(2, dtype=BF16))
+    each = [MasterWeights(torch.optim.SGD([w], lr=2.0**-10)) for _ in range(2)]
+    for number in range(16):
+        w.grad = torch.ones_like(w, dtype=F32)
+        each[number % 2].step()
+    assert each[0].masters[w].tolist() == [1 - 2.0**-6] * 2 == w.tolist()
+
+
+def test_optimizers_that_hold_others_are_saved_and_loaded():
+    class Lookahead(torch.optim.Optimizer):
+        """Saves its optimizer's state in a dictionary without groups."""
+
+        def __init__(self, held):
+            groups, state = held.param_groups, collections.defaultdict(dict)
+            self.__setstate__({"param_groups": groups, "state": state, "defaults": {}})
+            self.held = held
+
+        def step(self, closure=None):
+            self.held.step()
+
+        def state_dict(self):
+            return {"held": self.held.state_dict()}
+
+        def load_state_dict(self, state_dict):
+            self.held.load_state_dict(state_dict["held"])
+
+    model, inner, optimizer = started(2, make=lambda model: Lookahead(adamw(model)))
+    saved = through_a_file((model.state_dict(), optimizer.state_dict()))
+    other, again, twin = started(0, make=lambda model: Lookahead(adamw(model)))
+    other.load_state_dict(saved[0])
+    twin.load_state_dict(saved[1])
+    for each, its in ((model, optimizer), (other, twin)):
+        step(each, its)
+    assert list(map(bits, inner.masters.values())) == list(map(bits, again.masters.values()))
+    assert list(inner.inner_optimizer.held.state) == list(model.parameters())
+
+
 # --- What other code writes -----------------------------------------------------------------------
 
 
@@ -626,6 +727,18 @@ def assert_same_keys(first, second):
             assert_same_keys(first[key], second[key])
 
 
+def test_a_state_that_is_saved_while_averages_are_swapped_in():
+    model, inner, _ = started(3)
+    before = [bits(master) for master in inner.masters.values()]
+    kept = copy.deepcopy(model.state_dict())
+    model.load_state_dict(net(seed=4).state_dict())
+    saved = copy.deepcopy(inner.state_dict())
+    model.load_state_dict(kept)
+    assert [bits(master) for master in inner.masters.values()] == before
+    for state, average in pairs(saved["state"].values(), net(seed=4).parameters()):
+        assert bits(state["master_weight"]) == bits(average.detach().float())
+
+
 def test_states_of_plain_optimizers():
     wide = net(F32)
     plain = adamw(wide)
@@ -656,6 +769,13 @@ def test_masters_can_start_from_weights_that_were_never_rounded():
     weights = dict(wide.named_parameters())
     for name, parameter in model.named_parameters():
         inner.masters[parameter].copy_(weights[name].detach())
+    # Other weights than the model's are rounded into it.
+    filled, masters = net(seed=8), net(F32)
+    other = MasterWeights(adamw(filled))
+    for master, parameter in pairs(other.masters.values(), masters.parameters()):
+        master.copy_(parameter.detach())
+    assert [bits(m) for m in other.masters.values()] == [bits(p) for p in masters.parameters()]
+    assert [bits(p) for p in filled.parameters()] == [bits(p.half()) for p in masters.parameters()]
     other = MasterWeights(adamw(net()))
     other.load_state_dict(through_a_file(inner.state_dict()))
     copied = copy.deepcopy(inner)
@@ -707,6 +827,13 @@ def test_what_cannot_have_masters(name):
 
 def test_a_second_one_and_a_direct_step():
     model, inner, _ = started()
+    assert len(inner.state)
+    # Reading an empty state, as torch.distributed.checkpoint does, keeps float32 gradients.
+    w = nn.Parameter(torch.ones(1, dtype=BF16))
+    assert not MasterWeights(torch.optim.SGD([w], lr=1.0)).state
+    for _ in range(4):
+        (w * 2.0**-10).sum().backward()
+    assert w.grad.tolist() == [2.0**-8]
     with pytest.raises(errors.AlreadyWrappedError, match="already wraps this AdamW"):
         MasterWeights(inner.inner_optimizer)
     before = everything(model, inner)
@@ -746,6 +873,7 @@ def test_float16_without_masters_is_told_of_them():
     optimizer.scale_loss(loss_of(model)).backward()
     with pytest.raises(errors.GradientsError, match="MasterWeights"):
         optimizer.step()
+    optimizer.zero_grad()
     scaler.scale(loss_of(net()))
     other = net()
     scaler.scale(loss_of(other)).backward()
