@@ -112,6 +112,7 @@ class MasterWeights(OuterOptimizer):
         self.__setstate__({"inner_optimizer": optimizer, "_masters": {}})
 
     def __getstate__(self) -> dict[str, Any]:
+        self._round_written()
         return {"inner_optimizer": self.inner_optimizer, "_masters": self._masters}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -128,7 +129,6 @@ class MasterWeights(OuterOptimizer):
         self._refuse_other_steps()
         remember_wrapper(self.inner_optimizer, self)
         self._prepare()
-        self._remember()
 
     # --- What it shows of the optimizer -----------------------------------------------------------
 
@@ -214,9 +214,10 @@ class MasterWeights(OuterOptimizer):
                 elif p in before and p not in self._masters:
                     _widen(p, before[p], self._dtypes.get(id(p), torch.float16))
                     inner.state.get(p, {}).pop(_KEY, None)
+            written = {id(p) for p, _ in self._written()}
             self._pairs, self._facts = list(self._masters.items()), facts
             self._dtypes = {id(p): p.dtype for p in narrow}
-            self._remember()
+            self._versions = [-1 if id(p) in written else m._version for p, m in self._pairs]
         for handle in self._narrow_until_first:
             handle.remove()
         self._narrow_until_first.clear()
@@ -239,29 +240,36 @@ class MasterWeights(OuterOptimizer):
         return sum(map(len, groups)), looks, has_narrow
 
     def _remember(self) -> None:
-        """Remembers which masters are as this optimizer has left them."""
+        """Remembers that masters are as this optimizer has left them."""
         self._versions = [master._version for _, master in self._pairs]
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _adopt_written(self) -> Pairs:
-        """Adopts what other code has written, without waiting.
+    def _written(self) -> Pairs:
+        """The pairs into whose master other code has written."""
+        pairs = zip(self._pairs, self._versions, strict=True)
+        return [pair for pair, version in pairs if pair[1]._version != version]
 
-        What was written into a master, also in the state, is rounded into its parameter; then what
-        was written into a parameter replaces its master.
-        """
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _round_written(self) -> Pairs:
+        """Rounds masters into which other code has written, also in the state."""
         pairs, state = self._prepare(), self.inner_optimizer.state
         for parameter, master in pairs:
             entry = state.get(parameter, {})
             if entry.get(_KEY, master) is not master:
                 master.copy_(entry[_KEY])
                 entry[_KEY] = master
-        changed = zip(pairs, self._versions, strict=True)
-        _round([pair for pair, version in changed if pair[1]._version != version])
+        _round(self._written())
+        self._remember()
+        return pairs
+
+    def _adopt_written(self) -> Pairs:
+        """Adopts what other code has written into masters, then into parameters; waits for none."""
+        pairs: Pairs = self._round_written()
         self._adopt()
         return pairs
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _adopt(self) -> None:
+        """Replaces elements of masters whose parameters other code has overwritten."""
         for part, merged in _merged(self._pairs):
             torch._foreach_copy_([master for _, master in part], merged)
         self._remember()
@@ -400,10 +408,8 @@ class MasterWeights(OuterOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the optimizer, with the master of each parameter that has moved."""
-        pairs = self._prepare()
+        pairs = self._round_written()
         masters = dict(pairs)
-        if any(master._version != v for (_, master), v in zip(pairs, self._versions, strict=True)):
-            masters = dict(self._adopt_written())
         saved: dict[str, Any] = self.inner_optimizer.state_dict()
         # Copies: what is in a parameter now may be swapped out again, as averages are.
         with torch.no_grad():

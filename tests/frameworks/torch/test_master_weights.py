@@ -774,6 +774,8 @@ def test_masters_can_start_from_weights_that_were_never_rounded():
     other = MasterWeights(adamw(filled))
     for master, parameter in pairs(other.masters.values(), masters.parameters()):
         master.copy_(parameter.detach())
+    other.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    other, filled = copy.deepcopy((other, filled))
     assert [bits(m) for m in other.masters.values()] == [bits(p) for p in masters.parameters()]
     assert [bits(p) for p in filled.parameters()] == [bits(p.half()) for p in masters.parameters()]
     other = MasterWeights(adamw(net()))
