@@ -240,9 +240,9 @@ def _widened(equation: Any, given: Sequence[Any]) -> list[Any]:
         is_dtype = isinstance(value, np.dtype) and value in _NARROW
         return np.dtype(np.float64) if is_dtype else value
 
-    # Its place in earlier releases.
     enable: Any = getattr(jax, "enable_x64", None)
-    enable = jax.experimental.enable_x64 if enable is None else enable
+    if enable is None:
+        enable = jax.experimental.enable_x64  # type: ignore[attr-defined]  # in earlier releases
     params: Mapping[str, Any] = {name: wider(value) for name, value in equation.params.items()}
     with enable(True):
         inputs = [

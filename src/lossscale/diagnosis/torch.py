@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -138,7 +138,7 @@ class TorchGradientFunction:
                 loss = checked_loss(self._loss_fn(model, mine), torch.is_tensor)
             by_name = {_plain(name): each for name, each in model.named_parameters()}
             chosen = [by_name[name] for name in self._names]
-            gradients = [None] * len(chosen)
+            gradients: Sequence[torch.Tensor | None] = [None] * len(chosen)
             # PyTorch recommends the backward pass outside of autocast.
             with torch.autocast(self._device, enabled=False):
                 if loss.requires_grad and chosen:
@@ -214,7 +214,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def _casting_to(dtype: torch.dtype | None) -> Iterator[None]:
     """Within it, every enabled `torch.autocast` casts to a dtype; with None it does not cast."""
-    enter = torch.autocast.__enter__
+    enter: Callable[[Any], Any] = torch.autocast.__enter__
 
     def entered(autocast: Any) -> Any:
         before = autocast._enabled, autocast.fast_dtype
@@ -239,6 +239,9 @@ class _DrawnInFloat32(TorchDispatchMode):
     The same seed gives other numbers in float16: dropout on a GPU would drop other elements than in
     the reference, and the two could not be compared.
     """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of PyTorch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = args, kwargs or {}

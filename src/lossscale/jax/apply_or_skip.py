@@ -13,7 +13,7 @@ evaluated.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,9 @@ def gated(
 
     early = set(wanted.values())
     outputs = [
-        jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else values[atom]
+        jnp.asarray(atom.val, cast(jax.core.ShapedArray, atom.aval).dtype)
+        if isinstance(atom, Literal)
+        else values[atom]
         for atom in jaxpr.outvars
     ]
     for number in old_values.keys() - early:

@@ -68,17 +68,17 @@ def real_parts(gradient: Any) -> list[Any]:
     return [values] if jnp.issubdtype(values.dtype, jnp.floating) else []
 
 
-def widened(array: Any) -> Any:
+def widened(array: Any) -> jax.Array:
     """An array in float32 or wider."""
-    array = jnp.asarray(array)
-    wide = array.dtype == jnp.float64 or jnp.issubdtype(array.dtype, jnp.complexfloating)
-    return array if wide else array.astype(jnp.float32)
+    values: jax.Array = jnp.asarray(array)
+    wide = values.dtype == jnp.float64 or jnp.issubdtype(values.dtype, jnp.complexfloating)
+    return values if wide else values.astype(jnp.float32)
 
 
-def scaled(loss: Any, scale: Any) -> Any:
+def scaled(loss: Any, scale: Any) -> jax.Array:
     """Multiplies a loss by the scale, in float32 or wider."""
-    loss = widened(loss)
-    return loss * jnp.asarray(scale, loss.dtype)
+    wide = widened(loss)
+    return wide * jnp.asarray(scale, wide.dtype)
 
 
 def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[Any]:
@@ -108,7 +108,9 @@ def flat_gradients(gradients: Any) -> list[Any]:
     return list(jax.tree.leaves(gradients, is_leaf=lambda leaf: isinstance(leaf, BCOO)))
 
 
-def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool = True) -> Any:
+def all_finite(
+    gradients: Sequence[Any], scale: Any = None, powers_of_two: bool = True
+) -> jax.Array:
     """Whether every element of every gradient is finite after unscaling; reads each once.
 
     The check compares bits, as integers, so it creates no non-finite number. Other checks fail:
@@ -130,7 +132,8 @@ def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool 
         return jnp.asarray(True)
     # Outside of jit, this is one dispatch instead of many.
     compute = _all_finite if is_traced([*parts, scale]) else _all_finite_jit
-    return compute(parts, scale, powers_of_two)
+    finite: jax.Array = compute(parts, scale, powers_of_two)
+    return finite
 
 
 def _all_finite(parts: Sequence[Any], scale: Any, powers_of_two: bool) -> Any:

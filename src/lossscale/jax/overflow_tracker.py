@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from lossscale.jax.gradients import (
 )
 from lossscale.monitoring.recorder import SkippedStep
 
+Array: TypeAlias = "jax.Array | np.ndarray[Any, Any]"
+
 
 class TrackedSteps(NamedTuple):
     """The tracked overflows: arrays, each with its own buffer.
@@ -35,9 +37,9 @@ class TrackedSteps(NamedTuple):
         nonfinite: uint32 of shape (variables, 2); the infinities and NaN in its gradients.
     """
 
-    scales: jax.Array
-    skip_step: jax.Array
-    nonfinite: jax.Array
+    scales: Array
+    skip_step: Array
+    nonfinite: Array
 
 
 def init(variables: int) -> TrackedSteps:

@@ -30,7 +30,7 @@ def checked_transformation(inner: Any) -> Any:
     init, update = getattr(inner, "init", None), getattr(inner, "update", None)
     # A rule has methods of these names too.
     no_pair = isinstance(inner, (type, ScaleRule)) or not (callable(init) and callable(update))
-    if no_pair or update is None:
+    if no_pair or init is None or update is None:
         raise ArgumentTypeError(
             "The first argument must be an Optax transformation to wrap, such as "
             f"optax.adamw(1e-3). Received: {inner!r} of type {type(inner).__name__}. For Keras and "
@@ -42,7 +42,9 @@ def checked_transformation(inner: Any) -> Any:
     kinds = {parameter.kind for parameter in inspect.signature(update).parameters.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds:
         return optax.GradientTransformationExtraArgs(init, update)
-    return optax.with_extra_args_support(optax.GradientTransformation(init, update))
+    plain = optax.GradientTransformation(init, update)
+    # Public, but not in Optax's `__all__`.
+    return optax.with_extra_args_support(plain)  # type: ignore[attr-defined]
 
 
 def is_gradient(leaf: Any) -> bool:
@@ -75,7 +77,7 @@ def has_elements(leaves: Sequence[Any]) -> bool:
     return any(is_gradient(leaf) and static_size(leaf) != 0 for leaf in leaves)
 
 
-def each_finite(leaves: Sequence[Any], scale: Any = None, powers_of_two: bool = True) -> Any:
+def each_finite(leaves: Sequence[Any], scale: Any = None, powers_of_two: bool = True) -> jax.Array:
     """Whether every element of every array is finite, a boolean scalar array.
 
     Args:
@@ -286,7 +288,8 @@ def _in_dtypes_of(old_state: Any, new_state: Any) -> Any:
         new, old = jnp.asarray(new), jnp.asarray(old if is_array(old) else new)
         return without_weak_type(jnp.asarray(new, state_dtype(new, old)))
 
-    if jax.tree.structure(old_state) == jax.tree.structure(new_state):
+    form: object = jax.tree.structure(old_state)
+    if form == jax.tree.structure(new_state):
         return jax.tree.map(same, old_state, new_state)
     before = _by_path(old_state)
     return jax.tree_util.tree_map_with_path(

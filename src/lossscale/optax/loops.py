@@ -218,7 +218,8 @@ def unless_skipped(opt_state: object, new: Tree, old: Tree) -> Tree:
     """
     skipped = state_in(opt_state).last_step_skipped
     _check_single(skipped, "decisions")
-    one, other = jax.tree.structure(new), jax.tree.structure(old)
+    one: object = jax.tree.structure(new)
+    other: object = jax.tree.structure(old)
     if one != other:
         raise ArgumentError(
             f"`new` and `old` must be the same kind of tree. Received: {one} and {other}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +101,8 @@ def master_weights(
         )
         return jax.tree.map(_change, params, after, made), MasterWeightsState(after, inner_state)
 
-    return MasterWeights(init, update)
+    functions: Any = init, update
+    return cast("GradientTransformationExtraArgs[MasterWeightsState]", MasterWeights(*functions))
 
 
 def check_order(state: Any, is_inside: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -75,9 +75,9 @@ def track_overflows(
             f"track_overflows(loss_scaled(optax.adamw(1e-3))). Received: a {type(tx).__name__}."
         )
     tracking = _OverflowTracking(tx, owner.rule)
-    tracked: GradientTransformationExtraArgs[OverflowTrackingState]
-    tracked = optax.GradientTransformationExtraArgs(tracking.init, tracking.update)
-    return tracked
+    functions: Any = tracking.init, tracking.update
+    tracked = optax.GradientTransformationExtraArgs(*functions)
+    return cast("GradientTransformationExtraArgs[OverflowTrackingState]", tracked)
 
 
 class _OverflowTracking:

@@ -37,9 +37,10 @@ class LossScaleState(NamedTuple):
         return array_in(self.consecutive_skips) > 0
 
 
-def array_in(leaf: Any) -> Any:
+def array_in(leaf: Any) -> jax.Array:
     """Returns a leaf of a state; of a variable of Flax NNX, its array."""
-    return leaf.get_value() if hasattr(leaf, "get_value") else leaf
+    array: jax.Array = leaf.get_value() if hasattr(leaf, "get_value") else leaf
+    return array
 
 
 def state_of(scale_state: ScaleState, inner_state: Any) -> LossScaleState:

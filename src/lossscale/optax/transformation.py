@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     class GradientTransformationExtraArgs(optax.GradientTransformationExtraArgs, Generic[State]):
         """Optax's class, with the type of the state, which Optax does not know."""
 
-        def init(self, params: Any) -> State: ...
+        # Methods, because a field cannot keep the class of the updates.
+        def init(self, params: Any) -> State: ...  # type: ignore[override]
         # A state, or a variable annotated as `optax.OptState`.
-        def update(
+        def update(  # type: ignore[override]
             self, updates: Tree, state: optax.OptState, params: Any = None, **extra_args: Any
         ) -> tuple[Tree, State]: ...
 
@@ -115,9 +116,10 @@ def loss_scaled(
     if isinstance(getattr(checked.update, "__self__", None), LossScaled):
         raise AlreadyWrappedError(_TWICE)
     wrapped = LossScaled(checked, chosen_rule, axis_names)
-    tx: GradientTransformationExtraArgs[LossScaleState]
-    tx = optax.GradientTransformationExtraArgs(wrapped.init, wrapped.update)
-    return tx
+    # Optax's types admit no function of one kind of state.
+    functions: Any = wrapped.init, wrapped.update
+    tx = optax.GradientTransformationExtraArgs(*functions)
+    return cast("GradientTransformationExtraArgs[LossScaleState]", tx)
 
 
 class LossScaled:
@@ -225,7 +227,8 @@ def _unscaled_arguments(
         if name == "grad" and not found and [x.shape for x in arrays] == shapes:
             # A compiled `update` is given other arrays with the same numbers.
             same = [jnp.all(x == old) for x, (old, _) in zip(arrays, rows, strict=True)]
-            choose = functools.partial(jnp.where, functools.reduce(jnp.logical_and, same, True))
+            start: jax.Array | bool = True
+            choose = functools.partial(jnp.where, functools.reduce(jnp.logical_and, same, start))
             chosen = map(choose, [new for _, new in rows], arrays)
             found = dict(zip(map(id, arrays), chosen, strict=True))
         if found:

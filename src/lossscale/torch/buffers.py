@@ -31,8 +31,10 @@ _NEVER_STEPPED = (
 _guards: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BufferGuard]] = weakref.WeakKeyDictionary()
 """The guards by the optimizer or scaler whose steps count."""
 _of_models: weakref.WeakKeyDictionary[Any, BufferGuard] = weakref.WeakKeyDictionary()
-_number: Callable[[], int] = torch.autograd._get_sequence_nr
+_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 """The number that the next operation gets that a backward pass can go through."""
+# Public, but not in the `__all__` of `torch.jit`.
+_is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
 def note_loss(optimizer: Any, loss: Any) -> None:
@@ -179,7 +181,7 @@ Table = tuple[dict[str, Any], "set[str] | None", Any]
 class _Copy:
     """Which tensors the buffers of some modules are, and a copy of what is in them."""
 
-    @torch.inference_mode(False)  # type: ignore[untyped-decorator]
+    @torch.inference_mode(False)
     def __init__(self, tables: list[Table]) -> None:
         self._tables = [
             (dict(now) if names is None else {n: now.get(n) for n in names}, weight.dtype)
@@ -226,7 +228,7 @@ class _Copy:
                 if key in own:
                     part.copy_(tensor)
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def choose(self, skipped: Any, base: list[Any]) -> None:
         """Restores the buffers if the device says so, and copies what they are then."""
         groups = zip(self._memory, self.numbers, self._parts, base, strict=True)
@@ -235,7 +237,7 @@ class _Copy:
             torch.where(flag, was, now, out=numbers)
             torch._foreach_copy_(memory, parts)
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def restore(self, base: list[Any], tables: list[Table], modules: Iterable[Any]) -> None:
         """Restores the buffers to a copy, and which tensors they are."""
         for memory, numbers in zip(self._memory, base, strict=True):
@@ -292,7 +294,7 @@ class Hook:
         self.function = function
 
     def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+        if not torch.compiler.is_compiling() and not _is_tracing():
             self.function(*args)
 
     def __reduce__(self) -> Any:

@@ -136,7 +136,8 @@ class DocumentedVerbs(Wrapper):
             except BaseException:
                 vars(record).update(before)
                 raise
-        return self.iterations
+        iterations: int | torch.Tensor = self.iterations
+        return iterations
 
     def minimize(
         self,
@@ -182,7 +183,8 @@ class DocumentedVerbs(Wrapper):
         gradients = self._gradients_of(self.get_scaled_loss(loss), variables, grad_loss)
         unscaled_gradients = self.get_unscaled_gradients(gradients)
         self.apply_gradients(zip(unscaled_gradients, variables, strict=True))
-        return self.iterations
+        iterations: int | torch.Tensor = self.iterations
+        return iterations
 
     def _gradients_of(
         self, scaled_loss: Callable[[], Any], variables: Sequence[Any], grad_loss: Any

@@ -18,7 +18,7 @@ from lossscale.rules import GradientStats
 from lossscale.torch import fused, gradients, ranks
 from lossscale.torch.optimizer_list import parts_of, with_parts
 from lossscale.torch.ranks import ParameterInfo
-from lossscale.torch.scale import FirstSteps, Multiplier
+from lossscale.torch.scale import FirstSteps, LossScale, Multiplier
 from lossscale.torch.scaled_gradients import (
     GradientRecord,
     ScaledGradients,
@@ -82,7 +82,11 @@ class Engine:
     is_joined = False
 
     def __init__(
-        self, inner: Any, scale: Any, clip_norm: float | None = None, process_group: Any = None
+        self,
+        inner: torch.optim.Optimizer,
+        scale: LossScale,
+        clip_norm: float | None = None,
+        process_group: ranks.Groups = None,
     ) -> None:
         self.inner, self.scale, self.rule = inner, scale, scale.rule
         self.clip_norm, self.process_group = clip_norm, process_group
@@ -333,7 +337,7 @@ class Engine:
 
     # --- Decide -------------------------------------------------------------------------------
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def decide(self, *, in_place: bool = False) -> StepDecision:
         """Unscales the gradients if they are scaled, and decides.
 
@@ -517,7 +521,7 @@ class Engine:
         applied = not overflow.item() if waits else None
         return StepDecision(applied, stats, overflow, divisor)
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def clipped(self, decision: StepDecision) -> StepDecision:
         """Clips the gradients of a step, or changes what a kernel is still to divide them by."""
         if not self.clip_norm or decision.apply is False or decision.empty:

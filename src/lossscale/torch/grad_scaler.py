@@ -252,7 +252,7 @@ class GradScaler(torch.amp.GradScaler):
         entry = self._per_optimizer_states.get(id(optimizer))
         return OptState.READY if entry is None else entry["stage"]
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
     ) -> dict[Any, Any]:
@@ -281,7 +281,7 @@ class GradScaler(torch.amp.GradScaler):
     @overload
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None: ...
     @overload
-    def step(  # type: ignore[overload-cannot-match]
+    def step(
         self, optimizer: Sequence[torch.optim.Optimizer], *args: Any, **kwargs: Any
     ) -> list[float | None]: ...
 
@@ -350,6 +350,7 @@ class GradScaler(torch.amp.GradScaler):
         if is_scaled and "is_joined" not in entry:
             self._check_inf_per_device(optimizer)
         scale = self._get_scale_async()
+        assert scale is not None
         divisor = scale if is_scaled else None
         # The kernel skips if it is exactly 1, and a subclass may have added some up.
         found = gradients.any_overflow(entry["found_inf_per_device"]).to(scale.device).clamp(max=1)
@@ -583,7 +584,8 @@ class GradScaler(torch.amp.GradScaler):
         """The rule that moves the loss scale."""
         return self._rule
 
-    def _setting(name: str) -> Any:  # noqa: N805
+    @staticmethod
+    def _setting(name: str) -> Any:
         """A number of PyTorch's scaler, which is one of the rule; setting it checks it."""
 
         def put(self: Any, value: Any) -> None:

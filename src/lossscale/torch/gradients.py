@@ -89,6 +89,7 @@ def collect(
     if share_memory([tensor for group in given.dense_groups for tensor in group], info):
         with torch.enable_grad():
             for parameter in owning:
+                assert parameter.grad is not None
                 parameter.grad = parameter.grad.clone()
         given = _grouped([_dense(each, allow_float16, sums) for each in owning])
     return given

@@ -145,7 +145,7 @@ class MasterWeights(OuterOptimizer):
         self.inner_optimizer.param_groups = groups
 
     @property
-    def defaults(self) -> Any:
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # only read
         """The default hyperparameters of the optimizer."""
         return self.inner_optimizer.defaults
 
@@ -242,7 +242,7 @@ class MasterWeights(OuterOptimizer):
         """Remembers which masters are as this optimizer has left them."""
         self._versions = [master._version for _, master in self._pairs]
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def _adopt_written(self) -> Pairs:
         """Adopts what other code has written, without waiting.
 
@@ -260,7 +260,7 @@ class MasterWeights(OuterOptimizer):
         self._adopt()
         return pairs
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def _adopt(self) -> None:
         for part, merged in _merged(self._pairs):
             torch._foreach_copy_([master for _, master in part], merged)
@@ -535,7 +535,7 @@ def _master_of(parameter: torch.Tensor, master: torch.Tensor | None) -> torch.Te
     return torch.nn.Parameter(master.to(parameter.device), requires_grad=False)
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
+@torch.no_grad()
 def _widen(parameter: torch.Tensor, master: torch.Tensor, dtype: torch.dtype) -> None:
     """Writes a master into its parameter, which `model.float()` has widened from a dtype."""
     master = master.to(parameter.device)
@@ -543,7 +543,7 @@ def _widen(parameter: torch.Tensor, master: torch.Tensor, dtype: torch.dtype) ->
     parameter.copy_(torch.where(parameter == rounded, master.to(parameter.dtype), parameter))
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
+@torch.no_grad()
 def _round(pairs: Pairs) -> None:
     """Rounds masters into their parameters."""
     for some in _by_kind(pairs):

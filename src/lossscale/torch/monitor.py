@@ -99,23 +99,22 @@ class Monitor(LoopMonitor):
         explain_bytes: int = DEFAULT_BYTES,
     ) -> None:
         settings = MonitorSettings(path, every, log, on_floor, append, explain)
-        optimizer = wrapper_in(optimizer)
-        _check_watched(optimizer)
-        self._watched = optimizer
-        self._is_scaler = isinstance(optimizer, GradScaler)
-        if self._is_scaler and model is None:
+        self._watched = watched = _checked(wrapper_in(optimizer))
+        if isinstance(watched, GradScaler) and model is None:
             raise ArgumentTypeError(
                 "Monitor of a GradScaler needs the model, for the names of its parameters. "
                 "Received: model=None. Write Monitor(scaler, model)."
             )
         # A scaler does not count steps.
         self._steps = checked_count("steps_before", steps_before, lowest=0)
-        self._skips = int(optimizer.steps_skipped)
+        self._skips = int(watched.steps_skipped)
         self._decided = self._skipped = False
-        names = _names(optimizer, model, self._is_scaler)
+        names = _names(watched, model)
         self._tracker = OverflowTracker()
         self._tracker.build(list(names), list(names.values()))
-        self._scale = float(optimizer.get_scale() if self._is_scaler else optimizer.loss_scale)
+        self._scale = float(
+            watched.get_scale() if isinstance(watched, GradScaler) else watched.loss_scale
+        )
         self._model = model if isinstance(model, torch.nn.Module) else None
         if self._model is not None:
             warn_of_float16_statistics(self._model)
@@ -126,11 +125,11 @@ class Monitor(LoopMonitor):
                 "`explain` needs the model, a torch.nn.Module. "
                 f"Received: model={model!r} of type {type(model).__name__}."
             )
-        super().__init__(Recorder(settings, optimizer.rule), self._steps_so_far())
-        if settings.explain:
-            calls = CallRecorder(model, limit)
-            self._explainer = _Explainer(calls, settings.explain, optimizer.rule)
-        optimizer.__dict__["_watcher"] = self
+        super().__init__(Recorder(settings, watched.rule), self._steps_so_far())
+        if settings.explain and self._model is not None:
+            calls = CallRecorder(self._model, limit)
+            self._explainer = _Explainer(calls, settings.explain, watched.rule)
+        watched.__dict__["_watcher"] = self
 
     def scaled(self, loss: Any) -> None:
         """Called by the optimizer with each loss before it scales it."""
@@ -192,7 +191,7 @@ class Monitor(LoopMonitor):
                 )
             # Detached, so that the graph is not kept until the loss is read.
             loss = loss.detach()
-        if self._is_scaler and self._decided:
+        if self._decided and isinstance(self._watched, GradScaler):
             self._steps += 1
             self._skips += self._skipped
         if self._explainer is not None:
@@ -246,11 +245,12 @@ class Monitor(LoopMonitor):
 
     def _steps_so_far(self) -> int:
         """Returns the number of steps before the current one."""
-        return self._steps if self._is_scaler else int(self._watched.iterations)
+        watched = self._watched
+        return self._steps if isinstance(watched, GradScaler) else int(watched.iterations)
 
     def _stats(self) -> StepStats:
         watched = self._watched
-        if self._is_scaler:
+        if isinstance(watched, GradScaler):
             scale = watched.get_scale()
             return StepStats(self._steps, scale, scale, self._skips, self._skipped)
         scale = float(watched.loss_scale)
@@ -423,7 +423,7 @@ class _Explainer(Explainer):
         return self.found
 
 
-def _check_watched(optimizer: Any) -> None:
+def _checked(optimizer: object) -> LossScaleOptimizer | GradScaler:
     if not isinstance(optimizer, (LossScaleOptimizer, GradScaler)):
         raise ArgumentTypeError(
             "Monitor(optimizer, model) watches a lossscale.torch.LossScaleOptimizer or a "
@@ -434,15 +434,15 @@ def _check_watched(optimizer: Any) -> None:
         raise ArgumentError("The GradScaler is disabled, so there is no loss scale to watch.")
     if vars(optimizer).get("_watcher") is not None:
         raise ArgumentError("Another Monitor already watches this optimizer. Close it first.")
+    return optimizer
 
 
-def _names(optimizer: Any, model: Any, is_scaler: bool) -> dict[Any, str]:
+def _names(watched: LossScaleOptimizer | GradScaler, model: Any) -> dict[torch.Tensor, str]:
     """Returns the names of the parameters.
 
     Args:
-        optimizer: The wrapper; its parameters without a name are numbered.
+        watched: An optimizer, whose parameters without a name are numbered, or a scaler.
         model: A module, an iterable of (name, parameter) pairs, or None.
-        is_scaler: Whether `optimizer` is a scaler, which has no parameters.
 
     Raises:
         ArgumentTypeError: If `model` is something else.
@@ -462,10 +462,10 @@ def _names(optimizer: Any, model: Any, is_scaler: bool) -> dict[Any, str]:
             "Expected a module, or (name, parameter) pairs such as "
             f"model.named_parameters(). Received: model={model!r} of type {type(model).__name__}."
         )
-    if is_scaler:
+    if isinstance(watched, GradScaler):
         return names
     return {
         parameter: names.get(parameter, f"param_groups[{index}]['params'][{number}]")
-        for index, group in enumerate(optimizer.param_groups)
+        for index, group in enumerate(watched.param_groups)
         for number, parameter in enumerate(group["params"])
     }

@@ -6,7 +6,7 @@ import copy
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Literal, TypeVar, overload
+from typing import Any, ClassVar, Literal, TypeVar, cast, overload
 
 import torch
 from torch.distributed.algorithms import join
@@ -57,6 +57,7 @@ _NOTHING_SCALED = (
 
 
 Loss = TypeVar("Loss")
+Number = TypeVar("Number")
 
 
 @FrontDoor.register
@@ -143,9 +144,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         check_processes(inner_optimizer, process_group)
         clip_norm = checked_clip_norm(clip_norm)
         check_decide(decide, inner_optimizer)
-        scale = _new_scale(rule, inner_optimizer, decide)
-        state_dicts.restore(scale, state_dicts.take_numbers(scale, inner_optimizer))
-        engine = Engine(inner_optimizer, scale, clip_norm, process_group)
+        inner = cast(torch.optim.Optimizer, inner_optimizer)
+        scale = _new_scale(rule, inner, decide)
+        state_dicts.restore(scale, state_dicts.take_numbers(scale, inner))
+        engine = Engine(inner, scale, clip_norm, process_group)
         self._start(engine, name or "loss_scale_optimizer")
 
     def _start(self, engine: Engine, name: str) -> None:
@@ -162,14 +164,14 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     @property
     def inner_optimizer(self) -> torch.optim.Optimizer:
         """The inner optimizer, which cannot be replaced by another one."""
-        inner: torch.optim.Optimizer = self._inner
-        return inner
+        return self._inner
 
     def __len__(self) -> int:
-        return len(self.inner_optimizer)
+        # Of one optimizer Python says that it has no length.
+        return len(cast(OptimizerList, self._inner))
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.inner_optimizer)
+        return iter(cast(OptimizerList, self._inner))
 
     def __bool__(self) -> bool:
         # An optimizer is true, also one with `__len__`.
@@ -257,7 +259,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             >>> optimizer.scale_loss(weight.sum())
             tensor(16., grad_fn=<MulBackward0>)
         """
-        return self._scaled(loss)
+        scaled: torch.Tensor = self._scaled(loss)
+        return scaled
 
     def _scaled(self, loss: Any, seen: bool = True) -> Any:
         """Scales a loss.
@@ -634,7 +637,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def join_process_group(self) -> torch.distributed.ProcessGroup:
         """The processes that `torch.distributed.algorithms.Join` keeps together."""
         groups = self._engine.info().groups
-        return groups[0] if groups else torch.distributed.group.WORLD
+        # Join makes sure that there is one.
+        return groups[0] if groups else cast(ranks.Group, torch.distributed.group.WORLD)
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Returns the hook that `Join([model, optimizer])` runs on a process without data.
@@ -776,7 +780,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         return copied
 
 
-def wrapper_in(optimizer: Any) -> Any:
+def wrapper_in(optimizer: object) -> Any:
     """Returns the optimizer that a trainer has wrapped."""
     attributes = getattr(optimizer, "__dict__", {})
     # LightningOptimizer copies the attributes of the optimizer, and keeps the original.
@@ -800,9 +804,9 @@ _SET_BY_LIGHTNING = frozenset({"_joined", "_strategy", "_on_before_step", "_on_a
 """Attributes that Lightning sets on an optimizer."""
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Number) -> Number:
     """A number, or a copy of a tensor."""
-    return value.clone() if torch.is_tensor(value) else value
+    return cast(Number, value.clone()) if isinstance(value, torch.Tensor) else value
 
 
 def _new_scale(rule: Any, inner: Any, decide: str) -> LossScale:

@@ -76,18 +76,20 @@ class OptimizerList(OuterOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {"optimizers": self.optimizers}
 
+    # What lies in the optimizers is read from there, and cannot be set here.
+
     @property
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The defaults that all optimizers have, by the first: schedulers read momentum here."""
         first, *others = (each.defaults for each in self.optimizers)
         return {k: v for k, v in first.items() if all(k in other for other in others)}
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return [group for each in self.optimizers for group in each.param_groups]
 
     @property
-    def state(self) -> Mapping[Any, Any]:
+    def state(self) -> Mapping[torch.Tensor, Any]:  # type: ignore[override]
         """The states of all optimizers, by parameter; each can be changed, the mapping cannot."""
         return types.MappingProxyType(
             {key: state for each in self.optimizers for key, state in each.state.items()}
@@ -130,13 +132,13 @@ class OptimizerList(OuterOptimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         saved = joined([each.state_dict() for each in self.optimizers])
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            saved = hook(self, saved) or saved
+        for change in self._optimizer_state_dict_post_hooks.values():
+            saved = change(self, saved) or saved
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict
+        for change in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = change(self, state_dict) or state_dict
         groups, state = list(state_dict["param_groups"]), state_dict["state"]
         sizes = [len(group["params"]) for group in self.param_groups]
         theirs = [len(group["params"]) for group in groups]

@@ -17,7 +17,7 @@ import math
 import operator
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import distributed
@@ -26,6 +26,9 @@ from lossscale.errors import ArgumentTypeError, UnsupportedError
 
 HALF = (torch.float16, torch.complex32)
 """Formats in which gradients are not divided: small ones would flush to zero."""
+Group: TypeAlias = "distributed.ProcessGroup"
+Groups: TypeAlias = "distributed.ProcessGroup | Sequence[distributed.ProcessGroup] | None"
+"""What users pass as `process_group`."""
 UNSEEN: Any = torch._C.DisableTorchFunction
 """Within it no mode sees a call: with a default device, each `.grad` would take microseconds."""
 
@@ -105,7 +108,7 @@ class ParameterInfo:
     owners: tuple[int, list[Any]] | None = None
     places: list[int] | None = None
 
-    def __init__(self, parameters: list[Any], process_group: Any = None) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], process_group: Groups = None) -> None:
         self.parameters = list(parameters)
         self.devices = list(dict.fromkeys(p.device for p in parameters))
         self.has_half = any(map(has_half_gradients, parameters))
@@ -184,7 +187,7 @@ def parameters_of(optimizer: Any) -> list[Any]:
     return list(itertools.chain.from_iterable(g["params"] for g in groups))
 
 
-def groups_of(tensors: Iterable[Any], process_group: Any = None) -> tuple[Any, ...]:
+def groups_of(tensors: Iterable[torch.Tensor], process_group: Groups = None) -> tuple[Group, ...]:
     """Returns the process groups that must agree on a step, in order.
 
     They are derived from parameters, not from gradients, so that a process without a gradient takes
@@ -228,10 +231,10 @@ def _is_in_any(group: Any, others: Sequence[Any]) -> bool:
     return any(members <= set(distributed.get_process_group_ranks(other)) for other in others)
 
 
-def _derived(tensors: Iterable[Any]) -> tuple[Any, ...]:
+def _derived(tensors: Iterable[torch.Tensor]) -> tuple[Group, ...]:
     """The groups of every mesh dimension that a tensor is sharded over."""
     spread = _dtensor()
-    groups: list[Any] = []
+    groups: list[Group] = []
     seen: set[Any] = set()
     for tensor in tensors if spread is not None else ():
         if not isinstance(tensor, spread):
@@ -249,7 +252,7 @@ def _is_of_fsdp1(tensor: Any) -> bool:
     return getattr(tensor, "_fsdp_flattened", False) and has_others()
 
 
-def _groups_along(tensor: Any, *, replicated: bool = False) -> list[Any]:
+def _groups_along(tensor: Any, *, replicated: bool = False) -> list[Group]:
     """The groups of the mesh dimensions along which a tensor is sharded, or replicated."""
     mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", ())
     # A process outside the mesh holds no part of the tensor.
@@ -266,7 +269,7 @@ def _is_one_of(group: Any, others: Sequence[Any]) -> bool:
     return any(group is other for other in others)
 
 
-def _checked(process_group: Any) -> tuple[Any, ...]:
+def _checked(process_group: Any) -> tuple[Group, ...]:
     given = process_group if isinstance(process_group, (list, tuple)) else [process_group]
     kinds: tuple[Any, ...] = ()
     if distributed.is_available():

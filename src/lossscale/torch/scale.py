@@ -71,9 +71,9 @@ class Multiplier:
 class Counts(NamedTuple):
     """Number of steps, number of skipped steps, and whether the last step was skipped."""
 
-    iterations: Any
-    steps_skipped: Any
-    last_step_skipped: Any
+    iterations: int | torch.Tensor
+    steps_skipped: int | torch.Tensor
+    last_step_skipped: bool | torch.Tensor
 
 
 def update_on_host(rule: ScaleRule, state: ScaleState, stats: GradientStats) -> ScaleState:
@@ -140,7 +140,7 @@ class LossScale:
         fields = *self.first._fields, "iterations", "steps_skipped"
         self.names = {saved_as(field): field for field in fields}
         self.start = Counts(0, 0, False)
-        self._scales: dict[Any, Any] = {}
+        self._scales: dict[torch.device, torch.Tensor] = {}
         self._make(devices)
         for device in (CPU, *devices):
             self.scale_on(device)
@@ -168,11 +168,11 @@ class LossScale:
         return self._multiplier
 
     @property
-    def tensor(self) -> Any:
+    def tensor(self) -> torch.Tensor:
         """A copy of the loss scale, a float32 scalar tensor."""
         return self.scale_on(self.home).clone()
 
-    def scale_on(self, device: Any) -> Any:
+    def scale_on(self, device: torch.device) -> torch.Tensor:
         """The loss scale on a device: a float32 scalar tensor that is kept up to date."""
         scale = self._scales.get(device)
         if scale is None:
@@ -181,7 +181,7 @@ class LossScale:
                 self._scales[device] = scale
         return scale
 
-    def _new_scale(self, device: Any) -> Any:
+    def _new_scale(self, device: torch.device) -> torch.Tensor:
         return scalar(self.number, device)
 
     def _fill_scales(self) -> None:
@@ -245,8 +245,8 @@ class DeviceLossScale(LossScale):
         self.state = _tensors(self.first, self.home)
         # A step adds the second to the first: 1, and whether it was skipped.
         self._counted = scalar(0, self.home, torch.int64).repeat(2)
-        self._last = scalar(True, self.home, torch.bool).repeat(2)
-        self.counts = Counts(self._counted[0], self._counted[1], self._last[1])
+        self._added = scalar(True, self.home, torch.bool).repeat(2)
+        self.counts = Counts(self._counted[0], self._counted[1], self._added[1])
         self.live = dict(zip(self.names, (*self.state, *self.counts[:2]), strict=True))
         self._scales[self.home] = self.state.scale
         self.restore(self.first, self.start)
@@ -255,10 +255,10 @@ class DeviceLossScale(LossScale):
         # The device updates the tensors in `live`, so that what is written there counts.
         return {}
 
-    def _new_scale(self, device: Any) -> Any:
+    def _new_scale(self, device: torch.device) -> torch.Tensor:
         return self._scales[self.home].to(device, copy=True)
 
-    def scale_on(self, device: Any) -> Any:
+    def scale_on(self, device: torch.device) -> torch.Tensor:
         scale = super().scale_on(device)
         if device == CPU != self.home:
             # A loss on the CPU needs a copy of the scale.
@@ -278,9 +278,10 @@ class DeviceLossScale(LossScale):
         rule: Any = self.rule
         if self._versions == self._versions_now():
             # Two kernels in the place of some twenty operators on scalars.
+            state = self.state
             numbers = rule.growth_factor, rule.backoff_factor, rule.growth_interval
-            torch._amp_update_scale_(*self.state, overflow, *numbers)
-            self.state.scale.clamp_(rule.min_scale, rule.ceiling)
+            torch._amp_update_scale_(state.scale, state.good_steps, overflow, *numbers)
+            state.scale.clamp_(rule.min_scale, rule.ceiling)
             self._versions = self._versions_now()
             self._fill_scales()
             return
@@ -297,8 +298,9 @@ class DeviceLossScale(LossScale):
 
     def count(self, skipped: Any) -> None:
         """Counts a step in place; `skipped` is a float32 scalar tensor, 1 or 0."""
-        self.counts.last_step_skipped.copy_(skipped)
-        self._counted.add_(self._last)
+        # All counts are tensors here.
+        self.counts.last_step_skipped.copy_(skipped)  # type: ignore[union-attr]
+        self._counted.add_(self._added)
 
     def restore(self, state: ScaleState, counts: Counts) -> None:
         self.start = Counts(*counts)

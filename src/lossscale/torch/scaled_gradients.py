@@ -557,7 +557,7 @@ def _leaves(loss: Any) -> tuple[list[Any], bool]:
 # --- From one scale to another ----------------------------------------------------------------
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
+@torch.no_grad()
 def multiply(info: ranks.ParameterInfo, by: Any, before: Any = None) -> None:
     """Multiplies gradients by a scale, and divides them by the scale that they had."""
 
@@ -593,19 +593,22 @@ def unscale(
         By device, whether any number was infinite or NaN: float32 scalar tensor, 1 or 0. Empty if
         they are not checked.
     """
-    grads, in_graph = info.gradients(), []
+    grads = info.gradients()
+    in_graph: list[tuple[torch.Tensor, torch.Tensor]] = []
     with ranks.UNSEEN():
         has_graph = any(map(_REQUIRES_GRAD, grads))
     if has_graph:
-        in_graph = [p for p in info.parameters if (g := p.grad) is not None and g.requires_grad]
-        info = info.without(set(map(id, in_graph)))
+        in_graph = [
+            (p, g) for p in info.parameters if (g := p.grad) is not None and g.requires_grad
+        ]
+        info = info.without({id(p) for p, _ in in_graph})
         grads = info.gradients()
     # It may raise.
     given = gradients.collect(info, grads, allow_float16=float16, sums=sums)
-    for parameter in in_graph:
-        by = factor(parameter.grad.device)
+    for parameter, gradient in in_graph:
+        by = factor(gradient.device)
         with torch.enable_grad():
-            parameter.grad = parameter.grad / by if divides else parameter.grad * by
+            parameter.grad = gradient / by if divides else gradient * by
     if not checks:
         gradients.unscale_(given, factor, divide=divides)
         return {}
@@ -613,7 +616,7 @@ def unscale(
         given, factor, divide=divides, recheck=recheck, found=found
     )
     if in_graph:
-        finite = gradients.all_finite([p.grad for p in in_graph])
+        finite = gradients.all_finite([p.grad for p, _ in in_graph])
         so_far = by_device.get(finite.device)
         bad = (~finite).to(torch.float32)
         by_device[finite.device] = bad if so_far is None else torch.maximum(so_far, bad)

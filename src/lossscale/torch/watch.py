@@ -49,7 +49,7 @@ class Watch(TorchDispatchMode):
     """
 
     def __init__(self, model: Any, tensors: dict[str, Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # of PyTorch
         root = type(model).__name__
         self._paths = {id(m): name or root for name, m in model.named_modules()}
         # Several may lie in one storage.
