@@ -268,7 +268,7 @@ class GradScaler(torch.amp.GradScaler):
             info, inv_scale.to, recheck=recheck, found=found_inf, float16=allow_fp16, sums=False
         )
         here = bool(by_device)
-        found = gradients.any_overflow(by_device, device).to(device)
+        found = gradients.any_overflow(by_device.values(), device).to(device)
         if not self._rule.checks_gradients:
             found.zero_()
         elif info.groups:
@@ -353,7 +353,11 @@ class GradScaler(torch.amp.GradScaler):
         assert scale is not None
         divisor = scale if is_scaled else None
         # The kernel skips if it is exactly 1, and a subclass may have added some up.
-        found = gradients.any_overflow(entry["found_inf_per_device"]).to(scale.device).clamp(max=1)
+        found = (
+            gradients.any_overflow(entry["found_inf_per_device"].values())
+            .to(scale.device)
+            .clamp(max=1)
+        )
         is_first = fused.makes_state(parts_of(optimizer))
         is_on_host = found.device.type == "cpu"
         is_read = is_on_host or is_first or self._watcher is not None or self._skipped_hooks
@@ -407,7 +411,7 @@ class GradScaler(torch.amp.GradScaler):
         if len(found) < 2:
             return
         device = self._scale.device
-        joined = gradients.any_overflow(dict(enumerate(found)), device).to(device)
+        joined = gradients.any_overflow(found, device).to(device)
         groups = [self._known[key].info.groups for key in some if key in self._known]
         union = tuple(dict.fromkeys(itertools.chain(*groups)))
         if any(len(own) < len(union) for own in groups):
@@ -425,7 +429,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _is_skipped(self, optimizer: Any, entry: dict[str, Any], divisor: Any = None) -> bool:
         """Waits for the decision on a step, counts it, and notifies the monitor and the hooks."""
-        found = gradients.any_overflow(entry["found_inf_per_device"])
+        found = gradients.any_overflow(entry["found_inf_per_device"].values())
         if self._watcher is None:
             skipped = bool(read(found))
         else:
@@ -481,7 +485,7 @@ class GradScaler(torch.amp.GradScaler):
         if any(entry["stage"] is OptState.STEPPED for entry in entries):
             return False
         by_tensor = _results_in(entries)
-        return bool(by_tensor) and gradients.any_overflow(by_tensor)
+        return bool(by_tensor) and gradients.any_overflow(by_tensor.values())
 
     def _move(self) -> None:
         """Moves the scale by what the optimizers have found."""
@@ -492,7 +496,7 @@ class GradScaler(torch.amp.GradScaler):
             super().update()
         entries = [entry for entry in states.values() if not entry.get("is_empty")]
         by_tensor = _results_in(entries)
-        found = gradients.any_overflow(by_tensor)
+        found = gradients.any_overflow(by_tensor.values())
         if by_tensor and is_torchs(rule):
             # One tensor: PyTorch adds up the others in the first one, which is read later.
             self._per_optimizer_states = {0: {"found_inf_per_device": {found.device: found}}}
@@ -686,7 +690,7 @@ class GradScaler(torch.amp.GradScaler):
         return made
 
 
-def _results_in(entries: Iterable[dict[str, Any]]) -> dict[int, Any]:
+def _results_in(entries: Iterable[dict[str, Any]]) -> dict[int, torch.Tensor]:
     """What optimizers have found, by the ids of the tensors: several may have one together."""
     return {id(t): t for entry in entries for t in entry["found_inf_per_device"].values()}
 

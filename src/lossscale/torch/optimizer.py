@@ -315,8 +315,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         record, engine = self._record, self._engine
         if not record.unseen or record.found is None:
             return
-        engine.account_for_cleared()
-        if record.found is None:
+        if engine.account_for_cleared():
             record.unseen = record.has_own_loss = True
         elif record.is_as_it_was(engine.info()):
             record.unseen = False
@@ -446,6 +445,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             return
         if decision is None:
             found = record.found
+            assert found is not None
             if info.groups:
                 found, _ = ranks.agreed(found, True, True, info.groups)
             decision = self._engine.skipped(found)
