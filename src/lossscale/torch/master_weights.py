@@ -15,13 +15,14 @@ import operator
 import reprlib
 import types
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from lossscale.common.checks import check_not_wrapped, remember_wrapper
 from lossscale.errors import (
@@ -116,15 +117,15 @@ class MasterWeights(OuterOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, optimizers=[state["inner_optimizer"]])
-        self._optimizer_step_pre_hooks: dict[int, Any] = OrderedDict()
-        self._optimizer_step_post_hooks: dict[int, Any] = OrderedDict()
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
         self._is_stepping = self._warned = False
         self._pairs: Pairs = []
-        self._facts: list[Any] = []
+        self._facts: list[object] = []
         self._dtypes: dict[int, torch.dtype] = {}
         self._versions: list[int] = []
         # While gradients are still of the parameters' dtype; see `state`.
-        self._narrow_until_first: list[Any] = []
+        self._narrow_until_first: list[RemovableHandle] = []
         self._refuse_other_steps()
         remember_wrapper(self.inner_optimizer, self)
         self._prepare()
@@ -133,7 +134,7 @@ class MasterWeights(OuterOptimizer):
     # --- What it shows of the optimizer -----------------------------------------------------------
 
     @property
-    def param_groups(self) -> Any:
+    def param_groups(self) -> list[dict[str, Any]]:
         """The groups of the optimizer, with the parameters of the model."""
         # Each verb of a loss scale reads them before the backward pass, or before it unscales.
         if not self._is_stepping and self._watched() != self._last_watched:
@@ -141,7 +142,7 @@ class MasterWeights(OuterOptimizer):
         return self.inner_optimizer.param_groups
 
     @param_groups.setter
-    def param_groups(self, groups: Any) -> None:
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.inner_optimizer.param_groups = groups
 
     @property
@@ -150,7 +151,7 @@ class MasterWeights(OuterOptimizer):
         return self.inner_optimizer.defaults
 
     @property
-    def state(self) -> Any:
+    def state(self) -> defaultdict[torch.Tensor, Any]:
         """The state of the optimizer by parameter, with `master_weight` after the first step."""
         pairs, state = self._pairs, self.inner_optimizer.state
         if not (state or self._narrow_until_first or any(p.grad is not None for p, _ in pairs)):
@@ -164,7 +165,7 @@ class MasterWeights(OuterOptimizer):
         return state
 
     @state.setter
-    def state(self, state: Any) -> None:
+    def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
         self.inner_optimizer.state = state
 
     @property
@@ -225,7 +226,7 @@ class MasterWeights(OuterOptimizer):
         self._last_watched = self._watched()
         return self._pairs
 
-    def _watched(self) -> Any:
+    def _watched(self) -> tuple[object, ...]:
         """What other code changes of two parameters if it changes that of all.
 
         A copy of a model has lost the dtype of its gradients, and `model.half()` leaves float16
@@ -330,7 +331,7 @@ class MasterWeights(OuterOptimizer):
         """Refuses a direct step of the optimizer, which would update float16 parameters."""
         mine = weakref.ref(self)
 
-        def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
+        def refuse(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
             owner = mine()
             if owner is not None and owner._pairs:
                 raise CallOrderError(
@@ -466,7 +467,7 @@ class MasterWeights(OuterOptimizer):
                 "which are rounded to float16."
             )
 
-    def _keyed(self, state_dict: dict[str, Any]) -> Iterable[tuple[Any, torch.Tensor]]:
+    def _keyed(self, state_dict: dict[str, Any]) -> Iterable[tuple[object, torch.Tensor]]:
         """The parameters, with their keys in the state of a state dictionary."""
         keys = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         return zip(keys, ranks.parameters_of(self.inner_optimizer), strict=False)
@@ -475,16 +476,16 @@ class MasterWeights(OuterOptimizer):
 # --- Parameters and masters ---------------------------------------------------------------------
 
 
-def _is_narrow(value: Any) -> bool:
+def _is_narrow(value: object) -> TypeGuard[torch.Tensor]:
     """Whether it is a tensor that gets a master, or of such a dtype."""
-    return torch.is_tensor(value) and value.dtype in _NARROW and not is_lazy(value)
+    return isinstance(value, torch.Tensor) and value.dtype in _NARROW and not is_lazy(value)
 
 
 def _reversed(pairs: Pairs) -> Pairs:
     return [(second, first) for first, second in pairs]
 
 
-def _with_held(optimizer: Any) -> list[Any]:
+def _with_held(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """The optimizer, and those that it holds, as Lookahead does."""
     found = [optimizer]
     for each in found:
@@ -504,7 +505,7 @@ def _receive_float32(parameter: torch.Tensor) -> None:
     parameter.grad = None if gradient is None else gradient.to(torch.float32)
 
 
-def _widen_state(optimizer: Any, parameter: torch.Tensor) -> None:
+def _widen_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
     """Makes the state of a parameter float32, which Adagrad makes before the first step."""
     state = optimizer.state.get(parameter, {})
     state.update({key: value.float() for key, value in state.items() if _is_narrow(value)})
@@ -516,7 +517,7 @@ def _widen_state(optimizer: Any, parameter: torch.Tensor) -> None:
 
 def _by_kind(pairs: Pairs) -> Iterable[Pairs]:
     """The pairs by the device and dtype of the parameter, as kernels of many tensors need them."""
-    groups: dict[Any, Pairs] = {}
+    groups: dict[tuple[torch.device, torch.dtype], Pairs] = {}
     for pair in pairs:
         groups.setdefault((pair[0].device, pair[0].dtype), []).append(pair)
     return groups.values()
@@ -629,7 +630,7 @@ def _check_can_have_masters(
                 )
 
 
-def _ids_in(value: Any, depth: int = 3) -> Iterator[int]:
+def _ids_in(value: object, depth: int = 3) -> Iterator[int]:
     """The ids of tensors in a collection, and integers, which may be ids."""
     if torch.is_tensor(value) or isinstance(value, int):
         yield value if isinstance(value, int) else id(value)

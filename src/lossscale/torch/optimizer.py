@@ -6,7 +6,7 @@ import copy
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Literal, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast, overload
 
 import torch
 from torch.distributed.algorithms import join
@@ -29,9 +29,10 @@ from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.documented_verbs import DocumentedVerbs
 from lossscale.torch.engine import Engine, StepDecision
 from lossscale.torch.optimizer_list import OptimizerList, with_parts, zero_grad
-from lossscale.torch.scale import DeviceLossScale, LossScale
+from lossscale.torch.scale import DeviceLossScale, LossScale, Multiplier
 from lossscale.torch.scaled_gradients import (
     ONE_FOR_SEVERAL,
+    Inputs,
     is_seen,
     prepare_backward,
     remember_scaled,
@@ -47,6 +48,9 @@ from lossscale.torch.settings import (
     check_processes,
     checked_clip_norm,
 )
+
+if TYPE_CHECKING:
+    from lossscale.torch.monitor import Monitor
 
 _NOTHING_SCALED = (
     "The optimizer has scaled no loss since its last step, and takes the gradients as they are. "
@@ -114,7 +118,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     __module__ = "lossscale.torch"
     _framework: ClassVar[str] = "torch"
 
-    _watcher: Any = None
+    _watcher: Monitor | None = None
     """The monitor that is notified of each decision."""
     _warned_at_floor = False
 
@@ -140,11 +144,11 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             for each in inner_optimizer:
                 check_inner(each, is_one_of_several=True)
             inner_optimizer = OptimizerList(list(inner_optimizer))
-        check_inner(inner_optimizer)
-        check_processes(inner_optimizer, process_group)
-        clip_norm = checked_clip_norm(clip_norm)
-        check_decide(decide, inner_optimizer)
         inner = cast(torch.optim.Optimizer, inner_optimizer)
+        check_inner(inner)
+        check_processes(inner, process_group)
+        clip_norm = checked_clip_norm(clip_norm)
+        check_decide(decide, inner)
         scale = _new_scale(rule, inner, decide)
         state_dicts.restore(scale, state_dicts.take_numbers(scale, inner))
         engine = Engine(inner, scale, clip_norm, process_group)
@@ -153,7 +157,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def _start(self, engine: Engine, name: str) -> None:
         self.name, self._rule, self._inner, self._engine = name, engine.rule, engine.inner, engine
         self._record = engine.record
-        self._skipped_hooks: dict[int, Any] = OrderedDict()
+        self._skipped_hooks: dict[int, Callable[[LossScaleOptimizer], object]] = OrderedDict()
         state_dicts.reserve_names(engine.scale, engine.inner)
         for each in with_parts(engine.inner):
             # That of a part may be a `MasterWeights`.
@@ -170,7 +174,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         # Of one optimizer Python says that it has no length.
         return len(cast(OptimizerList, self._inner))
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         return iter(cast(OptimizerList, self._inner))
 
     def __bool__(self) -> bool:
@@ -552,10 +556,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def _notify_watcher(self, decision: StepDecision) -> None:
         if self._watcher is None or decision.empty:
             return
-        scale = self._engine.scale
+        scale, number = self._engine.scale, self._engine.scale.number
         self._watcher.decided(
             self.inner_optimizer.param_groups,
-            scale=scale.tensor if scale.on_device else scale.number,
+            scale=scale.tensor if number is None else number,
             applied=not bool(decision.skipped),
             divisor=decision.divisor,
         )
@@ -771,8 +775,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         self._start(engine, name)
         self.__dict__.update(state)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied: Any = object.__new__(type(self))
+    def __deepcopy__(self, memo: dict[int, Any]) -> LossScaleOptimizer:
+        copied: LossScaleOptimizer = object.__new__(type(self))
         memo[id(self)] = copied
         # Process groups are not copied: the copy talks to the same processes.
         memo[id(self.process_group)] = self.process_group
@@ -809,13 +813,18 @@ def _copied(value: Number) -> Number:
     return cast(Number, value.clone()) if isinstance(value, torch.Tensor) else value
 
 
-def _new_scale(rule: Any, inner: Any, decide: str) -> LossScale:
+def _new_scale(rule: ScaleRule, inner: torch.optim.Optimizer, decide: str) -> LossScale:
     devices = dict.fromkeys(p.device for p in ranks.parameters_of(inner))
     return (DeviceLossScale if decide == "device" else LossScale)(rule, devices)
 
 
 def _backpropagate(
-    loss: Any, by: Any, gradient: Any, retain_graph: Any, create_graph: bool, inputs: Any
+    loss: torch.Tensor,
+    by: Multiplier,
+    gradient: torch.Tensor | None,
+    retain_graph: bool | None,
+    create_graph: bool,
+    inputs: Inputs,
 ) -> None:
     """Backpropagates a loss times a scale."""
     plain = type(loss) is torch.Tensor and loss.dtype in WIDE and loss.requires_grad
