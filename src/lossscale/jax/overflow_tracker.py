@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,6 @@ from lossscale.jax.gradients import (
 )
 from lossscale.monitoring.recorder import SkippedStep
 
-Array: TypeAlias = "jax.Array | np.ndarray[Any, Any]"
-
 
 class TrackedSteps(NamedTuple):
     """The tracked overflows: arrays, each with its own buffer.
@@ -38,9 +36,9 @@ class TrackedSteps(NamedTuple):
         nonfinite: uint32 of shape (variables, 2); the infinities and NaN in its gradients.
     """
 
-    scales: Array
-    skip_step: Array
-    nonfinite: Array
+    scales: jax.Array
+    skip_step: jax.Array
+    nonfinite: jax.Array
 
 
 def init(variables: int) -> TrackedSteps:
@@ -49,11 +47,13 @@ def init(variables: int) -> TrackedSteps:
     Args:
         variables: Number of variables.
     """
-    return TrackedSteps(
+    # JAX takes these where it takes its own, and puts them on no device before.
+    zeros: tuple[Any, ...] = (
         np.zeros(2, np.float32),
         np.zeros((), np.int32),
         np.zeros((variables, 2), np.uint32),
     )
+    return TrackedSteps(*zeros)
 
 
 def update(
