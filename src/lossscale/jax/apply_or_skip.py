@@ -102,7 +102,7 @@ def gated(
 
     early = set(wanted.values())
     outputs = [
-        jnp.asarray(atom.val, cast(jax.core.ShapedArray, atom.aval).dtype)
+        jnp.asarray(atom.val, cast("jax.core.ShapedArray", atom.aval).dtype)
         if isinstance(atom, Literal)
         else values[atom]
         for atom in jaxpr.outvars
@@ -128,7 +128,7 @@ def _gated_equation(
         return bind(jaxpr, equation, arguments)
 
     def silent() -> list[jax.Array]:
-        avals = [cast(jax.core.ShapedArray, variable.aval) for variable in equation.outvars]
+        avals = [cast("jax.core.ShapedArray", variable.aval) for variable in equation.outvars]
         return [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
 
     if equation.effects:
