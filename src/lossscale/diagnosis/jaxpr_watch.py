@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from lossscale.jax.apply_or_skip import bind
+from lossscale.jax.apply_or_skip import ArrayTree, bind
 from lossscale.monitoring.explanation import FailedOperation, Origin
 from lossscale.monitoring.origins import (
     Call,
@@ -46,7 +46,7 @@ class JaxprWatch:
     def __init__(
         self,
         compute: Callable[[Any, Any], Any],
-        arrays: Any,
+        arrays: ArrayTree,
         names: Sequence[tuple[str, bool]],
         plain: Callable[[str], str] = str,
     ) -> None:
@@ -60,7 +60,7 @@ class JaxprWatch:
         named = list(zip(self._names, self._arrays, strict=True))
         weights = {id(array): name for (name, is_weight), array in named if is_weight}
         self._evaluation = Evaluation(lambda value: weights.get(id(value), ""))
-        self._callers: list[Any] = []
+        self._callers: list[JaxprEqn] = []
         self._derived: dict[FailedOperation, str] = {}
         origin_of = self._evaluation.origin_of
         origins = [origin_of(array, name, is_weight=kind) for (name, kind), array in named]
@@ -79,7 +79,7 @@ class JaxprWatch:
         return self._evaluation.watched(values[:1], loss, first)
 
     def _evaluate(
-        self, closed: Any, arguments: Sequence[Any], origins: Sequence[Origin | None]
+        self, closed: ClosedJaxpr, arguments: Sequence[Any], origins: Sequence[Origin | None]
     ) -> tuple[list[Any], list[Origin | None]]:
         """Returns the outputs of a jaxpr, and the origins of those that are not finite."""
         jaxpr = closed.jaxpr
@@ -90,7 +90,7 @@ class JaxprWatch:
         constants = self._evaluation.constants
         constants.update((id(each), each) for each in closed.consts)
 
-        def read(atoms: Sequence[Any]) -> tuple[list[Any], list[Origin | None]]:
+        def read(atoms: Sequence[Var | Literal]) -> tuple[list[Any], list[Origin | None]]:
             for atom in atoms:
                 if isinstance(atom, Literal):
                     values[id(atom)] = constants[id(atom.val)] = atom.val
@@ -114,8 +114,8 @@ class JaxprWatch:
 
     def _origins(
         self,
-        jaxpr: Any,
-        equation: Any,
+        jaxpr: Jaxpr,
+        equation: JaxprEqn,
         given: Sequence[Any],
         taken: Sequence[Origin | None],
         made: Sequence[Any],
@@ -141,7 +141,7 @@ class JaxprWatch:
 # --- What an equation calls ---------------------------------------------------------------------
 
 
-def _called(equation: Any) -> Any:
+def _called(equation: JaxprEqn) -> Any:
     """The jaxpr that an equation calls with its inputs; None if it calls none."""
     for value in equation.params.values():
         closed = value if hasattr(value, "consts") else None
@@ -152,17 +152,17 @@ def _called(equation: Any) -> Any:
     return None
 
 
-def _call(equation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
+def _call(equation: JaxprEqn, evaluate: Any, given: Any, taken: Any) -> Any:
     return evaluate(_called(equation), given, taken)
 
 
-def _branch(equation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
+def _branch(equation: JaxprEqn, evaluate: Any, given: Any, taken: Any) -> Any:
     branches = equation.params["branches"]
     chosen = branches[int(np.clip(int(given[0]), 0, len(branches) - 1))]
     return evaluate(chosen, given[1:], taken[1:])
 
 
-def _while(equation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
+def _while(equation: JaxprEqn, evaluate: Any, given: Any, taken: Any) -> Any:
     params = equation.params
     tests, constants = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     carry, origins = given[constants:], taken[constants:]
@@ -198,12 +198,12 @@ _INNER: dict[str, Callable[..., Any]] = {"cond": _branch, "while": _while}
 # --- Names --------------------------------------------------------------------------------------
 
 
-def _scopes(nested: Sequence[Any]) -> str:
+def _scopes(nested: Sequence[JaxprEqn]) -> str:
     """The scopes of an equation, which comes last, and of the equations that call it."""
     return "/".join(str(each.source_info.name_stack) for each in nested)
 
 
-def _module(nested: Sequence[Any]) -> str:
+def _module(nested: Sequence[JaxprEqn]) -> str:
     """The path of the module of an equation, or the line of its function."""
     # What is computed again for the backward pass has its scopes twice.
     scopes = re.sub(r"transpose\(jvp\((.*?)\)\)/jvp\(\1\)", r"\1", _scopes(nested))
@@ -211,13 +211,13 @@ def _module(nested: Sequence[Any]) -> str:
     return path or next(filter(None, map(_line, reversed(nested))), "")
 
 
-def _line(equation: Any) -> str:
+def _line(equation: JaxprEqn) -> str:
     calls = source_info_util.summarize(equation.source_info, 99).splitlines()
     parts = [re.fullmatch(r"(.*?):(\d+)(?::\d+)? \((.*)\)", each) for each in reversed(calls)]
     return line_of([(each[1], int(each[2]), each[3]) for each in parts if each])
 
 
-def _derived(jaxpr: Any, equation: Any) -> str:
+def _derived(jaxpr: Jaxpr, equation: JaxprEqn) -> str:
     """The name of an operation of a derivative, by what is derived at the same place."""
     place = source_info_util.summarize(equation.source_info)
     earlier = jaxpr.eqns[: jaxpr.eqns.index(equation)]
@@ -233,16 +233,16 @@ def _derived(jaxpr: Any, equation: Any) -> str:
     return f"backward of {found.primitive.name}"
 
 
-def _widened(equation: Any, given: Sequence[Any]) -> list[Any]:
+def _widened(equation: JaxprEqn, given: Sequence[Any]) -> list[Any]:
     """The results of an equation in float64."""
 
-    def wider(value: Any) -> Any:
+    def wider(value: object) -> object:
         is_dtype = isinstance(value, np.dtype) and value in _NARROW
         return np.dtype(np.float64) if is_dtype else value
 
-    # Its place in earlier releases.
     enable: Any = getattr(jax, "enable_x64", None)
-    enable = jax.experimental.enable_x64 if enable is None else enable
+    if enable is None:
+        enable = jax.experimental.enable_x64  # type: ignore[attr-defined]  # in earlier releases
     params: Mapping[str, Any] = {name: wider(value) for name, value in equation.params.items()}
     with enable(True):
         inputs = [

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeGuard
 
+import numpy
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -99,7 +100,7 @@ class TorchGradientFunction:
         setting: The format that the model computes in, in words.
     """
 
-    def __init__(self, model: Any, loss_fn: LossFn, parameters: Any = None) -> None:
+    def __init__(self, model: torch.nn.Module, loss_fn: LossFn, parameters: Any = None) -> None:
         _check_arguments(model, loss_fn)
         self._model, self._loss_fn = model, loss_fn
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -138,7 +139,7 @@ class TorchGradientFunction:
                 loss = checked_loss(self._loss_fn(model, mine), torch.is_tensor)
             by_name = {_plain(name): each for name, each in model.named_parameters()}
             chosen = [by_name[name] for name in self._names]
-            gradients = [None] * len(chosen)
+            gradients: Sequence[torch.Tensor | None] = [None] * len(chosen)
             # PyTorch recommends the backward pass outside of autocast.
             with torch.autocast(self._device, enabled=False):
                 if loss.requires_grad and chosen:
@@ -149,7 +150,7 @@ class TorchGradientFunction:
             return Pass(float(loss.detach()), on_host)
 
 
-def _check_arguments(model: Any, loss_fn: Any) -> None:
+def _check_arguments(model: torch.nn.Module, loss_fn: object) -> None:
     """Checks that there is a model whose parameters are here, and a function."""
     check_model_and_loss(model, loss_fn)
     if any(is_spread(parameter) or parameter.is_meta for parameter in model.parameters()):
@@ -214,9 +215,9 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def _casting_to(dtype: torch.dtype | None) -> Iterator[None]:
     """Within it, every enabled `torch.autocast` casts to a dtype; with None it does not cast."""
-    enter = torch.autocast.__enter__
+    enter: Callable[[torch.autocast], torch.autocast] = torch.autocast.__enter__
 
-    def entered(autocast: Any) -> Any:
+    def entered(autocast: torch.autocast) -> torch.autocast:
         before = autocast._enabled, autocast.fast_dtype
         if dtype is None:
             autocast._enabled = False
@@ -240,7 +241,12 @@ class _DrawnInFloat32(TorchDispatchMode):
     the reference, and the two could not be compared.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of PyTorch
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         given = args, kwargs or {}
         dtypes = [getattr(each, "dtype", each) for each in tree_leaves(given)]
         narrow = [each for each in dtypes if each in _NARROW]
@@ -248,13 +254,14 @@ class _DrawnInFloat32(TorchDispatchMode):
         if not (is_random and narrow) or any(part in func.__name__ for part in _WHOLE_LAYERS):
             return func(*given[0], **given[1])
 
-        def wide(value: Any) -> Any:
+        def wide(value: object) -> object:
             is_dtype = isinstance(value, torch.dtype) and value in _NARROW
             return torch.float32 if is_dtype else _widened(value)
 
-        def rounded(value: Any) -> Any:
-            is_wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
-            return value.to(narrow[-1]) if is_wide else value
+        def rounded(value: object) -> object:
+            if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
+                return value.to(narrow[-1])
+            return value
 
         wider = tree_map(wide, given)
         drawn = func(*wider[0], **wider[1])
@@ -269,16 +276,17 @@ def _wide_copy(model: torch.nn.Module) -> torch.nn.Module:
     return wide
 
 
-def _is_narrow(value: Any) -> bool:
-    is_tensor = isinstance(value, torch.Tensor)
-    return is_tensor and value.is_floating_point() and value.dtype.itemsize < 4
+def _is_narrow(value: object) -> TypeGuard[torch.Tensor]:
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.is_floating_point() and value.dtype.itemsize < 4
 
 
 def _widened(value: Any) -> Any:
     return value.float() if _is_narrow(value) else value
 
 
-def _on_host(gradient: Any) -> Any:
+def _on_host(gradient: torch.Tensor | None) -> numpy.ndarray[Any, Any] | None:
     """A gradient as a NumPy array of float32; of a sparse gradient, the rows that it has."""
     return None if gradient is None else widened(*real_parts(gradient)).cpu().numpy()
 

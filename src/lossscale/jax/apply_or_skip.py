@@ -13,16 +13,23 @@ evaluated.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+
+ArrayTree: TypeAlias = Any
+"""Arrays in a structure of the user's: parameters, gradients or a state."""
+
+Path: TypeAlias = tuple[Any, ...]
+"""The keys that lead to a leaf of such a tree, as JAX has them."""
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
-def select(finite: Any, new: Any, old: Any) -> Any:
+def select(finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     """The new value if the step is applied, else the old one, in `state_dtype`."""
     if new is old:
         return old
@@ -30,7 +37,7 @@ def select(finite: Any, new: Any, old: Any) -> Any:
     return without_weak_type(jnp.where(finite, jnp.asarray(new, dtype), jnp.asarray(old, dtype)))
 
 
-def state_dtype(new: Any, old: Any) -> Any:
+def state_dtype(new: jax.Array, old: jax.Array) -> np.dtype[Any]:
     """The dtype of an array after a step: the old dtype, so that the second step is not recompiled.
 
     The exception is a number that starts as an integer and becomes a fraction: it would lose the
@@ -41,19 +48,22 @@ def state_dtype(new: Any, old: Any) -> Any:
     return new.dtype if _kind(new) > _kind(old) else old.dtype
 
 
-def _kind(array: Any) -> int:
+def _kind(array: jax.Array) -> int:
     kinds = (n for n, kind in enumerate(_KINDS) if jnp.issubdtype(array.dtype, kind))
     return next(kinds, len(_KINDS))
 
 
-def without_weak_type(array: Any) -> Any:
+def without_weak_type(array: jax.Array) -> jax.Array:
     """Converts to an array with a strong dtype, which operations with other arrays keep."""
     return jax.lax.convert_element_type(array, array.dtype)
 
 
 def gated(
-    closed: Any, inputs: Sequence[Any], old_values: Mapping[int, Any], finite: Any
-) -> list[Any]:
+    closed: ClosedJaxpr,
+    inputs: Sequence[jax.Array],
+    old_values: Mapping[int, jax.Array],
+    finite: jax.Array,
+) -> list[jax.Array]:
     """Evaluates a jaxpr, with the old value of some outputs unless `finite`.
 
     Args:
@@ -68,13 +78,14 @@ def gated(
     jaxpr = closed.jaxpr
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *inputs], strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
+    def read(atom: Var | Literal) -> jax.Array:
+        value: jax.Array = atom.val if isinstance(atom, Literal) else values[atom]
+        return value
 
     # A scalar output saves no memory and is selected at the end: with a count that stays 0, Adam
     # would divide 0 by 0. The same holds for inputs, literals, and a variable that is an output
     # twice.
-    wanted: dict[Any, int] = {}
+    wanted: dict[Var, int] = {}
     for number in old_values:
         variable = jaxpr.outvars[number]
         if not isinstance(variable, Literal) and variable.aval.shape and variable not in values:
@@ -91,7 +102,9 @@ def gated(
 
     early = set(wanted.values())
     outputs = [
-        jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else values[atom]
+        jnp.asarray(atom.val, cast("jax.core.ShapedArray", atom.aval).dtype)
+        if isinstance(atom, Literal)
+        else values[atom]
         for atom in jaxpr.outvars
     ]
     for number in old_values.keys() - early:
@@ -100,22 +113,27 @@ def gated(
 
 
 def _gated_equation(
-    jaxpr: Any, equation: Any, arguments: list[Any], old_values: Mapping[int, Any], finite: Any
-) -> list[Any]:
+    jaxpr: Jaxpr,
+    equation: JaxprEqn,
+    arguments: list[jax.Array],
+    old_values: Mapping[int, jax.Array],
+    finite: jax.Array,
+) -> list[jax.Array]:
     """Evaluates one equation of a jaxpr as `gated` evaluates a jaxpr."""
     called = _called(equation) if old_values or equation.effects else None
     if called is not None:
         return gated(called, arguments, old_values, finite)
 
-    def run() -> list[Any]:
+    def run() -> list[jax.Array]:
         return bind(jaxpr, equation, arguments)
 
-    def silent() -> list[Any]:
-        return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in equation.outvars]
+    def silent() -> list[jax.Array]:
+        avals = [cast("jax.core.ShapedArray", variable.aval) for variable in equation.outvars]
+        return [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
 
     if equation.effects:
         # Printing and logging are silent on a skipped step, and their results are not used.
-        made: list[Any] = jax.lax.cond(finite, run, silent)
+        made: list[jax.Array] = jax.lax.cond(finite, run, silent)
     elif old_values and (branches := _branches(equation)):
         return _gated_branches(branches, arguments, old_values, finite)
     else:
@@ -126,14 +144,17 @@ def _gated_equation(
 
 
 def _gated_branches(
-    branches: Sequence[Any], arguments: list[Any], old_values: Mapping[int, Any], finite: Any
-) -> list[Any]:
+    branches: Sequence[ClosedJaxpr],
+    arguments: list[jax.Array],
+    old_values: Mapping[int, jax.Array],
+    finite: jax.Array,
+) -> list[jax.Array]:
     """Evaluates a `lax.switch` with the select in its branches: after it, both would be alive."""
     number, *operands = arguments
     places = {id(operand): place for place, operand in enumerate(operands)}
 
-    def inside(branch: Any) -> Callable[..., list[Any]]:
-        def run(*given: Any) -> list[Any]:
+    def inside(branch: ClosedJaxpr) -> Callable[..., list[jax.Array]]:
+        def run(*given: jax.Array) -> list[jax.Array]:
             # Pass an old value into the branch only once.
             own = {
                 n: given[places[id(old)]] if id(old) in places else old
@@ -146,7 +167,7 @@ def _gated_branches(
     return list(jax.lax.switch(number, [inside(branch) for branch in branches], *operands))
 
 
-def bind(jaxpr: Any, equation: Any, arguments: Sequence[Any]) -> list[Any]:
+def bind(jaxpr: Jaxpr, equation: JaxprEqn, arguments: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the outputs of an equation for given inputs.
 
     Args:
@@ -169,7 +190,7 @@ def bind(jaxpr: Any, equation: Any, arguments: Sequence[Any]) -> list[Any]:
     return list(jaxpr_as_fun(ClosedJaxpr(alone, []))(*(argument for _, argument in given)))
 
 
-def _branches(equation: Any) -> Sequence[Any]:
+def _branches(equation: JaxprEqn) -> Sequence[ClosedJaxpr]:
     """The closed jaxprs that a `lax.switch` selects from; empty for another equation.
 
     Empty too for a switch on the platform, whose other branches may not compile here.
@@ -179,7 +200,7 @@ def _branches(equation: Any) -> Sequence[Any]:
     return tuple(equation.params["branches"])
 
 
-def _called(equation: Any) -> Any:
+def _called(equation: JaxprEqn) -> ClosedJaxpr | None:
     """The closed jaxpr that an equation calls and that can replace it, or None."""
     if equation.primitive.name not in _CALLS:
         return None
@@ -196,7 +217,7 @@ _CALLS = {"jit", "pjit", "closed_call", "core_call"}
 """Primitives that only call a jaxpr."""
 
 
-def varying_axes(array: Any) -> frozenset[str]:
+def varying_axes(array: jax.Array) -> frozenset[str]:
     """The axes of the enclosing `shard_map` along which an array varies, as far as JAX knows."""
     kind = jax.typeof(array)
     # JAX 0.10 stores it in one of these, earlier releases in the other.
@@ -204,7 +225,7 @@ def varying_axes(array: Any) -> frozenset[str]:
     return frozenset(axes or ())
 
 
-def has_sharding(array: Any) -> bool:
+def has_sharding(array: jax.Array) -> bool:
     """Whether the type of an array contains its sharding.
 
     Such an array can be concatenated with others only if all are moved to one sharding.
@@ -213,7 +234,7 @@ def has_sharding(array: Any) -> bool:
     return any(axis is not None for axis in spec or ())
 
 
-def may_be_sharded(array: Any) -> bool:
+def may_be_sharded(array: jax.Array) -> bool:
     """Whether a compiler may divide an array among devices, which its type does not say."""
     mesh: Any = getattr(getattr(jax.typeof(array), "sharding", None), "mesh", None)
     if mesh is None or mesh.empty:
@@ -222,6 +243,6 @@ def may_be_sharded(array: Any) -> bool:
     return any(kind == jax.sharding.AxisType.Auto and size > 1 for kind, size in axes)
 
 
-def static_size(array: Any) -> int | None:
+def static_size(array: jax.Array) -> int | None:
     """The number of elements of an array; None if it is symbolic (`jax.export`)."""
     return array.size if isinstance(array.size, int) else None

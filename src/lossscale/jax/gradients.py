@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,10 @@ import numpy as np
 from jax.experimental.sparse import BCOO
 
 from lossscale.common.sizes import SMALL, grouped_by_size
-from lossscale.jax.apply_or_skip import has_sharding, may_be_sharded, static_size
+from lossscale.jax.apply_or_skip import ArrayTree, has_sharding, may_be_sharded, static_size
 from lossscale.rules import GradientStats, StatsRequest
+
+Gradient: TypeAlias = jax.Array | BCOO | None
 
 JOINED_ARRAYS = 32
 """Number of arrays that a GPU kernel reads as if they were joined; XLA admits some 90."""
@@ -46,12 +48,12 @@ With longer rows XLA copies few elements into one array first, which it then rea
 """
 
 
-def is_traced(values: Sequence[Any]) -> bool:
+def is_traced(values: Sequence[object]) -> bool:
     """Whether one of these arrays is traced."""
     return any(isinstance(value, jax.core.Tracer) for value in values)
 
 
-def real_parts(gradient: Any) -> list[Any]:
+def real_parts(gradient: Gradient) -> list[jax.Array]:
     """The arrays of real numbers that a gradient consists of, as they are stored.
 
     Args:
@@ -68,20 +70,22 @@ def real_parts(gradient: Any) -> list[Any]:
     return [values] if jnp.issubdtype(values.dtype, jnp.floating) else []
 
 
-def widened(array: Any) -> Any:
+def widened(array: jax.typing.ArrayLike) -> jax.Array:
     """An array in float32 or wider."""
-    array = jnp.asarray(array)
-    wide = array.dtype == jnp.float64 or jnp.issubdtype(array.dtype, jnp.complexfloating)
-    return array if wide else array.astype(jnp.float32)
+    values: jax.Array = jnp.asarray(array)
+    wide = values.dtype == jnp.float64 or jnp.issubdtype(values.dtype, jnp.complexfloating)
+    return values if wide else values.astype(jnp.float32)
 
 
-def scaled(loss: Any, scale: Any) -> Any:
+def scaled(loss: jax.typing.ArrayLike, scale: jax.Array | float) -> jax.Array:
     """Multiplies a loss by the scale, in float32 or wider."""
-    loss = widened(loss)
-    return loss * jnp.asarray(scale, loss.dtype)
+    wide = widened(loss)
+    return wide * jnp.asarray(scale, wide.dtype)
 
 
-def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[Any]:
+def unscaled(
+    gradients: Sequence[Gradient], scale: jax.Array | float, powers_of_two: bool
+) -> list[Gradient]:
     """Divides gradients by the scale, in float32 or wider.
 
     Args:
@@ -91,24 +95,33 @@ def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[
             reciprocal, which is exact; otherwise they are divided.
     """
 
-    def divided(gradient: Any) -> Any:
+    def divided(gradient: Gradient) -> Gradient:
         if gradient is None:
             return None
         if isinstance(gradient, BCOO):
-            return BCOO((divided(gradient.data), gradient.indices), shape=gradient.shape)
-        gradient = widened(gradient)
-        divisor = jnp.asarray(scale, gradient.dtype)
-        return gradient * (1.0 / divisor) if powers_of_two else gradient / divisor
+            data = _divided(gradient.data, scale, powers_of_two)
+            return BCOO((data, gradient.indices), shape=gradient.shape)
+        return _divided(gradient, scale, powers_of_two)
 
     return [divided(gradient) for gradient in gradients]
 
 
-def flat_gradients(gradients: Any) -> list[Any]:
+def _divided(array: jax.Array, scale: jax.Array | float, powers_of_two: bool) -> jax.Array:
+    wide = widened(array)
+    divisor = jnp.asarray(scale, wide.dtype)
+    return wide * (1.0 / divisor) if powers_of_two else wide / divisor
+
+
+def flat_gradients(gradients: ArrayTree) -> list[Gradient]:
     """The gradients in a nested structure, without None."""
     return list(jax.tree.leaves(gradients, is_leaf=lambda leaf: isinstance(leaf, BCOO)))
 
 
-def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool = True) -> Any:
+def all_finite(
+    gradients: Sequence[Gradient],
+    scale: jax.Array | float | None = None,
+    powers_of_two: bool = True,
+) -> jax.Array:
     """Whether every element of every gradient is finite after unscaling; reads each once.
 
     The check compares bits, as integers, so it creates no non-finite number. Other checks fail:
@@ -130,14 +143,17 @@ def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool 
         return jnp.asarray(True)
     # Outside of jit, this is one dispatch instead of many.
     compute = _all_finite if is_traced([*parts, scale]) else _all_finite_jit
-    return compute(parts, scale, powers_of_two)
+    finite: jax.Array = compute(parts, scale, powers_of_two)
+    return finite
 
 
-def _all_finite(parts: Sequence[Any], scale: Any, powers_of_two: bool) -> Any:
-    def default() -> Any:
+def _all_finite(
+    parts: Sequence[jax.Array], scale: jax.Array | float | None, powers_of_two: bool
+) -> jax.Array:
+    def default() -> jax.Array:
         extremes = _extremes_on_cpu(parts)
 
-        def of_dtype(dtype: Any) -> Any:
+        def of_dtype(dtype: np.dtype[Any]) -> jax.Array:
             # One reduction over all numbers of a dtype. XLA would repeat a chain of scalar
             # operations in each loop of the update, and it compiles more slowly.
             numbers = jnp.stack([number for number in extremes if number.dtype == dtype])
@@ -146,17 +162,18 @@ def _all_finite(parts: Sequence[Any], scale: Any, powers_of_two: bool) -> Any:
                 # Division keeps the order of numbers. Infinities and NaN are left out, since
                 # dividing them gives NaN.
                 rest = jnp.where(finite, numbers, jnp.zeros_like(numbers))
-                [divided] = unscaled([rest], scale, powers_of_two)
-                finite &= _is_finite(divided)
+                finite &= _is_finite(_divided(rest, scale, powers_of_two))
             return jnp.all(finite)
 
         dtypes = dict.fromkeys(number.dtype for number in extremes)
         return functools.reduce(jnp.logical_and, map(of_dtype, dtypes))
 
-    def on_gpu() -> Any:
-        arrays = parts if scale is None else unscaled(parts, scale, powers_of_two)
+    def on_gpu() -> jax.Array:
+        arrays = parts
+        if scale is not None:
+            arrays = [_divided(part, scale, powers_of_two) for part in parts]
 
-        def nonfinite(group: Sequence[Any]) -> Any:
+        def nonfinite(group: Sequence[jax.Array]) -> jax.Array:
             if not may_be_divided(group[0]):
                 return nonfinite_by_row(group)[0]
             magnitude, infinite = _magnitude(_with_bits(jnp.stack(group)))
@@ -165,20 +182,21 @@ def _all_finite(parts: Sequence[Any], scale: Any, powers_of_two: bool) -> Any:
         groups = ([arrays[place] for place in places] for places in in_groups(arrays))
         return ~jnp.any(jnp.concatenate(list(map(nonfinite, groups))))
 
-    return jax.lax.platform_dependent(default=default, cuda=on_gpu, rocm=on_gpu)
+    finite: jax.Array = jax.lax.platform_dependent(default=default, cuda=on_gpu, rocm=on_gpu)
+    return finite
 
 
 _all_finite_jit = functools.partial(jax.jit, static_argnums=2)(_all_finite)
 
 
-def _extremes_on_cpu(parts: Sequence[Any]) -> list[Any]:
+def _extremes_on_cpu(parts: Sequence[jax.Array]) -> list[jax.Array]:
     apart = [part for part in parts if has_sharding(part)]
     small, large = grouped_by_size([p for p in parts if not has_sharding(p)], static_size)
     joined = [jnp.concatenate([part.ravel() for part in group]) for group in small]
     return [number for part in [*joined, *large, *apart] for number in _extremes(part)]
 
 
-def _extremes(array: Any) -> list[Any]:
+def _extremes(array: jax.Array) -> list[jax.Array]:
     """Two elements of an array, of which one is infinite or NaN if any element is; 0 if empty.
 
     Interpreted as signed integers, the largest bits belong to the largest positive element; as
@@ -194,13 +212,13 @@ def _extremes(array: Any) -> list[Any]:
     return [jax.lax.bitcast_convert_type(bits, array.dtype) for bits in found]
 
 
-def in_groups(arrays: Sequence[Any]) -> Iterator[list[int]]:
+def in_groups(arrays: Sequence[jax.Array]) -> Iterator[list[int]]:
     """Yields the places of the arrays that one kernel of a GPU reads together.
 
     To join arrays that are divided among devices, XLA would gather them. Those of one shape are
     stacked, and only small ones, because they may be divided differently.
     """
-    together: dict[Any, list[int]] = {}
+    together: dict[object, list[int]] = {}
     for place, array in enumerate(arrays):
         divided, size = may_be_divided(array), static_size(array)
         if size is None or size > (SMALL if divided else JOINED):
@@ -211,12 +229,12 @@ def in_groups(arrays: Sequence[Any]) -> Iterator[list[int]]:
         yield from (places[i : i + JOINED_ARRAYS] for i in range(0, len(places), JOINED_ARRAYS))
 
 
-def may_be_divided(array: Any) -> bool:
+def may_be_divided(array: jax.Array) -> bool:
     """Whether an array may be divided among devices, or has a size that is not known."""
     return static_size(array) is None or has_sharding(array) or may_be_sharded(array)
 
 
-def nonfinite_by_row(arrays: Sequence[Any]) -> tuple[Any, list[int]]:
+def nonfinite_by_row(arrays: Sequence[jax.Array]) -> tuple[jax.Array, list[int]]:
     """Counts what is not finite in the rows of a matrix that a GPU reads arrays as.
 
     One kernel reads all arrays, whatever their shapes are: it finds a sum for each row.
@@ -245,16 +263,16 @@ def nonfinite_by_row(arrays: Sequence[Any]) -> tuple[Any, list[int]]:
 _HAVE_BITS = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
 
 
-def _both_larger(first: Any, second: Any) -> tuple[Any, ...]:
+def _both_larger(first: Sequence[jax.Array], second: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     return tuple(map(jax.lax.max, first, second))
 
 
-def _with_bits(array: Any) -> Any:
+def _with_bits(array: jax.Array) -> jax.Array:
     """An array whose dtype has an integer of the same width, and infinities."""
     return array if array.dtype in _HAVE_BITS else array.astype(jnp.float32)
 
 
-def _is_finite(array: Any) -> Any:
+def _is_finite(array: jax.Array) -> jax.Array:
     """Whether each element of an array is finite, by its bits."""
     magnitude, infinite = _magnitude(array)
     # Compare with <, not the exponent with ==: LLVM recognizes that as a test for infinity and NaN,
@@ -262,7 +280,7 @@ def _is_finite(array: Any) -> Any:
     return magnitude < infinite
 
 
-def _magnitude(array: Any) -> tuple[Any, Any]:
+def _magnitude(array: jax.Array) -> tuple[jax.Array, np.ndarray[Any, Any]]:
     """The bits of magnitudes as integers, and those of infinity; those of NaN are larger."""
     bits = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
     without_sign = bits.type(np.iinfo(bits).max >> 1)
@@ -271,7 +289,12 @@ def _magnitude(array: Any) -> tuple[Any, Any]:
 
 
 def gradient_stats(
-    needs: StatsRequest, finite: Any, gradients: Sequence[Any], scale: Any, *, are_scaled: bool
+    needs: StatsRequest,
+    finite: jax.Array,
+    gradients: Sequence[Gradient],
+    scale: jax.Array | float,
+    *,
+    are_scaled: bool,
 ) -> GradientStats:
     """Returns the statistics of a step for a rule.
 

@@ -16,6 +16,7 @@ import numpy as np
 from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
 from lossscale.jax.gradients import (
+    Gradient,
     in_groups,
     is_traced,
     may_be_divided,
@@ -46,20 +47,22 @@ def init(variables: int) -> TrackedSteps:
     Args:
         variables: Number of variables.
     """
-    return TrackedSteps(
+    # JAX takes these where it takes its own, and puts them on no device before.
+    zeros: tuple[Any, ...] = (
         np.zeros(2, np.float32),
         np.zeros((), np.int32),
         np.zeros((variables, 2), np.uint32),
     )
+    return TrackedSteps(*zeros)
 
 
 def update(
     state: TrackedSteps,
-    gradients: Callable[[], Sequence[Any]],
+    gradients: Callable[[], Sequence[Gradient]],
     *,
-    finite: Any,
-    scale: Any,
-    number: Any,
+    finite: jax.Array | bool,
+    scale: jax.Array | float,
+    number: jax.Array | int,
 ) -> TrackedSteps:
     """Returns the state after a step.
 
@@ -74,14 +77,14 @@ def update(
     scales, *kept = map(jnp.asarray, state)
     scales = jnp.where(finite & jnp.array([False, True]), scales, jnp.asarray(scale, scales.dtype))
 
-    def of_this_step() -> list[Any]:
+    def of_this_step() -> list[jax.Array]:
         new = (number, _nonfinite(gradients()))
         return [jnp.asarray(each, old.dtype) for each, old in zip(new, kept, strict=True)]
 
-    def branched() -> list[Any]:
+    def branched() -> list[jax.Array]:
         return list(jax.lax.cond(finite, lambda: kept, of_this_step))
 
-    def selected() -> list[Any]:
+    def selected() -> list[jax.Array]:
         pairs = zip(of_this_step(), kept, strict=True)
         return [jnp.where(finite, old, new) for new, old in pairs]
 
@@ -149,7 +152,7 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
         return TrackedSteps(*(variable.value for variable in self.variables))
 
 
-def _nonfinite(gradients: Sequence[Any]) -> Any:
+def _nonfinite(gradients: Sequence[Gradient]) -> jax.Array:
     """Returns the numbers of infinite elements and of NaN, uint32 of shape (gradients, 2)."""
     pairs = [(row, part) for row, each in enumerate(gradients) for part in real_parts(each)]
     groups = [[pairs[place] for place in places] for places in in_groups([p for _, p in pairs])]
@@ -161,7 +164,7 @@ def _nonfinite(gradients: Sequence[Any]) -> Any:
     return empty.at[np.array(rows)].add(jnp.concatenate(counts)) if rows else empty
 
 
-def _counts(arrays: Sequence[Any]) -> Any:
+def _counts(arrays: Sequence[jax.Array]) -> jax.Array:
     """Returns the same for arrays that a GPU reads together, which are real."""
     if may_be_divided(arrays[0]):
         stacked = jnp.stack(arrays)

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.jax.apply_or_skip import gated, select, state_dtype, static_size, without_weak_type
+from lossscale.jax.apply_or_skip import (
+    ArrayTree,
+    Path,
+    gated,
+    select,
+    state_dtype,
+    static_size,
+    without_weak_type,
+)
 from lossscale.jax.gradients import all_finite, is_traced
 from lossscale.rules import ScaleRule
 
-Update = Callable[[Any, Any, Any], tuple[Any, Any]]
+Update = Callable[[ArrayTree, ArrayTree, ArrayTree], tuple[ArrayTree, ArrayTree]]
 """Takes gradients, state and parameters; returns updates and the new state."""
 
 
-def checked_transformation(inner: Any) -> Any:
+def checked_transformation(inner: object) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that takes extra arguments.
 
     Raises:
@@ -30,7 +38,7 @@ def checked_transformation(inner: Any) -> Any:
     init, update = getattr(inner, "init", None), getattr(inner, "update", None)
     # A rule has methods of these names too.
     no_pair = isinstance(inner, (type, ScaleRule)) or not (callable(init) and callable(update))
-    if no_pair or update is None:
+    if no_pair or init is None or update is None:
         raise ArgumentTypeError(
             "The first argument must be an Optax transformation to wrap, such as "
             f"optax.adamw(1e-3). Received: {inner!r} of type {type(inner).__name__}. For Keras and "
@@ -42,40 +50,44 @@ def checked_transformation(inner: Any) -> Any:
     kinds = {parameter.kind for parameter in inspect.signature(update).parameters.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds:
         return optax.GradientTransformationExtraArgs(init, update)
-    return optax.with_extra_args_support(optax.GradientTransformation(init, update))
+    plain = optax.GradientTransformation(init, update)
+    # Public, but not in Optax's `__all__`.
+    return optax.with_extra_args_support(plain)  # type: ignore[attr-defined]
 
 
-def is_gradient(leaf: Any) -> bool:
+def is_gradient(leaf: object) -> TypeGuard[jax.Array]:
     """Whether a leaf is a floating-point or complex array, not integers or float0."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def is_narrow(leaf: Any) -> bool:
+def is_narrow(leaf: object) -> TypeGuard[jax.Array]:
     """Whether a leaf is a floating-point array of 16 bits or less."""
     return is_gradient(leaf) and leaf.dtype.itemsize < 4
 
 
-def widened(leaf: Any) -> Any:
+def widened(leaf: object) -> object:
     """Converts a leaf to float32 if it is float16 or bfloat16."""
     if not is_narrow(leaf):
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.update(dtype=jnp.float32)
+        return leaf.update(dtype=jnp.float32)  # type: ignore[no-untyped-call]  # of JAX
     return jnp.asarray(leaf, jnp.float32)
 
 
-def with_arrays(tree: Any) -> Any:
+def with_arrays(tree: ArrayTree) -> ArrayTree:
     """Converts Python floats in a tree to arrays: outside `jit` a gradient may be a float."""
     return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, (float, complex)) else x, tree)
 
 
-def has_elements(leaves: Sequence[Any]) -> bool:
+def has_elements(leaves: Sequence[object]) -> bool:
     """Whether there is an element to check."""
     return any(is_gradient(leaf) and static_size(leaf) != 0 for leaf in leaves)
 
 
-def each_finite(leaves: Sequence[Any], scale: Any = None, powers_of_two: bool = True) -> Any:
+def each_finite(
+    leaves: Sequence[object], scale: jax.Array | None = None, powers_of_two: bool = True
+) -> jax.Array:
     """Whether every element of every array is finite, a boolean scalar array.
 
     Args:
@@ -86,7 +98,7 @@ def each_finite(leaves: Sequence[Any], scale: Any = None, powers_of_two: bool = 
     return all_finite(list(filter(is_gradient, leaves)), scale, powers_of_two)
 
 
-def skipped_like(update: Any) -> Any:
+def skipped_like(update: jax.Array) -> jax.Array:
     """An update that leaves a parameter unchanged, bit for bit: adding +0.0 turns -0.0 into 0.0."""
     if not is_gradient(update):
         return jnp.zeros_like(update)
@@ -94,7 +106,7 @@ def skipped_like(update: Any) -> Any:
     return jnp.full_like(update, zero)
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> bool:
     # Gradients with respect to integers are float0 arrays, which no operation accepts. An Equinox
     # model passed as the parameters contains functions.
     dtype = getattr(leaf, "dtype", None)
@@ -115,20 +127,22 @@ class TracedUpdate(NamedTuple):
         rebuild: Builds the updates and the new state from the outputs.
     """
 
-    jaxpr: Any
-    inputs: list[Any]
+    jaxpr: ClosedJaxpr
+    inputs: list[jax.Array]
     updates: int
-    state: Any
-    rebuild: Callable[[Sequence[Any]], tuple[Any, Any]]
+    state: ArrayTree
+    rebuild: Callable[[Sequence[object]], tuple[ArrayTree, ArrayTree]]
 
 
-def trace(update: Update, gradients: Any, state: Any, params: Any) -> TracedUpdate:
+def trace(
+    update: Update, gradients: ArrayTree, state: ArrayTree, params: ArrayTree
+) -> TracedUpdate:
     """Traces an update without running it."""
     leaves, structure = jax.tree.flatten((gradients, state, params))
     inputs = [leaf for leaf in leaves if is_array(leaf)]
     found: dict[str, Any] = {}
 
-    def flat(*arrays: Any) -> list[Any]:
+    def flat(*arrays: Any) -> list[jax.Array]:
         given = iter(arrays)
         filled = [next(given) if is_array(leaf) else leaf for leaf in leaves]
         updates, new_state = update(*jax.tree.unflatten(structure, filled))
@@ -140,7 +154,7 @@ def trace(update: Update, gradients: Any, state: Any, params: Any) -> TracedUpda
 
     jaxpr = jax.make_jaxpr(flat)(*inputs)
 
-    def rebuild(outputs: Sequence[Any]) -> tuple[Any, Any]:
+    def rebuild(outputs: Sequence[object]) -> tuple[ArrayTree, ArrayTree]:
         rest = iter(outputs)
         updates, new_state = (
             jax.tree.unflatten(whole, [next(rest) if x is None else x for x in kept])
@@ -153,13 +167,19 @@ def trace(update: Update, gradients: Any, state: Any, params: Any) -> TracedUpda
     return TracedUpdate(jaxpr, inputs, number, new_state, rebuild)
 
 
-def _untraced(leaf: Any) -> Any:
+def _untraced(leaf: Any) -> object:
     return np.zeros(leaf.shape, leaf.dtype) if getattr(leaf, "dtype", None) is not None else leaf
 
 
 def update_or_skip(
-    update: Update, finite: Any, gradients: Any, state: Any, params: Any, *, check_updates: bool
-) -> tuple[Any, Any, Any]:
+    update: Update,
+    finite: jax.Array | None,
+    gradients: ArrayTree,
+    state: ArrayTree,
+    params: ArrayTree,
+    *,
+    check_updates: bool,
+) -> tuple[jax.Array | None, ArrayTree, ArrayTree]:
     """Runs an update if the gradients are finite, and otherwise changes nothing.
 
     Args:
@@ -199,8 +219,13 @@ def update_or_skip(
 
 
 def _run_at_once(
-    update: Update, finite: Any, gradients: Any, state: Any, params: Any, check_updates: bool
-) -> tuple[Any, Any, Any]:
+    update: Update,
+    finite: jax.Array,
+    gradients: ArrayTree,
+    state: ArrayTree,
+    params: ArrayTree,
+    check_updates: bool,
+) -> tuple[jax.Array | None, ArrayTree, ArrayTree]:
     """Runs an update outside compiled functions, where JAX would compile a branch at each call."""
     updates, new_state = update(gradients, state, params)
     if check_updates:
@@ -218,13 +243,13 @@ _skipped_jit = jax.jit(lambda finite, update: jnp.where(finite, update, skipped_
 # --- The state before and after a step ------------------------------------------------------------
 
 
-def _by_path(state: Any) -> dict[Any, Any]:
+def _by_path(state: ArrayTree) -> dict[Path, jax.Array]:
     """The arrays of a state by their paths."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     return {path: leaf for path, leaf in leaves if is_array(leaf)}
 
 
-def _old_values(old_state: Any, new_state: Any) -> list[Any]:
+def _old_values(old_state: ArrayTree, new_state: ArrayTree) -> list[jax.Array]:
     """Returns the value that each array of the new state has if the step is skipped.
 
     It is the value at the same path of the old state. A value that only an applied step adds, such
@@ -251,7 +276,7 @@ def _old_values(old_state: Any, new_state: Any) -> list[Any]:
     return values
 
 
-def _shown(path: Any) -> str:
+def _shown(path: Path) -> str:
     return f"`{jax.tree_util.keystr(path)}`"
 
 
@@ -276,17 +301,18 @@ def _static_parts_differ(old: Any, new: Any) -> bool:
     )
 
 
-def _in_dtypes_of(old_state: Any, new_state: Any) -> Any:
+def _in_dtypes_of(old_state: ArrayTree, new_state: ArrayTree) -> ArrayTree:
     """Returns the state after an applied step, in the dtypes that a skipped step would keep."""
 
-    def same(old: Any, new: Any) -> Any:
+    def same(old: ArrayTree, new: ArrayTree) -> ArrayTree:
         if not is_array(new):
             return new
         # A user may have put a Python number into the state.
         new, old = jnp.asarray(new), jnp.asarray(old if is_array(old) else new)
         return without_weak_type(jnp.asarray(new, state_dtype(new, old)))
 
-    if jax.tree.structure(old_state) == jax.tree.structure(new_state):
+    form: object = jax.tree.structure(old_state)
+    if form == jax.tree.structure(new_state):
         return jax.tree.map(same, old_state, new_state)
     before = _by_path(old_state)
     return jax.tree_util.tree_map_with_path(

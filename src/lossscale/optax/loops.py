@@ -11,6 +11,7 @@ import optax
 
 import lossscale.optax.gating as gating
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.jax.apply_or_skip import ArrayTree, Path
 from lossscale.jax.gradients import scaled, unscaled
 from lossscale.optax.scale_state import array_in
 from lossscale.optax.state_lookup import state_in
@@ -92,7 +93,7 @@ def unscale(opt_state: object, gradients: Tree) -> Tree:
     """
     scale = loss_scale(opt_state)
 
-    def divided(leaf: Any) -> Any:
+    def divided(leaf: object) -> object:
         if not gating.is_gradient(leaf):
             return leaf
         return unscaled([leaf], scale, powers_of_two=False)[0]
@@ -174,7 +175,7 @@ def value_and_grad(
     chosen = {} if argnums == 0 else {"argnums": argnums}
 
     def value_and_scaled_grad(
-        opt_state: Any, /, *args: P.args, **kwargs: P.kwargs
+        opt_state: ArrayTree, /, *args: P.args, **kwargs: P.kwargs
     ) -> tuple[R, Any]:
         scale = _single_scale(opt_state)
 
@@ -218,13 +219,14 @@ def unless_skipped(opt_state: object, new: Tree, old: Tree) -> Tree:
     """
     skipped = state_in(opt_state).last_step_skipped
     _check_single(skipped, "decisions")
-    one, other = jax.tree.structure(new), jax.tree.structure(old)
+    one: object = jax.tree.structure(new)
+    other: object = jax.tree.structure(old)
     if one != other:
         raise ArgumentError(
             f"`new` and `old` must be the same kind of tree. Received: {one} and {other}."
         )
 
-    def chosen(path: Any, new: Any, old: Any) -> Any:
+    def chosen(path: Path, new: ArrayTree, old: ArrayTree) -> ArrayTree:
         if new is old or not gating.is_array(new):
             return new
         if jnp.shape(new) != jnp.shape(old):
@@ -254,13 +256,13 @@ class _Result(NamedTuple):
     returned: Any
 
 
-def _single_scale(opt_state: Any) -> Any:
+def _single_scale(opt_state: ArrayTree) -> jax.Array:
     scale = loss_scale(opt_state)
     _check_single(scale, "loss scales")
     return scale
 
 
-def _check_single(value: Any, what: str) -> None:
+def _check_single(value: jax.Array, what: str) -> None:
     if jnp.ndim(value):
         raise ArgumentError(
             f"The state must have one loss scale. Received: {what} of shape {jnp.shape(value)}. "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import optax
 
 import lossscale.optax.gating as gating
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.jax.apply_or_skip import ArrayTree
 from lossscale.optax.state_lookup import states_below
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ class MasterWeightsState(NamedTuple):
         inner_state: The state of the inner transformation, which updates the copies.
     """
 
-    masters: Any
-    inner_state: Any
+    masters: ArrayTree
+    inner_state: ArrayTree
 
 
 class MasterWeights(optax.GradientTransformationExtraArgs):
@@ -75,7 +76,7 @@ def master_weights(
     """
     tx = gating.checked_transformation(inner)
 
-    def init(params: Any) -> MasterWeightsState:
+    def init(params: ArrayTree) -> MasterWeightsState:
         inner_state = tx.init(jax.tree.map(gating.widened, params))
         check_order(inner_state, is_inside=bool(states_below(inner_state)))
         # Not those from above: no buffer is donated twice.
@@ -85,8 +86,8 @@ def master_weights(
         return MasterWeightsState(masters, inner_state)
 
     def update(
-        updates: Any, state: MasterWeightsState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, MasterWeightsState]:
+        updates: ArrayTree, state: MasterWeightsState, params: ArrayTree = None, **extra_args: Any
+    ) -> tuple[ArrayTree, MasterWeightsState]:
         if params is None:
             raise ArgumentTypeError(
                 "master_weights needs the parameters: call tx.update(grads, state, params)."
@@ -101,10 +102,11 @@ def master_weights(
         )
         return jax.tree.map(_change, params, after, made), MasterWeightsState(after, inner_state)
 
-    return MasterWeights(init, update)
+    functions: Any = init, update
+    return cast("GradientTransformationExtraArgs[MasterWeightsState]", MasterWeights(*functions))
 
 
-def check_order(state: Any, is_inside: bool = False) -> None:
+def check_order(state: ArrayTree, is_inside: bool = False) -> None:
     """Checks that the state of a transformation, which may not have copies, has none."""
     if is_inside or _nodes(state, "MasterWeightsState"):
         raise ArgumentError(
@@ -113,7 +115,7 @@ def check_order(state: Any, is_inside: bool = False) -> None:
         )
 
 
-def trains_float16(params: Any, state: Any) -> bool:
+def trains_float16(params: ArrayTree, state: ArrayTree) -> bool:
     """Whether a float16 parameter is trained for certain, as the state of a transformation shows.
 
     Args:
@@ -127,7 +129,7 @@ def trains_float16(params: Any, state: Any) -> bool:
         if getattr(leaf, "dtype", None) == jnp.float16
     }
 
-    def shows_one(masked: Any) -> bool:
+    def shows_one(masked: ArrayTree) -> bool:
         leaves, _ = jax.tree_util.tree_flatten_with_path(masked)
         ends = ((path[start:], leaf) for path, leaf in leaves for start in range(len(path) + 1))
         return any(shapes.get(tuple(end)) == getattr(leaf, "shape", 0) for end, leaf in ends)
@@ -136,7 +138,7 @@ def trains_float16(params: Any, state: Any) -> bool:
     return bool(shapes) and all(map(shows_one, masked))
 
 
-def _nodes(tree: Any, *names: str) -> list[Any]:
+def _nodes(tree: ArrayTree, *names: str) -> list[jax.Array]:
     """The outermost nodes of a tree whose classes have these names."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: type(node).__name__ in names)
     return [leaf for leaf in leaves if type(leaf).__name__ in names]
@@ -145,7 +147,7 @@ def _nodes(tree: Any, *names: str) -> list[Any]:
 # --- What is done with each parameter -------------------------------------------------------------
 
 
-def _adopted(param: Any, master: Any) -> Any:
+def _adopted(param: ArrayTree, master: ArrayTree) -> ArrayTree:
     """Returns the copy, or the parameter if it is not the rounded copy."""
     if gating.is_narrow(param) is isinstance(master, optax.MaskedNode):
         raise ArgumentError(
@@ -159,7 +161,7 @@ def _adopted(param: Any, master: Any) -> Any:
     return jnp.where(is_rounded, master, param.astype(jnp.float32))
 
 
-def _change(param: Any, master: Any, update: Any) -> Any:
+def _change(param: ArrayTree, master: ArrayTree, update: ArrayTree) -> ArrayTree:
     """Returns what `optax.apply_updates` adds to a parameter, to give it the rounded copy."""
     if not gating.is_narrow(param):
         return update
@@ -170,7 +172,7 @@ def _change(param: Any, master: Any, update: Any) -> Any:
     return jnp.where(bits == _bits(param), -0.0, difference)
 
 
-def _rounded(master: Any, param: Any) -> Any:
+def _rounded(master: jax.Array, param: jax.Array) -> jax.Array:
     """The bits of the rounded copy, without a -0.0 that no sum would be."""
     bits = _bits(master.astype(param.dtype))
     # Selected by bits: XLA would otherwise leave out the rounding.
@@ -180,5 +182,5 @@ def _rounded(master: Any, param: Any) -> Any:
 _MINUS_ZERO = 0x8000
 
 
-def _bits(array: Any) -> Any:
+def _bits(array: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(array, jnp.uint16)

@@ -13,6 +13,7 @@ import optax
 from lossscale.checks import checked_count
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax import overflow_tracker
+from lossscale.jax.apply_or_skip import ArrayTree
 from lossscale.jax.overflow_tracker import TrackedSteps
 from lossscale.monitoring.explainer import Explainer
 from lossscale.monitoring.explanation import Facts
@@ -32,10 +33,10 @@ class _Watched(NamedTuple):
         scale, steps_skipped, consecutive_skips: Fields of the state of `loss_scaled`.
     """
 
-    tracking: tuple[Any, TrackedSteps] | None
-    scale: Any
-    steps_skipped: Any
-    consecutive_skips: Any
+    tracking: tuple[jax.Array, TrackedSteps] | None
+    scale: jax.Array
+    steps_skipped: jax.Array
+    consecutive_skips: jax.Array
 
 
 class Monitor(LoopMonitor):
@@ -101,7 +102,7 @@ class Monitor(LoopMonitor):
         append: bool = False,
         steps_before: int = 0,
         explain: int = 0,
-        loss_fn: Callable[[Any, Any, Any], Any] | None = None,
+        loss_fn: Callable[[ArrayTree, ArrayTree, Any], ArrayTree] | None = None,
     ) -> None:
         settings = MonitorSettings(path, every, log, on_floor, append, explain, loss_fn)
         owner = getattr(getattr(tx, "update", None), "__self__", tx)
@@ -122,7 +123,7 @@ class Monitor(LoopMonitor):
         self._watched = self._arrays_of(opt_state)
         start = _stats(self._watched, before)
         # The scale of the next step; nothing is tracked.
-        self._scale: Any = start.next_scale
+        self._scale: jax.Array | float = start.next_scale
         super().__init__(Recorder(settings, rule), start.step)
 
     def step(
@@ -131,8 +132,8 @@ class Monitor(LoopMonitor):
         loss: jax.Array | float | None = None,
         *,
         steps: int = 1,
-        params: Any = None,
-        batch: Any = None,
+        params: ArrayTree = None,
+        batch: ArrayTree = None,
     ) -> None:
         """Records the training step if it is sampled. Call it after each step.
 
@@ -191,7 +192,7 @@ class Monitor(LoopMonitor):
         self._watched = watched
         self._add_steps(steps, read, loss)
 
-    def _facts(self, params: Any, batch: Any, scale: float) -> Facts:
+    def _facts(self, params: ArrayTree, batch: ArrayTree, scale: float) -> Facts:
         """Repeats the pass of a step."""
         # Not before it is needed: a monitor works without the diagnosis.
         from lossscale.diagnosis.jax import JaxGradientFunction
@@ -200,7 +201,7 @@ class Monitor(LoopMonitor):
             return Facts(why_not="a step to which `params` or `batch` was donated overwrote it")
         return JaxGradientFunction(params, self._loss_fn).facts(batch, scale)
 
-    def _arrays_of(self, opt_state: Any) -> _Watched:
+    def _arrays_of(self, opt_state: ArrayTree) -> _Watched:
         """Returns the arrays to read, without reading them."""
         state = state_in(opt_state)
         scale = array_in(state.loss_scale)
@@ -225,7 +226,7 @@ def _stats(watched: _Watched, position: int) -> StepStats:
     return StepStats(int(step), float(scale), float(scale), int(count), bool(in_a_row > 0))
 
 
-def _any_deleted(arrays: Any) -> bool:
+def _any_deleted(arrays: ArrayTree) -> bool:
     """Whether a later step has taken the buffer of an array."""
     leaves = jax.tree.leaves(arrays)
     return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ import lossscale.optax.gating as gating
 from lossscale.common.overflow_tracker import unique_names
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax import overflow_tracker
-from lossscale.jax.gradients import unscaled
+from lossscale.jax.apply_or_skip import ArrayTree, Path
+from lossscale.jax.gradients import Gradient, unscaled
 from lossscale.jax.overflow_tracker import TrackedSteps
 from lossscale.optax.scale_state import LossScaleState, may_be_below_one
 from lossscale.optax.transformation import LossScaled
@@ -74,20 +75,23 @@ def track_overflows(
             "`tx` must be what lossscale.optax.loss_scaled returned: "
             f"track_overflows(loss_scaled(optax.adamw(1e-3))). Received: a {type(tx).__name__}."
         )
-    tracking = _OverflowTracking(tx, owner.rule)
-    tracked: GradientTransformationExtraArgs[OverflowTrackingState]
-    tracked = optax.GradientTransformationExtraArgs(tracking.init, tracking.update)
-    return tracked
+    scaling = cast("GradientTransformationExtraArgs[LossScaleState]", tx)
+    tracking = _OverflowTracking(scaling, owner.rule)
+    functions: Any = tracking.init, tracking.update
+    tracked = optax.GradientTransformationExtraArgs(*functions)
+    return cast("GradientTransformationExtraArgs[OverflowTrackingState]", tracked)
 
 
 class _OverflowTracking:
     """The two functions of the transformation."""
 
-    def __init__(self, tx: Any, rule: ScaleRule) -> None:
+    def __init__(
+        self, tx: GradientTransformationExtraArgs[LossScaleState], rule: ScaleRule
+    ) -> None:
         self._tx = tx
         self.rule = rule
 
-    def init(self, params: Any) -> OverflowTrackingState:
+    def init(self, params: ArrayTree) -> OverflowTrackingState:
         """Returns the state before the first step."""
         empty = overflow_tracker.init(len(named_leaves(params)))
         return OverflowTrackingState(
@@ -95,8 +99,12 @@ class _OverflowTracking:
         )
 
     def update(
-        self, updates: Any, state: OverflowTrackingState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, OverflowTrackingState]:
+        self,
+        updates: ArrayTree,
+        state: OverflowTrackingState,
+        params: ArrayTree = None,
+        **extra_args: Any,
+    ) -> tuple[ArrayTree, OverflowTrackingState]:
         """Returns the updates and the state after a step.
 
         Args:
@@ -123,7 +131,7 @@ class _OverflowTracking:
         new_updates, after = self._tx.update(updates, before, params, **extra_args)
         number = jnp.asarray(state.iterations, jnp.int32) + 1
 
-        def gradients() -> list[Any]:
+        def gradients() -> list[Gradient]:
             # A scale of 1 or more makes no difference: these are what `tx` has checked.
             if not may_be_below_one(self.rule):
                 return by_row
@@ -139,24 +147,24 @@ class _OverflowTracking:
         return new_updates, OverflowTrackingState(number, tracked, after)
 
 
-def names_of(params: Any) -> tuple[str, ...]:
+def names_of(params: ArrayTree) -> tuple[str, ...]:
     """Returns the names of the gradients of these parameters, in the order of their leaves."""
     return unique_names([name for name, _ in named_leaves(params)])
 
 
-def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+def named_leaves(tree: ArrayTree) -> list[tuple[str, jax.Array]]:
     """Returns the leaves that have gradients, each with its path as its name; names may repeat."""
     return [(_name(path), leaf) for path, leaf in _with_paths(tree)]
 
 
-def rows_of(params: Any, gradients: Any) -> list[Any]:
+def rows_of(params: ArrayTree, gradients: ArrayTree) -> list[Gradient]:
     """Returns the gradient of each leaf of the parameters, in their order, or None.
 
     A gradient belongs to the leaf with the same path. If the parameters contain that path deeper
     in the tree, as the pair of `optax.lookahead` does, it belongs to the first such leaf.
     """
     of_rows = [path for path, _ in _with_paths(params)]
-    by_row: list[Any] = [None] * len(of_rows)
+    by_row: list[Gradient] = [None] * len(of_rows)
     rows = {path: row for row, path in enumerate(of_rows)}
     given = _with_paths(gradients)
     if len(given) == len(of_rows) and rows.keys().isdisjoint(path for path, _ in given):
@@ -172,12 +180,12 @@ def rows_of(params: Any, gradients: Any) -> list[Any]:
     return by_row
 
 
-def _with_paths(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+def _with_paths(tree: ArrayTree) -> list[tuple[Path, jax.Array]]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [(tuple(path), leaf) for path, leaf in leaves if gating.is_gradient(leaf)]
 
 
-def _name(path: Any) -> str:
+def _name(path: Path) -> str:
     parts = [
         str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
     ]

@@ -10,6 +10,7 @@ import optax
 
 from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.jax.apply_or_skip import ArrayTree
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
 
@@ -37,12 +38,13 @@ class LossScaleState(NamedTuple):
         return array_in(self.consecutive_skips) > 0
 
 
-def array_in(leaf: Any) -> Any:
+def array_in(leaf: Any) -> jax.Array:
     """Returns a leaf of a state; of a variable of Flax NNX, its array."""
-    return leaf.get_value() if hasattr(leaf, "get_value") else leaf
+    array: jax.Array = leaf.get_value() if hasattr(leaf, "get_value") else leaf
+    return array
 
 
-def state_of(scale_state: ScaleState, inner_state: Any) -> LossScaleState:
+def state_of(scale_state: ScaleState, inner_state: ArrayTree) -> LossScaleState:
     """Returns a state for a rule's state of Python numbers, with no skipped step."""
     return LossScaleState(
         # Separate arrays: one buffer in two places cannot be donated.
@@ -113,14 +115,15 @@ def moved(rule: ScaleRule, state: LossScaleState, stats: GradientStats) -> LossS
     )
 
 
-def is_usable(rule: ScaleRule, scale: Any) -> Any:
+def is_usable(rule: ScaleRule, scale: jax.Array) -> jax.Array:
     """Whether gradients can be divided by a scale: a boolean scalar array.
 
     A user or a file may have set any number. With an unusable one the step is skipped, and the
     rule brings the scale back.
     """
     lowest = max(rule.lowest_scale or 0.0, SMALLEST_SCALE)
-    return (scale >= jnp.float32(lowest)) & (scale <= jnp.float32(LARGEST_SCALE))
+    usable: jax.Array = (scale >= jnp.float32(lowest)) & (scale <= jnp.float32(LARGEST_SCALE))
+    return usable
 
 
 def may_be_below_one(rule: ScaleRule) -> bool:
@@ -133,14 +136,12 @@ def _others(state: ScaleState) -> dict[str, Any]:
     return {name: value for name, value in state._asdict().items() if name != "scale"}
 
 
-def _dtype(value: Any) -> Any:
-    for kind, dtype in ((bool, jnp.bool_), (int, jnp.int32)):
-        if isinstance(value, kind):
-            return dtype
-    return jnp.float32
+def _dtype(value: object) -> jax.typing.DTypeLike:
+    kinds: tuple[tuple[type, jax.typing.DTypeLike], ...] = ((bool, jnp.bool_), (int, jnp.int32))
+    return next((dtype for kind, dtype in kinds if isinstance(value, kind)), jnp.float32)
 
 
-def without_shared_buffers(inner_state: Any, params: Any) -> Any:
+def without_shared_buffers(inner_state: ArrayTree, params: ArrayTree) -> ArrayTree:
     """Returns the first state of a transformation, which can be donated and compiles once.
 
     An array that occurs twice, or also in the parameters, cannot be donated; the states of Optax's
@@ -149,7 +150,7 @@ def without_shared_buffers(inner_state: Any, params: Any) -> Any:
     """
     known = {id(leaf) for leaf in jax.tree.leaves(params)}
 
-    def own(leaf: Any) -> Any:
+    def own(leaf: ArrayTree) -> ArrayTree:
         if id(leaf) in known and isinstance(leaf, jax.Array):
             leaf = jnp.copy(leaf)
         known.add(id(leaf))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
 
 import jax
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.jax.apply_or_skip import ArrayTree
 from lossscale.optax.scale_state import LossScaleState
 
 _TRANSPARENT = {
@@ -18,11 +18,11 @@ _TRANSPARENT = {
 """States of wrappers that change no gradients: class name, and field of the inner state."""
 
 
-def states_below(tree: Any) -> list[tuple[tuple[Any, ...], LossScaleState]]:
+def states_below(tree: ArrayTree) -> list[tuple[tuple[object, ...], LossScaleState]]:
     """Returns every state of loss scaling in a tree, with the nodes above it, outermost first."""
-    found: list[tuple[tuple[Any, ...], LossScaleState]] = []
+    found: list[tuple[tuple[object, ...], LossScaleState]] = []
 
-    def walk(node: Any, above: tuple[Any, ...]) -> None:
+    def walk(node: object, above: tuple[object, ...]) -> None:
         if isinstance(node, LossScaleState):
             found.append((above, node))
             return
@@ -36,14 +36,14 @@ def states_below(tree: Any) -> list[tuple[tuple[Any, ...], LossScaleState]]:
     return found
 
 
-def _held(opt_state: Any) -> Any:
+def _held(opt_state: ArrayTree) -> ArrayTree:
     """The state of an optimizer, or the `opt_state` of an object that holds it."""
     if not isinstance(opt_state, tuple) and hasattr(opt_state, "opt_state"):
         return opt_state.opt_state
     return opt_state
 
 
-def state_in(opt_state: Any) -> LossScaleState:
+def state_in(opt_state: ArrayTree) -> LossScaleState:
     """Returns the state of `loss_scaled` in the state of an optimizer.
 
     Args:
@@ -84,7 +84,7 @@ def state_in(opt_state: Any) -> LossScaleState:
     return state
 
 
-def _is_transparent(node: Any, below: Any) -> bool:
+def _is_transparent(node: ArrayTree, below: object) -> bool:
     name = type(node).__name__
     if name in _TRANSPARENT:
         # A schedule outside of loss_scaled counts skipped steps too.

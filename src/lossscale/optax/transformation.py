@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ from lossscale.errors import (
     GradientsError,
     UnsupportedError,
 )
-from lossscale.jax.apply_or_skip import varying_axes
-from lossscale.jax.gradients import gradient_stats, is_traced, unscaled
+from lossscale.jax.apply_or_skip import ArrayTree, Path, varying_axes
+from lossscale.jax.gradients import Gradient, gradient_stats, is_traced, unscaled
 from lossscale.optax.masters import MasterWeights, check_order, trains_float16
 from lossscale.optax.scale_state import LossScaleState
 from lossscale.optax.state_lookup import states_below
@@ -35,10 +35,11 @@ if TYPE_CHECKING:
     class GradientTransformationExtraArgs(optax.GradientTransformationExtraArgs, Generic[State]):
         """Optax's class, with the type of the state, which Optax does not know."""
 
-        def init(self, params: Any) -> State: ...
+        # Methods, because a field cannot keep the class of the updates.
+        def init(self, params: ArrayTree) -> State: ...  # type: ignore[override]
         # A state, or a variable annotated as `optax.OptState`.
-        def update(
-            self, updates: Tree, state: optax.OptState, params: Any = None, **extra_args: Any
+        def update(  # type: ignore[override]
+            self, updates: Tree, state: optax.OptState, params: ArrayTree = None, **extra_args: Any
         ) -> tuple[Tree, State]: ...
 
 
@@ -115,27 +116,33 @@ def loss_scaled(
     if isinstance(getattr(checked.update, "__self__", None), LossScaled):
         raise AlreadyWrappedError(_TWICE)
     wrapped = LossScaled(checked, chosen_rule, axis_names)
-    tx: GradientTransformationExtraArgs[LossScaleState]
-    tx = optax.GradientTransformationExtraArgs(wrapped.init, wrapped.update)
-    return tx
+    # Optax's types admit no function of one kind of state.
+    functions: Any = wrapped.init, wrapped.update
+    tx = optax.GradientTransformationExtraArgs(*functions)
+    return cast("GradientTransformationExtraArgs[LossScaleState]", tx)
 
 
 class LossScaled:
     """The two functions of a transformation with loss scaling."""
 
-    def __init__(self, inner: Any, rule: ScaleRule, axis_names: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        inner: optax.GradientTransformationExtraArgs,
+        rule: ScaleRule,
+        axis_names: tuple[str, ...],
+    ) -> None:
         self._inner = inner
         self.rule = rule
         self._axis_names = axis_names
         self._has_masters = isinstance(inner, MasterWeights)
         self._has_warned = False
 
-    def _widened(self, params: Any) -> Any:
+    def _widened(self, params: ArrayTree) -> ArrayTree:
         # With float16 parameters, the state would start as float16 and become float32 at the first
         # step. `master_weights` widens them itself.
         return params if self._has_masters else jax.tree.map(gating.widened, params)
 
-    def init(self, params: Any) -> LossScaleState:
+    def init(self, params: ArrayTree) -> LossScaleState:
         """Returns the state before the first step."""
         inner_state = self._inner.init(self._widened(params))
         if states_below(inner_state):
@@ -153,8 +160,8 @@ class LossScaled:
         return scale_state.state_of(self.rule.init(), inner_state)
 
     def update(
-        self, updates: Any, state: LossScaleState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, LossScaleState]:
+        self, updates: ArrayTree, state: LossScaleState, params: ArrayTree = None, **extra_args: Any
+    ) -> tuple[ArrayTree, LossScaleState]:
         """Returns the updates and the state after a step.
 
         Args:
@@ -203,7 +210,7 @@ class LossScaled:
 
 
 def _unscaled_arguments(
-    extra_args: dict[str, Any], given: Sequence[Any], unscaled_tree: Any
+    extra_args: dict[str, Any], given: Sequence[object], unscaled_tree: ArrayTree
 ) -> dict[str, Any]:
     """Replaces the scaled gradients among the extra arguments, as a line search takes them.
 
@@ -225,7 +232,8 @@ def _unscaled_arguments(
         if name == "grad" and not found and [x.shape for x in arrays] == shapes:
             # A compiled `update` is given other arrays with the same numbers.
             same = [jnp.all(x == old) for x, (old, _) in zip(arrays, rows, strict=True)]
-            choose = functools.partial(jnp.where, functools.reduce(jnp.logical_and, same, True))
+            start: jax.Array | bool = True
+            choose = functools.partial(jnp.where, functools.reduce(jnp.logical_and, same, start))
             chosen = map(choose, [new for _, new in rows], arrays)
             found = dict(zip(map(id, arrays), chosen, strict=True))
         if found:
@@ -234,7 +242,7 @@ def _unscaled_arguments(
     return arguments
 
 
-def _check_together(gradients: Sequence[Any]) -> None:
+def _check_together(gradients: Sequence[jax.Array]) -> None:
     """Raises if gradients are on different devices, where one check cannot cover them all."""
     places = {frozenset(x.devices()) for x in gradients if getattr(x, "committed", False)}
     if len(places) > 1:
@@ -246,8 +254,8 @@ def _check_together(gradients: Sequence[Any]) -> None:
 
 
 def _check_and_unscale(
-    rule: ScaleRule, axis_names: tuple[str, ...], gradients: list[Any], scale: Any
-) -> tuple[Any, list[Any]]:
+    rule: ScaleRule, axis_names: tuple[str, ...], gradients: list[jax.Array], scale: jax.Array
+) -> tuple[jax.Array | None, list[Gradient]]:
     """Returns whether gradients are finite (None if unchecked), and the unscaled gradients."""
     if not (rule.checks_gradients and gating.has_elements(gradients)):
         return None, unscaled(gradients, scale, rule.powers_of_two)
@@ -267,8 +275,8 @@ def _update_scale(
     rule: ScaleRule,
     axis_names: tuple[str, ...],
     before: LossScaleState,
-    finite: Any,
-    gradients: Any,
+    finite: jax.Array | None,
+    gradients: ArrayTree,
 ) -> LossScaleState:
     verdict = jnp.asarray(True) if finite is None else finite
     stats = GradientStats(verdict)
@@ -277,7 +285,9 @@ def _update_scale(
     return scale_state.moved(rule, before, _combined_stats(stats, axis_names))
 
 
-def _all_devices_finite(finite: Any, axis_names: tuple[str, ...], scale: Any) -> Any:
+def _all_devices_finite(
+    finite: jax.Array, axis_names: tuple[str, ...], scale: jax.Array
+) -> jax.Array:
     """Whether gradients are finite on all devices along these axes.
 
     Args:
@@ -325,7 +335,7 @@ _TWICE = (
 )
 
 
-def _narrowed(updates: Any, gradients: Any, params: Any) -> Any:
+def _narrowed(updates: ArrayTree, gradients: ArrayTree, params: ArrayTree) -> ArrayTree:
     """Rounds each update to the wider dtype of its gradient and its parameter, as Optax would.
 
     Without parameters the updates stay float32: the parameters may be float32, and in float16 an
@@ -336,11 +346,11 @@ def _narrowed(updates: Any, gradients: Any, params: Any) -> Any:
     # Matched by path: the inner transformation may return updates of another structure.
     given = [dict(jax.tree_util.tree_flatten_with_path(tree)[0]) for tree in (gradients, params)]
 
-    def cast(path: Any, update: Any) -> Any:
+    def cast(path: Path, update: ArrayTree) -> ArrayTree:
         here = [leaves[path] for leaves in given if path in leaves]
         dtypes = {leaf.dtype for leaf in here if gating.is_narrow(leaf)}
         fits = path in given[1] and all(map(gating.is_narrow, here)) and len(dtypes) == 1
         # float32 holds both float16 and bfloat16.
-        return update.astype(*dtypes) if fits and gating.is_gradient(update) else update
+        return update.astype(dtypes.pop()) if fits and gating.is_gradient(update) else update
 
     return jax.tree_util.tree_map_with_path(cast, updates)

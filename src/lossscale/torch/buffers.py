@@ -12,13 +12,15 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from lossscale.errors import ArgumentTypeError
 from lossscale.packages import warn
+from lossscale.torch.scale import Flag
 
 _CHANGES = 10
 """Changes of a parameter without a step of the optimizer after which a warning comes."""
@@ -28,20 +30,26 @@ _NEVER_STEPPED = (
     "GradScaler that steps."
 )
 
-_guards: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BufferGuard]] = weakref.WeakKeyDictionary()
+Stepper: TypeAlias = torch.optim.Optimizer | torch.amp.GradScaler
+
+_guards: weakref.WeakKeyDictionary[Stepper, weakref.WeakSet[BufferGuard]] = (
+    weakref.WeakKeyDictionary()
+)
 """The guards by the optimizer or scaler whose steps count."""
-_of_models: weakref.WeakKeyDictionary[Any, BufferGuard] = weakref.WeakKeyDictionary()
-_number: Callable[[], int] = torch.autograd._get_sequence_nr
+_of_models: weakref.WeakKeyDictionary[torch.nn.Module, BufferGuard] = weakref.WeakKeyDictionary()
+_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 """The number that the next operation gets that a backward pass can go through."""
+# Public, but not in the `__all__` of `torch.jit`.
+_is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
-def note_loss(optimizer: Any, loss: Any) -> None:
+def note_loss(optimizer: Stepper, loss: torch.Tensor) -> None:
     """Called with each loss that is scaled for an optimizer, outside of compiled code."""
     for each in _guards.get(optimizer, ()):
         each.scaled(optimizer, loss)
 
 
-def note_step(optimizer: Any, skipped: Any, ids: Collection[int] | None = None) -> None:
+def note_step(optimizer: Stepper, skipped: Flag, ids: Collection[int] | None = None) -> None:
     """Called after each step of an optimizer.
 
     Args:
@@ -53,7 +61,9 @@ def note_step(optimizer: Any, skipped: Any, ids: Collection[int] | None = None) 
         each.stepped(optimizer, skipped, ids)
 
 
-def guard_model(model: Any, optimizers: Sequence[Any], names: set[str] | None = None) -> None:
+def guard_model(
+    model: torch.nn.Module, optimizers: Sequence[Stepper], names: set[str] | None = None
+) -> None:
     """Makes the buffers of a model follow the steps of optimizers; replaces an earlier guard.
 
     Args:
@@ -76,11 +86,11 @@ def guard_model(model: Any, optimizers: Sequence[Any], names: set[str] | None = 
         # A part of the model may be loaded alone.
         made.handles.append(each.register_load_state_dict_post_hook(Hook(made.loaded)))
     _of_models[model] = made
-    for each in optimizers:
-        _guards.setdefault(each, weakref.WeakSet()).add(made)
+    for stepper in optimizers:
+        _guards.setdefault(stepper, weakref.WeakSet()).add(made)
 
 
-def unguard_model(model: Any) -> None:
+def unguard_model(model: torch.nn.Module) -> None:
     """Lets the buffers of a model follow all steps again, skipped ones included."""
     found = _of_models.pop(model, None)
     if found is not None:
@@ -99,7 +109,7 @@ class BufferGuard:
         has_several: Whether several optimizers or scalers train it.
     """
 
-    def __init__(self, model: Any, names: set[str] | None, has_several: bool) -> None:
+    def __init__(self, model: torch.nn.Module, names: set[str] | None, has_several: bool) -> None:
         self._own = {id(each): each for each in model.parameters() if each.requires_grad}
         self._weight = next(iter(self._own.values()), torch.empty(0))
         self._tables: list[Table] = []
@@ -107,22 +117,23 @@ class BufferGuard:
             chosen = names and {n for n in each._buffers if f"{path}.{n}".lstrip(".") in names}
             self._tables.append((each._buffers, chosen, next(each.parameters(), self._weight)))
         self._modules, self._has_several = weakref.WeakSet(model.modules()), has_several
-        self.handles: list[Any] = []
+        self.handles: list[RemovableHandle] = []
         # After the last step; and before it, if another may come on a loss that is older than it.
         self._saved = _Copy(self._tables)
-        self._before: tuple[_Copy, list[Any]] | None = None
+        self._before: tuple[_Copy, list[torch.Tensor]] | None = None
         # By optimizer, when the oldest loss since its last step was computed.
-        self._losses: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+        self._losses: weakref.WeakKeyDictionary[Stepper, float] = weakref.WeakKeyDictionary()
         # When the last step was; the version of the weight above which one must have come.
-        self._step, self._last = 0, self._weight._version + _CHANGES
+        self._step = 0
+        self._last: float = self._weight._version + _CHANGES
 
-    def check_steps(self, *_: Any) -> None:
+    def check_steps(self, *_: object) -> None:
         """Warns if the weights change without a step; called before each forward pass."""
         if self._weight._version > self._last:
             self._last = math.inf
             warn(_NEVER_STEPPED)
 
-    def loaded(self, module: Any, *_: Any) -> None:
+    def loaded(self, module: torch.nn.Module, *_: object) -> None:
         """Called after a state was loaded into a module, maybe within a step."""
         if not self._saved.is_known(self._tables):
             self._saved = _Copy(self._tables)
@@ -130,7 +141,7 @@ class BufferGuard:
         for each, numbers in filter(None, [(self._saved, self._saved.numbers), self._before]):
             each.save_only(own, numbers)
 
-    def scaled(self, optimizer: Any, loss: Any) -> None:
+    def scaled(self, optimizer: Stepper, loss: torch.Tensor) -> None:
         """Called with each loss of an optimizer."""
         if not (self._has_several or self._before):
             return
@@ -146,7 +157,7 @@ class BufferGuard:
                     todo.append(each)
         self._losses[optimizer] = min([*numbers, self._losses.get(optimizer, math.inf)])
 
-    def stepped(self, optimizer: Any, skipped: Any, ids: Collection[int] | None) -> None:
+    def stepped(self, optimizer: Stepper, skipped: Flag, ids: Collection[int] | None) -> None:
         """Called after a step."""
         # Somebody else trains what the only optimizer of a scaler does not train.
         has_others = ids is not None and (not ids or not self._own.keys() <= set(ids))
@@ -172,14 +183,14 @@ class BufferGuard:
         self._step, self._last = _number(), math.inf
 
 
-Table = tuple[dict[str, Any], "set[str] | None", Any]
+Table = tuple[dict[str, "torch.Tensor | None"], "set[str] | None", torch.Tensor]
 """The buffers of a module, the names of those that are followed (None: all), a parameter."""
 
 
 class _Copy:
     """Which tensors the buffers of some modules are, and a copy of what is in them."""
 
-    @torch.inference_mode(False)  # type: ignore[untyped-decorator]
+    @torch.inference_mode(False)
     def __init__(self, tables: list[Table]) -> None:
         self._tables = [
             (dict(now) if names is None else {n: now.get(n) for n in names}, weight.dtype)
@@ -188,9 +199,9 @@ class _Copy:
         tensors = _tensors_in(tables)
         found = {id(t): t for t in tensors if t is not None}
         self._lazy = [t for t in found.values() if is_lazy(t)]
-        self._plain: list[tuple[Any, Any]] = []
-        self._others: list[tuple[Any, Any]] = []
-        of_devices: dict[Any, dict[int, Any]] = {}
+        self._plain: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._others: list[tuple[torch.Tensor, torch.Tensor]] = []
+        of_devices: dict[torch.device, dict[int, torch.Tensor]] = {}
         for key, each in found.items():
             if is_lazy(each) or each.is_meta or each.is_inference():
                 continue
@@ -208,7 +219,7 @@ class _Copy:
         self.numbers = list(map(torch.cat, self._memory))
 
     @functools.cached_property
-    def _parts(self) -> list[Any]:
+    def _parts(self) -> list[list[torch.Tensor]]:
         # To split takes longer than to copy.
         return list(map(_split, self.numbers, self._memory))
 
@@ -217,7 +228,7 @@ class _Copy:
         for memory, numbers in zip(self._memory, self.numbers, strict=True):
             torch.cat(memory, out=numbers)
 
-    def save_only(self, own: set[int], numbers: list[Any]) -> None:
+    def save_only(self, own: set[int], numbers: list[torch.Tensor]) -> None:
         """Copies what is in some of the buffers now, by id."""
         for keys, memory, into in zip(self._keys, self._memory, numbers, strict=True):
             if own.isdisjoint(keys):
@@ -226,8 +237,8 @@ class _Copy:
                 if key in own:
                     part.copy_(tensor)
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def choose(self, skipped: Any, base: list[Any]) -> None:
+    @torch.no_grad()
+    def choose(self, skipped: torch.Tensor, base: list[torch.Tensor]) -> None:
         """Restores the buffers if the device says so, and copies what they are then."""
         groups = zip(self._memory, self.numbers, self._parts, base, strict=True)
         for memory, numbers, parts, was in groups:
@@ -235,8 +246,10 @@ class _Copy:
             torch.where(flag, was, now, out=numbers)
             torch._foreach_copy_(memory, parts)
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def restore(self, base: list[Any], tables: list[Table], modules: Iterable[Any]) -> None:
+    @torch.no_grad()
+    def restore(
+        self, base: list[torch.Tensor], tables: list[Table], modules: Iterable[torch.nn.Module]
+    ) -> None:
         """Restores the buffers to a copy, and which tensors they are."""
         for memory, numbers in zip(self._memory, base, strict=True):
             torch._foreach_copy_(memory, _split(numbers, memory))
@@ -248,17 +261,18 @@ class _Copy:
         for (now, names, weight), (before, dtype) in zip(tables, self._tables, strict=True):
             for name in [n for n in now if names is None and n not in before]:
                 del now[name]
-            for name, tensor in before.items():
-                one: Any = now.get(name)
-                if one is None or tensor is None or one is tensor:
-                    now[name] = tensor
-                elif not tensor.is_meta:
+            for name, old in before.items():
+                one = now.get(name)
+                if one is None or old is None or one is old:
+                    now[name] = old
+                elif not old.is_meta:
                     # `to` may have been called since, which casts the parameters as well.
-                    now[name] = tensor.to(one if weight.dtype != dtype else one.device)
+                    now[name] = old.to(one if weight.dtype != dtype else one.device)
         for module in modules if self._lazy else ():
             # These had no values before this step, in which they got their shape.
-            tensors = [t for t in module._buffers.values() if any(t is each for each in self._lazy)]
-            if tensors and not any(map(is_lazy, tensors)):
+            mine = set(map(id, module._buffers.values()))
+            own = [each for each in self._lazy if id(each) in mine]
+            if own and not any(map(is_lazy, own)):
                 getattr(module, "reset_running_stats", lambda: None)()
 
     def is_known(self, tables: list[Table]) -> bool:
@@ -272,9 +286,9 @@ class _Copy:
         )
 
 
-def _tensors_in(tables: list[Table]) -> list[Any]:
+def _tensors_in(tables: list[Table]) -> list[torch.Tensor | None]:
     """The buffers, None included."""
-    found: list[Any] = []
+    found: list[torch.Tensor | None] = []
     for table, names, _ in tables:
         if table:
             found += table.values() if names is None else map(table.get, names)
@@ -292,27 +306,28 @@ class Hook:
         self.function = function
 
     def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+        if not torch.compiler.is_compiling() and not _is_tracing():
             self.function(*args)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Any, ...]:
         # A saved model loads without this library.
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-def innermost(model: Any) -> Any:
+def innermost(model: torch.nn.Module) -> torch.nn.Module:
     """The module in what PyTorch wraps around modules."""
     wraps = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
     inner = model.module if isinstance(model, wraps) else getattr(model, "_orig_mod", None)
     return model if inner is None else innermost(inner)
 
 
-def _split(numbers: Any, memory: list[Any]) -> Any:
+def _split(numbers: torch.Tensor, memory: list[torch.Tensor]) -> list[torch.Tensor]:
     """The bytes of each of several tensors, which lie one after the other."""
-    return numbers.split(list(map(len, memory)))
+    parts: list[torch.Tensor] = numbers.split(list(map(len, memory)))
+    return parts
 
 
-def _memory(tensor: Any) -> Any:
+def _memory(tensor: torch.Tensor) -> torch.Tensor | None:
     """The bytes of a tensor, to write to; None if they contain more than the tensor."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_quantized
     if not is_plain or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():

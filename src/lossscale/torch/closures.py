@@ -12,7 +12,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -24,12 +24,21 @@ from lossscale.torch.optimizer_list import OptimizerList, parts_of
 from lossscale.torch.scaled_gradients import was_scaled
 from lossscale.torch.scaling import real_parts
 
+if TYPE_CHECKING:
+    from lossscale.torch.optimizer import LossScaleOptimizer
+
+
+Saved: TypeAlias = tuple[
+    list[tuple[torch.Tensor, torch.Tensor]], dict[torch.Tensor, dict[str, Any]]
+]
+"""Tensors with their values, and the state of an optimizer."""
+
 
 class _Skipped(BaseException):
     """Leaves the step of an optimizer that has changed nothing yet."""
 
 
-def step(optimizer: Any, closure: Callable[[], Any], **more: Any) -> Any:
+def step(optimizer: LossScaleOptimizer, closure: Callable[[], Any], **more: Any) -> Any:
     """Makes a step of a `LossScaleOptimizer` with a closure.
 
     Args:
@@ -87,6 +96,7 @@ def step(optimizer: Any, closure: Callable[[], Any], **more: Any) -> Any:
         else:
             loss = inner.step(evaluate, **more)
     except _Skipped as skipped:
+        assert decision is not None
         loss = skipped.args[0]
         optimizer._notify_watcher(decision)
     if decision is not None:
@@ -94,7 +104,7 @@ def step(optimizer: Any, closure: Callable[[], Any], **more: Any) -> Any:
     return loss
 
 
-def _check_closure(closure: Any) -> None:
+def _check_closure(closure: object) -> None:
     if not callable(closure):
         raise ArgumentTypeError(
             "`closure` must be a callable that evaluates the model, calls backward() and "
@@ -103,7 +113,7 @@ def _check_closure(closure: Any) -> None:
         )
 
 
-def _norms(inner: Any) -> list[float]:
+def _norms(inner: torch.optim.Optimizer) -> list[float]:
     """The norms of the parameters, which show whether one was changed."""
     with torch.no_grad():
         parts = [p for t in ranks.parameters_of(inner) for p in real_parts(t)]
@@ -111,7 +121,7 @@ def _norms(inner: Any) -> list[float]:
         return norms
 
 
-def _saved(inner: Any) -> tuple[list[tuple[Any, Any]], dict[Any, Any]]:
+def _saved(inner: torch.optim.Optimizer) -> Saved:
     """The parameters, masters and state of LBFGS, which writes to its tensors and lists."""
 
     def copied(value: Any) -> Any:
@@ -122,7 +132,7 @@ def _saved(inner: Any) -> tuple[list[tuple[Any, Any]], dict[Any, Any]]:
     return [(p, p.detach().clone()) for p in (*ranks.parameters_of(inner), *masters)], state
 
 
-def _restore(inner: Any, saved: tuple[list[tuple[Any, Any]], dict[Any, Any]]) -> None:
+def _restore(inner: torch.optim.Optimizer, saved: Saved) -> None:
     with torch.no_grad():
         for tensor, value in saved[0]:
             tensor.copy_(value)
@@ -131,7 +141,7 @@ def _restore(inner: Any, saved: tuple[list[tuple[Any, Any]], dict[Any, Any]]) ->
 
 
 def _evaluate(
-    optimizer: Any, closure: Callable[[], Any], *, derives: bool
+    optimizer: LossScaleOptimizer, closure: Callable[[], Any], *, derives: bool
 ) -> tuple[Any, StepDecision | None]:
     """Evaluates a closure, at lower scales as long as that may help; unscales the gradients.
 
@@ -156,14 +166,15 @@ def _evaluate(
         # Nothing was seen of gradients that are not scaled, and no lower scale helps them.
         if decision.apply or decision.stats is None or not math.isfinite(float(value)):
             break
-        before: Any = engine.scale.number
+        before = engine.scale.number
         engine.scale.update(decision.stats)
-        if not engine.scale.number < before:
+        now = engine.scale.number
+        if before is None or now is None or not now < before:
             break
     return loss, engine.clipped(decision)
 
 
-def _check_loss(loss: Any, inner: Any) -> None:
+def _check_loss(loss: Any, inner: torch.optim.Optimizer) -> None:
     if loss is None:
         raise ArgumentTypeError(
             f"The closure must return the loss: {type(inner).__name__} reads it. Received: None."
@@ -178,7 +189,7 @@ def _check_loss(loss: Any, inner: Any) -> None:
 # --- What optimizers do with a closure ----------------------------------------------------------
 
 
-def demands_closure(inner: Any) -> bool:
+def demands_closure(inner: torch.optim.Optimizer) -> bool:
     """Whether `step` requires a closure, as that of LBFGS does."""
     if isinstance(inner, MasterWeights):
         return demands_closure(inner.inner_optimizer)
@@ -186,7 +197,7 @@ def demands_closure(inner: Any) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def evaluates_first(inner: Any) -> bool:
+def evaluates_first(inner: torch.optim.Optimizer) -> bool:
     """Whether a step with a closure equals one evaluation, then a step without it."""
     if isinstance(inner, MasterWeights):
         return evaluates_first(inner.inner_optimizer)
@@ -198,6 +209,6 @@ def evaluates_first(inner: Any) -> bool:
     return type(inner).step.__module__.startswith("torch.") and not demands_closure(inner)
 
 
-def starts_with_closure(inner: Any) -> bool:
+def starts_with_closure(inner: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is known to evaluate its closure before it changes anything."""
     return isinstance(parts_of(inner)[0], torch.optim.LBFGS)

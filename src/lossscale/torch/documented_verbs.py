@@ -136,7 +136,8 @@ class DocumentedVerbs(Wrapper):
             except BaseException:
                 vars(record).update(before)
                 raise
-        return self.iterations
+        iterations: int | torch.Tensor = self.iterations
+        return iterations
 
     def minimize(
         self,
@@ -182,11 +183,15 @@ class DocumentedVerbs(Wrapper):
         gradients = self._gradients_of(self.get_scaled_loss(loss), variables, grad_loss)
         unscaled_gradients = self.get_unscaled_gradients(gradients)
         self.apply_gradients(zip(unscaled_gradients, variables, strict=True))
-        return self.iterations
+        iterations: int | torch.Tensor = self.iterations
+        return iterations
 
     def _gradients_of(
-        self, scaled_loss: Callable[[], Any], variables: Sequence[Any], grad_loss: Any
-    ) -> list[Any]:
+        self,
+        scaled_loss: Callable[[], torch.Tensor],
+        variables: Sequence[torch.Tensor],
+        grad_loss: torch.Tensor | None,
+    ) -> list[torch.Tensor | None]:
         """Returns the gradients; the `.grad` of the variables does not change."""
         with _own_gradients(variables), torch.enable_grad():
             value = scaled_loss()
@@ -205,7 +210,7 @@ class DocumentedVerbs(Wrapper):
 
 
 @contextlib.contextmanager
-def _own_gradients(parameters: Sequence[Any]) -> Iterator[None]:
+def _own_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     """Sets `.grad` of parameters to None, and restores it at the end of the context."""
     before = [(parameter, parameter.grad) for parameter in parameters]
     try:
@@ -217,7 +222,7 @@ def _own_gradients(parameters: Sequence[Any]) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _check_minimized(loss: Any, tape: Any) -> None:
+def _check_minimized(loss: object, tape: object) -> None:
     if tape is not None:
         raise ArgumentError("`tape` is for TensorFlow. Leave it out.")
     if not callable(loss) or isinstance(loss, torch.Tensor):
@@ -227,11 +232,15 @@ def _check_minimized(loss: Any, tape: Any) -> None:
         )
 
 
-def _is_variable(value: Any) -> bool:
+def _is_variable(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _check_fit(given: Sequence[Any], variables: Sequence[Any], parameters: Sequence[Any]) -> None:
+def _check_fit(
+    given: Sequence[torch.Tensor | None],
+    variables: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+) -> None:
     known = set(map(id, parameters))
     for gradient, variable in zip(given, variables, strict=True):
         if id(variable) not in known:

@@ -18,7 +18,7 @@ from lossscale.rules import GradientStats
 from lossscale.torch import fused, gradients, ranks
 from lossscale.torch.optimizer_list import parts_of, with_parts
 from lossscale.torch.ranks import ParameterInfo
-from lossscale.torch.scale import FirstSteps, Multiplier
+from lossscale.torch.scale import FirstSteps, Flag, LossScale, Multiplier
 from lossscale.torch.scaled_gradients import (
     GradientRecord,
     ScaledGradients,
@@ -48,14 +48,17 @@ class StepDecision(NamedTuple):
 
     apply: bool | None
     stats: GradientStats | None = None
-    overflow: Any = None
-    divisor: Any = None
+    overflow: torch.Tensor | None = None
+    divisor: torch.Tensor | None = None
     empty: bool = False
 
     @property
-    def skipped(self) -> Any:
+    def skipped(self) -> Flag:
         """Whether the step is skipped: a bool; `overflow` if only the device knows."""
-        return self.overflow if self.apply is None else not self.apply
+        if self.apply is not None:
+            return not self.apply
+        assert self.overflow is not None
+        return self.overflow
 
     @property
     def nobody_scaled(self) -> bool:
@@ -82,7 +85,11 @@ class Engine:
     is_joined = False
 
     def __init__(
-        self, inner: Any, scale: Any, clip_norm: float | None = None, process_group: Any = None
+        self,
+        inner: torch.optim.Optimizer,
+        scale: LossScale,
+        clip_norm: float | None = None,
+        process_group: ranks.Groups = None,
     ) -> None:
         self.inner, self.scale, self.rule = inner, scale, scale.rule
         self.clip_norm, self.process_group = clip_norm, process_group
@@ -104,7 +111,7 @@ class Engine:
         """Refuses a direct step of the inner optimizer on scaled gradients."""
         watched = weakref.ref(self)
 
-        def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        def hook(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
             now = None if torch.compiler.is_compiling() else watched()
             if now is not None:
                 now.check_unscaled("step", optimizer)
@@ -124,7 +131,7 @@ class Engine:
 
     # --- What the gradients are ---------------------------------------------------------------
 
-    def check_unscaled(self, name: str, optimizer: Any) -> None:
+    def check_unscaled(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         """Checks that a method of an inner optimizer finds no scaled gradients."""
         record = self.record
         if not record.is_scaled:
@@ -155,24 +162,29 @@ class Engine:
             "by model.zero_grad()."
         )
 
-    def account_for_cleared(self, by: Any = None) -> None:
+    def account_for_cleared(self, by: Multiplier | None = None) -> bool:
         """Counts a step that was left out, before a loss with a scale adds to the gradients.
 
         Args:
             by: The `Multiplier` of the loss; None if its `backward` could not be seen.
+
+        Returns:
+            Whether gradients were cleared that had been checked.
         """
         record = self.record
         if record.found is None or (by and any(each.by is by for each in record.sets)):
-            return
-        if record.are_gone(self.info()):
+            return False
+        is_cleared = record.are_gone(self.info())
+        if is_cleared:
             wrapper = living_wrapper(self.inner)
             if wrapper is not None:
                 wrapper._leave_out()
             record.reset()
+        return is_cleared
 
     def put_into_set(
         self,
-        by: Any,
+        by: Multiplier,
         info: ParameterInfo,
         task: int,
         *,
@@ -224,7 +236,7 @@ class Engine:
         record.decision, record.is_cleared = None, False
         return target
 
-    def _overflowed_before(self, by: Any, task: int) -> Any:
+    def _overflowed_before(self, by: Multiplier, task: int) -> Flag:
         """Whether gradients overflowed that a loss of another optimizer is about to reach."""
         record, info = self.record, self.info()
         if not info.has_half:
@@ -253,7 +265,12 @@ class Engine:
         self.record.sets.append(made)
         return made
 
-    def settle(self, sets: Iterable[ScaledGradients] | None = None, *, factor: Any = None) -> None:
+    def settle(
+        self,
+        sets: Iterable[ScaledGradients] | None = None,
+        *,
+        factor: gradients.Factor | None = None,
+    ) -> None:
         """Unscales and checks the gradients of the optimizer, with all of the same losses.
 
         Args:
@@ -277,6 +294,7 @@ class Engine:
         if rest.first_gradient() is None:
             return 0.0
         for each in holding(rest):
+            assert each.by is not None
             numbers.add(float(each.by.scale_on(CPU)))
             rest = rest.without(each.info.ids)
         if (numbers or not record.is_nothing()) and rest.first_gradient() is not None:
@@ -295,6 +313,7 @@ class Engine:
             CallOrderError: If those that are there are multiplied by another number.
         """
         for each in holding(self.info()) if number else ():
+            assert each.by is not None
             if float(each.by.scale_on(CPU)) != number and self.info().first_gradient() is not None:
                 raise CallOrderError(
                     f"{number:g} multiplied the gradients when this state was saved, and another "
@@ -333,7 +352,7 @@ class Engine:
 
     # --- Decide -------------------------------------------------------------------------------
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def decide(self, *, in_place: bool = False) -> StepDecision:
         """Unscales the gradients if they are scaled, and decides.
 
@@ -353,7 +372,7 @@ class Engine:
             return StepDecision(True, empty=True)
         # If no loss was scaled in this process, another may have scaled it.
         is_scaled = mine is not None or not record.is_nothing()
-        by = self.scale.multiplier if mine is None else mine.by
+        by = self.scale.multiplier if mine is None or mine.by is None else mine.by
         measured = gradients.measure_everywhere(
             self.rule.needs, info, by.scale_on, are_scaled=mine is not None or not is_scaled
         )
@@ -367,8 +386,8 @@ class Engine:
             if decision is not None:
                 return decision
         leaves = of_kernel and (info.has_half or unchecked)
-        divisor = by.scale_on(first.device) if leaves else None
-        if leaves:
+        divisor = by.scale_on(first.device) if leaves and first is not None else None
+        if leaves and mine is not None:
             if not self.rule.checks_gradients and not gradients.lie_as_before(info):
                 # The kernel would divide twice what shares memory.
                 gradients.collect(info, allow_float16=True)
@@ -384,7 +403,7 @@ class Engine:
             decision = decision._replace(stats=None)
         return self.clipped(decision) if clips else decision
 
-    def _only_set(self, info: ParameterInfo) -> Any:
+    def _only_set(self, info: ParameterInfo) -> ScaledGradients | None:
         """The set of the gradients, if it is one and has no others; else they are unscaled."""
         record = self.record
         sets = [*holding(info), *(each for each in record.sets if each.by and each.left)]
@@ -404,10 +423,16 @@ class Engine:
         return mine is not None and not mine.has_graph and fused.can_unscale(self.inner)
 
     def _agreed(
-        self, info: ParameterInfo, by: Any, overflow: Any, here: bool, is_scaled: bool
-    ) -> tuple[Any, Any]:
+        self,
+        info: ParameterInfo,
+        by: Multiplier,
+        overflow: torch.Tensor,
+        here: bool,
+        is_scaled: bool,
+    ) -> tuple[torch.Tensor, bool | torch.Tensor]:
         """Whether a gradient overflowed, and whether a loss was scaled, on any process."""
-        groups, somebody_scaled = info.groups, is_scaled
+        groups = info.groups
+        somebody_scaled: bool | torch.Tensor = is_scaled
         # Processes of a given group may run different code, but send the same messages.
         if groups and (self.rule.checks_gradients or info.is_given or self.is_joined):
             overflow, somebody_scaled = ranks.agreed(overflow, here, is_scaled, groups)
@@ -424,7 +449,7 @@ class Engine:
             each.leave(each.arrived(info))
         self.record.drop(info)
 
-    def _norm_checks(self, info: ParameterInfo, by: Any) -> bool:
+    def _norm_checks(self, info: ParameterInfo, by: Multiplier) -> bool:
         """Whether a norm, which is finite only if each number is, can take the place of a check."""
         found = self.record.found is not None and bool(info.groups)
         may_differ = found or info.is_given
@@ -433,13 +458,14 @@ class Engine:
     def _decide_by_norm(
         self,
         info: ParameterInfo,
-        mine: Any,
+        mine: ScaledGradients | None,
         is_scaled: bool,
         of_kernel: bool,
     ) -> StepDecision | None:
         """Clips by a norm that checks for overflow as well; None if it cannot tell."""
         given = gradients.collect(info)
-        scale = 1.0 if mine is None else mine.by.number
+        by = None if mine is None else mine.by
+        scale = 1.0 if by is None or by.number is None else by.number
         norm, found = gradients.grad_norm(given, info), self.record.found
         if found is not None:
             norm = torch.where(found.to(norm.device) > 0, torch.inf, norm)
@@ -455,8 +481,12 @@ class Engine:
         divisor = None
         # A float32 number has too few digits for float64.
         if of_kernel and len(given.dense_groups) == 1 and torch.float64 not in dtypes:
-            divisor = scalar((scale / clip).tolist(), given.device)
-        if divisor is not None and scale * max(total / largest, 1.0) < _LARGEST / 2:
+            divisor = scalar(float(scale / clip), given.device)
+        if (
+            divisor is not None
+            and mine is not None
+            and scale * max(total / largest, 1.0) < _LARGEST / 2
+        ):
             self._give_up([mine], info)
         elif mine is not None:
             divisor = None
@@ -465,7 +495,9 @@ class Engine:
             gradients.unscale_(given, filled(clip))
         return StepDecision(True, GradientStats(True) if is_scaled else None, divisor=divisor)
 
-    def _overflow(self, info: ParameterInfo, divisor: Any, by: Any) -> Any:
+    def _overflow(
+        self, info: ParameterInfo, divisor: torch.Tensor | None, by: Multiplier
+    ) -> torch.Tensor:
         """Whether any gradient overflowed: float32 scalar tensor, 1 or 0. None is changed.
 
         Args:
@@ -483,11 +515,16 @@ class Engine:
                 found = gradients.check_quotients(given, by.scale_on)
             else:
                 found = gradients.check(given)
-        here = gradients.any_overflow(found)
+        here = gradients.any_overflow(found.values())
         return here if known is None else torch.maximum(known, here.to(known.device))
 
     def _read(
-        self, overflow: Any, measured: Any, has_gradients: bool, info: ParameterInfo, divisor: Any
+        self,
+        overflow: torch.Tensor,
+        measured: torch.Tensor | None,
+        has_gradients: bool,
+        info: ParameterInfo,
+        divisor: torch.Tensor | None,
     ) -> StepDecision:
         """Decides by what all processes have found; the host reads all numbers in one transfer."""
         if self.scale.on_device:
@@ -502,7 +539,12 @@ class Engine:
         return StepDecision(not found > 0, stats, divisor=divisor, empty=bool(found < 0))
 
     def _on_device(
-        self, overflow: Any, measured: Any, has_gradients: bool, info: ParameterInfo, divisor: Any
+        self,
+        overflow: torch.Tensor,
+        measured: torch.Tensor | None,
+        has_gradients: bool,
+        info: ParameterInfo,
+        divisor: torch.Tensor | None,
     ) -> StepDecision:
         overflow = overflow.to(info.devices[0])
         if self.rule.checks_gradients and info.groups:
@@ -517,7 +559,7 @@ class Engine:
         applied = not overflow.item() if waits else None
         return StepDecision(applied, stats, overflow, divisor)
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def clipped(self, decision: StepDecision) -> StepDecision:
         """Clips the gradients of a step, or changes what a kernel is still to divide them by."""
         if not self.clip_norm or decision.apply is False or decision.empty:
@@ -570,17 +612,19 @@ class Engine:
         if not decision.empty:
             self.update(decision)
 
-    def skipped(self, found: Any) -> StepDecision:
+    def skipped(self, found: torch.Tensor) -> StepDecision:
         """The decision on gradients that were cleared, with the statistics of a skipped step."""
-        finite: Any = False
+        finite: Flag = False
         if self.scale.on_device:
             finite = scalar(False, self.info().devices[0], torch.bool)
-        stats = gradients.compute(self.rule.needs, finite, [], None, are_scaled=False)
+        # There are no gradients that it would divide.
+        scale = self.scale.scale_on(self.scale.home)
+        stats = gradients.compute(self.rule.needs, finite, [], scale, are_scaled=False)
         return StepDecision(None, stats, overflow=found)
 
     def update(self, decision: StepDecision) -> None:
         """Updates the scale and counts the step."""
-        skipped: Any = not decision.apply
+        skipped: Flag = not decision.apply
         if self.scale.on_device:
             found = decision.overflow
             skipped = scalar(float(skipped), self.info().devices[0]) if found is None else found

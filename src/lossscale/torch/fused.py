@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 """PyTorch's optimizers with fused kernels, which read `grad_scale` and `found_inf`."""
 
 
-def can_skip(inner: Any) -> bool:
+def can_skip(inner: torch.optim.Optimizer) -> bool:
     """Whether an optimizer, with its present settings, reads `grad_scale` and `found_inf`."""
     if isinstance(inner, OuterOptimizer):
         return all(map(can_skip, inner.optimizers))
@@ -30,7 +30,7 @@ def can_skip(inner: Any) -> bool:
     return bool(getattr(inner, "_step_supports_amp_scaling", False))
 
 
-def can_unscale(inner: Any) -> bool:
+def can_unscale(inner: torch.optim.Optimizer) -> bool:
     """Whether the kernel may unscale: nothing else reads `.grad` before it."""
     if isinstance(inner, OuterOptimizer):
         return not _has_pre_hooks(inner) and all(map(can_unscale, inner.optimizers))
@@ -42,13 +42,13 @@ def can_unscale(inner: Any) -> bool:
     )
 
 
-def _has_pre_hooks(inner: Any) -> bool:
+def _has_pre_hooks(inner: torch.optim.Optimizer) -> bool:
     """Whether a hook may read gradients before a step; the wrapper's own hook does not."""
     hooks = inner._optimizer_step_pre_hooks.values()
     return not all(hasattr(hook, "of_lossscale") for hook in hooks)
 
 
-def steps_as_torch(inner: Any) -> bool:
+def steps_as_torch(inner: torch.optim.Optimizer) -> bool:
     """Whether `step` is PyTorch's: not a subclass's, nor replaced, except by a scheduler."""
     own = type(inner).step
     if own not in _steps_of_torch():
@@ -65,12 +65,12 @@ def steps_as_torch(inner: Any) -> bool:
     return (counted or inspect.getclosurevars(replaced).nonlocals.get("func")) is own
 
 
-def _steps_of_torch() -> list[Any]:
+def _steps_of_torch() -> list[Callable[..., object]]:
     # Read each time: PyTorch wraps the `step` of a class when it makes the first instance.
     return [cls.step for cls in FUSED]
 
 
-def expects_attributes(inner: Any) -> bool:
+def expects_attributes(inner: torch.optim.Optimizer) -> bool:
     """Whether an optimizer may need both attributes, or has a `grad_scale` of its own."""
     if isinstance(inner, OuterOptimizer):
         return any(map(expects_attributes, inner.optimizers))
@@ -79,7 +79,11 @@ def expects_attributes(inner: Any) -> bool:
 
 
 @contextlib.contextmanager
-def attributes(optimizers: Sequence[Any], grad_scale: Any, found_inf: Any) -> Iterator[None]:
+def attributes(
+    optimizers: Sequence[Any],
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+) -> Iterator[None]:
     """Sets attributes of optimizers that are not None, within the context.
 
     Args:
@@ -104,7 +108,7 @@ def attributes(optimizers: Sequence[Any], grad_scale: Any, found_inf: Any) -> It
                 vars(each).pop(name, None)
 
 
-def is_dummy_step(optimizer: Any) -> bool:
+def is_dummy_step(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step can only create the optimizer's state.
 
     `torch.distributed.checkpoint` takes such a step before it loads a state: with gradients of 0
@@ -114,12 +118,12 @@ def is_dummy_step(optimizer: Any) -> bool:
     return not optimizer.state and all("lr" in group and group["lr"] == 0 for group in groups)
 
 
-def takes_a_scaler(step: Any) -> bool:
+def takes_a_scaler(step: Callable[..., object]) -> bool:
     """Whether a `step` takes a `grad_scaler`, as PyTorch's did before 2.0."""
     return "grad_scaler" in signature_of(step)
 
 
-def makes_state(optimizers: Iterable[Any]) -> bool:
+def makes_state(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
     """Whether a step makes the state of a parameter, which a kernel that skips would leave behind.
 
     SGD's momentum would be uninitialized memory. Without momentum it has no state.

@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
@@ -26,7 +26,7 @@ from lossscale.torch import buffers, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.optimizer_list import parts_of
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
-from lossscale.torch.scale import FirstSteps, SkipCount, is_torchs, update_on_host
+from lossscale.torch.scale import FirstSteps, Flag, SkipCount, is_torchs, update_on_host
 from lossscale.torch.scaled_gradients import unscale
 from lossscale.torch.scaling import mapped, read, read_all, scalar, scaled, uncompiled
 from lossscale.torch.settings import (
@@ -36,6 +36,9 @@ from lossscale.torch.settings import (
     new_scale_of,
     rule_of_a_scaler,
 )
+
+if TYPE_CHECKING:
+    from lossscale.torch.monitor import Monitor
 
 Losses = TypeVar("Losses")
 
@@ -50,7 +53,7 @@ _OF_ONE_SCALER = frozenset({"_known", "_skipped_hooks", "_skipped_so_far", "_wat
 class _Known:
     """A scaler's record of an optimizer: its parameters and the number of skipped steps."""
 
-    def __init__(self, parameters: Any, process_group: Any) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], process_group: ranks.Groups) -> None:
         self.info, self.count = ParameterInfo(parameters, process_group), SkipCount()
         self.first_steps = FirstSteps()
 
@@ -107,22 +110,22 @@ class GradScaler(torch.amp.GradScaler):
     __module__ = "lossscale.torch"
 
     # Compiled code and other libraries read these, and may write to them.
-    _scale: Any = None
-    _growth_tracker: Any = None
-    _per_optimizer_states: Any
+    _scale: torch.Tensor | None = None
+    _growth_tracker: torch.Tensor | None = None
+    _per_optimizer_states: dict[int, dict[str, Any]]
     _init_growth_tracker = 0
 
     _state: Any
     """The state of the rule; what the tensors hold may be newer."""
 
-    _watcher: Any = None
+    _watcher: Monitor | None = None
     """The monitor that is notified of each decision."""
 
     _least = 0.0
     """The scale is not below it, unless other code has written to it."""
 
     _scaled_since_update = False
-    _skipped_so_far: Any = False
+    _skipped_so_far: Flag = False
     """Whether a step was skipped since the last `update`, as `SkipCount.add` takes it."""
     _warned_at_floor = False
     _skips_at_floor: int | None = None
@@ -170,9 +173,9 @@ class GradScaler(torch.amp.GradScaler):
     def _forget(self) -> None:
         """Forgets optimizers and hooks, which a copy does not share."""
         self._known: dict[int, _Known] = {}
-        self._skipped_hooks: dict[int, Any] = OrderedDict()
+        self._skipped_hooks: dict[int, Callable[..., object]] = OrderedDict()
 
-    def _known_of(self, optimizer: Any) -> _Known:
+    def _known_of(self, optimizer: torch.optim.Optimizer) -> _Known:
         """The record of an optimizer."""
         key, parameters = id(optimizer), parameters_of(optimizer)
         known = self._known.get(key)
@@ -204,13 +207,14 @@ class GradScaler(torch.amp.GradScaler):
             return outputs
 
         # Not PyTorch's method, which the compiler refuses to trace.
-        def scaled_one(loss: Any) -> Any:
+        def scaled_one(loss: torch.Tensor) -> torch.Tensor:
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(loss.device)
             if not torch.compiler.is_compiling():
                 buffers.note_loss(self, loss)
                 if self._watcher is not None:
                     self._watcher.scaled(loss)
+            assert self._scale is not None
             return scaled(loss, self._scale)
 
         self._scaled_since_update = True
@@ -247,15 +251,19 @@ class GradScaler(torch.amp.GradScaler):
             # Those of a later backward pass still have to be unscaled.
             entry["stage"] = OptState.READY
 
-    def _stage_of(self, optimizer: Any) -> Any:
+    def _stage_of(self, optimizer: torch.optim.Optimizer) -> OptState:
         # The dictionary makes an entry for what it is asked for by index.
         entry = self._per_optimizer_states.get(id(optimizer))
         return OptState.READY if entry is None else entry["stage"]
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def _unscale_grads_(
-        self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
-    ) -> dict[Any, Any]:
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
         info, device = self._known_of(optimizer).info, found_inf.device
         entry = self._per_optimizer_states.get(id(optimizer), {})
         if self._scale is not None and self._rule.needs != StatsRequest():
@@ -268,7 +276,7 @@ class GradScaler(torch.amp.GradScaler):
             info, inv_scale.to, recheck=recheck, found=found_inf, float16=allow_fp16, sums=False
         )
         here = bool(by_device)
-        found = gradients.any_overflow(by_device, device).to(device)
+        found = gradients.any_overflow(by_device.values(), device).to(device)
         if not self._rule.checks_gradients:
             found.zero_()
         elif info.groups:
@@ -281,7 +289,7 @@ class GradScaler(torch.amp.GradScaler):
     @overload
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None: ...
     @overload
-    def step(  # type: ignore[overload-cannot-match]
+    def step(
         self, optimizer: Sequence[torch.optim.Optimizer], *args: Any, **kwargs: Any
     ) -> list[float | None]: ...
 
@@ -332,7 +340,7 @@ class GradScaler(torch.amp.GradScaler):
         first_steps.made(optimizer, is_empty, self._scaled_since_update)
         return result
 
-    def _only_makes_state(self, optimizer: Any) -> bool:
+    def _only_makes_state(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a step only makes the optimizer's state, into which a checkpoint is loaded."""
         if self._scaled_since_update or not fused.is_dummy_step(optimizer):
             return False
@@ -340,7 +348,9 @@ class GradScaler(torch.amp.GradScaler):
         grads = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
         return not any(gradient.any() for gradient in grads)
 
-    def _step_that_skips_by_itself(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def _step_that_skips_by_itself(
+        self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
         """A step of an optimizer that reads `grad_scale` and `found_inf`, as PyTorch makes it."""
         self._check_scale_growth_tracker("step")
         entry = self._per_optimizer_states[id(optimizer)]
@@ -350,9 +360,14 @@ class GradScaler(torch.amp.GradScaler):
         if is_scaled and "is_joined" not in entry:
             self._check_inf_per_device(optimizer)
         scale = self._get_scale_async()
+        assert scale is not None
         divisor = scale if is_scaled else None
         # The kernel skips if it is exactly 1, and a subclass may have added some up.
-        found = gradients.any_overflow(entry["found_inf_per_device"]).to(scale.device).clamp(max=1)
+        found = (
+            gradients.any_overflow(entry["found_inf_per_device"].values())
+            .to(scale.device)
+            .clamp(max=1)
+        )
         is_first = fused.makes_state(parts_of(optimizer))
         is_on_host = found.device.type == "cpu"
         is_read = is_on_host or is_first or self._watcher is not None or self._skipped_hooks
@@ -366,7 +381,10 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _check_step(
-        self, optimizers: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        args: Sequence[object],
+        kwargs: Mapping[str, Any],
     ) -> None:
         """Checks a call of `step` with some optimizers, before anything changes."""
         for each in optimizers:
@@ -378,7 +396,10 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _unscale_several(
-        self, optimizers: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        args: Sequence[object],
+        kwargs: Mapping[str, Any],
     ) -> None:
         """Unscales or checks the gradients of optimizers that are all applied or all skipped."""
         if not self._enabled:
@@ -405,8 +426,9 @@ class GradScaler(torch.amp.GradScaler):
         found = [t for entry in some.values() for t in entry["found_inf_per_device"].values()]
         if len(found) < 2:
             return
+        assert self._scale is not None
         device = self._scale.device
-        joined = gradients.any_overflow(dict(enumerate(found)), device).to(device)
+        joined = gradients.any_overflow(found, device).to(device)
         groups = [self._known[key].info.groups for key in some if key in self._known]
         union = tuple(dict.fromkeys(itertools.chain(*groups)))
         if any(len(own) < len(union) for own in groups):
@@ -416,15 +438,25 @@ class GradScaler(torch.amp.GradScaler):
             entry.update(found_inf_per_device={device: joined}, is_joined=True)
 
     def _maybe_opt_step(
-        self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        optimizer: torch.optim.Optimizer,
+        optimizer_state: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         # PyTorch's method would wait once more.
         is_skipped = self._is_skipped(optimizer, optimizer_state)
         return None if is_skipped else optimizer.step(*args, **kwargs)
 
-    def _is_skipped(self, optimizer: Any, entry: dict[str, Any], divisor: Any = None) -> bool:
+    def _is_skipped(
+        self,
+        optimizer: torch.optim.Optimizer,
+        entry: dict[str, Any],
+        divisor: torch.Tensor | None = None,
+    ) -> bool:
         """Waits for the decision on a step, counts it, and notifies the monitor and the hooks."""
-        found = gradients.any_overflow(entry["found_inf_per_device"])
+        found = gradients.any_overflow(entry["found_inf_per_device"].values())
+        assert self._scale is not None
         if self._watcher is None:
             skipped = bool(read(found))
         else:
@@ -441,7 +473,7 @@ class GradScaler(torch.amp.GradScaler):
             hook(optimizer)
         return skipped
 
-    def _count(self, optimizer: Any, flag: Any) -> None:
+    def _count(self, optimizer: torch.optim.Optimizer, flag: Flag) -> None:
         self._skipped_so_far = self._skips.add(flag, self._skipped_so_far)
         known = self._known_of(optimizer)
         known.count.add(flag)
@@ -474,13 +506,13 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._scaled_since_update = self._skipped_so_far = False
 
-    def _left_out(self) -> Any:
+    def _left_out(self) -> Flag:
         """Whether gradients have overflowed, and the program has called no `step`."""
         entries = self._per_optimizer_states.values()
         if any(entry["stage"] is OptState.STEPPED for entry in entries):
             return False
         by_tensor = _results_in(entries)
-        return bool(by_tensor) and gradients.any_overflow(by_tensor)
+        return bool(by_tensor) and gradients.any_overflow(by_tensor.values())
 
     def _move(self) -> None:
         """Moves the scale by what the optimizers have found."""
@@ -491,21 +523,19 @@ class GradScaler(torch.amp.GradScaler):
             super().update()
         entries = [entry for entry in states.values() if not entry.get("is_empty")]
         by_tensor = _results_in(entries)
-        found = gradients.any_overflow(by_tensor)
+        found = gradients.any_overflow(by_tensor.values())
         if by_tensor and is_torchs(rule):
             # One tensor: PyTorch adds up the others in the first one, which is read later.
             self._per_optimizer_states = {0: {"found_inf_per_device": {found.device: found}}}
             self._move_as_torch(rule, all(entry.get("skipped") is False for entry in entries))
             return
         # PyTorch's method calls this, too.
-        self._check_scale_growth_tracker("update")
+        now = self._check_scale_growth_tracker("update")
         if not by_tensor or not rule.is_dynamic:
             return
         measured = [e["measured"] for e in entries if "measured" in e]
         seen = gradients.together(measured) if measured else None
-        together = [
-            t.to(found.device, torch.float64) for t in (found, self._scale, self._growth_tracker)
-        ]
+        together = [each.to(found.device, torch.float64) for each in (found, *now)]
         overflowed, number, good_steps = read_all(torch.stack(together)).tolist()
         stats = gradients.as_stats(rule.needs, seen, not overflowed)
         self._set_state(update_on_host(rule, self._adopt(number, int(good_steps)), stats))
@@ -513,9 +543,12 @@ class GradScaler(torch.amp.GradScaler):
     def _move_as_torch(self, rule: Any, is_finite: bool) -> None:
         """Moves the scale by PyTorch's operator, which knows no limits, and keeps it in these."""
         # Where it would pass the highest, it stays, as the rule says.
-        before = None if rule.max_scale is None and rule.powers_of_two else self._scale.clone()
+        # Where it would pass the highest, it stays, as the rule says.
+        is_free = rule.max_scale is None and rule.powers_of_two
+        before = None if is_free or self._scale is None else self._scale.clone()
         super().update()
         scale = self._scale
+        assert scale is not None
         if not is_finite:
             self._least *= rule.backoff_factor
             # Other code may have written it, and each step overflows.
@@ -583,7 +616,8 @@ class GradScaler(torch.amp.GradScaler):
         """The rule that moves the loss scale."""
         return self._rule
 
-    def _setting(name: str) -> Any:  # noqa: N805
+    @staticmethod
+    def _setting(name: str) -> Any:
         """A number of PyTorch's scaler, which is one of the rule; setting it checks it."""
 
         def put(self: Any, value: Any) -> None:
@@ -601,17 +635,17 @@ class GradScaler(torch.amp.GradScaler):
     _backoff_factor = _setting("backoff_factor")
     _growth_interval = _setting("growth_interval")
 
-    def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         # Accelerate calls it after it loads a state, whether or not there are tensors.
         if self._scale is None or self._growth_tracker is None:
             self._scale = scalar(self._init_scale, dev)
             self._growth_tracker = scalar(self._init_growth_tracker, dev, torch.int32)
 
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Any, Any]:
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
         if self._scale is None and self._process_group is not None:
             # Another process may have scaled a loss.
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
-        found: tuple[Any, Any] = super()._check_scale_growth_tracker(funcname)
+        found: tuple[torch.Tensor, torch.Tensor] = super()._check_scale_growth_tracker(funcname)
         return found
 
     def _adopt(self, number: float, good_steps: int) -> Any:
@@ -684,10 +718,10 @@ class GradScaler(torch.amp.GradScaler):
         return made
 
 
-def _results_in(entries: Iterable[dict[str, Any]]) -> dict[int, Any]:
+def _results_in(entries: Iterable[dict[str, Any]]) -> dict[int, torch.Tensor]:
     """What optimizers have found, by the ids of the tensors: several may have one together."""
     return {id(t): t for entry in entries for t in entry["found_inf_per_device"].values()}
 
 
-def _skips_by_itself(optimizer: Any) -> bool:
+def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

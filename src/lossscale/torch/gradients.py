@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -31,6 +31,12 @@ IN_FLOAT32 = (
 """What to do about float16 parameters, for messages."""
 
 
+Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
+"""Gradients, each with the dense tensor of real numbers that it is stored in."""
+Factor: TypeAlias = Callable[[torch.device], torch.Tensor]
+"""Returns a float32 scalar tensor on a device."""
+
+
 class Gradients(NamedTuple):
     """The gradients of a step, and the dense tensors of real numbers that hold them.
 
@@ -41,19 +47,19 @@ class Gradients(NamedTuple):
         owners: The gradient of each of these tensors.
     """
 
-    grads: list[Any]
-    dense_groups: list[list[Any]]
-    owners: list[list[Any]]
+    grads: list[torch.Tensor]
+    dense_groups: list[list[torch.Tensor]]
+    owners: list[list[torch.Tensor]]
 
     @property
-    def device(self) -> Any:
+    def device(self) -> torch.device:
         """The device of the first one; the CPU if there is none."""
         return self.dense_groups[0][0].device if self.dense_groups else CPU
 
 
 def collect(
     info: ranks.ParameterInfo,
-    grads: list[Any] | None = None,
+    grads: list[torch.Tensor] | None = None,
     *,
     allow_float16: bool = False,
     sums: bool = True,
@@ -89,6 +95,7 @@ def collect(
     if share_memory([tensor for group in given.dense_groups for tensor in group], info):
         with torch.enable_grad():
             for parameter in owning:
+                assert parameter.grad is not None
                 parameter.grad = parameter.grad.clone()
         given = _grouped([_dense(each, allow_float16, sums) for each in owning])
     return given
@@ -104,7 +111,7 @@ def lie_as_before(info: ranks.ParameterInfo) -> bool:
         return False
 
 
-def share_memory(tensors: Sequence[Any], info: ParameterInfo) -> bool:
+def share_memory(tensors: Sequence[torch.Tensor], info: ParameterInfo) -> bool:
     """Whether two tensors share memory, or one shares it with itself, as an expanded one does.
 
     Autograd gives the same gradient, or views of it, to each term of a sum. Each must be divided
@@ -133,13 +140,13 @@ def share_memory(tensors: Sequence[Any], info: ParameterInfo) -> bool:
     return shared
 
 
-def of_tensors(tensors: Iterable[Any]) -> Gradients:
+def of_tensors(tensors: Iterable[torch.Tensor]) -> Gradients:
     """Dense tensors of real numbers, which may be changed in place."""
     return _grouped([(tensor, tensor) for tensor in tensors])
 
 
-def _grouped(pairs: Sequence[tuple[Any, Any]]) -> Gradients:
-    groups: dict[Any, list[tuple[Any, Any]]] = {}
+def _grouped(pairs: Pairs) -> Gradients:
+    groups: dict[tuple[torch.device, torch.dtype], Pairs] = {}
     for gradient, values in pairs:
         if values.is_floating_point() and values.numel():
             groups.setdefault((values.device, values.dtype), []).append((gradient, values))
@@ -150,9 +157,12 @@ def _grouped(pairs: Sequence[tuple[Any, Any]]) -> Gradients:
     )
 
 
-def _dense(parameter: Any, allow_float16: bool, sums: bool) -> tuple[Any, Any]:
+def _dense(
+    parameter: torch.Tensor, allow_float16: bool, sums: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of a parameter, and the dense tensor of real numbers that it is stored in."""
     gradient = parameter.grad
+    assert gradient is not None
     if gradient.dtype in ranks.HALF and not allow_float16:
         parameter.grad = gradient = gradient.to(parameter.dtype)
     if ranks.is_part_of_sum(gradient):
@@ -169,17 +179,20 @@ def _dense(parameter: Any, allow_float16: bool, sums: bool) -> tuple[Any, Any]:
     return gradient, torch.view_as_real(values) if values.is_complex() else values
 
 
-def _check_can_be_widened(parameter: Any) -> None:
-    if parameter.grad.dtype not in ranks.HALF:
+def _check_can_be_widened(parameter: torch.Tensor) -> None:
+    gradient = parameter.grad
+    assert gradient is not None
+    dtype = gradient.dtype
+    if dtype not in ranks.HALF:
         return
-    if parameter.dtype == parameter.grad.dtype:
+    if parameter.dtype == dtype:
         raise GradientsError(
             f"Small unscaled gradients of dtype {parameter.dtype} would flush to zero. Received: "
             f"a parameter of shape {tuple(parameter.shape)}. {IN_FLOAT32}"
         )
     if getattr(parameter, "grad_dtype", None) is not None:
         raise GradientsError(
-            f"Small unscaled gradients of dtype {parameter.grad.dtype} would flush to zero. "
+            f"Small unscaled gradients of dtype {dtype} would flush to zero. "
             f"Received: a parameter of shape {tuple(parameter.shape)} and dtype "
             f"{parameter.dtype}. Set `parameter.grad_dtype = None`."
         )
@@ -188,7 +201,9 @@ def _check_can_be_widened(parameter: Any) -> None:
 # --- The 2-norm of all gradients together, and clipping to it -----------------------------------
 
 
-def grad_norm(gradients: Gradients, info: ranks.ParameterInfo, dtype: Any = None) -> Any:
+def grad_norm(
+    gradients: Gradients, info: ranks.ParameterInfo, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """The 2-norm of all gradients together: a float32 or float64 scalar tensor.
 
     Args:
@@ -203,7 +218,9 @@ def grad_norm(gradients: Gradients, info: ranks.ParameterInfo, dtype: Any = None
     norms = [norm for group in groups for norm in torch._foreach_norm(group, 2.0, dtype)]
     device = gradients.device
     if not info.groups:
-        norm = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+        norm: torch.Tensor = torch.linalg.vector_norm(
+            torch.stack([norm.to(device) for norm in norms])
+        )
     else:
         squares = scalar(0.0, device, torch.float64)
         owners = [gradient for group in gradients.owners for gradient in group]
@@ -213,7 +230,7 @@ def grad_norm(gradients: Gradients, info: ranks.ParameterInfo, dtype: Any = None
     return norm
 
 
-def coefficient(norm: Any, clip_norm: float) -> Any:
+def coefficient(norm: torch.Tensor, clip_norm: float) -> torch.Tensor:
     """The factor that clips gradients of a norm, as in `torch.nn.utils.clip_grad_norm_`."""
     return torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
 
@@ -224,24 +241,28 @@ _OF_THE_KERNEL = frozenset({torch.float32, torch.float64, torch.float16})
 """The dtypes that the kernel supports on every accelerator."""
 
 
-def _in_two_passes(tensors: Sequence[Any], found: Any, factor: Any) -> None:
+def _in_two_passes(
+    tensors: Sequence[torch.Tensor], found: torch.Tensor, factor: torch.Tensor
+) -> None:
     for tensor in tensors:
         found.copy_(torch.maximum(found, (~torch.isfinite(tensor).all()).to(found.dtype)))
         tensor.mul_(factor)
 
 
 # Not documented, so that a release may have another name for it.
-_kernel: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", _in_two_passes)
+_kernel: Callable[..., object] = getattr(
+    torch, "_amp_foreach_non_finite_check_and_unscale_", _in_two_passes
+)
 
 
 def unscale_and_check_(
     gradients: Gradients,
-    factor: Callable[[Any], Any],
+    factor: Factor,
     *,
     divide: bool = False,
     recheck: bool = False,
-    found: Any = None,
-) -> dict[Any, Any]:
+    found: torch.Tensor | None = None,
+) -> dict[torch.device, torch.Tensor]:
     """Checks each number of gradients, and unscales them in place.
 
     Args:
@@ -256,13 +277,14 @@ def unscale_and_check_(
         By device, whether any number was infinite or NaN: float32 scalar tensor, 1 or 0. Empty if
         there was none to check.
     """
-    by_device: dict[Any, Any] = {}
+    by_device: dict[torch.device, torch.Tensor] = {}
     for group in gradients.dense_groups:
         device = group[0].device
         if device not in by_device:
-            own = found is not None and found.device == device
-            zero = found if own else torch.zeros((), dtype=torch.float32, device=device)
-            by_device[device] = zero
+            if found is not None and found.device == device:
+                by_device[device] = found
+            else:
+                by_device[device] = torch.zeros((), dtype=torch.float32, device=device)
         multiplier = factor(device)
         if divide or recheck:
             _change(torch._foreach_div_ if divide else torch._foreach_mul_, group, multiplier)
@@ -271,19 +293,21 @@ def unscale_and_check_(
     return by_device
 
 
-def check(gradients: Gradients) -> dict[Any, Any]:
+def check(gradients: Gradients) -> dict[torch.device, torch.Tensor]:
     """Checks gradients as `unscale_and_check_` does, and changes none."""
     return unscale_and_check_(gradients, lambda device: scalar(1.0, device))
 
 
-def unscale_(gradients: Gradients, factor: Callable[[Any], Any], *, divide: bool = False) -> None:
+def unscale_(gradients: Gradients, factor: Factor, *, divide: bool = False) -> None:
     """Unscales gradients in place without a check, which takes less time."""
     for group in gradients.dense_groups:
         multiply = torch._foreach_div_ if divide else torch._foreach_mul_
         _change(multiply, group, factor(group[0].device))
 
 
-def _check_and_multiply_(group: list[Any], found: Any, factor: Any) -> None:
+def _check_and_multiply_(
+    group: list[torch.Tensor], found: torch.Tensor, factor: torch.Tensor
+) -> None:
     if found.device.type == "cpu" or group[0].dtype in _OF_THE_KERNEL:
         _change(_kernel, group, found, factor)
         return
@@ -291,7 +315,9 @@ def _check_and_multiply_(group: list[Any], found: Any, factor: Any) -> None:
     _change(torch._foreach_mul_, group, factor)
 
 
-def _change(kernel: Callable[..., Any], group: list[Any], *arguments: Any) -> None:
+def _change(
+    kernel: Callable[..., object], group: list[torch.Tensor], *arguments: torch.Tensor
+) -> None:
     try:
         kernel(group, *arguments)
     except RuntimeError:
@@ -304,7 +330,7 @@ def _change(kernel: Callable[..., Any], group: list[Any], *arguments: Any) -> No
             tensor.copy_(value)
 
 
-def check_quotients(gradients: Gradients, divisor: Callable[[Any], Any]) -> dict[Any, Any]:
+def check_quotients(gradients: Gradients, divisor: Factor) -> dict[torch.device, torch.Tensor]:
     """Checks quotients of gradients that a kernel will divide; changes none, waits for no device.
 
     Args:
@@ -315,28 +341,39 @@ def check_quotients(gradients: Gradients, divisor: Callable[[Any], Any]) -> dict
     Returns:
         As `unscale_and_check_`.
     """
-    by_device: dict[Any, Any] = {}
+    by_device: dict[torch.device, torch.Tensor] = {}
     for group in gradients.dense_groups:
         device = group[0].device
         _check_largest(group, by_device.setdefault(device, scalar(0.0, device)), divisor(device))
     return by_device
 
 
-def _check_largest(group: list[Any], found: Any, divisor: Any) -> None:
+def _check_largest(
+    group: list[torch.Tensor], found: torch.Tensor, divisor: torch.Tensor | float
+) -> None:
     # The largest magnitude of finite numbers is finite in any dtype.
     largest = widened(torch.stack(torch._foreach_norm(group, float("inf")))) / divisor
     torch.maximum(found, largest.isfinite().all().logical_not().to(found), out=found)
 
 
-def any_overflow(by_device: dict[Any, Any], device: Any = CPU) -> Any:
-    """Joins the results of all devices: float32 scalar tensor on the first, or on `device`."""
-    found = list(by_device.values())
+def any_overflow(overflows: Iterable[torch.Tensor], device: torch.device = CPU) -> torch.Tensor:
+    """Joins the results of several devices: a float32 scalar tensor on the first.
+
+    Args:
+        overflows: float32 scalar tensors, 1 or 0.
+        device: Where the result, 0, is if there are none.
+    """
+    found = list(overflows)
     for other in found[1:]:
         found[0] = torch.maximum(found[0], other.to(found[0].device))
     return found[0] if found else scalar(0.0, device)
 
 
-def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool = True) -> Any:
+def all_finite(
+    gradients: Sequence[torch.Tensor | None],
+    scale: torch.Tensor | float | None = None,
+    powers_of_two: bool = True,
+) -> torch.Tensor:
     """Whether every element of every gradient is finite once it is unscaled; changes none.
 
     Args:
@@ -368,7 +405,13 @@ def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool 
 # --- Statistics of gradients that a rule may need besides overflow: how large they are ----------
 
 
-def measure(needs: StatsRequest, gradients: Sequence[Any], scale: Any, *, are_scaled: bool) -> Any:
+def measure(
+    needs: StatsRequest,
+    gradients: Sequence[torch.Tensor | None],
+    scale: torch.Tensor,
+    *,
+    are_scaled: bool,
+) -> torch.Tensor:
     """Measures gradients; statistics that a rule does not need stay 0.
 
     Args:
@@ -394,8 +437,8 @@ def measure(needs: StatsRequest, gradients: Sequence[Any], scale: Any, *, are_sc
 
 
 def measure_everywhere(
-    needs: StatsRequest, info: ParameterInfo, scale_on: Callable[[Any], Any], *, are_scaled: bool
-) -> Any:
+    needs: StatsRequest, info: ParameterInfo, scale_on: Factor, *, are_scaled: bool
+) -> torch.Tensor | None:
     """Measures the gradients of parameters on all processes that must agree.
 
     Args:
@@ -414,7 +457,7 @@ def measure_everywhere(
     parts = list(map(local, gradients))
     if not info.groups:
         return measure(needs, parts, scale, are_scaled=are_scaled)
-    by_copies: dict[int, list[Any]] = {}
+    by_copies: dict[int, list[torch.Tensor]] = {}
     for gradient, part in zip(gradients, parts, strict=True):
         by_copies.setdefault(info.copies(gradient), []).append(part)
     numbers = scalar(0.0, scale.device, torch.float64).repeat(2 + len(needs.counts_from))
@@ -428,13 +471,15 @@ def measure_everywhere(
     return numbers.to(torch.float32)
 
 
-def together(several: Sequence[Any]) -> Any:
+def together(several: Sequence[torch.Tensor]) -> torch.Tensor:
     """Joins the measurements of several optimizers, on the host."""
     stacked = torch.stack([measured.cpu() for measured in several])
     return torch.cat([stacked[:, :1].amax(0), stacked[:, 1:].sum(0)])
 
 
-def as_stats(needs: StatsRequest, measured: Any, finite: Any) -> GradientStats:
+def as_stats(
+    needs: StatsRequest, measured: torch.Tensor | None, finite: bool | torch.Tensor | None
+) -> GradientStats:
     """Returns the statistics that a rule receives.
 
     Args:
@@ -453,7 +498,12 @@ def as_stats(needs: StatsRequest, measured: Any, finite: Any) -> GradientStats:
 
 
 def compute(
-    needs: StatsRequest, finite: Any, gradients: Sequence[Any], scale: Any, *, are_scaled: bool
+    needs: StatsRequest,
+    finite: bool | torch.Tensor | None,
+    gradients: Sequence[torch.Tensor | None],
+    scale: torch.Tensor,
+    *,
+    are_scaled: bool,
 ) -> GradientStats:
     """Returns the statistics of gradients that only this process has."""
     return as_stats(needs, measure(needs, gradients, scale, are_scaled=are_scaled), finite)

@@ -25,7 +25,7 @@ from lossscale.errors import first_line
 from lossscale.monitoring.origins import UnrepeatableError
 from lossscale.torch.watch import Watch, named_tensors
 
-_NAMES: dict[Any, tuple[str, ...]] = {
+_NAMES: dict[type, tuple[str, ...]] = {
     torch.nn.Module: ("__dict__",),
     types.FunctionType: ("__dict__", "__defaults__"),
     types.CellType: ("cell_contents",),
@@ -43,7 +43,9 @@ _WAIT = 10
 
 
 @contextlib.contextmanager
-def isolated(model: Any, given: dict[str, Any]) -> Iterator[tuple[Watch, dict[int, Any]]]:
+def isolated(
+    model: torch.nn.Module, given: dict[str, Any]
+) -> Iterator[tuple[Watch, dict[int, Any]]]:
     """Within it, the model has copies of all that a forward pass may write to.
 
     In place of the parameters it has aliases, without hooks and `.grad`. Tensors in attributes and
@@ -121,9 +123,10 @@ def _taking_nothing() -> Iterator[None]:
         yield
 
 
-def _places(model: Any) -> Iterator[tuple[Any, str, Any]]:
+def _places(model: torch.nn.Module) -> Iterator[tuple[object, str, object]]:
     """The attributes of the modules, and of the functions in them, with their values."""
-    left, seen = list(model.modules()), set()
+    left: list[object] = list(model.modules())
+    seen: set[int] = set()
     while left:
         owner = left.pop()
         owner = owner.__func__ if isinstance(owner, types.MethodType) else owner
@@ -151,7 +154,7 @@ def copied(value: Any, known: dict[int, Any], what: str) -> Any:
 
 
 @contextlib.contextmanager
-def eager_passes(model: Any) -> Iterator[None]:
+def eager_passes(model: torch.nn.Module) -> Iterator[None]:
     """Within it, a model runs uncompiled, and its passes can be differentiated.
 
     Compiled modules call no hooks. The caller restores the attributes of the modules.
@@ -176,7 +179,7 @@ def eager_passes(model: Any) -> Iterator[None]:
         yield
 
 
-def _is_of_accelerate(value: Any) -> bool:
+def _is_of_accelerate(value: object) -> bool:
     return type(value).__module__ == "accelerate.utils.operations"
 
 

@@ -15,13 +15,14 @@ import operator
 import reprlib
 import types
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from lossscale.common.checks import check_not_wrapped, remember_wrapper
 from lossscale.errors import (
@@ -117,15 +118,15 @@ class MasterWeights(OuterOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, optimizers=[state["inner_optimizer"]])
-        self._optimizer_step_pre_hooks: dict[int, Any] = OrderedDict()
-        self._optimizer_step_post_hooks: dict[int, Any] = OrderedDict()
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
         self._is_stepping = self._warned = False
         self._pairs: Pairs = []
-        self._facts: list[Any] = []
+        self._facts: list[object] = []
         self._dtypes: dict[int, torch.dtype] = {}
         self._versions: list[int] = []
         # While gradients are still of the parameters' dtype; see `state`.
-        self._narrow_until_first: list[Any] = []
+        self._narrow_until_first: list[RemovableHandle] = []
         self._refuse_other_steps()
         remember_wrapper(self.inner_optimizer, self)
         self._prepare()
@@ -133,7 +134,7 @@ class MasterWeights(OuterOptimizer):
     # --- What it shows of the optimizer -----------------------------------------------------------
 
     @property
-    def param_groups(self) -> Any:
+    def param_groups(self) -> list[dict[str, Any]]:
         """The groups of the optimizer, with the parameters of the model."""
         # Each verb of a loss scale reads them before the backward pass, or before it unscales.
         if not self._is_stepping and self._watched() != self._last_watched:
@@ -141,16 +142,16 @@ class MasterWeights(OuterOptimizer):
         return self.inner_optimizer.param_groups
 
     @param_groups.setter
-    def param_groups(self, groups: Any) -> None:
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.inner_optimizer.param_groups = groups
 
     @property
-    def defaults(self) -> Any:
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # only read
         """The default hyperparameters of the optimizer."""
         return self.inner_optimizer.defaults
 
     @property
-    def state(self) -> Any:
+    def state(self) -> defaultdict[torch.Tensor, Any]:
         """The state of the optimizer by parameter, with `master_weight` after the first step."""
         pairs, state = self._pairs, self.inner_optimizer.state
         if not (state or self._narrow_until_first or any(p.grad is not None for p, _ in pairs)):
@@ -164,7 +165,7 @@ class MasterWeights(OuterOptimizer):
         return state
 
     @state.setter
-    def state(self, state: Any) -> None:
+    def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
         self.inner_optimizer.state = state
 
     @property
@@ -226,7 +227,7 @@ class MasterWeights(OuterOptimizer):
         self._last_watched = self._watched()
         return self._pairs
 
-    def _watched(self) -> Any:
+    def _watched(self) -> tuple[object, ...]:
         """What other code changes of two parameters if it changes that of all.
 
         A copy of a model has lost the dtype of its gradients, and `model.half()` leaves float16
@@ -248,7 +249,7 @@ class MasterWeights(OuterOptimizer):
         pairs = zip(self._pairs, self._versions, strict=True)
         return [pair for pair, version in pairs if pair[1]._version != version]
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def _round_written(self) -> Pairs:
         """Rounds masters into which other code has written, also in the state."""
         pairs, state = self._prepare(), self.inner_optimizer.state
@@ -267,7 +268,7 @@ class MasterWeights(OuterOptimizer):
         self._adopt()
         return pairs
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def _adopt(self) -> None:
         """Replaces elements of masters whose parameters other code has overwritten."""
         for part, merged in _merged(self._pairs):
@@ -338,7 +339,7 @@ class MasterWeights(OuterOptimizer):
         """Refuses a direct step of the optimizer, which would update float16 parameters."""
         mine = weakref.ref(self)
 
-        def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
+        def refuse(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
             owner = mine()
             if owner is not None and owner._pairs:
                 raise CallOrderError(
@@ -472,7 +473,7 @@ class MasterWeights(OuterOptimizer):
                 "which are rounded to float16."
             )
 
-    def _keyed(self, state_dict: dict[str, Any]) -> Iterable[tuple[Any, torch.Tensor]]:
+    def _keyed(self, state_dict: dict[str, Any]) -> Iterable[tuple[object, torch.Tensor]]:
         """The parameters, with their keys in the state of a state dictionary."""
         keys = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         return zip(keys, ranks.parameters_of(self.inner_optimizer), strict=False)
@@ -481,16 +482,16 @@ class MasterWeights(OuterOptimizer):
 # --- Parameters and masters ---------------------------------------------------------------------
 
 
-def _is_narrow(value: Any) -> bool:
+def _is_narrow(value: object) -> TypeGuard[torch.Tensor]:
     """Whether it is a tensor that gets a master, or of such a dtype."""
-    return torch.is_tensor(value) and value.dtype in _NARROW and not is_lazy(value)
+    return isinstance(value, torch.Tensor) and value.dtype in _NARROW and not is_lazy(value)
 
 
 def _reversed(pairs: Pairs) -> Pairs:
     return [(second, first) for first, second in pairs]
 
 
-def _with_held(optimizer: Any) -> list[Any]:
+def _with_held(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """The optimizer, and those that it holds, as Lookahead does."""
     found = [optimizer]
     for each in found:
@@ -510,7 +511,7 @@ def _receive_float32(parameter: torch.Tensor) -> None:
     parameter.grad = None if gradient is None else gradient.to(torch.float32)
 
 
-def _widen_state(optimizer: Any, parameter: torch.Tensor) -> None:
+def _widen_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
     """Makes the state of a parameter float32, which Adagrad makes before the first step."""
     state = optimizer.state.get(parameter, {})
     state.update({key: value.float() for key, value in state.items() if _is_narrow(value)})
@@ -522,7 +523,7 @@ def _widen_state(optimizer: Any, parameter: torch.Tensor) -> None:
 
 def _by_kind(pairs: Pairs) -> Iterable[Pairs]:
     """The pairs by the device and dtype of the parameter, as kernels of many tensors need them."""
-    groups: dict[Any, Pairs] = {}
+    groups: dict[tuple[torch.device, torch.dtype], Pairs] = {}
     for pair in pairs:
         groups.setdefault((pair[0].device, pair[0].dtype), []).append(pair)
     return groups.values()
@@ -541,7 +542,7 @@ def _master_of(parameter: torch.Tensor, master: torch.Tensor | None) -> torch.Te
     return torch.nn.Parameter(master.to(parameter.device), requires_grad=False)
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
+@torch.no_grad()
 def _widen(parameter: torch.Tensor, master: torch.Tensor, dtype: torch.dtype) -> None:
     """Writes a master into its parameter, which `model.float()` has widened from a dtype."""
     master = master.to(parameter.device)
@@ -549,7 +550,7 @@ def _widen(parameter: torch.Tensor, master: torch.Tensor, dtype: torch.dtype) ->
     parameter.copy_(torch.where(parameter == rounded, master.to(parameter.dtype), parameter))
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
+@torch.no_grad()
 def _round(pairs: Pairs) -> None:
     """Rounds masters into their parameters."""
     for some in _by_kind(pairs):
@@ -635,7 +636,7 @@ def _check_can_have_masters(
                 )
 
 
-def _ids_in(value: Any, depth: int = 3) -> Iterator[int]:
+def _ids_in(value: object, depth: int = 3) -> Iterator[int]:
     """The ids of tensors in a collection, and integers, which may be ids."""
     if torch.is_tensor(value) or isinstance(value, int):
         yield value if isinstance(value, int) else id(value)

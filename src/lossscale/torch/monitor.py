@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, TypeAlias
 
 import numpy
 import torch
@@ -28,6 +28,8 @@ from lossscale.torch.scaling import CPU, real_parts, uncompiled
 from lossscale.torch.settings import warn_of_float16_statistics
 from lossscale.torch.watch import is_finite
 
+Groups: TypeAlias = list[dict[str, Any]]
+"""Groups of parameters, as optimizers have them."""
 _TOO_LATE = "the loss was known only after the step had changed the weights"
 
 
@@ -99,23 +101,22 @@ class Monitor(LoopMonitor):
         explain_bytes: int = DEFAULT_BYTES,
     ) -> None:
         settings = MonitorSettings(path, every, log, on_floor, append, explain)
-        optimizer = wrapper_in(optimizer)
-        _check_watched(optimizer)
-        self._watched = optimizer
-        self._is_scaler = isinstance(optimizer, GradScaler)
-        if self._is_scaler and model is None:
+        self._watched = watched = _checked(wrapper_in(optimizer))
+        if isinstance(watched, GradScaler) and model is None:
             raise ArgumentTypeError(
                 "Monitor of a GradScaler needs the model, for the names of its parameters. "
                 "Received: model=None. Write Monitor(scaler, model)."
             )
         # A scaler does not count steps.
         self._steps = checked_count("steps_before", steps_before, lowest=0)
-        self._skips = int(optimizer.steps_skipped)
+        self._skips = int(watched.steps_skipped)
         self._decided = self._skipped = False
-        names = _names(optimizer, model, self._is_scaler)
+        names = _names(watched, model)
         self._tracker = OverflowTracker()
         self._tracker.build(list(names), list(names.values()))
-        self._scale = float(optimizer.get_scale() if self._is_scaler else optimizer.loss_scale)
+        self._scale = float(
+            watched.get_scale() if isinstance(watched, GradScaler) else watched.loss_scale
+        )
         self._model = model if isinstance(model, torch.nn.Module) else None
         if self._model is not None:
             warn_of_float16_statistics(self._model)
@@ -126,18 +127,25 @@ class Monitor(LoopMonitor):
                 "`explain` needs the model, a torch.nn.Module. "
                 f"Received: model={model!r} of type {type(model).__name__}."
             )
-        super().__init__(Recorder(settings, optimizer.rule), self._steps_so_far())
-        if settings.explain:
-            calls = CallRecorder(model, limit)
-            self._explainer = _Explainer(calls, settings.explain, optimizer.rule)
-        optimizer.__dict__["_watcher"] = self
+        super().__init__(Recorder(settings, watched.rule), self._steps_so_far())
+        if settings.explain and self._model is not None:
+            calls = CallRecorder(self._model, limit)
+            self._explainer = _Explainer(calls, settings.explain, watched.rule)
+        watched.__dict__["_watcher"] = self
 
-    def scaled(self, loss: Any) -> None:
+    def scaled(self, loss: torch.Tensor) -> None:
         """Called by the optimizer with each loss before it scales it."""
         if self._explainer is not None:
             self._explainer.scaled(loss)
 
-    def decided(self, groups: Any, *, scale: Any, applied: bool, divisor: Any = None) -> None:
+    def decided(
+        self,
+        groups: Groups,
+        *,
+        scale: torch.Tensor | float,
+        applied: bool,
+        divisor: torch.Tensor | None = None,
+    ) -> None:
         """Tracks a decision of the optimizer, which calls this before it applies the gradients.
 
         Args:
@@ -155,7 +163,7 @@ class Monitor(LoopMonitor):
         skipped = () if applied else groups
         parameters = [p for group in skipped for p in group["params"] if p.grad is not None]
 
-        def unscale(gradients: Any) -> list[Any]:
+        def unscale(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             return [g if divisor is None else g / divisor.to(g.device) for g in gradients]
 
         with torch.no_grad():
@@ -192,7 +200,7 @@ class Monitor(LoopMonitor):
                 )
             # Detached, so that the graph is not kept until the loss is read.
             loss = loss.detach()
-        if self._is_scaler and self._decided:
+        if self._decided and isinstance(self._watched, GradScaler):
             self._steps += 1
             self._skips += self._skipped
         if self._explainer is not None:
@@ -227,7 +235,7 @@ class Monitor(LoopMonitor):
             self._explainer.calls.close()
         super().close()
 
-    def _buffers(self, finite: bool) -> Iterator[tuple[str, Any]]:
+    def _buffers(self, finite: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers of the model that are finite, or those that are not."""
         for name, buffer in () if self._model is None else self._model.named_buffers():
             if not torch.nn.parameter.is_lazy(buffer) and is_finite(buffer) == finite:
@@ -246,11 +254,12 @@ class Monitor(LoopMonitor):
 
     def _steps_so_far(self) -> int:
         """Returns the number of steps before the current one."""
-        return self._steps if self._is_scaler else int(self._watched.iterations)
+        watched = self._watched
+        return self._steps if isinstance(watched, GradScaler) else int(watched.iterations)
 
     def _stats(self) -> StepStats:
         watched = self._watched
-        if self._is_scaler:
+        if isinstance(watched, GradScaler):
             scale = watched.get_scale()
             return StepStats(self._steps, scale, scale, self._skips, self._skipped)
         scale = float(watched.loss_scale)
@@ -273,7 +282,7 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
     def _create(self) -> None:
         self.last_step, self._scale = 0, 0.0
         # The number of the step, its scale, and the counts by parameter of each optimizer.
-        self._skip: tuple[int, Any, list[list[Any]]] = (0, 0.0, [])
+        self._skip: tuple[int, torch.Tensor | float, list[list[torch.Tensor]]] = (0, 0.0, [])
 
     def count_from(self, step: int) -> None:
         """Sets the number of steps so far, which would wait if it were read from the device."""
@@ -299,7 +308,7 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
         return float(self._scale), skip
 
 
-def _nonfinite(gradient: Any) -> Any:
+def _nonfinite(gradient: torch.Tensor) -> torch.Tensor:
     """Returns the numbers of infinite elements and of NaN, int64 of shape (2,)."""
     parts = real_parts(gradient)
     if not parts:
@@ -307,7 +316,7 @@ def _nonfinite(gradient: Any) -> Any:
     return torch.stack([test(parts[0]).sum() for test in (torch.isinf, torch.isnan)])
 
 
-def _on_host(counts: list[Any]) -> Any:
+def _on_host(counts: list[torch.Tensor]) -> numpy.ndarray[Any, Any]:
     # Those of parameters without a gradient are there already.
     device = next((count.device for count in counts if not count.is_cpu), CPU)
     return numpy.asarray(torch.stack([count.to(device) for count in counts]).cpu())
@@ -322,15 +331,15 @@ class _Losses:
     """
 
     def __init__(self) -> None:
-        self.held: list[tuple[Any, Any]] = []
+        self.held: list[tuple[torch.Tensor | float, torch.Event | None]] = []
         self.are_float16 = False
 
     # A pass that is repeated copies what a model reaches, such as its monitor; events cannot be.
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Any, ...]:
         return _Losses, ()
 
     @uncompiled
-    def add(self, loss: Any) -> None:
+    def add(self, loss: torch.Tensor | float) -> None:
         """Sends a loss to the host; waits for nothing, and raises nothing."""
         with contextlib.suppress(Exception):
             loss = torch.as_tensor(loss)
@@ -341,7 +350,8 @@ class _Losses:
             loss = loss.detach() if loss.numel() == 1 else loss.detach().float().sum()
             # Behind all that the device has to do before the decision, for which the host waits.
             stream = torch.cuda.current_stream(loss.device) if loss.is_cuda else None
-            self.held.append((loss.to(CPU, non_blocking=True), stream and stream.record_event()))
+            event = None if stream is None else stream.record_event()
+            self.held.append((loss.to(CPU, non_blocking=True), event))
 
     def known(self) -> float | None:
         """Of those that have arrived, the first that is not finite, or else the last."""
@@ -372,12 +382,14 @@ class _Explainer(Explainer):
         # Of steps that are over and were not explained.
         self._unread: list[tuple[int, _Losses]] = []
 
-    def scaled(self, loss: Any) -> None:
+    def scaled(self, loss: torch.Tensor) -> None:
         """Called with each loss of a step."""
         if self.left:
             self._losses.add(loss)
 
-    def decided(self, step: int, skipped: bool, groups: Any, scale: Any) -> None:
+    def decided(
+        self, step: int, skipped: bool, groups: Groups, scale: torch.Tensor | float
+    ) -> None:
         """Called with the decision on a step, before its gradients are applied."""
         before = self._pending if self._pending and self._pending[0] == step else None
         is_explained = before and explained(before[2]).cause is not Cause.UNKNOWN
@@ -390,7 +402,7 @@ class _Explainer(Explainer):
         facts = facts._replace(loss=loss, is_loss_float16=is_narrow, scale=float(scale))
         self._pending = step, skipped or bool(before and before[1]), facts
 
-    def ended(self, step: int, loss: Any, decided: bool) -> None:
+    def ended(self, step: int, loss: torch.Tensor | float | None, decided: bool) -> None:
         """Called after each step, or part of one, with the loss that the program passes."""
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -423,7 +435,7 @@ class _Explainer(Explainer):
         return self.found
 
 
-def _check_watched(optimizer: Any) -> None:
+def _checked(optimizer: object) -> LossScaleOptimizer | GradScaler:
     if not isinstance(optimizer, (LossScaleOptimizer, GradScaler)):
         raise ArgumentTypeError(
             "Monitor(optimizer, model) watches a lossscale.torch.LossScaleOptimizer or a "
@@ -434,15 +446,15 @@ def _check_watched(optimizer: Any) -> None:
         raise ArgumentError("The GradScaler is disabled, so there is no loss scale to watch.")
     if vars(optimizer).get("_watcher") is not None:
         raise ArgumentError("Another Monitor already watches this optimizer. Close it first.")
+    return optimizer
 
 
-def _names(optimizer: Any, model: Any, is_scaler: bool) -> dict[Any, str]:
+def _names(watched: LossScaleOptimizer | GradScaler, model: Any) -> dict[torch.Tensor, str]:
     """Returns the names of the parameters.
 
     Args:
-        optimizer: The wrapper; its parameters without a name are numbered.
+        watched: An optimizer, whose parameters without a name are numbered, or a scaler.
         model: A module, an iterable of (name, parameter) pairs, or None.
-        is_scaler: Whether `optimizer` is a scaler, which has no parameters.
 
     Raises:
         ArgumentTypeError: If `model` is something else.
@@ -462,10 +474,10 @@ def _names(optimizer: Any, model: Any, is_scaler: bool) -> dict[Any, str]:
             "Expected a module, or (name, parameter) pairs such as "
             f"model.named_parameters(). Received: model={model!r} of type {type(model).__name__}."
         )
-    if is_scaler:
+    if isinstance(watched, GradScaler):
         return names
     return {
         parameter: names.get(parameter, f"param_groups[{index}]['params'][{number}]")
-        for index, group in enumerate(optimizer.param_groups)
+        for index, group in enumerate(watched.param_groups)
         for number, parameter in enumerate(group["params"])
     }

@@ -6,7 +6,7 @@ import copy
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast, overload
 
 import torch
 from torch.distributed.algorithms import join
@@ -29,9 +29,10 @@ from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.documented_verbs import DocumentedVerbs
 from lossscale.torch.engine import Engine, StepDecision
 from lossscale.torch.optimizer_list import OptimizerList, with_parts, zero_grad
-from lossscale.torch.scale import DeviceLossScale, LossScale
+from lossscale.torch.scale import DeviceLossScale, LossScale, Multiplier
 from lossscale.torch.scaled_gradients import (
     ONE_FOR_SEVERAL,
+    Inputs,
     is_seen,
     prepare_backward,
     remember_scaled,
@@ -48,6 +49,9 @@ from lossscale.torch.settings import (
     checked_clip_norm,
 )
 
+if TYPE_CHECKING:
+    from lossscale.torch.monitor import Monitor
+
 _NOTHING_SCALED = (
     "The optimizer has scaled no loss since its last step, and takes the gradients as they are. "
     "That is correct for float32, unless a GradScaler or another LossScaleOptimizer scaled the "
@@ -57,6 +61,7 @@ _NOTHING_SCALED = (
 
 
 Loss = TypeVar("Loss")
+Number = TypeVar("Number")
 
 
 @FrontDoor.register
@@ -113,7 +118,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     __module__ = "lossscale.torch"
     _framework: ClassVar[str] = "torch"
 
-    _watcher: Any = None
+    _watcher: Monitor | None = None
     """The monitor that is notified of each decision."""
     _warned_at_floor = False
 
@@ -139,19 +144,20 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             for each in inner_optimizer:
                 check_inner(each, is_one_of_several=True)
             inner_optimizer = OptimizerList(list(inner_optimizer))
-        check_inner(inner_optimizer)
-        check_processes(inner_optimizer, process_group)
+        inner = cast(torch.optim.Optimizer, inner_optimizer)
+        check_inner(inner)
+        check_processes(inner, process_group)
         clip_norm = checked_clip_norm(clip_norm)
-        check_decide(decide, inner_optimizer)
-        scale = _new_scale(rule, inner_optimizer, decide)
-        state_dicts.restore(scale, state_dicts.take_numbers(scale, inner_optimizer))
-        engine = Engine(inner_optimizer, scale, clip_norm, process_group)
+        check_decide(decide, inner)
+        scale = _new_scale(rule, inner, decide)
+        state_dicts.restore(scale, state_dicts.take_numbers(scale, inner))
+        engine = Engine(inner, scale, clip_norm, process_group)
         self._start(engine, name or "loss_scale_optimizer")
 
     def _start(self, engine: Engine, name: str) -> None:
         self.name, self._rule, self._inner, self._engine = name, engine.rule, engine.inner, engine
         self._record = engine.record
-        self._skipped_hooks: dict[int, Any] = OrderedDict()
+        self._skipped_hooks: dict[int, Callable[[LossScaleOptimizer], object]] = OrderedDict()
         state_dicts.reserve_names(engine.scale, engine.inner)
         for each in with_parts(engine.inner):
             # That of a part may be a `MasterWeights`.
@@ -162,14 +168,14 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     @property
     def inner_optimizer(self) -> torch.optim.Optimizer:
         """The inner optimizer, which cannot be replaced by another one."""
-        inner: torch.optim.Optimizer = self._inner
-        return inner
+        return self._inner
 
     def __len__(self) -> int:
-        return len(self.inner_optimizer)
+        # Of one optimizer Python says that it has no length.
+        return len(cast(OptimizerList, self._inner))
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.inner_optimizer)
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+        return iter(cast(OptimizerList, self._inner))
 
     def __bool__(self) -> bool:
         # An optimizer is true, also one with `__len__`.
@@ -257,7 +263,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             >>> optimizer.scale_loss(weight.sum())
             tensor(16., grad_fn=<MulBackward0>)
         """
-        return self._scaled(loss)
+        scaled: torch.Tensor = self._scaled(loss)
+        return scaled
 
     def _scaled(self, loss: Any, seen: bool = True) -> Any:
         """Scales a loss.
@@ -312,8 +319,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         record, engine = self._record, self._engine
         if not record.unseen or record.found is None:
             return
-        engine.account_for_cleared()
-        if record.found is None:
+        if engine.account_for_cleared():
             record.unseen = record.has_own_loss = True
         elif record.is_as_it_was(engine.info()):
             record.unseen = False
@@ -443,6 +449,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             return
         if decision is None:
             found = record.found
+            assert found is not None
             if info.groups:
                 found, _ = ranks.agreed(found, True, True, info.groups)
             decision = self._engine.skipped(found)
@@ -549,10 +556,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def _notify_watcher(self, decision: StepDecision) -> None:
         if self._watcher is None or decision.empty:
             return
-        scale = self._engine.scale
+        scale, number = self._engine.scale, self._engine.scale.number
         self._watcher.decided(
             self.inner_optimizer.param_groups,
-            scale=scale.tensor if scale.on_device else scale.number,
+            scale=scale.tensor if number is None else number,
             applied=not bool(decision.skipped),
             divisor=decision.divisor,
         )
@@ -634,7 +641,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     def join_process_group(self) -> torch.distributed.ProcessGroup:
         """The processes that `torch.distributed.algorithms.Join` keeps together."""
         groups = self._engine.info().groups
-        return groups[0] if groups else torch.distributed.group.WORLD
+        # Join makes sure that there is one.
+        return groups[0] if groups else cast(ranks.Group, torch.distributed.group.WORLD)
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Returns the hook that `Join([model, optimizer])` runs on a process without data.
@@ -767,8 +775,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         self._start(engine, name)
         self.__dict__.update(state)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied: Any = object.__new__(type(self))
+    def __deepcopy__(self, memo: dict[int, Any]) -> LossScaleOptimizer:
+        copied: LossScaleOptimizer = object.__new__(type(self))
         memo[id(self)] = copied
         # Process groups are not copied: the copy talks to the same processes.
         memo[id(self.process_group)] = self.process_group
@@ -776,7 +784,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         return copied
 
 
-def wrapper_in(optimizer: Any) -> Any:
+def wrapper_in(optimizer: object) -> Any:
     """Returns the optimizer that a trainer has wrapped."""
     attributes = getattr(optimizer, "__dict__", {})
     # LightningOptimizer copies the attributes of the optimizer, and keeps the original.
@@ -800,18 +808,23 @@ _SET_BY_LIGHTNING = frozenset({"_joined", "_strategy", "_on_before_step", "_on_a
 """Attributes that Lightning sets on an optimizer."""
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Number) -> Number:
     """A number, or a copy of a tensor."""
-    return value.clone() if torch.is_tensor(value) else value
+    return cast(Number, value.clone()) if isinstance(value, torch.Tensor) else value
 
 
-def _new_scale(rule: Any, inner: Any, decide: str) -> LossScale:
+def _new_scale(rule: ScaleRule, inner: torch.optim.Optimizer, decide: str) -> LossScale:
     devices = dict.fromkeys(p.device for p in ranks.parameters_of(inner))
     return (DeviceLossScale if decide == "device" else LossScale)(rule, devices)
 
 
 def _backpropagate(
-    loss: Any, by: Any, gradient: Any, retain_graph: Any, create_graph: bool, inputs: Any
+    loss: torch.Tensor,
+    by: Multiplier,
+    gradient: torch.Tensor | None,
+    retain_graph: bool | None,
+    create_graph: bool,
+    inputs: Inputs,
 ) -> None:
     """Backpropagates a loss times a scale."""
     plain = type(loss) is torch.Tensor and loss.dtype in WIDE and loss.requires_grad

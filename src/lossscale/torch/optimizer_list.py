@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ class OuterOptimizer(torch.optim.Optimizer):
         optimizers: The others.
     """
 
-    optimizers: list[Any]
+    optimizers: list[torch.optim.Optimizer]
 
     @uncompiled
-    def step(self, closure: Any = None, **more: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **more: Any) -> Any:
         for hook in list(self._optimizer_step_pre_hooks.values()):
             hook(self, (), {})
         returned = self._step(closure, **more)
@@ -35,7 +35,7 @@ class OuterOptimizer(torch.optim.Optimizer):
     # PyTorch's own wrapper around a `step` would call global hooks for this one, too.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _step(self, closure: Any, **more: Any) -> Any:
+    def _step(self, closure: Callable[[], Any] | None, **more: Any) -> Any:
         """Steps the others."""
         raise NotImplementedError
 
@@ -57,7 +57,7 @@ class OptimizerList(OuterOptimizer):
         ArgumentError: If the list is empty, or two optimizers share a parameter.
     """
 
-    def __init__(self, optimizers: list[Any]) -> None:
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         if not optimizers:
             raise ArgumentError("The list of optimizers to wrap is empty.")
         owner: dict[int, int] = {}
@@ -76,24 +76,26 @@ class OptimizerList(OuterOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {"optimizers": self.optimizers}
 
+    # What lies in the optimizers is read from there, and cannot be set here.
+
     @property
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The defaults that all optimizers have, by the first: schedulers read momentum here."""
         first, *others = (each.defaults for each in self.optimizers)
         return {k: v for k, v in first.items() if all(k in other for other in others)}
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return [group for each in self.optimizers for group in each.param_groups]
 
     @property
-    def state(self) -> Mapping[Any, Any]:
+    def state(self) -> Mapping[torch.Tensor, Any]:  # type: ignore[override]
         """The states of all optimizers, by parameter; each can be changed, the mapping cannot."""
         return types.MappingProxyType(
             {key: state for each in self.optimizers for key, state in each.state.items()}
         )
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         return iter(self.optimizers)
 
     def __len__(self) -> int:
@@ -112,7 +114,7 @@ class OptimizerList(OuterOptimizer):
 
         return call_all
 
-    def _step(self, closure: None, **more: Any) -> None:
+    def _step(self, closure: object, **more: Any) -> None:
         for each in self.optimizers:
             each.step()
 
@@ -130,13 +132,13 @@ class OptimizerList(OuterOptimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         saved = joined([each.state_dict() for each in self.optimizers])
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            saved = hook(self, saved) or saved
+        for change in self._optimizer_state_dict_post_hooks.values():
+            saved = change(self, saved) or saved
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict
+        for change in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = change(self, state_dict) or state_dict
         groups, state = list(state_dict["param_groups"]), state_dict["state"]
         sizes = [len(group["params"]) for group in self.param_groups]
         theirs = [len(group["params"]) for group in groups]
@@ -189,18 +191,18 @@ def joined(state_dicts: Sequence[Any]) -> dict[str, Any]:
     return {**more, "state": state, "param_groups": groups}
 
 
-def with_parts(inner: Any) -> list[Any]:
+def with_parts(inner: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """The optimizer itself, and those that it steps."""
     others = inner.optimizers if isinstance(inner, OuterOptimizer) else ()
     return [inner, *(part for other in others for part in with_parts(other))]
 
 
-def parts_of(inner: Any) -> list[Any]:
+def parts_of(inner: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """The optimizers that update parameters: those that others step, or the one optimizer."""
     return [each for each in with_parts(inner) if not isinstance(each, OuterOptimizer)]
 
 
-def zero_grad(optimizer: Any, set_to_none: bool) -> None:
+def zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
     """Calls `zero_grad` of an optimizer, which may take no arguments."""
     own, plain = optimizer.zero_grad, torch.optim.Optimizer.zero_grad
     is_plain = type(optimizer).zero_grad is plain and "zero_grad" not in vars(optimizer)

@@ -16,54 +16,64 @@ import itertools
 import math
 import operator
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
 from torch import distributed
 
 from lossscale.errors import ArgumentTypeError, UnsupportedError
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 HALF = (torch.float16, torch.complex32)
 """Formats in which gradients are not divided: small ones would flush to zero."""
-UNSEEN: Any = torch._C.DisableTorchFunction
+MaybeTensor = TypeVar("MaybeTensor", bound=torch.Tensor | None)
+Group: TypeAlias = "distributed.ProcessGroup"
+Groups: TypeAlias = "distributed.ProcessGroup | Sequence[distributed.ProcessGroup] | None"
+"""What users pass as `process_group`."""
+UNSEEN = torch._C.DisableTorchFunction
 """Within it no mode sees a call: with a default device, each `.grad` would take microseconds."""
 
 
-def _dtensor() -> Any:
+def _dtensor() -> type[DTensor] | None:
     """The class of sharded tensors; None if it is not imported, so that no such tensor exists."""
     # Not imported here: that takes half as long as importing PyTorch.
     module = sys.modules.get("torch.distributed.tensor")
-    return getattr(module, "DTensor", None)
+    sharded: type[DTensor] | None = getattr(module, "DTensor", None)
+    return sharded
 
 
-def local(tensor: Any) -> Any:
+def local(tensor: MaybeTensor) -> MaybeTensor:
     """The part of a tensor that this process holds; the tensor itself if it is not sharded.
 
     Args:
         tensor: Tensor of any kind, or None.
     """
-    return _arrived(tensor._local_tensor) if is_spread(tensor) else tensor
+    if not is_spread(tensor):
+        return tensor
+    return cast(MaybeTensor, _arrived(tensor._local_tensor))
 
 
-def is_spread(tensor: Any) -> bool:
+def is_spread(tensor: object) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor."""
     spread = _dtensor()
     return spread is not None and isinstance(tensor, spread)
 
 
-def _arrived(tensor: Any) -> Any:
+def _arrived(tensor: torch.Tensor) -> torch.Tensor:
     # An asynchronous collective returns a tensor that must be waited for.
-    wait = getattr(tensor, "wait", None)
+    wait: Callable[[], torch.Tensor] | None = getattr(tensor, "wait", None)
     return tensor if wait is None else wait()
 
 
-def is_part_of_sum(tensor: Any) -> bool:
+def is_part_of_sum(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Whether the processes hold summands of a tensor (`Partial`)."""
     return any(placement.is_partial() for placement in getattr(tensor, "placements", ()))
 
 
-def added_up(gradient: Any, parameter: Any) -> Any:
+def added_up(gradient: DTensor, parameter: torch.Tensor) -> DTensor:
     """Adds up a `Partial` gradient, and shards it as its parameter.
 
     Finite summands may have an infinite sum, so the sum must be checked. The optimizer would add
@@ -73,10 +83,10 @@ def added_up(gradient: Any, parameter: Any) -> Any:
         gradient: A DTensor. All processes of its mesh call this.
         parameter: Its parameter.
     """
-    return gradient.redistribute(placements=parameter.placements)
+    return gradient.redistribute(placements=cast("DTensor", parameter).placements)
 
 
-def has_half_gradients(tensor: Any) -> bool:
+def has_half_gradients(tensor: torch.Tensor) -> bool:
     """Whether gradients of a tensor have a dtype in which they cannot be divided."""
     if tensor.dtype not in HALF:
         return False
@@ -105,7 +115,7 @@ class ParameterInfo:
     owners: tuple[int, list[Any]] | None = None
     places: list[int] | None = None
 
-    def __init__(self, parameters: list[Any], process_group: Any = None) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], process_group: Groups = None) -> None:
         self.parameters = list(parameters)
         self.devices = list(dict.fromkeys(p.device for p in parameters))
         self.has_half = any(map(has_half_gradients, parameters))
@@ -115,9 +125,9 @@ class ParameterInfo:
         self.is_sharded = any(is_spread(p) or hasattr(p, "_fsdp_flattened") for p in parameters)
         self._dtype = parameters[0].dtype if parameters else None
         self._derived = _derived(parameters)
-        self._copies: dict[Any, int] = {}
+        self._copies: dict[tuple[object, object], int] = {}
 
-    def is_of(self, parameters: list[Any]) -> bool:
+    def is_of(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether these are the parameters, on the same devices."""
         mine = self.parameters
         return (
@@ -127,28 +137,28 @@ class ParameterInfo:
             and (not mine or (mine[0].device, mine[0].dtype) == (self.devices[0], self._dtype))
         )
 
-    def without(self, ids: Any) -> ParameterInfo:
+    def without(self, ids: Set[int]) -> ParameterInfo:
         """Facts about the parameters that are not among some."""
         if self.ids.isdisjoint(ids):
             return self
         return ParameterInfo([p for p in self.parameters if id(p) not in ids], [])
 
-    def gradients(self) -> list[Any]:
+    def gradients(self) -> list[torch.Tensor]:
         """The gradients that are not None."""
         with UNSEEN():
             return [gradient for p in self.parameters if (gradient := p.grad) is not None]
 
-    def first_gradient(self) -> Any:
+    def first_gradient(self) -> torch.Tensor | None:
         """The first gradient that is not None; None if there is none."""
         with UNSEEN():
             return next((g for p in self.parameters if (g := p.grad) is not None), None)
 
-    def last_gradient(self) -> Any:
+    def last_gradient(self) -> torch.Tensor | None:
         """The last gradient that is not None: what optimizers share tends to come first."""
         with UNSEEN():
             return next((g for p in reversed(self.parameters) if (g := p.grad) is not None), None)
 
-    def copies(self, gradient: Any) -> int:
+    def copies(self, gradient: torch.Tensor) -> int:
         """The number of times that a sum over `groups` counts each number of a gradient.
 
         Within a derived group, all processes hold the same of a tensor that is not sharded. Within
@@ -175,16 +185,16 @@ class ParameterInfo:
         return self._copies[layout]
 
 
-def parameters_of(optimizer: Any) -> list[Any]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters of an optimizer's groups, in order. Do not change the list."""
     groups = optimizer.param_groups
     if len(groups) == 1:
-        parameters: list[Any] = groups[0]["params"]
+        parameters: list[torch.Tensor] = groups[0]["params"]
         return parameters
     return list(itertools.chain.from_iterable(g["params"] for g in groups))
 
 
-def groups_of(tensors: Iterable[Any], process_group: Any = None) -> tuple[Any, ...]:
+def groups_of(tensors: Iterable[torch.Tensor], process_group: Groups = None) -> tuple[Group, ...]:
     """Returns the process groups that must agree on a step, in order.
 
     They are derived from parameters, not from gradients, so that a process without a gradient takes
@@ -223,17 +233,19 @@ def groups_of(tensors: Iterable[Any], process_group: Any = None) -> tuple[Any, .
     return (*given, *(group for group in _derived(tensors) if not _is_in_any(group, given)))
 
 
-def _is_in_any(group: Any, others: Sequence[Any]) -> bool:
+def _is_in_any(group: Group, others: Sequence[Group]) -> bool:
     members = set(distributed.get_process_group_ranks(group)) if others else set()
     return any(members <= set(distributed.get_process_group_ranks(other)) for other in others)
 
 
-def _derived(tensors: Iterable[Any]) -> tuple[Any, ...]:
+def _derived(tensors: Iterable[torch.Tensor]) -> tuple[Group, ...]:
     """The groups of every mesh dimension that a tensor is sharded over."""
     spread = _dtensor()
-    groups: list[Any] = []
-    seen: set[Any] = set()
-    for tensor in tensors if spread is not None else ():
+    groups: list[Group] = []
+    seen: set[tuple[object, object]] = set()
+    if spread is None:
+        return ()
+    for tensor in tensors:
         if not isinstance(tensor, spread):
             continue
         layout = tensor.device_mesh, tensor.placements
@@ -245,11 +257,11 @@ def _derived(tensors: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(groups)
 
 
-def _is_of_fsdp1(tensor: Any) -> bool:
+def _is_of_fsdp1(tensor: torch.Tensor) -> bool:
     return getattr(tensor, "_fsdp_flattened", False) and has_others()
 
 
-def _groups_along(tensor: Any, *, replicated: bool = False) -> list[Any]:
+def _groups_along(tensor: torch.Tensor, *, replicated: bool = False) -> list[Group]:
     """The groups of the mesh dimensions along which a tensor is sharded, or replicated."""
     mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", ())
     # A process outside the mesh holds no part of the tensor.
@@ -262,13 +274,13 @@ def _groups_along(tensor: Any, *, replicated: bool = False) -> list[Any]:
     ]
 
 
-def _is_one_of(group: Any, others: Sequence[Any]) -> bool:
+def _is_one_of(group: Group, others: Sequence[Group]) -> bool:
     return any(group is other for other in others)
 
 
-def _checked(process_group: Any) -> tuple[Any, ...]:
+def _checked(process_group: Any) -> tuple[Group, ...]:
     given = process_group if isinstance(process_group, (list, tuple)) else [process_group]
-    kinds: tuple[Any, ...] = ()
+    kinds: tuple[type[Group], ...] = ()
     if distributed.is_available():
         kinds = (distributed.ProcessGroup,)
         # `new_group` returns this to a process that is not in the group.
@@ -292,8 +304,8 @@ def has_others() -> bool:
 
 
 def agreed(
-    overflow: Any, has_gradients: bool, is_scaled: bool, groups: Sequence[Any]
-) -> tuple[Any, Any]:
+    overflow: torch.Tensor, has_gradients: bool, is_scaled: bool, groups: Sequence[Group]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns what the processes found together, by one message for each group.
 
     Args:
@@ -320,7 +332,7 @@ def agreed(
     return found[0], found[1]
 
 
-def added(numbers: Any, groups: Sequence[Any]) -> Any:
+def added(numbers: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
     """Returns the sums of numbers over the processes, the same in all of them.
 
     Args:
@@ -334,7 +346,7 @@ def added(numbers: Any, groups: Sequence[Any]) -> Any:
     return numbers
 
 
-def largest_and_added(numbers: Any, groups: Sequence[Any]) -> Any:
+def largest_and_added(numbers: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
     """Returns the maximum of the first number over the processes, and the sums of the others.
 
     Args:
@@ -352,7 +364,7 @@ def largest_and_added(numbers: Any, groups: Sequence[Any]) -> Any:
 
 
 def of_last_joiner(
-    numbers: dict[str, float], is_last: bool, device: Any, group: Any
+    numbers: dict[str, float], is_last: bool, device: torch.device, group: Group
 ) -> dict[str, float]:
     """Returns the numbers of a process that was the last to run out of data.
 
@@ -369,7 +381,7 @@ def of_last_joiner(
     return dict(zip(numbers, found, strict=True))
 
 
-def _device(found: Any, group: Any) -> Any:
+def _device(found: torch.Tensor, group: Group) -> torch.device:
     """The device that a group sends from: not the CPU if gradients are only offloaded there."""
     served = {device.type: device for device in group._device_types}
     return (

@@ -13,7 +13,7 @@ import operator
 import pickle
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_map
@@ -120,7 +120,7 @@ def needs_autocast(model: torch.nn.Module) -> bool:
     return dtypes != {torch.float16}
 
 
-def check_model_and_loss(model: Any, loss_fn: Any) -> None:
+def check_model_and_loss(model: object, loss_fn: object) -> None:
     """Checks that they are a model and a function."""
     if not isinstance(model, torch.nn.Module):
         raise ArgumentTypeError(
@@ -132,6 +132,10 @@ def check_model_and_loss(model: Any, loss_fn: Any) -> None:
             "`loss_fn` must be a function of the model and a batch that returns the loss. "
             f"Received: {reprlib.repr(loss_fn)} of type {type(loss_fn).__name__}."
         )
+
+
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""A tensor, with its gradient."""
 
 
 class CallRecorder:
@@ -170,7 +174,9 @@ class CallRecorder:
         self._made = self._held = self._weights = 0
 
     # Neither may raise in a program that runs without it.
-    def _called(self, model: Any, args: Any, kwargs: Any) -> None:
+    def _called(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self._now = None
         if torch.is_grad_enabled():
             self._made += 1
@@ -181,7 +187,7 @@ class CallRecorder:
                 elif self._has_room(_STATE_BYTES + sum(map(_size, call.given))):
                     self._now = call
 
-    def _returned(self, model: Any, args: Any, output: Any) -> None:
+    def _returned(self, model: torch.nn.Module, args: object, output: object) -> None:
         call, self._now = self._now, None
         if call is None:
             return
@@ -208,7 +214,9 @@ class CallRecorder:
     def _versions(self) -> int:
         return sum(map(_VERSION, self._parameters))
 
-    def explain(self, scale: float, parameters: Iterable[Any], is_broken: bool = False) -> Facts:
+    def explain(
+        self, scale: float, parameters: Iterable[torch.Tensor], is_broken: bool = False
+    ) -> Facts:
         """Repeats the step that is about to be applied or skipped, and returns what is not finite.
 
         Changes nothing that training depends on.
@@ -275,7 +283,9 @@ class CallRecorder:
 class _Call:
     """A call of the model, or of a module in it."""
 
-    def __init__(self, module: Any, args: Any, kwargs: Any, draws: bool) -> None:
+    def __init__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], draws: bool
+    ) -> None:
         self.module = module
         if not all(map(torch.is_tensor, (*args, *kwargs.values()))):
             # The program may change its containers.
@@ -289,8 +299,8 @@ class _Call:
         self.casting = [
             (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices
         ]
-        self.outputs: dict[int, Any] = {}
-        self.gradients: dict[int, Any] = {}
+        self.outputs: dict[int, torch.Tensor] = {}
+        self.gradients: dict[int, torch.Tensor] = {}
 
     def repeats(self, calls: list[_Call]) -> bool:
         """Whether a checkpoint repeats one of the calls, in the backward pass."""
@@ -300,7 +310,7 @@ class _Call:
         return any(list(map(id, here)) == list(map(id, [e.module, *e.given])) for e in calls)
 
 
-def _called_ones(model: Any) -> list[Any]:
+def _called_ones(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The outermost modules in a model that can be called: itself, unless it has no `forward`."""
     owner = getattr(type(model).forward, "__module__", "")
     if owner.startswith(("torch.nn.modules.module", "lightning.", "pytorch_lightning.")):
@@ -308,11 +318,11 @@ def _called_ones(model: Any) -> list[Any]:
     return [model]
 
 
-def _size(tensor: Any) -> int:
+def _size(tensor: torch.Tensor) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
-def _keep(gradients: dict[int, Any], number: int, gradient: Any) -> None:
+def _keep(gradients: dict[int, torch.Tensor], number: int, gradient: torch.Tensor) -> None:
     """Keeps the gradient of an output; holds neither the output nor its graph."""
     # One of several outputs of an operation may get none, and a gradient within `vmap` is refused.
     with contextlib.suppress(Exception):
@@ -320,7 +330,7 @@ def _keep(gradients: dict[int, Any], number: int, gradient: Any) -> None:
         gradients[number] = gradient if before is None else before + gradient
 
 
-def _refusal(model: Any) -> str:
+def _refusal(model: torch.nn.Module) -> str:
     """Returns why a model cannot be repeated; "" if it can be tried."""
     names = {type(module).__name__ for module in model.modules()}
     if "FullyShardedDataParallel" in names or any(map(is_spread, model.parameters())):
@@ -336,7 +346,7 @@ def _refusal(model: Any) -> str:
 
 
 def _repeated(
-    model: Any, call: _Call, scale: float, trained: set[int], is_broken: bool = False
+    model: torch.nn.Module, call: _Call, scale: float, trained: set[int], is_broken: bool = False
 ) -> Facts:
     """Repeats a call, and returns what is not finite in it.
 
@@ -366,8 +376,8 @@ def _repeated(
             return Facts()
         # Those that another output was computed from, such as the logits of a loss.
         edges = _edges(output for output, _ in pairs.values())
-        inner: list[Any] = []
-        outer: list[Any] = []
+        inner: list[Pair] = []
+        outer: list[Pair] = []
         for pair in pairs.values():
             is_inner = (pair[0].grad_fn, pair[0].output_nr) in edges
             (inner if is_inner else outer).append(pair)
@@ -403,12 +413,12 @@ def _repeated(
 
 def examined(
     watch: Watch,
-    outer: Sequence[tuple[Any, Any]],
-    roots: Sequence[Any],
+    outer: Sequence[Pair],
+    roots: Sequence[torch.Tensor],
     scale: float,
     *,
     masks: bool = True,
-    inner: Sequence[tuple[Any, Any]] = (),
+    inner: Sequence[Pair] = (),
     in_float32: Callable[[float], Watched] | None = None,
 ) -> Facts:
     """Returns what is not finite in outputs, or in their gradients.
@@ -451,7 +461,7 @@ def examined(
     return explain_pass(watched, scale, in_float32)
 
 
-def _counted(pairs: Iterable[tuple[Any, Any]]) -> GradientCounts:
+def _counted(pairs: Iterable[Pair]) -> GradientCounts:
     """The gradients that reach finite outputs and are not finite."""
     bad = [pair for pair in pairs if not is_finite(pair[1])]
     infs, nans = (sum(int(test(g).sum()) for _, g in bad) for test in (torch.isinf, torch.isnan))
@@ -459,7 +469,7 @@ def _counted(pairs: Iterable[tuple[Any, Any]]) -> GradientCounts:
     return GradientCounts(infs, nans, are_float16, max(largest(output) for output, _ in bad))
 
 
-def _edges(tensors: Iterable[Any]) -> set[tuple[Any, int]]:
+def _edges(tensors: Iterable[torch.Tensor]) -> set[tuple[torch.autograd.graph.Node | None, int]]:
     """What tensors were computed from: the nodes of their graphs, and the numbers of outputs."""
     found, left = set(), [t.grad_fn for t in tensors if t.grad_fn is not None]
     while left:
@@ -470,13 +480,13 @@ def _edges(tensors: Iterable[Any]) -> set[tuple[Any, int]]:
     return found
 
 
-def _depend(tensors: Sequence[Any], leaves: set[int]) -> bool:
+def _depend(tensors: Sequence[torch.Tensor], leaves: set[int]) -> bool:
     """Whether one of some tensors is one of some leaves, or was computed from one."""
     used = (getattr(node, "variable", None) for node, _ in _edges(tensors))
     return any(id(leaf) in leaves for leaf in (*tensors, *used))
 
 
-def _named(model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def _named(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by their names."""
     try:
         return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
@@ -484,7 +494,7 @@ def _named(model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
         return {**{str(n): value for n, value in enumerate(args)}, **kwargs}
 
 
-def _differ(now: Any, before: Any) -> bool:
+def _differ(now: torch.Tensor, before: torch.Tensor) -> bool:
     """Whether an output is not what it was in training."""
     # A spectral norm has made a step since, so that the numbers differ a little.
     is_alike = now.shape == before.shape and now.dtype == before.dtype

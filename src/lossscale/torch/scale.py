@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard, cast
 
 import numpy
 import torch
@@ -26,11 +26,18 @@ from lossscale.rules import (
 from lossscale.torch.ranks import parameters_of
 from lossscale.torch.scaling import CPU, is_captured, scalar
 
+if TYPE_CHECKING:
+    from lossscale.torch.scaled_gradients import ScaledGradients
+
 _MOST_FLAGS = 100
 """After how many flags their sum replaces them."""
 
 _NO_GRADIENTS = 3
 """After how many scaled losses without any gradient a warning comes."""
+
+
+Flag: TypeAlias = bool | torch.Tensor
+"""Whether a step is skipped: a bool, or on a device a float32 scalar tensor, 1 or 0."""
 
 
 class Multiplier:
@@ -45,14 +52,14 @@ class Multiplier:
         gradients: The `ScaledGradients` that it multiplies, or None.
     """
 
-    gradients: Any = None
+    gradients: ScaledGradients | None = None
 
-    def __init__(self, scale: Any, rule: ScaleRule, number: float | None) -> None:
+    def __init__(self, scale: torch.Tensor, rule: ScaleRule, number: float | None) -> None:
         self._scale, self.rule, self.number = scale, rule, number
-        self._scales: dict[Any, Any] = {}
-        self._reciprocals: dict[Any, Any] = {}
+        self._scales: dict[torch.device, torch.Tensor] = {}
+        self._reciprocals: dict[torch.device, torch.Tensor] = {}
 
-    def scale_on(self, device: Any) -> Any:
+    def scale_on(self, device: torch.device) -> torch.Tensor:
         """The scale on a device."""
         if device not in self._scales:
             number = self.number
@@ -61,7 +68,7 @@ class Multiplier:
             self._scales[device] = scale
         return self._scales[device]
 
-    def reciprocal_on(self, device: Any) -> Any:
+    def reciprocal_on(self, device: torch.device) -> torch.Tensor:
         """Its reciprocal on a device."""
         if device not in self._reciprocals:
             self._reciprocals[device] = self.scale_on(device).reciprocal()
@@ -71,9 +78,9 @@ class Multiplier:
 class Counts(NamedTuple):
     """Number of steps, number of skipped steps, and whether the last step was skipped."""
 
-    iterations: Any
-    steps_skipped: Any
-    last_step_skipped: Any
+    iterations: int | torch.Tensor
+    steps_skipped: int | torch.Tensor
+    last_step_skipped: bool | torch.Tensor
 
 
 def update_on_host(rule: ScaleRule, state: ScaleState, stats: GradientStats) -> ScaleState:
@@ -99,7 +106,7 @@ def update_on_host(rule: ScaleRule, state: ScaleState, stats: GradientStats) -> 
     return type(after)(*map(_number, after))
 
 
-def _tensors(state: ScaleState, device: Any) -> ScaleState:
+def _tensors(state: ScaleState, device: torch.device) -> ScaleState:
     # PyTorch's kernel takes a count of 32 bits.
     kinds = {bool: torch.bool, int: torch.int32}
     return type(state)(
@@ -130,33 +137,33 @@ class LossScale:
     """
 
     on_device = False
-    home: Any = CPU
+    home = CPU
     _multiplier: Multiplier | None = None
 
-    def __init__(self, rule: ScaleRule, devices: Iterable[Any]) -> None:
+    def __init__(self, rule: ScaleRule, devices: Iterable[torch.device]) -> None:
         devices = list(devices)
         self.rule = rule
         self.first: ScaleState = rule.init()
         fields = *self.first._fields, "iterations", "steps_skipped"
         self.names = {saved_as(field): field for field in fields}
         self.start = Counts(0, 0, False)
-        self._scales: dict[Any, Any] = {}
+        self._scales: dict[torch.device, torch.Tensor] = {}
         self._make(devices)
         for device in (CPU, *devices):
             self.scale_on(device)
 
-    def _make(self, devices: Sequence[Any]) -> None:
+    def _make(self, devices: Sequence[torch.device]) -> None:
         """Makes the state, the counts and the values that others see."""
         self.state: Any = self.first
         self.counts = self.start
         self._numbers = numpy.zeros(len(self.names))
         # Tensors, because compiled code is recompiled for each Python number in a group.
         tensors = torch.from_numpy(self._numbers).unbind()
-        self.live: dict[str, Any] = dict(zip(self.names, tensors, strict=True))
+        self.live: dict[str, torch.Tensor] = dict(zip(self.names, tensors, strict=True))
         self._fill_live()
 
     @property
-    def number(self) -> Any:
+    def number(self) -> float | None:
         """The loss scale, a Python float; None if only the device knows it."""
         return float(self.state.scale)
 
@@ -168,11 +175,11 @@ class LossScale:
         return self._multiplier
 
     @property
-    def tensor(self) -> Any:
+    def tensor(self) -> torch.Tensor:
         """A copy of the loss scale, a float32 scalar tensor."""
         return self.scale_on(self.home).clone()
 
-    def scale_on(self, device: Any) -> Any:
+    def scale_on(self, device: torch.device) -> torch.Tensor:
         """The loss scale on a device: a float32 scalar tensor that is kept up to date."""
         scale = self._scales.get(device)
         if scale is None:
@@ -181,12 +188,12 @@ class LossScale:
                 self._scales[device] = scale
         return scale
 
-    def _new_scale(self, device: Any) -> Any:
-        return scalar(self.number, device)
+    def _new_scale(self, device: torch.device) -> torch.Tensor:
+        return scalar(float(self.state.scale), device)
 
     def _fill_scales(self) -> None:
         self._multiplier = None
-        number = self.number
+        number = float(self.state.scale)
         for scale in self._scales.values():
             scale.fill_(number)
 
@@ -202,7 +209,7 @@ class LossScale:
         changed = zip(self.names, now, self._last, strict=True)
         return {name: new for name, new, old in changed if new != old}
 
-    def update(self, stats: GradientStats, overflow: Any = None) -> None:
+    def update(self, stats: GradientStats, overflow: Flag | None = None) -> None:
         """Updates the scale after a step.
 
         Args:
@@ -214,7 +221,7 @@ class LossScale:
         if self.number != before:
             self._fill_scales()
 
-    def count(self, skipped: Any) -> None:
+    def count(self, skipped: Flag) -> None:
         """Counts a step; `skipped` is a bool."""
         made, before, _ = self.counts
         self.counts = Counts(made + 1, before + skipped, skipped)
@@ -240,14 +247,15 @@ class DeviceLossScale(LossScale):
     _versions: Sequence[int] = ()
     """Of the state, as PyTorch's kernel has left it; empty if that cannot move it."""
 
-    def _make(self, devices: Sequence[Any]) -> None:
+    def _make(self, devices: Sequence[torch.device]) -> None:
         self.home = devices[0]
         self.state = _tensors(self.first, self.home)
         # A step adds the second to the first: 1, and whether it was skipped.
         self._counted = scalar(0, self.home, torch.int64).repeat(2)
-        self._last = scalar(True, self.home, torch.bool).repeat(2)
-        self.counts = Counts(self._counted[0], self._counted[1], self._last[1])
-        self.live = dict(zip(self.names, (*self.state, *self.counts[:2]), strict=True))
+        self._added = scalar(True, self.home, torch.bool).repeat(2)
+        counted = self._counted[0], self._counted[1]
+        self.counts = Counts(*counted, self._added[1])
+        self.live = dict(zip(self.names, (*self.state, *counted), strict=True))
         self._scales[self.home] = self.state.scale
         self.restore(self.first, self.start)
 
@@ -255,10 +263,10 @@ class DeviceLossScale(LossScale):
         # The device updates the tensors in `live`, so that what is written there counts.
         return {}
 
-    def _new_scale(self, device: Any) -> Any:
+    def _new_scale(self, device: torch.device) -> torch.Tensor:
         return self._scales[self.home].to(device, copy=True)
 
-    def scale_on(self, device: Any) -> Any:
+    def scale_on(self, device: torch.device) -> torch.Tensor:
         scale = super().scale_on(device)
         if device == CPU != self.home:
             # A loss on the CPU needs a copy of the scale.
@@ -274,13 +282,15 @@ class DeviceLossScale(LossScale):
                 continue
             copy.copy_(scale)
 
-    def update(self, stats: GradientStats, overflow: Any = None) -> None:
+    def update(self, stats: GradientStats, overflow: Flag | None = None) -> None:
         rule: Any = self.rule
         if self._versions == self._versions_now():
             # Two kernels in the place of some twenty operators on scalars.
+            state = self.state
             numbers = rule.growth_factor, rule.backoff_factor, rule.growth_interval
-            torch._amp_update_scale_(*self.state, overflow, *numbers)
-            self.state.scale.clamp_(rule.min_scale, rule.ceiling)
+            found = cast(torch.Tensor, overflow)
+            torch._amp_update_scale_(state.scale, state.good_steps, found, *numbers)
+            state.scale.clamp_(rule.min_scale, rule.ceiling)
             self._versions = self._versions_now()
             self._fill_scales()
             return
@@ -295,10 +305,11 @@ class DeviceLossScale(LossScale):
     def _versions_now(self) -> list[int]:
         return [tensor._version for tensor in self.state]
 
-    def count(self, skipped: Any) -> None:
+    def count(self, skipped: Flag) -> None:
         """Counts a step in place; `skipped` is a float32 scalar tensor, 1 or 0."""
-        self.counts.last_step_skipped.copy_(skipped)
-        self._counted.add_(self._last)
+        # All counts are tensors here.
+        cast(torch.Tensor, self.counts.last_step_skipped).copy_(cast(torch.Tensor, skipped))
+        self._counted.add_(self._added)
 
     def restore(self, state: ScaleState, counts: Counts) -> None:
         self.start = Counts(*counts)
@@ -341,11 +352,12 @@ class SkipCount:
     """
 
     def __init__(self, skipped: int = 0) -> None:
-        self._made, self._skipped, self._last = 0, skipped, False
-        self._flags: list[Any] = []
-        self._replayed: Any = None
+        self._made, self._skipped = 0, skipped
+        self._last: Flag = False
+        self._flags: list[torch.Tensor] = []
+        self._replayed: torch.Tensor | None = None
 
-    def add(self, flag: Any, before: Any = False) -> Any:
+    def add(self, flag: Flag, before: Flag = False) -> Flag:
         """Counts a step.
 
         Args:
@@ -367,7 +379,7 @@ class SkipCount:
         self._add(-before)
         return joined
 
-    def _add(self, flag: Any) -> None:
+    def _add(self, flag: Flag) -> None:
         if isinstance(flag, bool):
             self._made, self._skipped = self._made + 1, self._skipped + flag
             return
@@ -383,7 +395,7 @@ class SkipCount:
         if len(self._flags) > _MOST_FLAGS:
             self._flags = [self._sum()]
 
-    def _sum(self) -> Any:
+    def _sum(self) -> torch.Tensor:
         return torch.stack([flag.to(self._flags[0].device) for flag in self._flags]).sum()
 
     def read(self) -> tuple[int, int]:
@@ -417,7 +429,7 @@ class FirstSteps:
     def __init__(self) -> None:
         self.without: int | None = 0
 
-    def check(self, parameters: Iterable[Any]) -> None:
+    def check(self, parameters: Iterable[torch.Tensor]) -> None:
         """Checks, before a first step, that the optimizer reads `.grad`.
 
         Raises:
@@ -429,7 +441,7 @@ class FirstSteps:
                 "scale. Use it without a LossScaleOptimizer, in float32 or bfloat16."
             )
 
-    def made(self, inner: Any, empty: bool, is_scaled: bool) -> None:
+    def made(self, inner: torch.optim.Optimizer, empty: bool, is_scaled: bool) -> None:
         """Counts a step of a scaled loss that left no gradient; with one, all is well."""
         if self.without is None or not empty:
             self.without = None

@@ -11,16 +11,22 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
 from lossscale.errors import GradientsError
 from lossscale.torch import gradients, ranks
-from lossscale.torch.scale import Multiplier
+from lossscale.torch.scale import Flag, Multiplier
 from lossscale.torch.scaling import real_parts
+
+if TYPE_CHECKING:
+    from lossscale.torch.engine import Engine, StepDecision
+
+Inputs: TypeAlias = torch.Tensor | Sequence[torch.Tensor] | None
+"""The only tensors that a backward pass reaches, as in `torch.Tensor.backward`; None for all."""
 
 lock = threading.RLock()
 """Held while gradients join or leave a set: autograd runs hooks in a thread for each device."""
@@ -31,31 +37,31 @@ _MARK = "_is_scaled_by_lossscale"
 _REQUIRES_GRAD, _VERSION = map(operator.attrgetter, ("requires_grad", "_version"))
 
 
-def remember_scaled(loss: Any) -> None:
+def remember_scaled(loss: torch.Tensor) -> None:
     """Marks a loss as scaled, by any optimizer."""
     setattr(loss, _MARK, True)
 
 
-def was_scaled(loss: Any) -> bool:
+def was_scaled(loss: torch.Tensor) -> bool:
     """Whether this tensor is a scaled loss."""
     return hasattr(loss, _MARK)
 
 
 # --- Whose a parameter is ---------------------------------------------------------------------
 
-_living: dict[weakref.ref[Any], bool] = {}
+_living: dict[weakref.ref[Engine], bool] = {}
 """The engines, and whether their parameters are sharded."""
-_owners: dict[int, tuple[weakref.ref[Any], ...]] = {}
+_owners: dict[int, tuple[weakref.ref[Engine], ...]] = {}
 """The engines that have a parameter, by its id, which lives as long as one of them."""
 _changes = [0]
 """The number of times that an engine came, went or got other parameters."""
 
 
-def register(engine: Any, info: ranks.ParameterInfo) -> Callable[[], None]:
+def register(engine: Engine, info: ranks.ParameterInfo) -> Callable[[], None]:
     """Remembers whose parameters those of an engine are; returns what forgets it."""
     ids, record = info.ids, engine.record
 
-    def forget(ref: weakref.ref[Any]) -> None:
+    def forget(ref: weakref.ref[Engine]) -> None:
         with lock:
             _changes[0] += 1
             _living.pop(ref, None)
@@ -66,7 +72,7 @@ def register(engine: Any, info: ranks.ParameterInfo) -> Callable[[], None]:
                 else:
                     _owners.pop(key, None)
 
-    def died(ref: weakref.ref[Any]) -> None:
+    def died(ref: weakref.ref[Engine]) -> None:
         if lock is None:
             # Python is ending, and has cleared this module.
             return  # type: ignore[unreachable]
@@ -86,19 +92,19 @@ def register(engine: Any, info: ranks.ParameterInfo) -> Callable[[], None]:
     return lambda: forget(ref)
 
 
-def owners(info: ranks.ParameterInfo) -> list[Any]:
+def owners(info: ranks.ParameterInfo) -> list[Engine]:
     """The engines that have some of these parameters."""
     if info.owners is None or info.owners[0] != _changes[0]:
         info.owners = _changes[0], _references(info.ids)
     return [engine for ref in info.owners[1] if (engine := ref()) is not None]
 
 
-def _references(ids: Iterable[int]) -> list[Any]:
+def _references(ids: Iterable[int]) -> list[weakref.ref[Engine]]:
     with lock:
         return list({ref: None for key in ids for ref in _owners.get(key, ())})
 
 
-def all_engines(*, sharded: bool = False) -> list[Any]:
+def all_engines(*, sharded: bool = False) -> list[Engine]:
     """The engines of all optimizers, or of those with sharded parameters."""
     with lock:
         refs = [ref for ref, is_sharded in _living.items() if is_sharded or not sharded]
@@ -130,9 +136,10 @@ class ScaledGradients:
         has_graph: Whether a pass may have given gradients a graph.
     """
 
-    def __init__(self, by: Any) -> None:
-        self.by, self.info = by, _NOTHING
-        self.left: tuple[Any, Any] | None = None
+    def __init__(self, by: Multiplier) -> None:
+        self.by: Multiplier | None = by
+        self.info = _NOTHING
+        self.left: tuple[torch.Tensor, Engine] | None = None
         self.task: int | None = None
         self.has_graph = False
         self._before: dict[int, int] = {}
@@ -165,6 +172,7 @@ class ScaledGradients:
             else:
                 each.settle(whole=True)
         if new.first_gradient() is not None:
+            assert self.by is not None
             multiply(new, self.by, before)
             self._before |= _versions(new)
         some = mine.parameters
@@ -177,7 +185,7 @@ class ScaledGradients:
         if not (self.info is info or self.info.ids <= info.ids):
             self.info = self.info.without(info.ids)
             return
-        if getattr(self.by, "gradients", None) is self:
+        if self.by.gradients is self:
             self.by.gradients = None
         self.by = None
 
@@ -193,7 +201,7 @@ class ScaledGradients:
         }
         return info.without(waiting)
 
-    def settle(self, *, whole: bool = False, factor: Any = None) -> None:
+    def settle(self, *, whole: bool = False, factor: gradients.Factor | None = None) -> None:
         """Divides the gradients, and checks each number.
 
         Args:
@@ -222,7 +230,7 @@ class ScaledGradients:
             self.leave(info)
             if not (told or self.left):
                 return
-            found = gradients.any_overflow(by_device)
+            found = gradients.any_overflow(by_device.values())
             for each in told:
                 each.record.tell(found, each.info(), info)
             if self.left is not None:
@@ -235,7 +243,7 @@ def _versions(info: ranks.ParameterInfo) -> dict[int, int]:
     return {id(p): gradient._version for p in info.parameters if (gradient := p.grad) is not None}
 
 
-def _stamps(info: ranks.ParameterInfo) -> Any:
+def _stamps(info: ranks.ParameterInfo) -> tuple[list[int], list[int]]:
     """What differs once a gradient is changed, or replaced by another tensor."""
     grads = info.gradients()
     with ranks.UNSEEN():
@@ -283,22 +291,22 @@ class GradientRecord:
 
     def __init__(self) -> None:
         self.warned = self.in_backward = False
-        self.known_before: Any = None
+        self.known_before: ranks.ParameterInfo | None = None
         self.sets: list[ScaledGradients] = []
         self.reset()
 
     def reset(self) -> None:
         """Starts again, after a step or when the gradients were cleared."""
         self.unseen = False
-        self.found: Any = None
+        self.found: torch.Tensor | None = None
         self.checked: frozenset[int] = frozenset()
-        self._stamps: Any = None
+        self._stamps: tuple[list[int], list[int]] | None = None
         self.is_cleared = self.by_hand = self.has_own_loss = False
-        self.divided: list[tuple[Any, int]] | None = None
-        self.decision: Any = None
-        self.known: Any = None
-        self.left: tuple[int, int, Any] | None = None
-        self.witness: tuple[Any, int] | None = None
+        self.divided: list[tuple[weakref.ref[torch.Tensor], int]] | None = None
+        self.decision: StepDecision | None = None
+        self.known: ranks.ParameterInfo | None = None
+        self.left: tuple[int, int, Flag] | None = None
+        self.witness: tuple[torch.Tensor, int] | None = None
 
     def clear(self, info: ranks.ParameterInfo) -> None:
         """The gradients of all parameters are cleared: none is scaled any more."""
@@ -309,7 +317,7 @@ class GradientRecord:
         self.reset()
 
     @property
-    def scaled_by(self) -> Any:
+    def scaled_by(self) -> Multiplier | None:
         """The `Multiplier` of the gradients, or of some; None if no set has any."""
         return next((each.by for each in self.sets if each.by is not None), None)
 
@@ -318,7 +326,9 @@ class GradientRecord:
         """Whether some gradients are scaled."""
         return self.unseen or self.scaled_by is not None
 
-    def tell(self, found: Any, info: ranks.ParameterInfo, checked: ranks.ParameterInfo) -> None:
+    def tell(
+        self, found: torch.Tensor, info: ranks.ParameterInfo, checked: ranks.ParameterInfo
+    ) -> None:
         """Gradients of a set were checked; an overflow stays until the next step."""
         self.checked = checked.ids if checked is info else self.checked | checked.ids
         if self.found is not None:
@@ -348,13 +358,13 @@ class GradientRecord:
         may_hide = not info.groups and ranks.has_others()
         return info.ids <= self.checked and not may_hide and self._stamps == _stamps(info)
 
-    def leave_behind(self, info: ranks.ParameterInfo, skipped: Any) -> None:
+    def leave_behind(self, info: ranks.ParameterInfo, skipped: Flag) -> None:
         """Remembers that gradients are still there after a step; `skipped` as in `left_behind`."""
         last = info.last_gradient()
         # By its id: nothing keeps a gradient between steps.
         self.left = None if last is None else (id(last), last._version, skipped)
 
-    def left_behind(self, info: ranks.ParameterInfo) -> Any:
+    def left_behind(self, info: ranks.ParameterInfo) -> Flag:
         """Whether the gradients are those of a skipped step: a bool, or a tensor, 1 or 0."""
         last = info.last_gradient() if self.left is not None else None
         if self.left is None or last is None or self.left[:2] != (id(last), last._version):
@@ -397,7 +407,7 @@ class GradientRecord:
 # --- What a loss reaches ----------------------------------------------------------------------
 
 
-def is_seen(loss: Any) -> bool:
+def is_seen(loss: torch.Tensor) -> bool:
     """Whether a hook can run when the `backward` of a loss starts."""
     return bool(
         loss.requires_grad
@@ -407,12 +417,12 @@ def is_seen(loss: Any) -> bool:
     )
 
 
-def watch(scaled: Any, loss: Any, by: Multiplier, own: Any) -> None:
+def watch(scaled: torch.Tensor, loss: torch.Tensor, by: Multiplier, own: Engine) -> None:
     """Has `prepare_backward` called when the `backward` of a scaled loss starts."""
     # A hook of a pass may scale a loss of its own.
     outer = torch._C._current_graph_task_id()
 
-    def starts(_: Any) -> None:
+    def starts(_: object) -> None:
         if own.record.in_backward:
             raise GradientsError(
                 "A part of this loss is already scaled. Pass the "
@@ -423,11 +433,18 @@ def watch(scaled: Any, loss: Any, by: Multiplier, own: Any) -> None:
         prepare_backward(given, by, own, task=task, outer=outer)
 
     # On the node, which takes less time than on the tensor.
+    assert scaled.grad_fn is not None
     scaled.grad_fn.register_prehook(starts)
 
 
 def prepare_backward(
-    loss: Any, by: Multiplier, own: Any, *, inputs: Any = None, task: int = -1, outer: int = -1
+    loss: torch.Tensor | None,
+    by: Multiplier,
+    own: Engine,
+    *,
+    inputs: Inputs = None,
+    task: int = -1,
+    outer: int = -1,
 ) -> list[ScaledGradients]:
     """Gradients of a loss are about to be added: multiplies those that are there.
 
@@ -463,7 +480,7 @@ def prepare_backward(
     return sets
 
 
-def _check_not_half(unowned: Iterable[Any]) -> None:
+def _check_not_half(unowned: Iterable[torch.Tensor]) -> None:
     """Checks that gradients of tensors of no optimizer can be divided."""
     if any(map(ranks.has_half_gradients, unowned)):
         raise GradientsError(
@@ -486,8 +503,8 @@ def _check_idle(info: ranks.ParameterInfo, outer: int, by: Multiplier | None) ->
 
 
 def reached(
-    loss: Any, own: Any, inputs: Any = None
-) -> tuple[list[tuple[Any, ranks.ParameterInfo, bool]], list[Any], bool]:
+    loss: torch.Tensor, own: Engine, inputs: Inputs = None
+) -> tuple[list[tuple[Engine, ranks.ParameterInfo, bool]], list[torch.Tensor], bool]:
     """The other engines whose parameters a loss reaches, and the tensors of no optimizer.
 
     Each engine comes with the parameters, and whether the loss reaches them for certain: what
@@ -533,7 +550,7 @@ def reached(
     return found, unowned, hidden or mine.is_sharded or not mine.ids.isdisjoint(ids)
 
 
-def _leaves(loss: Any) -> tuple[list[Any], bool]:
+def _leaves(loss: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
     """The tensors whose `.grad` a backward pass adds to, and whether others may be hidden.
 
     A `torch.autograd.Function` may run another backward pass, as reentrant checkpointing does.
@@ -557,11 +574,11 @@ def _leaves(loss: Any) -> tuple[list[Any], bool]:
 # --- From one scale to another ----------------------------------------------------------------
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
-def multiply(info: ranks.ParameterInfo, by: Any, before: Any = None) -> None:
+@torch.no_grad()
+def multiply(info: ranks.ParameterInfo, by: Multiplier, before: Multiplier | None = None) -> None:
     """Multiplies gradients by a scale, and divides them by the scale that they had."""
 
-    def factor(device: Any) -> Any:
+    def factor(device: torch.device) -> torch.Tensor:
         wanted = by.scale_on(device)
         return wanted if before is None else wanted / before.scale_on(device)
 
@@ -570,15 +587,15 @@ def multiply(info: ranks.ParameterInfo, by: Any, before: Any = None) -> None:
 
 def unscale(
     info: ranks.ParameterInfo,
-    factor: Callable[[Any], Any],
+    factor: gradients.Factor,
     *,
     divides: bool = False,
     checks: bool = True,
     recheck: bool = False,
-    found: Any = None,
+    found: torch.Tensor | None = None,
     float16: bool = False,
     sums: bool = True,
-) -> dict[Any, Any]:
+) -> dict[torch.device, torch.Tensor]:
     """Unscales gradients, and checks each number; those that have a graph are replaced.
 
     Args:
@@ -593,19 +610,22 @@ def unscale(
         By device, whether any number was infinite or NaN: float32 scalar tensor, 1 or 0. Empty if
         they are not checked.
     """
-    grads, in_graph = info.gradients(), []
+    grads = info.gradients()
+    in_graph: list[tuple[torch.Tensor, torch.Tensor]] = []
     with ranks.UNSEEN():
         has_graph = any(map(_REQUIRES_GRAD, grads))
     if has_graph:
-        in_graph = [p for p in info.parameters if (g := p.grad) is not None and g.requires_grad]
-        info = info.without(set(map(id, in_graph)))
+        in_graph = [
+            (p, g) for p in info.parameters if (g := p.grad) is not None and g.requires_grad
+        ]
+        info = info.without({id(p) for p, _ in in_graph})
         grads = info.gradients()
     # It may raise.
     given = gradients.collect(info, grads, allow_float16=float16, sums=sums)
-    for parameter in in_graph:
-        by = factor(parameter.grad.device)
+    for parameter, gradient in in_graph:
+        by = factor(gradient.device)
         with torch.enable_grad():
-            parameter.grad = parameter.grad / by if divides else parameter.grad * by
+            parameter.grad = gradient / by if divides else gradient * by
     if not checks:
         gradients.unscale_(given, factor, divide=divides)
         return {}
@@ -613,14 +633,14 @@ def unscale(
         given, factor, divide=divides, recheck=recheck, found=found
     )
     if in_graph:
-        finite = gradients.all_finite([p.grad for p in in_graph])
+        finite = gradients.all_finite([p.grad for p, _ in in_graph])
         so_far = by_device.get(finite.device)
         bad = (~finite).to(torch.float32)
         by_device[finite.device] = bad if so_far is None else torch.maximum(so_far, bad)
     return by_device
 
 
-def is_below_one(by: Any) -> bool:
+def is_below_one(by: Multiplier) -> bool:
     """Whether a scale may be below 1, so that dividing by it can overflow."""
     lowest = by.rule.lowest_scale if by.number is None else by.number
     return lowest is None or lowest < 1.0

@@ -35,25 +35,30 @@ def uncompiled(method: _Function) -> _Function:
     return called  # type: ignore[return-value]
 
 
-def scalar(value: float, device: Any, dtype: Any = torch.float32) -> torch.Tensor:
+def scalar(value: float, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Returns a new 0-d tensor that may be changed in place, also in inference mode."""
     with torch.inference_mode(False):
         return torch.full((), value, dtype=dtype, device=device)
 
 
-def filled(number: Any) -> Callable[[Any], Any]:
+def filled(number: torch.Tensor) -> Callable[[torch.device], torch.Tensor]:
     """Returns what makes a scalar tensor of the CPU on a device, without a copy, which waits."""
-    return lambda device: scalar(number.tolist(), device, number.dtype)
+
+    def on(device: torch.device) -> torch.Tensor:
+        # A list for a tensor with dimensions.
+        return scalar(number.tolist(), device, number.dtype)  # type: ignore[arg-type]
+
+    return on
 
 
-def read(tensor: Any) -> float:
+def read(tensor: torch.Tensor) -> float:
     """Reads a number from a tensor; see `read_all`."""
     _check_readable(tensor)
     number: float = tensor.item()
     return number
 
 
-def read_all(tensor: Any) -> Any:
+def read_all(tensor: torch.Tensor) -> torch.Tensor:
     """Copies a tensor to the CPU, which waits for its device.
 
     Raises:
@@ -63,12 +68,12 @@ def read_all(tensor: Any) -> Any:
     return tensor.cpu()
 
 
-def is_captured(tensor: Any) -> bool:
+def is_captured(tensor: torch.Tensor) -> bool:
     """Whether a CUDA graph records what is computed with a tensor."""
     return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _check_readable(tensor: Any) -> None:
+def _check_readable(tensor: torch.Tensor) -> None:
     if is_captured(tensor):
         raise UnsupportedError(
             "step() cannot run while a CUDA graph is captured: the host reads from the GPU whether "
@@ -77,14 +82,14 @@ def _check_readable(tensor: Any) -> None:
         )
 
 
-def stored(gradient: Any) -> Any:
+def stored(gradient: torch.Tensor) -> torch.Tensor:
     """The dense tensor that holds a gradient: the coalesced values of a sparse one."""
     if gradient.layout == torch.sparse_coo:
         gradient = gradient.coalesce()
     return gradient if gradient.layout == torch.strided else gradient.values()
 
 
-def real_parts(gradient: Any) -> list[Any]:
+def real_parts(gradient: torch.Tensor | None) -> list[torch.Tensor]:
     """The tensors of real numbers that a gradient is made of, as they are stored.
 
     Args:
@@ -101,12 +106,12 @@ def real_parts(gradient: Any) -> list[Any]:
     return [values] if values.is_floating_point() else []
 
 
-def widened(tensor: Any) -> Any:
+def widened(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor in float32 or wider."""
     return tensor if tensor.dtype in WIDE or tensor.is_complex() else tensor.to(torch.float32)
 
 
-def scaled(loss: Any, scale: Any) -> Any:
+def scaled(loss: torch.Tensor | float, scale: torch.Tensor | float) -> torch.Tensor:
     """Multiplies a loss by the scale, in float32 or wider."""
     if not isinstance(loss, torch.Tensor):
         # A default device would place it elsewhere.
@@ -115,7 +120,9 @@ def scaled(loss: Any, scale: Any) -> Any:
     return loss * torch.as_tensor(scale, dtype=loss.real.dtype, device=loss.device)
 
 
-def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[Any]:
+def unscaled(
+    gradients: Sequence[torch.Tensor | None], scale: torch.Tensor | float, powers_of_two: bool
+) -> list[torch.Tensor | None]:
     """Divides gradients by the scale, in float32 or wider; returns new tensors.
 
     Args:
@@ -124,9 +131,9 @@ def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[
         powers_of_two: Whether the scale is a power of two, so that multiplying by the reciprocal
             is exact. Others are divided by.
     """
-    factors: dict[Any, Any] = {}
+    factors: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
-    def divided(gradient: Any) -> Any:
+    def divided(gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None:
             return None
         gradient = widened(gradient)
@@ -139,7 +146,7 @@ def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[
     return [divided(gradient) for gradient in gradients]
 
 
-def mapped(function: Callable[[Any], Any], outputs: Any) -> Any:
+def mapped(function: Callable[[torch.Tensor], object], outputs: Any) -> Any:
     """Applies a function to each tensor of a nest; an iterable is returned as an iterator."""
     if isinstance(outputs, torch.Tensor):
         return function(outputs)

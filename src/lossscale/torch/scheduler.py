@@ -137,9 +137,7 @@ def guard(
 
 
 @overload
-def guard(  # type: ignore[overload-cannot-match]
-    scheduler: Scheduler, optimizer: LossScaleOptimizer | GradScaler
-) -> Scheduler: ...
+def guard(scheduler: Scheduler, optimizer: LossScaleOptimizer | GradScaler) -> Scheduler: ...
 
 
 def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = None) -> Any:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from lossscale.torch.scaled_gradients import was_scaled
 def _of_inner(name: str) -> Any:
     """An attribute of the inner optimizer."""
 
-    def set_(wrapper: Any, value: Any) -> None:
+    def set_(wrapper: InnerSettings, value: object) -> None:
         setattr(wrapper.inner_optimizer, name, value)
 
     doc = f"`{name}` of the inner optimizer."
@@ -109,7 +109,7 @@ class InnerSettings(Wrapper):
         is_method = inspect.ismethod(found) or inspect.isfunction(found)
         return self._guarded(name, found) if is_method else found
 
-    def _guarded(self, name: str, method: Any) -> Any:
+    def _guarded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """A method of the inner optimizer that first checks that `.grad` is unscaled."""
 
         @functools.wraps(method)
@@ -140,7 +140,7 @@ class InnerSettings(Wrapper):
 # --- Arguments of the wrapper --------------------------------------------------------------------
 
 
-def check_inner(inner: Any, is_one_of_several: bool = False) -> None:
+def check_inner(inner: object, is_one_of_several: bool = False) -> None:
     check_not_wrapped(inner, FrontDoor)
     if not isinstance(inner, torch.optim.Optimizer):
         hint = " This is a class: create an instance first." if isinstance(inner, type) else ""
@@ -168,7 +168,7 @@ def check_inner(inner: Any, is_one_of_several: bool = False) -> None:
         )
 
 
-def check_processes(inner: Any, process_group: Any) -> None:
+def check_processes(inner: torch.optim.Optimizer, process_group: object) -> None:
     """Refuses optimizers that communicate in `step`: if one process skips, the others hang."""
     for part in parts_of(inner):
         if type(part).__name__ == "PostLocalSGDOptimizer" and process_group is None:
@@ -197,11 +197,11 @@ def check_processes(inner: Any, process_group: Any) -> None:
         )
 
 
-def checked_clip_norm(value: Any) -> float | None:
+def checked_clip_norm(value: float | None) -> float | None:
     return None if value is None else checked_above_zero("clip_norm", value)
 
 
-def check_decide(decide: Any, inner: Any) -> None:
+def check_decide(decide: object, inner: torch.optim.Optimizer) -> None:
     if decide not in ("host", "device"):
         raise ArgumentError(f"`decide` must be 'host' or 'device'. Received: decide={decide!r}.")
     if decide == "host":
@@ -223,7 +223,7 @@ def check_decide(decide: Any, inner: Any) -> None:
             )
 
 
-def check_backpropagated(loss: Any, info: ranks.ParameterInfo) -> None:
+def check_backpropagated(loss: object, info: ranks.ParameterInfo) -> None:
     if not isinstance(loss, torch.Tensor):
         raise ArgumentTypeError(
             f"The loss must be a tensor. Received: {loss!r} of type {type(loss).__name__}."
@@ -272,7 +272,7 @@ def as_of_a_scaler() -> Iterator[None]:
         raise ScalerArgumentError(str(error)) from None
 
 
-def rule_of_a_scaler(rule: Any, **numbers: Any) -> ScaleRule:
+def rule_of_a_scaler(rule: object, **numbers: Any) -> ScaleRule:
     """Returns the rule that the arguments describe.
 
     Args:
@@ -299,7 +299,7 @@ def rule_of_a_scaler(rule: Any, **numbers: Any) -> ScaleRule:
     return checked
 
 
-def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:
+def new_scale_of(new_scale: object, rule: ScaleRule) -> float:
     """Returns the number that `update(new_scale)` sets.
 
     Args:
@@ -309,7 +309,7 @@ def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:
     Raises:
         ScalerArgumentError: If it is none of these.
     """
-    if torch.is_tensor(new_scale) and new_scale.requires_grad:
+    if isinstance(new_scale, torch.Tensor) and new_scale.requires_grad:
         raise ScalerArgumentError(f"`new_scale` requires a gradient. Received: {new_scale!r}.")
     with as_of_a_scaler():
         number = checked_number("new_scale", new_scale)

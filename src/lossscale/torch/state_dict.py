@@ -70,7 +70,7 @@ def with_numbers(saved: Mapping[str, Any], scale: LossScale, factor: float) -> d
 
 
 def without_numbers(
-    state_dict: Any, scale: LossScale, inner: Any
+    state_dict: Any, scale: LossScale, inner: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits what `with_numbers` returned: the optimizer's dictionary, and the checked values.
 
@@ -103,14 +103,14 @@ def without_numbers(
     return {**known, "param_groups": without}, checked_numbers(groups[0], scale)
 
 
-def reserve_names(scale: LossScale, inner: Any) -> None:
+def reserve_names(scale: LossScale, inner: torch.optim.Optimizer) -> None:
     """Puts the live values into the first parameter group of an optimizer."""
     for group in inner.param_groups[:1]:
         group.update(scale.live)
         group.setdefault(_OF_GRADIENTS, torch.zeros(()))
 
 
-def adopt_written(scale: LossScale, inner: Any) -> None:
+def adopt_written(scale: LossScale, inner: torch.optim.Optimizer) -> None:
     """Adopts values that other code has written into the first parameter group.
 
     Raises:
@@ -127,7 +127,7 @@ def adopt_written(scale: LossScale, inner: Any) -> None:
             restore(scale, checked_numbers(found, scale))
 
 
-def take_numbers(scale: LossScale, inner: Any) -> dict[str, float]:
+def take_numbers(scale: LossScale, inner: torch.optim.Optimizer) -> dict[str, float]:
     """Removes and returns the values from an optimizer that has loaded the wrapper's state.
 
     Raises:
@@ -151,7 +151,7 @@ def take_numbers(scale: LossScale, inner: Any) -> dict[str, float]:
     return numbers
 
 
-def checked_numbers(found: Any, scale: LossScale) -> dict[str, float]:
+def checked_numbers(found: Mapping[str, Any], scale: LossScale) -> dict[str, float]:
     """The numbers of a loss scale in a dictionary, by what they stand for.
 
     Raises:

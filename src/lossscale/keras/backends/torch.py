@@ -81,7 +81,7 @@ class TorchBackend(Backend):
             torch_gradients.unscale_(given, reciprocal.to)
             return OverflowCheck(True, unscaled)
         found = torch_gradients.unscale_and_check_(given, reciprocal.to)
-        found_inf: Any = torch_gradients.any_overflow(found, scale.device)
+        found_inf: Any = torch_gradients.any_overflow(found.values(), scale.device)
         if others:
             found_inf = found_inf + torch.logical_not(self.all_finite(others)).to(found_inf)
         state = None
