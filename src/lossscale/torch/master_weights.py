@@ -64,7 +64,8 @@ class MasterWeights(OuterOptimizer):
     float32. What other code writes into a parameter between two steps replaces the copy.
 
     The groups, the state and the hyperparameters are those of the optimizer. In its state each
-    parameter also has `master_weight`, which state dictionaries contain. It can be used with a
+    parameter also has `master_weight`, which state dictionaries contain. Hooks of either optimizer
+    see the parameters; PyTorch's global optimizer hooks see the masters. It can be used with a
     gradient scaler, and alone for bfloat16.
 
     Args:
