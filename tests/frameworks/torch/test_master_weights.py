@@ -727,6 +727,45 @@ def assert_same_keys(first, second):
             assert_same_keys(first[key], second[key])
 
 
+def test_a_step_that_clears_gradients_and_evaluates_again():
+    """As the README of SAM has it: the gradients of its two evaluations do not add up."""
+
+    class TwoEvaluations(torch.optim.SGD):
+        def step(self, closure=None):
+            self.zero_grad()
+            torch.enable_grad()(closure)()
+            super().step()
+
+    w = nn.Parameter(torch.ones(1, dtype=BF16))
+    optimizer = MasterWeights(TwoEvaluations([w], lr=0.25))
+    w.sum().backward()
+    optimizer.step(lambda: w.sum().backward())
+    assert (w.tolist(), w.grad.tolist()) == ([0.75], [1.0])
+
+
+def test_early_states_and_hooks_of_loading():
+    w = nn.Parameter(torch.ones(1, dtype=F16))
+    adagrad = MasterWeights(torch.optim.Adagrad([w], initial_accumulator_value=1e-8))
+    assert adagrad.state[w]["sum"].item() == pytest.approx(1e-8)
+    model, inner, _ = started(2)
+    saved = copy.deepcopy(inner.state_dict())
+    other, twin, _ = started(1)
+    twin.register_load_state_dict_pre_hook(lambda *_: saved)
+    twin.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})
+    other.load_state_dict(model.state_dict())
+    assert everything(model, inner) == everything(other, twin)
+
+
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+def test_distributed_checkpoint_of_a_model_whose_first_parameter_is_frozen():
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = LossScaleOptimizer(MasterWeights(adamw(model)))
+    dcp.get_optimizer_state_dict(model, optimizer)
+    step(model, optimizer)
+    assert model[3].weight.grad.dtype == F32
+
+
 def test_a_state_that_is_saved_while_averages_are_swapped_in():
     model, inner, _ = started(3)
     before = [bits(master) for master in inner.masters.values()]
