@@ -288,7 +288,7 @@ class _Batches:
         """Finds out which of the wrong gradients are wrong in float32, too."""
         if not any(each.is_wrong and each.errors for each in found.gradients):
             return found
-        # Of another scale that is no power of two, each number has another rounding.
+        # If the other scale is not a power of two, each number is rounded differently.
         again = self._pass(self._reference_exponent + math.log2(3), half=False)
         differing, known = _differing(self._reference, again), self._reference.gradients
         names = {key[0] for key in differing if np.ndim(known[key]) < 2}

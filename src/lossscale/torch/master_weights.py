@@ -110,7 +110,6 @@ class MasterWeights(OuterOptimizer):
                 "LossScaleOptimizer([MasterWeights(first), MasterWeights(second)])."
             )
         check_not_wrapped(optimizer)
-        _check_can_have_masters(optimizer, ranks.parameters_of(optimizer))
         self.__setstate__({"inner_optimizer": optimizer, "_masters": {}})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -128,9 +127,10 @@ class MasterWeights(OuterOptimizer):
         self._versions: list[int] = []
         # While gradients are still of the parameters' dtype; see `state`.
         self._narrow_until_first: list[RemovableHandle] = []
+        # It may refuse parameters, and has changed nothing then.
+        self._prepare()
         self._refuse_other_steps()
         remember_wrapper(self.inner_optimizer, self)
-        self._prepare()
 
     # --- What it shows of the optimizer -----------------------------------------------------------
 
@@ -229,7 +229,7 @@ class MasterWeights(OuterOptimizer):
         return self._pairs
 
     def _watched(self) -> tuple[object, ...]:
-        """What other code changes of two parameters if it changes that of all.
+        """Properties of two parameters, which other code changes together with those of all.
 
         A copy of a model has lost the dtype of its gradients, and `model.half()` leaves float16
         gradients.

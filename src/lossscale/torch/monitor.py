@@ -379,7 +379,7 @@ class _Explainer(Explainer):
         # The number of the step that is not over, whether it was skipped, and what is known of it.
         self._pending: tuple[int, bool, Facts] | None = None
         self._losses = _Losses()
-        # Of steps that are over and were not explained.
+        # Losses of earlier steps, which were not explained.
         self._unread: list[tuple[int, _Losses]] = []
 
     def scaled(self, loss: torch.Tensor) -> None:

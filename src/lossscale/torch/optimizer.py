@@ -171,7 +171,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         return self._inner
 
     def __len__(self) -> int:
-        # Of one optimizer Python says that it has no length.
+        # For a single optimizer, Python raises that it has no length.
         return len(cast(OptimizerList, self._inner))
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:

@@ -76,7 +76,7 @@ class OptimizerList(OuterOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {"optimizers": self.optimizers}
 
-    # What lies in the optimizers is read from there, and cannot be set here.
+    # Groups, state and defaults belong to the optimizers, and cannot be set here.
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]

@@ -244,7 +244,7 @@ def _versions(info: ranks.ParameterInfo) -> dict[int, int]:
 
 
 def _stamps(info: ranks.ParameterInfo) -> tuple[list[int], list[int]]:
-    """What differs once a gradient is changed, or replaced by another tensor."""
+    """Values that change if a gradient is written to, or replaced by another tensor."""
     grads = info.gradients()
     with ranks.UNSEEN():
         return list(map(id, grads)), list(map(_VERSION, grads))
