@@ -25,11 +25,7 @@ sys.path.append(str(ROOT))
 from benchmarks import xla_gpu  # noqa: E402
 
 TENSORFLOW = {"KERAS_BACKEND": "tensorflow"}
-TF_KERAS = {
-    **TENSORFLOW,
-    "LOSSSCALE_TEST_KERAS": "tf_keras",
-    "TF_USE_LEGACY_KERAS": "1",
-}
+TF_KERAS = {**TENSORFLOW, "LOSSSCALE_TEST_KERAS": "tf_keras", "TF_USE_LEGACY_KERAS": "1"}
 JAX = {"KERAS_BACKEND": "jax"}
 TORCH = {"KERAS_BACKEND": "torch"}
 

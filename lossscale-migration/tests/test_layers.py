@@ -176,10 +176,7 @@ MODELS = {
             L.ActivityRegularization(l2=0.1),
         ],
     ),
-    "preprocessing": (
-        IMAGE,
-        lambda: [L.Rescaling(0.5, 0.1), L.Resizing(4, 4), L.CenterCrop(3, 3)],
-    ),
+    "preprocessing": (IMAGE, lambda: [L.Rescaling(0.5, 0.1), L.Resizing(4, 4), L.CenterCrop(3, 3)]),
     "discretization": (FLAT, lambda: L.Discretization([-0.5, 0.5], output_mode="count")),
     "lookup": (IDS, lambda: L.IntegerLookup(vocabulary=[1, 2, 5], output_mode="multi_hot")),
     "masking": (ROWS, lambda: [L.Masking(0.0), L.GRU(2)]),

@@ -21,11 +21,7 @@ from lossscale.errors import ArgumentError
 from lossscale.experimental.loss_scale import get as get_loss_scale
 from lossscale.optimizer import LossScaleOptimizer
 
-_LOSS_SCALES = (
-    experimental.LossScale,
-    experimental.FixedLossScale,
-    experimental.DynamicLossScale,
-)
+_LOSS_SCALES = (experimental.LossScale, experimental.FixedLossScale, experimental.DynamicLossScale)
 
 # --- The dtype policy of TensorFlow 2.1 to 2.3, which had a loss scale ---------------------------
 

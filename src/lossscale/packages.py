@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -60,15 +61,17 @@ def not_installed(modules: Sequence[str]) -> MissingPackageError:
     )
 
 
-def shadowed(error: ModuleNotFoundError) -> MissingPackageError | None:
+def shadowed(error: ImportError) -> MissingPackageError | None:
     """Returns the error if a file of the user's has the name of an optional package."""
     missing = error.name or ""
     root = missing.partition(".")[0]
+    # Python 3.11 has the name that a module lacks in the text only.
+    lacking = re.match(r"cannot import name '(\w+)'", str(error))
     path = getattr(sys.modules.get(root), "__file__", None)
     if root not in EXTRAS or path is None:
         return None
     return MissingPackageError(
-        f"{missing} not found: `import {root}` finds {path}, which does not have it. If that file "
+        f"{missing + (f'.{lacking[1]}' if lacking else '')} not found: `import {root}` finds {path}, which does not have it. If that file "
         f'is yours, rename it; otherwise pip install -U "lossscale[{EXTRAS[root]}]"'
     )
 

@@ -67,6 +67,7 @@ KERASES = KERAS, TF_KERAS
 
 FRAMEWORKS = (
     *KERASES,
+    # Without Keras.
     Framework("torch", "PyTorch", "", ("optim.Optimizer",), "lossscale.torch"),
 )
 

@@ -104,10 +104,7 @@ def contrastive_loss(model, batch):
     return ops.mean((one - other) ** 2)
 
 
-PROGRAMS = {
-    "autoencoder": (Vae, loss_of_vae),
-    "contrastive": (Tower, contrastive_loss),
-}
+PROGRAMS = {"autoencoder": (Vae, loss_of_vae), "contrastive": (Tower, contrastive_loss)}
 
 
 def built(kind):

@@ -94,10 +94,7 @@ def test_it_finds_what_numpy_finds(cases, scale):
 def test_it_finds_the_same_in_compiled_functions(scales, dtype):
     function = compiled(verdict_with(exact=scales != [1000.0]))
     for scale, filling, element, place in itertools.product(
-        scales,
-        (1.0, 2.0**-120, 1e37, -LARGEST),
-        (0.0, LARGEST, np.inf, -np.inf, np.nan),
-        (0, 1),
+        scales, (1.0, 2.0**-120, 1e37, -LARGEST), (0.0, LARGEST, np.inf, -np.inf, np.nan), (0, 1)
     ):
         arrays = [array(size, dtype, filling, []) for size in (5, 20_000)]
         with np.errstate(over="ignore"):

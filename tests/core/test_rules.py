@@ -90,12 +90,7 @@ def test_a_fixed_scale_never_moves(skip_nonfinite):
 
 @pytest.mark.parametrize(
     ("scale", "end"),
-    [
-        (math.inf, "ceiling"),
-        (0.0, "min_scale"),
-        (-math.inf, "min_scale"),
-        (math.nan, "min_scale"),
-    ],
+    [(math.inf, "ceiling"), (0.0, "min_scale"), (-math.inf, "min_scale"), (math.nan, "min_scale")],
 )
 @pytest.mark.parametrize(
     "rule", [DynamicScale(), DynamicScale(initial_scale=8, min_scale=4, max_scale=16)]

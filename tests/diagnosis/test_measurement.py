@@ -225,9 +225,7 @@ RULES = [
 def test_the_rule_follows_from_the_lowest_and_the_highest_scale(lowest, highest, exponents):
     lost = {0: 0.9, 20: 0.001} if lowest else {0: 0.001}
     found = Measurement(
-        (GradientAccuracy("w", 1.0, lost),),
-        lowest_exponent=lowest,
-        highest_exponent=highest,
+        (GradientAccuracy("w", 1.0, lost),), lowest_exponent=lowest, highest_exponent=highest
     )
     verdict = recommend(found)
     if exponents is None:

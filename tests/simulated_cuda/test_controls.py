@@ -58,10 +58,7 @@ def test_a_wait_is_counted_and_an_error_if_it_is_forbidden_or_a_graph_is_capture
     # `tolist` and masks wait once or more.
     assert device.taken()
     words = "not permitted when stream is capturing"
-    with (
-        pytest.raises(RuntimeError, match=words),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
+    with pytest.raises(RuntimeError, match=words), torch.cuda.graph(torch.cuda.CUDAGraph()):
         wait(x)
     torch.cuda.set_sync_debug_mode("error")
     with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):

@@ -11,15 +11,7 @@ import torch
 
 import lossscale
 from benchmarks import gpu_counts
-from benchmarks.gpu_torch import (
-    LAYOUTS,
-    MODEL_STEPS,
-    WAYS,
-    counted,
-    prepared,
-    rows,
-    rows_of_models,
-)
+from benchmarks.gpu_torch import LAYOUTS, MODEL_STEPS, WAYS, counted, prepared, rows, rows_of_models
 from simulated_cuda import device
 
 SMALL = LAYOUTS["200 x 1,000"]

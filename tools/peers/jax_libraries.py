@@ -191,7 +191,7 @@ SUITES = (
         our_aliases(),
         {
             # Adam and AdamW with parameters in bfloat16, and no dtype for their moments.
-            r"test_explicit_dtype(10|11)(_.*)?": _MOMENTS,
+            r"test_explicit_dtype(10|11)(_.*)?": _MOMENTS
         },
     ),
     Suite(

@@ -14,13 +14,7 @@ import keras
 from lossscale.errors import OldFileError
 from lossscale_migration.building import ModelBuilder
 from lossscale_migration.layers import ConvertedLayer, plain_values
-from lossscale_migration.models import (
-    HDF5,
-    ModelFile,
-    layers_with_arrays,
-    named_arrays,
-    parsed,
-)
+from lossscale_migration.models import HDF5, ModelFile, layers_with_arrays, named_arrays, parsed
 
 # Where `.keras` files store the layers of a model; release 2.12 used the second name.
 _MODEL_LAYERS = ("layers", "_layer_checkpoint_dependencies")

@@ -91,12 +91,7 @@ _REDUCTIONS = {
     "argmax": "argmax",
     "argmin": "argmin",
 }
-_NAMES = {
-    "floordiv": "floor_divide",
-    "pow": "power",
-    "truediv": "true_divide",
-    "swish": "silu",
-}
+_NAMES = {"floordiv": "floor_divide", "pow": "power", "truediv": "true_divide", "swish": "silu"}
 
 
 def tensor_op(described: dict[str, Any], inputs: Any, kwargs: dict[str, Any], what: str) -> Any:

@@ -18,13 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from lossscale.jax.apply_or_skip import ArrayTree, bind
 from lossscale.monitoring.explanation import FailedOperation, Origin
-from lossscale.monitoring.origins import (
-    Call,
-    Evaluation,
-    Watched,
-    is_float,
-    line_of,
-)
+from lossscale.monitoring.origins import Call, Evaluation, Watched, is_float, line_of
 
 _TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "rematted_computation"}
 _DERIVED = {"div", "rsqrt", "sqrt", "cbrt", "log", "log1p", "pow", "integer_pow"}

@@ -165,11 +165,7 @@ class KerasGradientFunction:
             watch = Watch(torch.nn.Module(), weights)
             for (name, is_weight), value in named:
                 watch.mark(value, name, is_weight=is_weight)
-            with (
-                torch.enable_grad(),
-                torch.random.fork_rng(),
-                self._layers_within(watch.inside),
-            ):
+            with torch.enable_grad(), torch.random.fork_rng(), self._layers_within(watch.inside):
                 first = [value.detach().requires_grad_() for value in values[:count]]
                 try:
                     with watch.forward():

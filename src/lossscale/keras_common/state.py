@@ -35,10 +35,7 @@ class ScaleVariables:
     _namespace: Any
 
     def __init__(
-        self,
-        rule: ScaleRule,
-        names: dict[str, str],
-        new_variable: Callable[[str, str, Any], Any],
+        self, rule: ScaleRule, names: dict[str, str], new_variable: Callable[[str, str, Any], Any]
     ) -> None:
         self.rule, self.names, self.variables = rule, names, dict[str, Any]()
         self.first: ScaleState = rule.init()

@@ -3,11 +3,4 @@
 from lossscale.monitoring.explanation import Cause, Explanation
 from lossscale.monitoring.record import NonfiniteTensor, SkipReason, StepRecord, read_records
 
-__all__ = [
-    "Cause",
-    "Explanation",
-    "NonfiniteTensor",
-    "SkipReason",
-    "StepRecord",
-    "read_records",
-]
+__all__ = ["Cause", "Explanation", "NonfiniteTensor", "SkipReason", "StepRecord", "read_records"]

@@ -128,11 +128,7 @@ class Evaluation:
         self.first: Origin | None = None
 
     def origins(
-        self,
-        call: Call,
-        given: Sequence[Any],
-        taken: Sequence[Origin | None],
-        made: Sequence[Any],
+        self, call: Call, given: Sequence[Any], taken: Sequence[Origin | None], made: Sequence[Any]
     ) -> list[Origin | None]:
         """Returns the origins of the results of a call that are not finite.
 

@@ -14,11 +14,7 @@ import lossscale.optax.gating as gating
 import lossscale.optax.scale_state as scale_state
 from lossscale.arguments import rule_from_arguments
 from lossscale.checks import checks_keywords
-from lossscale.errors import (
-    AlreadyWrappedError,
-    GradientsError,
-    UnsupportedError,
-)
+from lossscale.errors import AlreadyWrappedError, GradientsError, UnsupportedError
 from lossscale.jax.apply_or_skip import ArrayTree, Path, varying_axes
 from lossscale.jax.gradients import Gradient, gradient_stats, is_traced, unscaled
 from lossscale.optax.masters import MasterWeights, check_order, trains_float16
@@ -184,8 +180,7 @@ class LossScaled:
         )
         given = iter(divided)
         unscaled_tree = jax.tree.unflatten(
-            structure,
-            [next(given) if gating.is_gradient(leaf) else leaf for leaf in leaves],
+            structure, [next(given) if gating.is_gradient(leaf) else leaf for leaf in leaves]
         )
         extra_args = _unscaled_arguments(extra_args, given_leaves, unscaled_tree)
 

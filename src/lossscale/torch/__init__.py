@@ -59,11 +59,13 @@ else:
             raise AttributeError(f"module 'lossscale.torch' has no attribute {name!r}")
         try:
             module = importlib.import_module(f".{_WHERE[name]}", "lossscale.torch")
-        except ModuleNotFoundError as error:
-            missing = (error.name or "").partition(".")[0]
-            if missing not in ("torch", "numpy"):
+        except ImportError as error:
+            other = shadowed(error)
+            if other is None and isinstance(error, ModuleNotFoundError):
+                other = not_installed([error.name]) if error.name in ("torch", "numpy") else None
+            if other is None:
                 raise
-            raise shadowed(error) or not_installed([missing]) from None
+            raise other from None
         # Also in the place of a module of that name, which importing it has put here.
         globals()[name] = getattr(module, name)
         return globals()[name]

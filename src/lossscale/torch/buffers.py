@@ -15,7 +15,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lossscale.errors import ArgumentTypeError
@@ -30,20 +33,20 @@ _NEVER_STEPPED = (
     "GradScaler that steps."
 )
 
-Stepper: TypeAlias = torch.optim.Optimizer | torch.amp.GradScaler
+Stepper: TypeAlias = Optimizer | torch.amp.GradScaler
 
 _guards: weakref.WeakKeyDictionary[Stepper, weakref.WeakSet[BufferGuard]] = (
     weakref.WeakKeyDictionary()
 )
 """The guards by the optimizer or scaler whose steps count."""
-_of_models: weakref.WeakKeyDictionary[torch.nn.Module, BufferGuard] = weakref.WeakKeyDictionary()
+_of_models: weakref.WeakKeyDictionary[Module, BufferGuard] = weakref.WeakKeyDictionary()
 _number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 """The number that the next operation gets that a backward pass can go through."""
 # Public, but not in the `__all__` of `torch.jit`.
 _is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
-def note_loss(optimizer: Stepper, loss: torch.Tensor) -> None:
+def note_loss(optimizer: Stepper, loss: Tensor) -> None:
     """Called with each loss that is scaled for an optimizer, outside of compiled code."""
     for each in _guards.get(optimizer, ()):
         each.scaled(optimizer, loss)
@@ -62,7 +65,7 @@ def note_step(optimizer: Stepper, skipped: Flag, ids: Collection[int] | None = N
 
 
 def guard_model(
-    model: torch.nn.Module, optimizers: Sequence[Stepper], names: set[str] | None = None
+    model: Module, optimizers: Sequence[Stepper], names: set[str] | None = None
 ) -> None:
     """Makes the buffers of a model follow the steps of optimizers; replaces an earlier guard.
 
@@ -90,7 +93,7 @@ def guard_model(
         _guards.setdefault(stepper, weakref.WeakSet()).add(made)
 
 
-def unguard_model(model: torch.nn.Module) -> None:
+def unguard_model(model: Module) -> None:
     """Lets the buffers of a model follow all steps again, skipped ones included."""
     found = _of_models.pop(model, None)
     if found is not None:
@@ -109,7 +112,7 @@ class BufferGuard:
         has_several: Whether several optimizers or scalers train it.
     """
 
-    def __init__(self, model: torch.nn.Module, names: set[str] | None, has_several: bool) -> None:
+    def __init__(self, model: Module, names: set[str] | None, has_several: bool) -> None:
         self._own = {id(each): each for each in model.parameters() if each.requires_grad}
         self._weight = next(iter(self._own.values()), torch.empty(0))
         self._tables: list[Table] = []
@@ -120,7 +123,7 @@ class BufferGuard:
         self.handles: list[RemovableHandle] = []
         # After the last step; and before it, if another may come on a loss that is older than it.
         self._saved = _Copy(self._tables)
-        self._before: tuple[_Copy, list[torch.Tensor]] | None = None
+        self._before: tuple[_Copy, list[Tensor]] | None = None
         # By optimizer, when the oldest loss since its last step was computed.
         self._losses: weakref.WeakKeyDictionary[Stepper, float] = weakref.WeakKeyDictionary()
         # When the last step was; the version of the weight above which one must have come.
@@ -133,7 +136,7 @@ class BufferGuard:
             self._last = math.inf
             warn(_NEVER_STEPPED)
 
-    def loaded(self, module: torch.nn.Module, *_: object) -> None:
+    def loaded(self, module: Module, *_: object) -> None:
         """Called after a state was loaded into a module, maybe within a step."""
         if not self._saved.is_known(self._tables):
             self._saved = _Copy(self._tables)
@@ -141,7 +144,7 @@ class BufferGuard:
         for each, numbers in filter(None, [(self._saved, self._saved.numbers), self._before]):
             each.save_only(own, numbers)
 
-    def scaled(self, optimizer: Stepper, loss: torch.Tensor) -> None:
+    def scaled(self, optimizer: Stepper, loss: Tensor) -> None:
         """Called with each loss of an optimizer."""
         if not (self._has_several or self._before):
             return
@@ -183,7 +186,7 @@ class BufferGuard:
         self._step, self._last = _number(), math.inf
 
 
-Table = tuple[dict[str, "torch.Tensor | None"], "set[str] | None", torch.Tensor]
+Table = tuple[dict[str, "torch.Tensor | None"], "set[str] | None", Tensor]
 """The buffers of a module, the names of those that are followed (None: all), a parameter."""
 
 
@@ -199,9 +202,9 @@ class _Copy:
         tensors = _tensors_in(tables)
         found = {id(t): t for t in tensors if t is not None}
         self._lazy = [t for t in found.values() if is_lazy(t)]
-        self._plain: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._others: list[tuple[torch.Tensor, torch.Tensor]] = []
-        of_devices: dict[torch.device, dict[int, torch.Tensor]] = {}
+        self._plain: list[tuple[Tensor, Tensor]] = []
+        self._others: list[tuple[Tensor, Tensor]] = []
+        of_devices: dict[torch.device, dict[int, Tensor]] = {}
         for key, each in found.items():
             if is_lazy(each) or each.is_meta or each.is_inference():
                 continue
@@ -219,7 +222,7 @@ class _Copy:
         self.numbers = list(map(torch.cat, self._memory))
 
     @functools.cached_property
-    def _parts(self) -> list[list[torch.Tensor]]:
+    def _parts(self) -> list[list[Tensor]]:
         # To split takes longer than to copy.
         return list(map(_split, self.numbers, self._memory))
 
@@ -228,7 +231,7 @@ class _Copy:
         for memory, numbers in zip(self._memory, self.numbers, strict=True):
             torch.cat(memory, out=numbers)
 
-    def save_only(self, own: set[int], numbers: list[torch.Tensor]) -> None:
+    def save_only(self, own: set[int], numbers: list[Tensor]) -> None:
         """Copies what is in some of the buffers now, by id."""
         for keys, memory, into in zip(self._keys, self._memory, numbers, strict=True):
             if own.isdisjoint(keys):
@@ -238,7 +241,7 @@ class _Copy:
                     part.copy_(tensor)
 
     @torch.no_grad()
-    def choose(self, skipped: torch.Tensor, base: list[torch.Tensor]) -> None:
+    def choose(self, skipped: Tensor, base: list[Tensor]) -> None:
         """Restores the buffers if the device says so, and copies what they are then."""
         groups = zip(self._memory, self.numbers, self._parts, base, strict=True)
         for memory, numbers, parts, was in groups:
@@ -247,9 +250,7 @@ class _Copy:
             torch._foreach_copy_(memory, parts)
 
     @torch.no_grad()
-    def restore(
-        self, base: list[torch.Tensor], tables: list[Table], modules: Iterable[torch.nn.Module]
-    ) -> None:
+    def restore(self, base: list[Tensor], tables: list[Table], modules: Iterable[Module]) -> None:
         """Restores the buffers to a copy, and which tensors they are."""
         for memory, numbers in zip(self._memory, base, strict=True):
             torch._foreach_copy_(memory, _split(numbers, memory))
@@ -286,9 +287,9 @@ class _Copy:
         )
 
 
-def _tensors_in(tables: list[Table]) -> list[torch.Tensor | None]:
+def _tensors_in(tables: list[Table]) -> list[Tensor | None]:
     """The buffers, None included."""
-    found: list[torch.Tensor | None] = []
+    found: list[Tensor | None] = []
     for table, names, _ in tables:
         if table:
             found += table.values() if names is None else map(table.get, names)
@@ -314,22 +315,22 @@ class Hook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-def innermost(model: torch.nn.Module) -> torch.nn.Module:
+def innermost(model: Module) -> Module:
     """The module in what PyTorch wraps around modules."""
     wraps = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
     inner = model.module if isinstance(model, wraps) else getattr(model, "_orig_mod", None)
     return model if inner is None else innermost(inner)
 
 
-def _split(numbers: torch.Tensor, memory: list[torch.Tensor]) -> list[torch.Tensor]:
+def _split(numbers: Tensor, memory: list[Tensor]) -> list[Tensor]:
     """The bytes of each of several tensors, which lie one after the other."""
-    parts: list[torch.Tensor] = numbers.split(list(map(len, memory)))
+    parts: list[Tensor] = numbers.split(list(map(len, memory)))
     return parts
 
 
-def _memory(tensor: torch.Tensor) -> torch.Tensor | None:
+def _memory(tensor: Tensor) -> Tensor | None:
     """The bytes of a tensor, to write to; None if they contain more than the tensor."""
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_quantized
+    is_plain = type(tensor) in (Tensor, Parameter) and not tensor.is_quantized
     if not is_plain or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
         return None
     extents = zip(tensor.shape, tensor.stride(), strict=True)

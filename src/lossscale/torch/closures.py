@@ -15,6 +15,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lossscale.errors import ArgumentTypeError, GradientsError
 from lossscale.torch import ranks
@@ -28,9 +30,7 @@ if TYPE_CHECKING:
     from lossscale.torch.optimizer import LossScaleOptimizer
 
 
-Saved: TypeAlias = tuple[
-    list[tuple[torch.Tensor, torch.Tensor]], dict[torch.Tensor, dict[str, Any]]
-]
+Saved: TypeAlias = tuple[list[tuple[Tensor, Tensor]], dict[Tensor, dict[str, Any]]]
 """Tensors with their values, and the state of an optimizer."""
 
 
@@ -113,7 +113,7 @@ def _check_closure(closure: object) -> None:
         )
 
 
-def _norms(inner: torch.optim.Optimizer) -> list[float]:
+def _norms(inner: Optimizer) -> list[float]:
     """The norms of the parameters, which show whether one was changed."""
     with torch.no_grad():
         parts = [p for t in ranks.parameters_of(inner) for p in real_parts(t)]
@@ -121,18 +121,18 @@ def _norms(inner: torch.optim.Optimizer) -> list[float]:
         return norms
 
 
-def _saved(inner: torch.optim.Optimizer) -> Saved:
+def _saved(inner: Optimizer) -> Saved:
     """The parameters, masters and state of LBFGS, which writes to its tensors and lists."""
 
     def copied(value: Any) -> Any:
-        return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+        return value.clone() if isinstance(value, Tensor) else copy.copy(value)
 
     state = {p: {k: copied(v) for k, v in each.items()} for p, each in inner.state.items()}
     masters = inner.masters.values() if isinstance(inner, MasterWeights) else ()
     return [(p, p.detach().clone()) for p in (*ranks.parameters_of(inner), *masters)], state
 
 
-def _restore(inner: torch.optim.Optimizer, saved: Saved) -> None:
+def _restore(inner: Optimizer, saved: Saved) -> None:
     with torch.no_grad():
         for tensor, value in saved[0]:
             tensor.copy_(value)
@@ -162,7 +162,7 @@ def _evaluate(
         if record.is_nothing() and not derives:
             return loss, None
         decision = optimizer._unscale_()
-        value = loss.detach() if isinstance(loss, torch.Tensor) else loss
+        value = loss.detach() if isinstance(loss, Tensor) else loss
         # Nothing was seen of gradients that are not scaled, and no lower scale helps them.
         if decision.apply or decision.stats is None or not math.isfinite(float(value)):
             break
@@ -174,7 +174,7 @@ def _evaluate(
     return loss, engine.clipped(decision)
 
 
-def _check_loss(loss: Any, inner: torch.optim.Optimizer) -> None:
+def _check_loss(loss: Any, inner: Optimizer) -> None:
     if loss is None:
         raise ArgumentTypeError(
             f"The closure must return the loss: {type(inner).__name__} reads it. Received: None."
@@ -189,7 +189,7 @@ def _check_loss(loss: Any, inner: torch.optim.Optimizer) -> None:
 # --- What optimizers do with a closure ----------------------------------------------------------
 
 
-def demands_closure(inner: torch.optim.Optimizer) -> bool:
+def demands_closure(inner: Optimizer) -> bool:
     """Whether `step` requires a closure, as that of LBFGS does."""
     if isinstance(inner, MasterWeights):
         return demands_closure(inner.inner_optimizer)
@@ -197,7 +197,7 @@ def demands_closure(inner: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def evaluates_first(inner: torch.optim.Optimizer) -> bool:
+def evaluates_first(inner: Optimizer) -> bool:
     """Whether a step with a closure equals one evaluation, then a step without it."""
     if isinstance(inner, MasterWeights):
         return evaluates_first(inner.inner_optimizer)
@@ -209,6 +209,6 @@ def evaluates_first(inner: torch.optim.Optimizer) -> bool:
     return type(inner).step.__module__.startswith("torch.") and not demands_closure(inner)
 
 
-def starts_with_closure(inner: torch.optim.Optimizer) -> bool:
+def starts_with_closure(inner: Optimizer) -> bool:
     """Whether an optimizer is known to evaluate its closure before it changes anything."""
     return isinstance(parts_of(inner)[0], torch.optim.LBFGS)

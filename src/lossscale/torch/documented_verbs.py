@@ -8,14 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, overload
 
 import torch
+from torch import Tensor
 
-from lossscale.common.checks import (
-    NOT_UNSCALED,
-    check_named,
-    checked_pairs,
-    flat_list,
-    listed,
-)
+from lossscale.common.checks import NOT_UNSCALED, check_named, checked_pairs, flat_list, listed
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError
 from lossscale.members import Wrapper
 from lossscale.torch import ranks
@@ -26,9 +21,9 @@ class DocumentedVerbs(Wrapper):
     """`minimize`, `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`."""
 
     @overload
-    def get_scaled_loss(self, loss: torch.Tensor | float) -> torch.Tensor: ...
+    def get_scaled_loss(self, loss: Tensor | float) -> Tensor: ...
     @overload
-    def get_scaled_loss(self, loss: Callable[[], Any]) -> Callable[[], torch.Tensor]: ...
+    def get_scaled_loss(self, loss: Callable[[], Any]) -> Callable[[], Tensor]: ...
 
     def get_scaled_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale, for gradients that you unscale yourself.
@@ -45,9 +40,7 @@ class DocumentedVerbs(Wrapper):
         self._record.by_hand = True
         return scaled
 
-    def get_unscaled_gradients(
-        self, grads: Iterable[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
+    def get_unscaled_gradients(self, grads: Iterable[Tensor | None]) -> list[Tensor | None]:
         """Divides gradients by the loss scale.
 
         Args:
@@ -78,12 +71,12 @@ class DocumentedVerbs(Wrapper):
 
     def apply_gradients(
         self,
-        grads_and_vars: Iterable[tuple[torch.Tensor | None, torch.Tensor]],
+        grads_and_vars: Iterable[tuple[Tensor | None, Tensor]],
         name: str | None = None,
         *third: Any,
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
-    ) -> int | torch.Tensor:
+    ) -> int | Tensor:
         """Applies unscaled gradients to parameters, or skips the step; updates the loss scale.
 
         The `.grad` of the parameters does not change.
@@ -136,17 +129,17 @@ class DocumentedVerbs(Wrapper):
             except BaseException:
                 vars(record).update(before)
                 raise
-        iterations: int | torch.Tensor = self.iterations
+        iterations: int | Tensor = self.iterations
         return iterations
 
     def minimize(
         self,
-        loss: Callable[[], torch.Tensor],
-        var_list: Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]] | None = None,
-        grad_loss: torch.Tensor | None = None,
+        loss: Callable[[], Tensor],
+        var_list: Sequence[Tensor] | Callable[[], Sequence[Tensor]] | None = None,
+        grad_loss: Tensor | None = None,
         name: str | None = None,
         tape: None = None,
-    ) -> int | torch.Tensor:
+    ) -> int | Tensor:
         """Minimizes a loss: scales it, computes and unscales gradients, applies them.
 
         Calls `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`, which a subclass
@@ -173,7 +166,7 @@ class DocumentedVerbs(Wrapper):
             (1, tensor([0.]))
         """
         _check_minimized(loss, tape)
-        if callable(var_list) and not isinstance(var_list, torch.Tensor):
+        if callable(var_list) and not isinstance(var_list, Tensor):
             var_list = var_list()
         variables = (
             [p for p in ranks.parameters_of(self.inner_optimizer) if p.requires_grad]
@@ -183,15 +176,15 @@ class DocumentedVerbs(Wrapper):
         gradients = self._gradients_of(self.get_scaled_loss(loss), variables, grad_loss)
         unscaled_gradients = self.get_unscaled_gradients(gradients)
         self.apply_gradients(zip(unscaled_gradients, variables, strict=True))
-        iterations: int | torch.Tensor = self.iterations
+        iterations: int | Tensor = self.iterations
         return iterations
 
     def _gradients_of(
         self,
-        scaled_loss: Callable[[], torch.Tensor],
-        variables: Sequence[torch.Tensor],
-        grad_loss: torch.Tensor | None,
-    ) -> list[torch.Tensor | None]:
+        scaled_loss: Callable[[], Tensor],
+        variables: Sequence[Tensor],
+        grad_loss: Tensor | None,
+    ) -> list[Tensor | None]:
         """Returns the gradients; the `.grad` of the variables does not change."""
         with _own_gradients(variables), torch.enable_grad():
             value = scaled_loss()
@@ -210,7 +203,7 @@ class DocumentedVerbs(Wrapper):
 
 
 @contextlib.contextmanager
-def _own_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+def _own_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Sets `.grad` of parameters to None, and restores it at the end of the context."""
     before = [(parameter, parameter.grad) for parameter in parameters]
     try:
@@ -225,7 +218,7 @@ def _own_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 def _check_minimized(loss: object, tape: object) -> None:
     if tape is not None:
         raise ArgumentError("`tape` is for TensorFlow. Leave it out.")
-    if not callable(loss) or isinstance(loss, torch.Tensor):
+    if not callable(loss) or isinstance(loss, Tensor):
         raise ArgumentTypeError(
             "`loss` must be a callable without arguments that returns the loss, such as "
             f"lambda: loss_fn(model(x), y). Received: {type(loss).__name__}."
@@ -233,13 +226,11 @@ def _check_minimized(loss: object, tape: object) -> None:
 
 
 def _is_variable(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+    return isinstance(value, Tensor)
 
 
 def _check_fit(
-    given: Sequence[torch.Tensor | None],
-    variables: Sequence[torch.Tensor],
-    parameters: Sequence[torch.Tensor],
+    given: Sequence[Tensor | None], variables: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> None:
     known = set(map(id, parameters))
     for gradient, variable in zip(given, variables, strict=True):

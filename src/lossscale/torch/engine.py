@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lossscale.common.checks import living_wrapper
 from lossscale.errors import CallOrderError, UnsupportedError
@@ -48,8 +50,8 @@ class StepDecision(NamedTuple):
 
     apply: bool | None
     stats: GradientStats | None = None
-    overflow: torch.Tensor | None = None
-    divisor: torch.Tensor | None = None
+    overflow: Tensor | None = None
+    divisor: Tensor | None = None
     empty: bool = False
 
     @property
@@ -86,7 +88,7 @@ class Engine:
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
+        inner: Optimizer,
         scale: LossScale,
         clip_norm: float | None = None,
         process_group: ranks.Groups = None,
@@ -111,7 +113,7 @@ class Engine:
         """Refuses a direct step of the inner optimizer on scaled gradients."""
         watched = weakref.ref(self)
 
-        def hook(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        def hook(optimizer: Optimizer, args: object, kwargs: object) -> None:
             now = None if torch.compiler.is_compiling() else watched()
             if now is not None:
                 now.check_unscaled("step", optimizer)
@@ -131,7 +133,7 @@ class Engine:
 
     # --- What the gradients are ---------------------------------------------------------------
 
-    def check_unscaled(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+    def check_unscaled(self, name: str, optimizer: Optimizer) -> None:
         """Checks that a method of an inner optimizer finds no scaled gradients."""
         record = self.record
         if not record.is_scaled:
@@ -183,13 +185,7 @@ class Engine:
         return is_cleared
 
     def put_into_set(
-        self,
-        by: Multiplier,
-        info: ParameterInfo,
-        task: int,
-        *,
-        own: Engine,
-        certain: bool = True,
+        self, by: Multiplier, info: ParameterInfo, task: int, *, own: Engine, certain: bool = True
     ) -> ScaledGradients:
         """Puts gradients of parameters into the set of a loss that will add to them.
 
@@ -423,16 +419,11 @@ class Engine:
         return mine is not None and not mine.has_graph and fused.can_unscale(self.inner)
 
     def _agreed(
-        self,
-        info: ParameterInfo,
-        by: Multiplier,
-        overflow: torch.Tensor,
-        here: bool,
-        is_scaled: bool,
-    ) -> tuple[torch.Tensor, bool | torch.Tensor]:
+        self, info: ParameterInfo, by: Multiplier, overflow: Tensor, here: bool, is_scaled: bool
+    ) -> tuple[Tensor, bool | Tensor]:
         """Whether a gradient overflowed, and whether a loss was scaled, on any process."""
         groups = info.groups
-        somebody_scaled: bool | torch.Tensor = is_scaled
+        somebody_scaled: bool | Tensor = is_scaled
         # Processes of a given group may run different code, but send the same messages.
         if groups and (self.rule.checks_gradients or info.is_given or self.is_joined):
             overflow, somebody_scaled = ranks.agreed(overflow, here, is_scaled, groups)
@@ -456,11 +447,7 @@ class Engine:
         return not (self.scale.on_device or may_differ or info.has_half or by.number is None)
 
     def _decide_by_norm(
-        self,
-        info: ParameterInfo,
-        mine: ScaledGradients | None,
-        is_scaled: bool,
-        of_kernel: bool,
+        self, info: ParameterInfo, mine: ScaledGradients | None, is_scaled: bool, of_kernel: bool
     ) -> StepDecision | None:
         """Clips by a norm that checks for overflow as well; None if it cannot tell."""
         given = gradients.collect(info)
@@ -495,9 +482,7 @@ class Engine:
             gradients.unscale_(given, filled(clip))
         return StepDecision(True, GradientStats(True) if is_scaled else None, divisor=divisor)
 
-    def _overflow(
-        self, info: ParameterInfo, divisor: torch.Tensor | None, by: Multiplier
-    ) -> torch.Tensor:
+    def _overflow(self, info: ParameterInfo, divisor: Tensor | None, by: Multiplier) -> Tensor:
         """Whether any gradient overflowed: float32 scalar tensor, 1 or 0. None is changed.
 
         Args:
@@ -520,11 +505,11 @@ class Engine:
 
     def _read(
         self,
-        overflow: torch.Tensor,
-        measured: torch.Tensor | None,
+        overflow: Tensor,
+        measured: Tensor | None,
         has_gradients: bool,
         info: ParameterInfo,
-        divisor: torch.Tensor | None,
+        divisor: Tensor | None,
     ) -> StepDecision:
         """Decides by what all processes have found; the host reads all numbers in one transfer."""
         if self.scale.on_device:
@@ -540,11 +525,11 @@ class Engine:
 
     def _on_device(
         self,
-        overflow: torch.Tensor,
-        measured: torch.Tensor | None,
+        overflow: Tensor,
+        measured: Tensor | None,
         has_gradients: bool,
         info: ParameterInfo,
-        divisor: torch.Tensor | None,
+        divisor: Tensor | None,
     ) -> StepDecision:
         overflow = overflow.to(info.devices[0])
         if self.rule.checks_gradients and info.groups:
@@ -612,7 +597,7 @@ class Engine:
         if not decision.empty:
             self.update(decision)
 
-    def skipped(self, found: torch.Tensor) -> StepDecision:
+    def skipped(self, found: Tensor) -> StepDecision:
         """The decision on gradients that were cleared, with the statistics of a skipped step."""
         finite: Flag = False
         if self.scale.on_device:

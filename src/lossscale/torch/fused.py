@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from lossscale.common.checks import signature_of
@@ -19,7 +21,7 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 """PyTorch's optimizers with fused kernels, which read `grad_scale` and `found_inf`."""
 
 
-def can_skip(inner: torch.optim.Optimizer) -> bool:
+def can_skip(inner: Optimizer) -> bool:
     """Whether an optimizer, with its present settings, reads `grad_scale` and `found_inf`."""
     if isinstance(inner, OuterOptimizer):
         return all(map(can_skip, inner.optimizers))
@@ -30,7 +32,7 @@ def can_skip(inner: torch.optim.Optimizer) -> bool:
     return bool(getattr(inner, "_step_supports_amp_scaling", False))
 
 
-def can_unscale(inner: torch.optim.Optimizer) -> bool:
+def can_unscale(inner: Optimizer) -> bool:
     """Whether the kernel may unscale: nothing else reads `.grad` before it."""
     if isinstance(inner, OuterOptimizer):
         return not _has_pre_hooks(inner) and all(map(can_unscale, inner.optimizers))
@@ -42,13 +44,13 @@ def can_unscale(inner: torch.optim.Optimizer) -> bool:
     )
 
 
-def _has_pre_hooks(inner: torch.optim.Optimizer) -> bool:
+def _has_pre_hooks(inner: Optimizer) -> bool:
     """Whether a hook may read gradients before a step; the wrapper's own hook does not."""
     hooks = inner._optimizer_step_pre_hooks.values()
     return not all(hasattr(hook, "of_lossscale") for hook in hooks)
 
 
-def steps_as_torch(inner: torch.optim.Optimizer) -> bool:
+def steps_as_torch(inner: Optimizer) -> bool:
     """Whether `step` is PyTorch's: not a subclass's, nor replaced, except by a scheduler."""
     own = type(inner).step
     if own not in _steps_of_torch():
@@ -70,7 +72,7 @@ def _steps_of_torch() -> list[Callable[..., object]]:
     return [cls.step for cls in FUSED]
 
 
-def expects_attributes(inner: torch.optim.Optimizer) -> bool:
+def expects_attributes(inner: Optimizer) -> bool:
     """Whether an optimizer may need both attributes, or has a `grad_scale` of its own."""
     if isinstance(inner, OuterOptimizer):
         return any(map(expects_attributes, inner.optimizers))
@@ -80,9 +82,7 @@ def expects_attributes(inner: torch.optim.Optimizer) -> bool:
 
 @contextlib.contextmanager
 def attributes(
-    optimizers: Sequence[Any],
-    grad_scale: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
+    optimizers: Sequence[Any], grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> Iterator[None]:
     """Sets attributes of optimizers that are not None, within the context.
 
@@ -108,7 +108,7 @@ def attributes(
                 vars(each).pop(name, None)
 
 
-def is_dummy_step(optimizer: torch.optim.Optimizer) -> bool:
+def is_dummy_step(optimizer: Optimizer) -> bool:
     """Whether a step can only create the optimizer's state.
 
     `torch.distributed.checkpoint` takes such a step before it loads a state: with gradients of 0
@@ -123,7 +123,7 @@ def takes_a_scaler(step: Callable[..., object]) -> bool:
     return "grad_scaler" in signature_of(step)
 
 
-def makes_state(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+def makes_state(optimizers: Iterable[Optimizer]) -> bool:
     """Whether a step makes the state of a parameter, which a kernel that skips would leave behind.
 
     SGD's momentum would be uninitialized memory. Without momentum it has no state.

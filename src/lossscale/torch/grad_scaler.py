@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
+from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lossscale.checks import checked_truth
@@ -53,7 +55,7 @@ _OF_ONE_SCALER = frozenset({"_known", "_skipped_hooks", "_skipped_so_far", "_wat
 class _Known:
     """A scaler's record of an optimizer: its parameters and the number of skipped steps."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], process_group: ranks.Groups) -> None:
+    def __init__(self, parameters: Sequence[Tensor], process_group: ranks.Groups) -> None:
         self.info, self.count = ParameterInfo(parameters, process_group), SkipCount()
         self.first_steps = FirstSteps()
 
@@ -110,8 +112,8 @@ class GradScaler(torch.amp.GradScaler):
     __module__ = "lossscale.torch"
 
     # Compiled code and other libraries read these, and may write to them.
-    _scale: torch.Tensor | None = None
-    _growth_tracker: torch.Tensor | None = None
+    _scale: Tensor | None = None
+    _growth_tracker: Tensor | None = None
     _per_optimizer_states: dict[int, dict[str, Any]]
     _init_growth_tracker = 0
 
@@ -175,7 +177,7 @@ class GradScaler(torch.amp.GradScaler):
         self._known: dict[int, _Known] = {}
         self._skipped_hooks: dict[int, Callable[..., object]] = OrderedDict()
 
-    def _known_of(self, optimizer: torch.optim.Optimizer) -> _Known:
+    def _known_of(self, optimizer: Optimizer) -> _Known:
         """The record of an optimizer."""
         key, parameters = id(optimizer), parameters_of(optimizer)
         known = self._known.get(key)
@@ -207,7 +209,7 @@ class GradScaler(torch.amp.GradScaler):
             return outputs
 
         # Not PyTorch's method, which the compiler refuses to trace.
-        def scaled_one(loss: torch.Tensor) -> torch.Tensor:
+        def scaled_one(loss: Tensor) -> Tensor:
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(loss.device)
             if not torch.compiler.is_compiling():
@@ -222,7 +224,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     @uncompiled
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+    def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the gradients of an optimizer by the scale, in place, for example to clip them.
 
         Args:
@@ -251,19 +253,15 @@ class GradScaler(torch.amp.GradScaler):
             # Those of a later backward pass still have to be unscaled.
             entry["stage"] = OptState.READY
 
-    def _stage_of(self, optimizer: torch.optim.Optimizer) -> OptState:
+    def _stage_of(self, optimizer: Optimizer) -> OptState:
         # The dictionary makes an entry for what it is asked for by index.
         entry = self._per_optimizer_states.get(id(optimizer))
         return OptState.READY if entry is None else entry["stage"]
 
     @torch.no_grad()
     def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, torch.Tensor]:
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
         info, device = self._known_of(optimizer).info, found_inf.device
         entry = self._per_optimizer_states.get(id(optimizer), {})
         if self._scale is not None and self._rule.needs != StatsRequest():
@@ -287,10 +285,10 @@ class GradScaler(torch.amp.GradScaler):
         return {device: found if here else torch.zeros_like(found)}
 
     @overload
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None: ...
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None: ...
     @overload
     def step(
-        self, optimizer: Sequence[torch.optim.Optimizer], *args: Any, **kwargs: Any
+        self, optimizer: Sequence[Optimizer], *args: Any, **kwargs: Any
     ) -> list[float | None]: ...
 
     @uncompiled
@@ -340,7 +338,7 @@ class GradScaler(torch.amp.GradScaler):
         first_steps.made(optimizer, is_empty, self._scaled_since_update)
         return result
 
-    def _only_makes_state(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _only_makes_state(self, optimizer: Optimizer) -> bool:
         """Whether a step only makes the optimizer's state, into which a checkpoint is loaded."""
         if self._scaled_since_update or not fused.is_dummy_step(optimizer):
             return False
@@ -348,9 +346,7 @@ class GradScaler(torch.amp.GradScaler):
         grads = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
         return not any(gradient.any() for gradient in grads)
 
-    def _step_that_skips_by_itself(
-        self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _step_that_skips_by_itself(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """A step of an optimizer that reads `grad_scale` and `found_inf`, as PyTorch makes it."""
         self._check_scale_growth_tracker("step")
         entry = self._per_optimizer_states[id(optimizer)]
@@ -381,10 +377,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _check_step(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        args: Sequence[object],
-        kwargs: Mapping[str, Any],
+        self, optimizers: Sequence[Optimizer], args: Sequence[object], kwargs: Mapping[str, Any]
     ) -> None:
         """Checks a call of `step` with some optimizers, before anything changes."""
         for each in optimizers:
@@ -396,10 +389,7 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _unscale_several(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        args: Sequence[object],
-        kwargs: Mapping[str, Any],
+        self, optimizers: Sequence[Optimizer], args: Sequence[object], kwargs: Mapping[str, Any]
     ) -> None:
         """Unscales or checks the gradients of optimizers that are all applied or all skipped."""
         if not self._enabled:
@@ -438,21 +428,14 @@ class GradScaler(torch.amp.GradScaler):
             entry.update(found_inf_per_device={device: joined}, is_joined=True)
 
     def _maybe_opt_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        optimizer_state: dict[str, Any],
-        *args: Any,
-        **kwargs: Any,
+        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         # PyTorch's method would wait once more.
         is_skipped = self._is_skipped(optimizer, optimizer_state)
         return None if is_skipped else optimizer.step(*args, **kwargs)
 
     def _is_skipped(
-        self,
-        optimizer: torch.optim.Optimizer,
-        entry: dict[str, Any],
-        divisor: torch.Tensor | None = None,
+        self, optimizer: Optimizer, entry: dict[str, Any], divisor: Tensor | None = None
     ) -> bool:
         """Waits for the decision on a step, counts it, and notifies the monitor and the hooks."""
         found = gradients.any_overflow(entry["found_inf_per_device"].values())
@@ -473,7 +456,7 @@ class GradScaler(torch.amp.GradScaler):
             hook(optimizer)
         return skipped
 
-    def _count(self, optimizer: torch.optim.Optimizer, flag: Flag) -> None:
+    def _count(self, optimizer: Optimizer, flag: Flag) -> None:
         self._skipped_so_far = self._skips.add(flag, self._skipped_so_far)
         known = self._known_of(optimizer)
         known.count.add(flag)
@@ -482,7 +465,7 @@ class GradScaler(torch.amp.GradScaler):
         buffers.note_step(self, flag, known.info.ids if is_only else ())
 
     @uncompiled
-    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+    def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale, once after the steps of all optimizers: down if any overflowed.
 
         Args:
@@ -595,9 +578,7 @@ class GradScaler(torch.amp.GradScaler):
         """The number of skipped steps; several before one `update` count as one."""
         return self._skips.skipped
 
-    def register_step_skipped_hook(
-        self, hook: Callable[[torch.optim.Optimizer], object]
-    ) -> RemovableHandle:
+    def register_step_skipped_hook(self, hook: Callable[[Optimizer], object]) -> RemovableHandle:
         """Registers a function that is called with each optimizer whose step is skipped.
 
         Each step then waits for the device.
@@ -641,11 +622,11 @@ class GradScaler(torch.amp.GradScaler):
             self._scale = scalar(self._init_scale, dev)
             self._growth_tracker = scalar(self._init_growth_tracker, dev, torch.int32)
 
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._scale is None and self._process_group is not None:
             # Another process may have scaled a loss.
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
-        found: tuple[torch.Tensor, torch.Tensor] = super()._check_scale_growth_tracker(funcname)
+        found: tuple[Tensor, Tensor] = super()._check_scale_growth_tracker(funcname)
         return found
 
     def _adopt(self, number: float, good_steps: int) -> Any:
@@ -718,10 +699,10 @@ class GradScaler(torch.amp.GradScaler):
         return made
 
 
-def _results_in(entries: Iterable[dict[str, Any]]) -> dict[int, torch.Tensor]:
+def _results_in(entries: Iterable[dict[str, Any]]) -> dict[int, Tensor]:
     """What optimizers have found, by the ids of the tensors: several may have one together."""
     return {id(t): t for entry in entries for t in entry["found_inf_per_device"].values()}
 
 
-def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+def _skips_by_itself(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

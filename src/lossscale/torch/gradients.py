@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from lossscale.errors import GradientsError
 from lossscale.rules import GradientStats, StatsRequest
@@ -19,8 +21,8 @@ from lossscale.torch.ranks import ParameterInfo, largest_and_added, local
 from lossscale.torch.scaling import CPU, real_parts, scalar, unscaled, widened
 
 _DTYPE, _GRAD = operator.attrgetter("dtype"), operator.attrgetter("grad")
-_START = torch.Tensor.data_ptr
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_START = Tensor.data_ptr
+_PLAIN_TYPES = frozenset({Tensor, Parameter})
 _IN_PLACE = frozenset({torch.float32, torch.float64, torch.bfloat16})
 
 IN_FLOAT32 = (
@@ -31,9 +33,9 @@ IN_FLOAT32 = (
 """What to do about float16 parameters, for messages."""
 
 
-Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
+Pairs: TypeAlias = list[tuple[Tensor, Tensor]]
 """Gradients, each with the dense tensor of real numbers that it is stored in."""
-Factor: TypeAlias = Callable[[torch.device], torch.Tensor]
+Factor: TypeAlias = Callable[[torch.device], Tensor]
 """Returns a float32 scalar tensor on a device."""
 
 
@@ -47,9 +49,9 @@ class Gradients(NamedTuple):
         owners: The gradient of each of these tensors.
     """
 
-    grads: list[torch.Tensor]
-    dense_groups: list[list[torch.Tensor]]
-    owners: list[list[torch.Tensor]]
+    grads: list[Tensor]
+    dense_groups: list[list[Tensor]]
+    owners: list[list[Tensor]]
 
     @property
     def device(self) -> torch.device:
@@ -59,7 +61,7 @@ class Gradients(NamedTuple):
 
 def collect(
     info: ranks.ParameterInfo,
-    grads: list[torch.Tensor] | None = None,
+    grads: list[Tensor] | None = None,
     *,
     allow_float16: bool = False,
     sums: bool = True,
@@ -111,7 +113,7 @@ def lie_as_before(info: ranks.ParameterInfo) -> bool:
         return False
 
 
-def share_memory(tensors: Sequence[torch.Tensor], info: ParameterInfo) -> bool:
+def share_memory(tensors: Sequence[Tensor], info: ParameterInfo) -> bool:
     """Whether two tensors share memory, or one shares it with itself, as an expanded one does.
 
     Autograd gives the same gradient, or views of it, to each term of a sum. Each must be divided
@@ -140,7 +142,7 @@ def share_memory(tensors: Sequence[torch.Tensor], info: ParameterInfo) -> bool:
     return shared
 
 
-def of_tensors(tensors: Iterable[torch.Tensor]) -> Gradients:
+def of_tensors(tensors: Iterable[Tensor]) -> Gradients:
     """Dense tensors of real numbers, which may be changed in place."""
     return _grouped([(tensor, tensor) for tensor in tensors])
 
@@ -157,9 +159,7 @@ def _grouped(pairs: Pairs) -> Gradients:
     )
 
 
-def _dense(
-    parameter: torch.Tensor, allow_float16: bool, sums: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _dense(parameter: Tensor, allow_float16: bool, sums: bool) -> tuple[Tensor, Tensor]:
     """The gradient of a parameter, and the dense tensor of real numbers that it is stored in."""
     gradient = parameter.grad
     assert gradient is not None
@@ -179,7 +179,7 @@ def _dense(
     return gradient, torch.view_as_real(values) if values.is_complex() else values
 
 
-def _check_can_be_widened(parameter: torch.Tensor) -> None:
+def _check_can_be_widened(parameter: Tensor) -> None:
     gradient = parameter.grad
     assert gradient is not None
     dtype = gradient.dtype
@@ -203,7 +203,7 @@ def _check_can_be_widened(parameter: torch.Tensor) -> None:
 
 def grad_norm(
     gradients: Gradients, info: ranks.ParameterInfo, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+) -> Tensor:
     """The 2-norm of all gradients together: a float32 or float64 scalar tensor.
 
     Args:
@@ -218,9 +218,7 @@ def grad_norm(
     norms = [norm for group in groups for norm in torch._foreach_norm(group, 2.0, dtype)]
     device = gradients.device
     if not info.groups:
-        norm: torch.Tensor = torch.linalg.vector_norm(
-            torch.stack([norm.to(device) for norm in norms])
-        )
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
     else:
         squares = scalar(0.0, device, torch.float64)
         owners = [gradient for group in gradients.owners for gradient in group]
@@ -230,7 +228,7 @@ def grad_norm(
     return norm
 
 
-def coefficient(norm: torch.Tensor, clip_norm: float) -> torch.Tensor:
+def coefficient(norm: Tensor, clip_norm: float) -> Tensor:
     """The factor that clips gradients of a norm, as in `torch.nn.utils.clip_grad_norm_`."""
     return torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
 
@@ -241,9 +239,7 @@ _OF_THE_KERNEL = frozenset({torch.float32, torch.float64, torch.float16})
 """The dtypes that the kernel supports on every accelerator."""
 
 
-def _in_two_passes(
-    tensors: Sequence[torch.Tensor], found: torch.Tensor, factor: torch.Tensor
-) -> None:
+def _in_two_passes(tensors: Sequence[Tensor], found: Tensor, factor: Tensor) -> None:
     for tensor in tensors:
         found.copy_(torch.maximum(found, (~torch.isfinite(tensor).all()).to(found.dtype)))
         tensor.mul_(factor)
@@ -261,8 +257,8 @@ def unscale_and_check_(
     *,
     divide: bool = False,
     recheck: bool = False,
-    found: torch.Tensor | None = None,
-) -> dict[torch.device, torch.Tensor]:
+    found: Tensor | None = None,
+) -> dict[torch.device, Tensor]:
     """Checks each number of gradients, and unscales them in place.
 
     Args:
@@ -277,7 +273,7 @@ def unscale_and_check_(
         By device, whether any number was infinite or NaN: float32 scalar tensor, 1 or 0. Empty if
         there was none to check.
     """
-    by_device: dict[torch.device, torch.Tensor] = {}
+    by_device: dict[torch.device, Tensor] = {}
     for group in gradients.dense_groups:
         device = group[0].device
         if device not in by_device:
@@ -293,7 +289,7 @@ def unscale_and_check_(
     return by_device
 
 
-def check(gradients: Gradients) -> dict[torch.device, torch.Tensor]:
+def check(gradients: Gradients) -> dict[torch.device, Tensor]:
     """Checks gradients as `unscale_and_check_` does, and changes none."""
     return unscale_and_check_(gradients, lambda device: scalar(1.0, device))
 
@@ -305,9 +301,7 @@ def unscale_(gradients: Gradients, factor: Factor, *, divide: bool = False) -> N
         _change(multiply, group, factor(group[0].device))
 
 
-def _check_and_multiply_(
-    group: list[torch.Tensor], found: torch.Tensor, factor: torch.Tensor
-) -> None:
+def _check_and_multiply_(group: list[Tensor], found: Tensor, factor: Tensor) -> None:
     if found.device.type == "cpu" or group[0].dtype in _OF_THE_KERNEL:
         _change(_kernel, group, found, factor)
         return
@@ -315,14 +309,12 @@ def _check_and_multiply_(
     _change(torch._foreach_mul_, group, factor)
 
 
-def _change(
-    kernel: Callable[..., object], group: list[torch.Tensor], *arguments: torch.Tensor
-) -> None:
+def _change(kernel: Callable[..., object], group: list[Tensor], *arguments: Tensor) -> None:
     try:
         kernel(group, *arguments)
     except RuntimeError:
         # Kernels refuse a lazy negative, before they change anything. To look for one takes time.
-        if not any(map(torch.Tensor.is_neg, group)):
+        if not any(map(Tensor.is_neg, group)):
             raise
         values = [tensor.resolve_neg() for tensor in group]
         kernel(values, *arguments)
@@ -330,7 +322,7 @@ def _change(
             tensor.copy_(value)
 
 
-def check_quotients(gradients: Gradients, divisor: Factor) -> dict[torch.device, torch.Tensor]:
+def check_quotients(gradients: Gradients, divisor: Factor) -> dict[torch.device, Tensor]:
     """Checks quotients of gradients that a kernel will divide; changes none, waits for no device.
 
     Args:
@@ -341,22 +333,20 @@ def check_quotients(gradients: Gradients, divisor: Factor) -> dict[torch.device,
     Returns:
         As `unscale_and_check_`.
     """
-    by_device: dict[torch.device, torch.Tensor] = {}
+    by_device: dict[torch.device, Tensor] = {}
     for group in gradients.dense_groups:
         device = group[0].device
         _check_largest(group, by_device.setdefault(device, scalar(0.0, device)), divisor(device))
     return by_device
 
 
-def _check_largest(
-    group: list[torch.Tensor], found: torch.Tensor, divisor: torch.Tensor | float
-) -> None:
+def _check_largest(group: list[Tensor], found: Tensor, divisor: Tensor | float) -> None:
     # The largest magnitude of finite numbers is finite in any dtype.
     largest = widened(torch.stack(torch._foreach_norm(group, float("inf")))) / divisor
     torch.maximum(found, largest.isfinite().all().logical_not().to(found), out=found)
 
 
-def any_overflow(overflows: Iterable[torch.Tensor], device: torch.device = CPU) -> torch.Tensor:
+def any_overflow(overflows: Iterable[Tensor], device: torch.device = CPU) -> Tensor:
     """Joins the results of several devices: a float32 scalar tensor on the first.
 
     Args:
@@ -370,10 +360,10 @@ def any_overflow(overflows: Iterable[torch.Tensor], device: torch.device = CPU) 
 
 
 def all_finite(
-    gradients: Sequence[torch.Tensor | None],
-    scale: torch.Tensor | float | None = None,
+    gradients: Sequence[Tensor | None],
+    scale: Tensor | float | None = None,
     powers_of_two: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     """Whether every element of every gradient is finite once it is unscaled; changes none.
 
     Args:
@@ -406,12 +396,8 @@ def all_finite(
 
 
 def measure(
-    needs: StatsRequest,
-    gradients: Sequence[torch.Tensor | None],
-    scale: torch.Tensor,
-    *,
-    are_scaled: bool,
-) -> torch.Tensor:
+    needs: StatsRequest, gradients: Sequence[Tensor | None], scale: Tensor, *, are_scaled: bool
+) -> Tensor:
     """Measures gradients; statistics that a rule does not need stay 0.
 
     Args:
@@ -438,7 +424,7 @@ def measure(
 
 def measure_everywhere(
     needs: StatsRequest, info: ParameterInfo, scale_on: Factor, *, are_scaled: bool
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Measures the gradients of parameters on all processes that must agree.
 
     Args:
@@ -457,7 +443,7 @@ def measure_everywhere(
     parts = list(map(local, gradients))
     if not info.groups:
         return measure(needs, parts, scale, are_scaled=are_scaled)
-    by_copies: dict[int, list[torch.Tensor]] = {}
+    by_copies: dict[int, list[Tensor]] = {}
     for gradient, part in zip(gradients, parts, strict=True):
         by_copies.setdefault(info.copies(gradient), []).append(part)
     numbers = scalar(0.0, scale.device, torch.float64).repeat(2 + len(needs.counts_from))
@@ -471,14 +457,14 @@ def measure_everywhere(
     return numbers.to(torch.float32)
 
 
-def together(several: Sequence[torch.Tensor]) -> torch.Tensor:
+def together(several: Sequence[Tensor]) -> Tensor:
     """Joins the measurements of several optimizers, on the host."""
     stacked = torch.stack([measured.cpu() for measured in several])
     return torch.cat([stacked[:, :1].amax(0), stacked[:, 1:].sum(0)])
 
 
 def as_stats(
-    needs: StatsRequest, measured: torch.Tensor | None, finite: bool | torch.Tensor | None
+    needs: StatsRequest, measured: Tensor | None, finite: bool | Tensor | None
 ) -> GradientStats:
     """Returns the statistics that a rule receives.
 
@@ -499,9 +485,9 @@ def as_stats(
 
 def compute(
     needs: StatsRequest,
-    finite: bool | torch.Tensor | None,
-    gradients: Sequence[torch.Tensor | None],
-    scale: torch.Tensor,
+    finite: bool | Tensor | None,
+    gradients: Sequence[Tensor | None],
+    scale: Tensor,
     *,
     are_scaled: bool,
 ) -> GradientStats:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.nn import Module
 from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.common.monkeypatch import replace
@@ -26,7 +27,7 @@ from lossscale.monitoring.origins import UnrepeatableError
 from lossscale.torch.watch import Watch, named_tensors
 
 _NAMES: dict[type, tuple[str, ...]] = {
-    torch.nn.Module: ("__dict__",),
+    Module: ("__dict__",),
     types.FunctionType: ("__dict__", "__defaults__"),
     types.CellType: ("cell_contents",),
 }
@@ -43,9 +44,7 @@ _WAIT = 10
 
 
 @contextlib.contextmanager
-def isolated(
-    model: torch.nn.Module, given: dict[str, Any]
-) -> Iterator[tuple[Watch, dict[int, Any]]]:
+def isolated(model: Module, given: dict[str, Any]) -> Iterator[tuple[Watch, dict[int, Any]]]:
     """Within it, the model has copies of all that a forward pass may write to.
 
     In place of the parameters it has aliases, without hooks and `.grad`. Tensors in attributes and
@@ -123,7 +122,7 @@ def _taking_nothing() -> Iterator[None]:
         yield
 
 
-def _places(model: torch.nn.Module) -> Iterator[tuple[object, str, object]]:
+def _places(model: Module) -> Iterator[tuple[object, str, object]]:
     """The attributes of the modules, and of the functions in them, with their values."""
     left: list[object] = list(model.modules())
     seen: set[int] = set()
@@ -154,7 +153,7 @@ def copied(value: Any, known: dict[int, Any], what: str) -> Any:
 
 
 @contextlib.contextmanager
-def eager_passes(model: torch.nn.Module) -> Iterator[None]:
+def eager_passes(model: Module) -> Iterator[None]:
     """Within it, a model runs uncompiled, and its passes can be differentiated.
 
     Compiled modules call no hooks. The caller restores the attributes of the modules.

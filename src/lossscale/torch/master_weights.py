@@ -20,8 +20,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lossscale.common.checks import check_not_wrapped, remember_wrapper
@@ -37,7 +40,7 @@ from lossscale.packages import warn
 from lossscale.torch import fused, ranks
 from lossscale.torch.optimizer_list import OuterOptimizer
 
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+Pairs = list[tuple[Tensor, Tensor]]
 """Parameters, each with its master."""
 
 _KEY, _REFUSES = "master_weight", "masters"
@@ -94,16 +97,16 @@ class MasterWeights(OuterOptimizer):
     # Where users find it, and so what pickles name.
     __module__ = "lossscale.torch"
 
-    inner_optimizer: torch.optim.Optimizer
-    _masters: dict[torch.Tensor, torch.Tensor]
+    inner_optimizer: Optimizer
+    _masters: dict[Tensor, Tensor]
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         if isinstance(optimizer, (FrontDoor, MasterWeights)):
             raise AlreadyWrappedError(
                 f"Received: {type(optimizer).__name__}. The order is "
                 "LossScaleOptimizer(MasterWeights(optimizer))."
             )
-        if not isinstance(optimizer, torch.optim.Optimizer):
+        if not isinstance(optimizer, Optimizer):
             raise ArgumentTypeError(
                 "MasterWeights takes a torch.optim.Optimizer, an instance. Received: "
                 f"{type(optimizer).__name__}. Several optimizers get one each: "
@@ -152,7 +155,7 @@ class MasterWeights(OuterOptimizer):
         return self.inner_optimizer.defaults
 
     @property
-    def state(self) -> defaultdict[torch.Tensor, Any]:
+    def state(self) -> defaultdict[Tensor, Any]:
         """The state of the optimizer by parameter, with `master_weight` after the first step."""
         pairs, state = self._pairs, self.inner_optimizer.state
         if not (state or self._narrow_until_first or any(p.grad is not None for p, _ in pairs)):
@@ -166,11 +169,11 @@ class MasterWeights(OuterOptimizer):
         return state
 
     @state.setter
-    def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
         self.inner_optimizer.state = state
 
     @property
-    def masters(self) -> Mapping[torch.Tensor, torch.Tensor]:
+    def masters(self) -> Mapping[Tensor, Tensor]:
         """The float32 copies by parameter, for the float16 and bfloat16 parameters.
 
         Write into them to start from weights that were not rounded to float16, or from others: the
@@ -340,7 +343,7 @@ class MasterWeights(OuterOptimizer):
         """Refuses a direct step of the optimizer, which would update float16 parameters."""
         mine = weakref.ref(self)
 
-        def refuse(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        def refuse(optimizer: Optimizer, args: object, kwargs: object) -> None:
             owner = mine()
             if owner is not None and owner._pairs:
                 raise CallOrderError(
@@ -474,7 +477,7 @@ class MasterWeights(OuterOptimizer):
                 "which are rounded to float16."
             )
 
-    def _keyed(self, state_dict: dict[str, Any]) -> Iterable[tuple[object, torch.Tensor]]:
+    def _keyed(self, state_dict: dict[str, Any]) -> Iterable[tuple[object, Tensor]]:
         """The parameters, with their keys in the state of a state dictionary."""
         keys = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         return zip(keys, ranks.parameters_of(self.inner_optimizer), strict=False)
@@ -483,16 +486,16 @@ class MasterWeights(OuterOptimizer):
 # --- Parameters and masters ---------------------------------------------------------------------
 
 
-def _is_narrow(value: object) -> TypeGuard[torch.Tensor]:
+def _is_narrow(value: object) -> TypeGuard[Tensor]:
     """Whether it is a tensor that gets a master, or of such a dtype."""
-    return isinstance(value, torch.Tensor) and value.dtype in _NARROW and not is_lazy(value)
+    return isinstance(value, Tensor) and value.dtype in _NARROW and not is_lazy(value)
 
 
 def _reversed(pairs: Pairs) -> Pairs:
     return [(second, first) for first, second in pairs]
 
 
-def _with_held(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+def _with_held(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizer, and those that it holds, as Lookahead does."""
     found = [optimizer]
     for each in found:
@@ -501,7 +504,7 @@ def _with_held(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return found
 
 
-def _receive_float32(parameter: torch.Tensor) -> None:
+def _receive_float32(parameter: Tensor) -> None:
     """Makes the gradients of a parameter accumulate in float32, and one that is there float32."""
     gradient = parameter.grad
     if parameter.grad_dtype != torch.float32:
@@ -512,7 +515,7 @@ def _receive_float32(parameter: torch.Tensor) -> None:
     parameter.grad = None if gradient is None else gradient.to(torch.float32)
 
 
-def _widen_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+def _widen_state(optimizer: Optimizer, parameter: Tensor) -> None:
     """Makes the state of a parameter float32, which Adagrad makes before the first step."""
     state = optimizer.state.get(parameter, {})
     state.update({key: value.float() for key, value in state.items() if _is_narrow(value)})
@@ -530,21 +533,21 @@ def _by_kind(pairs: Pairs) -> Iterable[Pairs]:
     return groups.values()
 
 
-def _master_of(parameter: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
+def _master_of(parameter: Tensor, master: Tensor | None) -> Tensor:
     """The master of a parameter that may have been moved or replaced."""
     # Optimizers that share a parameter share its master.
     others = (each._masters.get(parameter) for each in _sharing)
     master = next((each for each in others if each is not None), None) if master is None else master
     if master is None or master.shape != parameter.shape or master.is_meta:
         master = parameter.detach().float()
-    if master.device == parameter.device and isinstance(master, torch.nn.Parameter):
+    if master.device == parameter.device and isinstance(master, Parameter):
         return master
     # Some optimizers ask for the class.
-    return torch.nn.Parameter(master.to(parameter.device), requires_grad=False)
+    return Parameter(master.to(parameter.device), requires_grad=False)
 
 
 @torch.no_grad()
-def _widen(parameter: torch.Tensor, master: torch.Tensor, dtype: torch.dtype) -> None:
+def _widen(parameter: Tensor, master: Tensor, dtype: torch.dtype) -> None:
     """Writes a master into its parameter, which `model.float()` has widened from a dtype."""
     master = master.to(parameter.device)
     rounded = master.to(dtype).to(parameter.dtype)
@@ -570,7 +573,7 @@ def _together(pairs: Pairs) -> Iterator[Pairs]:
     yield part
 
 
-def _merged(pairs: Pairs, waits: bool = False) -> Iterator[tuple[Pairs, list[torch.Tensor]]]:
+def _merged(pairs: Pairs, waits: bool = False) -> Iterator[tuple[Pairs, list[Tensor]]]:
     """Parts of pairs, and their masters with what was written into the parameters.
 
     An element of a master is replaced if the parameter is not its rounding, by their bits.
@@ -590,7 +593,7 @@ def _merged(pairs: Pairs, waits: bool = False) -> Iterator[tuple[Pairs, list[tor
         yield part, list(_unflatten_dense_tensors(wide, masters))
 
 
-def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+def _is_same(first: Tensor, second: Tensor) -> bool:
     """Whether tensors have the same bits; compared eight bytes at a time, which is faster."""
     flat = [each.reshape(-1).view(torch.int16) for each in (first, second)]
     whole = flat[0].numel() // 4 * 4 if all(t.storage_offset() % 4 == 0 for t in flat) else 0
@@ -602,13 +605,11 @@ def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
 # --- What cannot have masters -------------------------------------------------------------------
 
 
-def _check_can_have_masters(
-    optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]
-) -> None:
+def _check_can_have_masters(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
     narrow = list(filter(_is_narrow, parameters))
     if not narrow:
         return
-    if not hasattr(torch.Tensor, "grad_dtype"):
+    if not hasattr(Tensor, "grad_dtype"):
         raise UnsupportedError(
             "MasterWeights needs PyTorch 2.10 or later, where gradients of float16 parameters can "
             f"be float32. Received: PyTorch {torch.__version__}. Keep the parameters in float32 "

@@ -9,6 +9,9 @@ from typing import Any, Literal, TypeAlias
 
 import numpy
 import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from lossscale.checks import checked_count
 from lossscale.common import overflow_tracker
@@ -88,8 +91,8 @@ class Monitor(LoopMonitor):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer | torch.amp.GradScaler,
-        model: torch.nn.Module | None = None,
+        optimizer: Optimizer | torch.amp.GradScaler,
+        model: Module | None = None,
         path: str | os.PathLike[str] | None = None,
         *,
         every: int = 1,
@@ -117,7 +120,7 @@ class Monitor(LoopMonitor):
         self._scale = float(
             watched.get_scale() if isinstance(watched, GradScaler) else watched.loss_scale
         )
-        self._model = model if isinstance(model, torch.nn.Module) else None
+        self._model = model if isinstance(model, Module) else None
         if self._model is not None:
             warn_of_float16_statistics(self._model)
         self._finite = {name for name, _ in self._buffers(True)}
@@ -133,18 +136,13 @@ class Monitor(LoopMonitor):
             self._explainer = _Explainer(calls, settings.explain, watched.rule)
         watched.__dict__["_watcher"] = self
 
-    def scaled(self, loss: torch.Tensor) -> None:
+    def scaled(self, loss: Tensor) -> None:
         """Called by the optimizer with each loss before it scales it."""
         if self._explainer is not None:
             self._explainer.scaled(loss)
 
     def decided(
-        self,
-        groups: Groups,
-        *,
-        scale: torch.Tensor | float,
-        applied: bool,
-        divisor: torch.Tensor | None = None,
+        self, groups: Groups, *, scale: Tensor | float, applied: bool, divisor: Tensor | None = None
     ) -> None:
         """Tracks a decision of the optimizer, which calls this before it applies the gradients.
 
@@ -163,7 +161,7 @@ class Monitor(LoopMonitor):
         skipped = () if applied else groups
         parameters = [p for group in skipped for p in group["params"] if p.grad is not None]
 
-        def unscale(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        def unscale(gradients: Iterable[Tensor]) -> list[Tensor]:
             return [g if divisor is None else g / divisor.to(g.device) for g in gradients]
 
         with torch.no_grad():
@@ -177,7 +175,7 @@ class Monitor(LoopMonitor):
                 is_shared=True,
             )
 
-    def step(self, loss: torch.Tensor | float | None = None) -> None:
+    def step(self, loss: Tensor | float | None = None) -> None:
         """Counts a training step, and records it if it is sampled.
 
         A call without a step of the optimizer since the last call, as with accumulated gradients,
@@ -192,7 +190,7 @@ class Monitor(LoopMonitor):
             ArgumentError: If `loss` has several elements, or after `close`; nothing is read then.
         """
         self._check_open()
-        if isinstance(loss, torch.Tensor):
+        if isinstance(loss, Tensor):
             if loss.numel() != 1:
                 raise ArgumentError(
                     "`loss` must be a number or a tensor with one element. Received: a tensor of "
@@ -235,7 +233,7 @@ class Monitor(LoopMonitor):
             self._explainer.calls.close()
         super().close()
 
-    def _buffers(self, finite: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    def _buffers(self, finite: bool) -> Iterator[tuple[str, Tensor]]:
         """The buffers of the model that are finite, or those that are not."""
         for name, buffer in () if self._model is None else self._model.named_buffers():
             if not torch.nn.parameter.is_lazy(buffer) and is_finite(buffer) == finite:
@@ -282,7 +280,7 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
     def _create(self) -> None:
         self.last_step, self._scale = 0, 0.0
         # The number of the step, its scale, and the counts by parameter of each optimizer.
-        self._skip: tuple[int, torch.Tensor | float, list[list[torch.Tensor]]] = (0, 0.0, [])
+        self._skip: tuple[int, Tensor | float, list[list[Tensor]]] = (0, 0.0, [])
 
     def count_from(self, step: int) -> None:
         """Sets the number of steps so far, which would wait if it were read from the device."""
@@ -308,7 +306,7 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
         return float(self._scale), skip
 
 
-def _nonfinite(gradient: torch.Tensor) -> torch.Tensor:
+def _nonfinite(gradient: Tensor) -> Tensor:
     """Returns the numbers of infinite elements and of NaN, int64 of shape (2,)."""
     parts = real_parts(gradient)
     if not parts:
@@ -316,7 +314,7 @@ def _nonfinite(gradient: torch.Tensor) -> torch.Tensor:
     return torch.stack([test(parts[0]).sum() for test in (torch.isinf, torch.isnan)])
 
 
-def _on_host(counts: list[torch.Tensor]) -> numpy.ndarray[Any, Any]:
+def _on_host(counts: list[Tensor]) -> numpy.ndarray[Any, Any]:
     # Those of parameters without a gradient are there already.
     device = next((count.device for count in counts if not count.is_cpu), CPU)
     return numpy.asarray(torch.stack([count.to(device) for count in counts]).cpu())
@@ -331,7 +329,7 @@ class _Losses:
     """
 
     def __init__(self) -> None:
-        self.held: list[tuple[torch.Tensor | float, torch.Event | None]] = []
+        self.held: list[tuple[Tensor | float, torch.Event | None]] = []
         self.are_float16 = False
 
     # A pass that is repeated copies what a model reaches, such as its monitor; events cannot be.
@@ -339,7 +337,7 @@ class _Losses:
         return _Losses, ()
 
     @uncompiled
-    def add(self, loss: torch.Tensor | float) -> None:
+    def add(self, loss: Tensor | float) -> None:
         """Sends a loss to the host; waits for nothing, and raises nothing."""
         with contextlib.suppress(Exception):
             loss = torch.as_tensor(loss)
@@ -382,14 +380,12 @@ class _Explainer(Explainer):
         # Losses of earlier steps, which were not explained.
         self._unread: list[tuple[int, _Losses]] = []
 
-    def scaled(self, loss: torch.Tensor) -> None:
+    def scaled(self, loss: Tensor) -> None:
         """Called with each loss of a step."""
         if self.left:
             self._losses.add(loss)
 
-    def decided(
-        self, step: int, skipped: bool, groups: Groups, scale: torch.Tensor | float
-    ) -> None:
+    def decided(self, step: int, skipped: bool, groups: Groups, scale: Tensor | float) -> None:
         """Called with the decision on a step, before its gradients are applied."""
         before = self._pending if self._pending and self._pending[0] == step else None
         is_explained = before and explained(before[2]).cause is not Cause.UNKNOWN
@@ -402,7 +398,7 @@ class _Explainer(Explainer):
         facts = facts._replace(loss=loss, is_loss_float16=is_narrow, scale=float(scale))
         self._pending = step, skipped or bool(before and before[1]), facts
 
-    def ended(self, step: int, loss: torch.Tensor | float | None, decided: bool) -> None:
+    def ended(self, step: int, loss: Tensor | float | None, decided: bool) -> None:
         """Called after each step, or part of one, with the loss that the program passes."""
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -449,7 +445,7 @@ def _checked(optimizer: object) -> LossScaleOptimizer | GradScaler:
     return optimizer
 
 
-def _names(watched: LossScaleOptimizer | GradScaler, model: Any) -> dict[torch.Tensor, str]:
+def _names(watched: LossScaleOptimizer | GradScaler, model: Any) -> dict[Tensor, str]:
     """Returns the names of the parameters.
 
     Args:
@@ -460,13 +456,11 @@ def _names(watched: LossScaleOptimizer | GradScaler, model: Any) -> dict[torch.T
         ArgumentTypeError: If `model` is something else.
     """
     pairs: Any = () if model is None else model
-    if isinstance(model, torch.nn.Module):
+    if isinstance(model, Module):
         pairs = model.named_parameters()
     try:
         names = {parameter: name for name, parameter in pairs}
-        are_named = all(
-            isinstance(p, torch.Tensor) and isinstance(n, str) for p, n in names.items()
-        )
+        are_named = all(isinstance(p, Tensor) and isinstance(n, str) for p, n in names.items())
     except (TypeError, ValueError):
         are_named = False
     if not are_named:

@@ -9,18 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast, overload
 
 import torch
+from torch import Tensor
 from torch.distributed.algorithms import join
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lossscale.arguments import rule_from_arguments
 from lossscale.checks import checks_keywords
 from lossscale.common.checks import living_wrapper, remember_wrapper, warned_at_floor
-from lossscale.errors import (
-    ArgumentTypeError,
-    CallOrderError,
-    GradientsError,
-    UnsupportedError,
-)
+from lossscale.errors import ArgumentTypeError, CallOrderError, GradientsError, UnsupportedError
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule, StatsRequest
@@ -65,7 +62,7 @@ Number = TypeVar("Number")
 
 
 @FrontDoor.register
-class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
+class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
     """Wraps a PyTorch optimizer to train in float16 with a loss scale.
 
     The wrapper is a `torch.optim.Optimizer` with the parameter groups, the state and the hooks of
@@ -125,7 +122,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     @checks_keywords("LossScaleOptimizer")
     def __init__(
         self,
-        inner_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        inner_optimizer: Optimizer | Sequence[Optimizer],
         dynamic: bool = True,
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
@@ -144,7 +141,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             for each in inner_optimizer:
                 check_inner(each, is_one_of_several=True)
             inner_optimizer = OptimizerList(list(inner_optimizer))
-        inner = cast(torch.optim.Optimizer, inner_optimizer)
+        inner = cast(Optimizer, inner_optimizer)
         check_inner(inner)
         check_processes(inner, process_group)
         clip_norm = checked_clip_norm(clip_norm)
@@ -166,7 +163,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         engine.watch_steps()
 
     @property
-    def inner_optimizer(self) -> torch.optim.Optimizer:
+    def inner_optimizer(self) -> Optimizer:
         """The inner optimizer, which cannot be replaced by another one."""
         return self._inner
 
@@ -174,7 +171,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         # For a single optimizer, Python raises that it has no length.
         return len(cast(OptimizerList, self._inner))
 
-    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+    def __iter__(self) -> Iterator[Optimizer]:
         return iter(cast(OptimizerList, self._inner))
 
     def __bool__(self) -> bool:
@@ -186,12 +183,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     @uncompiled
     def backward(
         self,
-        loss: torch.Tensor,
-        gradient: torch.Tensor | None = None,
+        loss: Tensor,
+        gradient: Tensor | None = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
-        inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
-    ) -> torch.Tensor:
+        inputs: Tensor | Sequence[Tensor] | None = None,
+    ) -> Tensor:
         """Computes unscaled gradients of a loss; call it in place of `loss.backward()`.
 
         The loss is multiplied by the loss scale, and the gradients in `.grad` are divided by it,
@@ -244,7 +241,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
                 each.settle(whole=True)
         return scalar(True, CPU, torch.bool) if record.found is None else record.found == 0
 
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         """Multiplies the loss by the loss scale, before `.backward()` of the result.
 
         `step` divides the gradients by it. `backward` does both, and is the usual way. Scale each
@@ -263,7 +260,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             >>> optimizer.scale_loss(weight.sum())
             tensor(16., grad_fn=<MulBackward0>)
         """
-        scaled: torch.Tensor = self._scaled(loss)
+        scaled: Tensor = self._scaled(loss)
         return scaled
 
     def _scaled(self, loss: Any, seen: bool = True) -> Any:
@@ -274,9 +271,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             seen: Whether gradients come by a `backward` that can be seen when it starts.
         """
         record, scale = self._record, self._engine.scale
-        if callable(loss) and not isinstance(loss, torch.Tensor):
+        if callable(loss) and not isinstance(loss, Tensor):
             return lambda: self._scaled(loss(), seen)
-        if not isinstance(loss, torch.Tensor):
+        if not isinstance(loss, Tensor):
             try:
                 loss = scalar(float(loss), CPU)
             except (TypeError, ValueError):
@@ -503,7 +500,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         self._skipped_hooks[handle.id] = hook
         return handle
 
-    def unscale_(self) -> bool | torch.Tensor:
+    def unscale_(self) -> bool | Tensor:
         """Divides the gradients in `.grad` by the loss scale, before `step`.
 
         For code that reads or changes gradients of `scale_loss(loss).backward()` before `step`:
@@ -572,12 +569,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     # --- Properties ---------------------------------------------------------------------------
 
     @property
-    def loss_scale(self) -> torch.Tensor:
+    def loss_scale(self) -> Tensor:
         """The current loss scale, a 0-d float32 tensor."""
         return self._engine.scale.tensor
 
     @property
-    def dynamic_counter(self) -> int | torch.Tensor | None:
+    def dynamic_counter(self) -> int | Tensor | None:
         """The finite steps since the scale last changed; None if the scale is fixed.
 
         An int; with `decide="device"` a 0-d tensor, like the counts below.
@@ -587,22 +584,22 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         )
 
     @property
-    def steps_skipped(self) -> int | torch.Tensor:
+    def steps_skipped(self) -> int | Tensor:
         """The number of steps that were skipped so far."""
         return _copied(self._engine.scale.counts.steps_skipped)
 
     @property
-    def last_step_skipped(self) -> bool | torch.Tensor:
+    def last_step_skipped(self) -> bool | Tensor:
         """Whether the last step was skipped."""
         return _copied(self._engine.scale.counts.last_step_skipped)
 
     @property
-    def iterations(self) -> int | torch.Tensor:
+    def iterations(self) -> int | Tensor:
         """The number of steps, skipped ones included. It can be set."""
         return _copied(self._engine.scale.counts.iterations)
 
     @iterations.setter
-    def iterations(self, value: int | torch.Tensor) -> None:
+    def iterations(self, value: int | Tensor) -> None:
         scale = self._engine.scale
         state_dicts.restore(scale, {**scale.numbers(), "iterations": int(value)})
 
@@ -810,24 +807,24 @@ _SET_BY_LIGHTNING = frozenset({"_joined", "_strategy", "_on_before_step", "_on_a
 
 def _copied(value: Number) -> Number:
     """A number, or a copy of a tensor."""
-    return cast(Number, value.clone()) if isinstance(value, torch.Tensor) else value
+    return cast(Number, value.clone()) if isinstance(value, Tensor) else value
 
 
-def _new_scale(rule: ScaleRule, inner: torch.optim.Optimizer, decide: str) -> LossScale:
+def _new_scale(rule: ScaleRule, inner: Optimizer, decide: str) -> LossScale:
     devices = dict.fromkeys(p.device for p in ranks.parameters_of(inner))
     return (DeviceLossScale if decide == "device" else LossScale)(rule, devices)
 
 
 def _backpropagate(
-    loss: torch.Tensor,
+    loss: Tensor,
     by: Multiplier,
-    gradient: torch.Tensor | None,
+    gradient: Tensor | None,
     retain_graph: bool | None,
     create_graph: bool,
     inputs: Inputs,
 ) -> None:
     """Backpropagates a loss times a scale."""
-    plain = type(loss) is torch.Tensor and loss.dtype in WIDE and loss.requires_grad
+    plain = type(loss) is Tensor and loss.dtype in WIDE and loss.requires_grad
     if plain and (gradient is not None or loss.numel() == 1):
         # The scale multiplies the first gradient in place of the loss: the graph gets no node.
         scale = by.scale_on(loss.device).to(loss.dtype)

@@ -7,21 +7,22 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lossscale.common.checks import takes
 from lossscale.errors import ArgumentError, StateDictError, UnsupportedError
 from lossscale.torch.scaling import uncompiled
 
 
-class OuterOptimizer(torch.optim.Optimizer):
+class OuterOptimizer(Optimizer):
     """An optimizer that steps others; its own hooks run before and after them.
 
     Attributes:
         optimizers: The others.
     """
 
-    optimizers: list[torch.optim.Optimizer]
+    optimizers: list[Optimizer]
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None, **more: Any) -> Any:
@@ -57,7 +58,7 @@ class OptimizerList(OuterOptimizer):
         ArgumentError: If the list is empty, or two optimizers share a parameter.
     """
 
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+    def __init__(self, optimizers: list[Optimizer]) -> None:
         if not optimizers:
             raise ArgumentError("The list of optimizers to wrap is empty.")
         owner: dict[int, int] = {}
@@ -89,13 +90,13 @@ class OptimizerList(OuterOptimizer):
         return [group for each in self.optimizers for group in each.param_groups]
 
     @property
-    def state(self) -> Mapping[torch.Tensor, Any]:  # type: ignore[override]
+    def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
         """The states of all optimizers, by parameter; each can be changed, the mapping cannot."""
         return types.MappingProxyType(
             {key: state for each in self.optimizers for key, state in each.state.items()}
         )
 
-    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+    def __iter__(self) -> Iterator[Optimizer]:
         return iter(self.optimizers)
 
     def __len__(self) -> int:
@@ -191,20 +192,20 @@ def joined(state_dicts: Sequence[Any]) -> dict[str, Any]:
     return {**more, "state": state, "param_groups": groups}
 
 
-def with_parts(inner: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+def with_parts(inner: Optimizer) -> list[Optimizer]:
     """The optimizer itself, and those that it steps."""
     others = inner.optimizers if isinstance(inner, OuterOptimizer) else ()
     return [inner, *(part for other in others for part in with_parts(other))]
 
 
-def parts_of(inner: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+def parts_of(inner: Optimizer) -> list[Optimizer]:
     """The optimizers that update parameters: those that others step, or the one optimizer."""
     return [each for each in with_parts(inner) if not isinstance(each, OuterOptimizer)]
 
 
-def zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
+def zero_grad(optimizer: Optimizer, set_to_none: bool) -> None:
     """Calls `zero_grad` of an optimizer, which may take no arguments."""
-    own, plain = optimizer.zero_grad, torch.optim.Optimizer.zero_grad
+    own, plain = optimizer.zero_grad, Optimizer.zero_grad
     is_plain = type(optimizer).zero_grad is plain and "zero_grad" not in vars(optimizer)
     if is_plain or not set_to_none or takes(own, "set_to_none"):
         own(set_to_none=set_to_none)

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
+from torch.optim import Optimizer
 
 from lossscale.errors import ArgumentTypeError, UnsupportedError
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 HALF = (torch.float16, torch.complex32)
 """Formats in which gradients are not divided: small ones would flush to zero."""
-MaybeTensor = TypeVar("MaybeTensor", bound=torch.Tensor | None)
+MaybeTensor = TypeVar("MaybeTensor", bound=Tensor | None)
 Group: TypeAlias = "distributed.ProcessGroup"
 Groups: TypeAlias = "distributed.ProcessGroup | Sequence[distributed.ProcessGroup] | None"
 """What users pass as `process_group`."""
@@ -62,18 +63,18 @@ def is_spread(tensor: object) -> TypeGuard[DTensor]:
     return spread is not None and isinstance(tensor, spread)
 
 
-def _arrived(tensor: torch.Tensor) -> torch.Tensor:
+def _arrived(tensor: Tensor) -> Tensor:
     # An asynchronous collective returns a tensor that must be waited for.
-    wait: Callable[[], torch.Tensor] | None = getattr(tensor, "wait", None)
+    wait: Callable[[], Tensor] | None = getattr(tensor, "wait", None)
     return tensor if wait is None else wait()
 
 
-def is_part_of_sum(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+def is_part_of_sum(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether the processes hold summands of a tensor (`Partial`)."""
     return any(placement.is_partial() for placement in getattr(tensor, "placements", ()))
 
 
-def added_up(gradient: DTensor, parameter: torch.Tensor) -> DTensor:
+def added_up(gradient: DTensor, parameter: Tensor) -> DTensor:
     """Adds up a `Partial` gradient, and shards it as its parameter.
 
     Finite summands may have an infinite sum, so the sum must be checked. The optimizer would add
@@ -86,7 +87,7 @@ def added_up(gradient: DTensor, parameter: torch.Tensor) -> DTensor:
     return gradient.redistribute(placements=cast("DTensor", parameter).placements)
 
 
-def has_half_gradients(tensor: torch.Tensor) -> bool:
+def has_half_gradients(tensor: Tensor) -> bool:
     """Whether gradients of a tensor have a dtype in which they cannot be divided."""
     if tensor.dtype not in HALF:
         return False
@@ -115,7 +116,7 @@ class ParameterInfo:
     owners: tuple[int, list[Any]] | None = None
     places: list[int] | None = None
 
-    def __init__(self, parameters: Sequence[torch.Tensor], process_group: Groups = None) -> None:
+    def __init__(self, parameters: Sequence[Tensor], process_group: Groups = None) -> None:
         self.parameters = list(parameters)
         self.devices = list(dict.fromkeys(p.device for p in parameters))
         self.has_half = any(map(has_half_gradients, parameters))
@@ -127,7 +128,7 @@ class ParameterInfo:
         self._derived = _derived(parameters)
         self._copies: dict[tuple[object, object], int] = {}
 
-    def is_of(self, parameters: Sequence[torch.Tensor]) -> bool:
+    def is_of(self, parameters: Sequence[Tensor]) -> bool:
         """Whether these are the parameters, on the same devices."""
         mine = self.parameters
         return (
@@ -143,22 +144,22 @@ class ParameterInfo:
             return self
         return ParameterInfo([p for p in self.parameters if id(p) not in ids], [])
 
-    def gradients(self) -> list[torch.Tensor]:
+    def gradients(self) -> list[Tensor]:
         """The gradients that are not None."""
         with UNSEEN():
             return [gradient for p in self.parameters if (gradient := p.grad) is not None]
 
-    def first_gradient(self) -> torch.Tensor | None:
+    def first_gradient(self) -> Tensor | None:
         """The first gradient that is not None; None if there is none."""
         with UNSEEN():
             return next((g for p in self.parameters if (g := p.grad) is not None), None)
 
-    def last_gradient(self) -> torch.Tensor | None:
+    def last_gradient(self) -> Tensor | None:
         """The last gradient that is not None: what optimizers share tends to come first."""
         with UNSEEN():
             return next((g for p in reversed(self.parameters) if (g := p.grad) is not None), None)
 
-    def copies(self, gradient: torch.Tensor) -> int:
+    def copies(self, gradient: Tensor) -> int:
         """The number of times that a sum over `groups` counts each number of a gradient.
 
         Within a derived group, all processes hold the same of a tensor that is not sharded. Within
@@ -185,16 +186,16 @@ class ParameterInfo:
         return self._copies[layout]
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """The parameters of an optimizer's groups, in order. Do not change the list."""
     groups = optimizer.param_groups
     if len(groups) == 1:
-        parameters: list[torch.Tensor] = groups[0]["params"]
+        parameters: list[Tensor] = groups[0]["params"]
         return parameters
     return list(itertools.chain.from_iterable(g["params"] for g in groups))
 
 
-def groups_of(tensors: Iterable[torch.Tensor], process_group: Groups = None) -> tuple[Group, ...]:
+def groups_of(tensors: Iterable[Tensor], process_group: Groups = None) -> tuple[Group, ...]:
     """Returns the process groups that must agree on a step, in order.
 
     They are derived from parameters, not from gradients, so that a process without a gradient takes
@@ -238,7 +239,7 @@ def _is_in_any(group: Group, others: Sequence[Group]) -> bool:
     return any(members <= set(distributed.get_process_group_ranks(other)) for other in others)
 
 
-def _derived(tensors: Iterable[torch.Tensor]) -> tuple[Group, ...]:
+def _derived(tensors: Iterable[Tensor]) -> tuple[Group, ...]:
     """The groups of every mesh dimension that a tensor is sharded over."""
     spread = _dtensor()
     groups: list[Group] = []
@@ -257,11 +258,11 @@ def _derived(tensors: Iterable[torch.Tensor]) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def _is_of_fsdp1(tensor: torch.Tensor) -> bool:
+def _is_of_fsdp1(tensor: Tensor) -> bool:
     return getattr(tensor, "_fsdp_flattened", False) and has_others()
 
 
-def _groups_along(tensor: torch.Tensor, *, replicated: bool = False) -> list[Group]:
+def _groups_along(tensor: Tensor, *, replicated: bool = False) -> list[Group]:
     """The groups of the mesh dimensions along which a tensor is sharded, or replicated."""
     mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", ())
     # A process outside the mesh holds no part of the tensor.
@@ -304,8 +305,8 @@ def has_others() -> bool:
 
 
 def agreed(
-    overflow: torch.Tensor, has_gradients: bool, is_scaled: bool, groups: Sequence[Group]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    overflow: Tensor, has_gradients: bool, is_scaled: bool, groups: Sequence[Group]
+) -> tuple[Tensor, Tensor]:
     """Returns what the processes found together, by one message for each group.
 
     Args:
@@ -332,7 +333,7 @@ def agreed(
     return found[0], found[1]
 
 
-def added(numbers: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+def added(numbers: Tensor, groups: Sequence[Group]) -> Tensor:
     """Returns the sums of numbers over the processes, the same in all of them.
 
     Args:
@@ -346,7 +347,7 @@ def added(numbers: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
     return numbers
 
 
-def largest_and_added(numbers: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+def largest_and_added(numbers: Tensor, groups: Sequence[Group]) -> Tensor:
     """Returns the maximum of the first number over the processes, and the sums of the others.
 
     Args:
@@ -377,11 +378,11 @@ def of_last_joiner(
     sent = torch.tensor([is_last, *numbers.values()], dtype=torch.float64, device=device)
     of_all = [torch.empty_like(sent) for _ in range(group.size())]
     distributed.all_gather(of_all, sent, group=group)
-    found = next(rest for last, *rest in map(torch.Tensor.tolist, of_all) if last)
+    found = next(rest for last, *rest in map(Tensor.tolist, of_all) if last)
     return dict(zip(numbers, found, strict=True))
 
 
-def _device(found: torch.Tensor, group: Group) -> torch.device:
+def _device(found: Tensor, group: Group) -> torch.device:
     """The device that a group sends from: not the CPU if gradients are only offloaded there."""
     served = {device.type: device for device in group._device_types}
     return (

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_map
 
 from lossscale.checks import checked_parameters, checked_scale
@@ -26,12 +28,7 @@ from lossscale.torch.buffers import Hook, innermost
 from lossscale.torch.isolation import copied, isolated, random_states, set_random_states
 from lossscale.torch.ranks import is_spread
 from lossscale.torch.scaling import scaled
-from lossscale.torch.watch import (
-    Watch,
-    is_finite,
-    largest,
-    tensors_in,
-)
+from lossscale.torch.watch import Watch, is_finite, largest, tensors_in
 
 DEFAULT_BYTES = 2**28
 """The limit for what is held of a step."""
@@ -41,11 +38,11 @@ _VERSION = operator.attrgetter("_version")
 
 
 def explain(
-    model: torch.nn.Module,
+    model: Module,
     loss_fn: Callable[[Any, Any], Any],
     batch: Any,
     *,
-    parameters: Iterable[torch.nn.Parameter] | None = None,
+    parameters: Iterable[Parameter] | None = None,
     scale: float = 2.0**15,
 ) -> Explanation:
     """Explains why a step on a batch would be skipped: the first operation that is not finite.
@@ -99,7 +96,7 @@ def explain(
                 except Exception as error:
                     raised = watch.evaluation.watched_until(error)
                     return explained(explain_pass(lambda _: raised, scale))
-                if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                if not isinstance(loss, Tensor) or loss.numel() != 1:
                     raise ArgumentTypeError(
                         f"`loss_fn` must return a tensor with one element. Received: {loss!r}."
                     )
@@ -114,7 +111,7 @@ def explain(
     return explained(found)
 
 
-def needs_autocast(model: torch.nn.Module) -> bool:
+def needs_autocast(model: Module) -> bool:
     """Whether a model computes in float16 under autocast only; some of its parameters may be."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return dtypes != {torch.float16}
@@ -122,7 +119,7 @@ def needs_autocast(model: torch.nn.Module) -> bool:
 
 def check_model_and_loss(model: object, loss_fn: object) -> None:
     """Checks that they are a model and a function."""
-    if not isinstance(model, torch.nn.Module):
+    if not isinstance(model, Module):
         raise ArgumentTypeError(
             "The model must be a torch.nn.Module. "
             f"Received: {reprlib.repr(model)} of type {type(model).__name__}."
@@ -134,7 +131,7 @@ def check_model_and_loss(model: object, loss_fn: object) -> None:
         )
 
 
-Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+Pair: TypeAlias = tuple[Tensor, Tensor]
 """A tensor, with its gradient."""
 
 
@@ -146,7 +143,7 @@ class CallRecorder:
         limit: The most bytes of tensors that are held.
     """
 
-    def __init__(self, model: torch.nn.Module, limit: int) -> None:
+    def __init__(self, model: Module, limit: int) -> None:
         self._model, self._limit = innermost(model), limit
         self._parameters = list(self._model.parameters())
         # Whether the last call drew from Python's or NumPy's generator.
@@ -174,9 +171,7 @@ class CallRecorder:
         self._made = self._held = self._weights = 0
 
     # Neither may raise in a program that runs without it.
-    def _called(
-        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _called(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._now = None
         if torch.is_grad_enabled():
             self._made += 1
@@ -187,7 +182,7 @@ class CallRecorder:
                 elif self._has_room(_STATE_BYTES + sum(map(_size, call.given))):
                     self._now = call
 
-    def _returned(self, model: torch.nn.Module, args: object, output: object) -> None:
+    def _returned(self, model: Module, args: object, output: object) -> None:
         call, self._now = self._now, None
         if call is None:
             return
@@ -214,9 +209,7 @@ class CallRecorder:
     def _versions(self) -> int:
         return sum(map(_VERSION, self._parameters))
 
-    def explain(
-        self, scale: float, parameters: Iterable[torch.Tensor], is_broken: bool = False
-    ) -> Facts:
+    def explain(self, scale: float, parameters: Iterable[Tensor], is_broken: bool = False) -> Facts:
         """Repeats the step that is about to be applied or skipped, and returns what is not finite.
 
         Changes nothing that training depends on.
@@ -284,7 +277,7 @@ class _Call:
     """A call of the model, or of a module in it."""
 
     def __init__(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], draws: bool
+        self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], draws: bool
     ) -> None:
         self.module = module
         if not all(map(torch.is_tensor, (*args, *kwargs.values()))):
@@ -299,8 +292,8 @@ class _Call:
         self.casting = [
             (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices
         ]
-        self.outputs: dict[int, torch.Tensor] = {}
-        self.gradients: dict[int, torch.Tensor] = {}
+        self.outputs: dict[int, Tensor] = {}
+        self.gradients: dict[int, Tensor] = {}
 
     def repeats(self, calls: list[_Call]) -> bool:
         """Whether a checkpoint repeats one of the calls, in the backward pass."""
@@ -310,7 +303,7 @@ class _Call:
         return any(list(map(id, here)) == list(map(id, [e.module, *e.given])) for e in calls)
 
 
-def _called_ones(model: torch.nn.Module) -> list[torch.nn.Module]:
+def _called_ones(model: Module) -> list[Module]:
     """The outermost modules in a model that can be called: itself, unless it has no `forward`."""
     owner = getattr(type(model).forward, "__module__", "")
     if owner.startswith(("torch.nn.modules.module", "lightning.", "pytorch_lightning.")):
@@ -318,11 +311,11 @@ def _called_ones(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [model]
 
 
-def _size(tensor: torch.Tensor) -> int:
+def _size(tensor: Tensor) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
-def _keep(gradients: dict[int, torch.Tensor], number: int, gradient: torch.Tensor) -> None:
+def _keep(gradients: dict[int, Tensor], number: int, gradient: Tensor) -> None:
     """Keeps the gradient of an output; holds neither the output nor its graph."""
     # One of several outputs of an operation may get none, and a gradient within `vmap` is refused.
     with contextlib.suppress(Exception):
@@ -330,7 +323,7 @@ def _keep(gradients: dict[int, torch.Tensor], number: int, gradient: torch.Tenso
         gradients[number] = gradient if before is None else before + gradient
 
 
-def _refusal(model: torch.nn.Module) -> str:
+def _refusal(model: Module) -> str:
     """Returns why a model cannot be repeated; "" if it can be tried."""
     names = {type(module).__name__ for module in model.modules()}
     if "FullyShardedDataParallel" in names or any(map(is_spread, model.parameters())):
@@ -346,7 +339,7 @@ def _refusal(model: torch.nn.Module) -> str:
 
 
 def _repeated(
-    model: torch.nn.Module, call: _Call, scale: float, trained: set[int], is_broken: bool = False
+    model: Module, call: _Call, scale: float, trained: set[int], is_broken: bool = False
 ) -> Facts:
     """Repeats a call, and returns what is not finite in it.
 
@@ -414,7 +407,7 @@ def _repeated(
 def examined(
     watch: Watch,
     outer: Sequence[Pair],
-    roots: Sequence[torch.Tensor],
+    roots: Sequence[Tensor],
     scale: float,
     *,
     masks: bool = True,
@@ -469,7 +462,7 @@ def _counted(pairs: Iterable[Pair]) -> GradientCounts:
     return GradientCounts(infs, nans, are_float16, max(largest(output) for output, _ in bad))
 
 
-def _edges(tensors: Iterable[torch.Tensor]) -> set[tuple[torch.autograd.graph.Node | None, int]]:
+def _edges(tensors: Iterable[Tensor]) -> set[tuple[torch.autograd.graph.Node | None, int]]:
     """What tensors were computed from: the nodes of their graphs, and the numbers of outputs."""
     found, left = set(), [t.grad_fn for t in tensors if t.grad_fn is not None]
     while left:
@@ -480,13 +473,13 @@ def _edges(tensors: Iterable[torch.Tensor]) -> set[tuple[torch.autograd.graph.No
     return found
 
 
-def _depend(tensors: Sequence[torch.Tensor], leaves: set[int]) -> bool:
+def _depend(tensors: Sequence[Tensor], leaves: set[int]) -> bool:
     """Whether one of some tensors is one of some leaves, or was computed from one."""
     used = (getattr(node, "variable", None) for node, _ in _edges(tensors))
     return any(id(leaf) in leaves for leaf in (*tensors, *used))
 
 
-def _named(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _named(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by their names."""
     try:
         return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
@@ -494,7 +487,7 @@ def _named(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return {**{str(n): value for n, value in enumerate(args)}, **kwargs}
 
 
-def _differ(now: torch.Tensor, before: torch.Tensor) -> bool:
+def _differ(now: Tensor, before: Tensor) -> bool:
     """Whether an output is not what it was in training."""
     # A spectral norm has made a step since, so that the numbers differ a little.
     is_alike = now.shape == before.shape and now.dtype == before.dtype

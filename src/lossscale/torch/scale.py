@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard, cast
 
 import numpy
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lossscale.errors import UnsupportedError
 from lossscale.packages import warn
@@ -36,7 +38,7 @@ _NO_GRADIENTS = 3
 """After how many scaled losses without any gradient a warning comes."""
 
 
-Flag: TypeAlias = bool | torch.Tensor
+Flag: TypeAlias = bool | Tensor
 """Whether a step is skipped: a bool, or on a device a float32 scalar tensor, 1 or 0."""
 
 
@@ -54,12 +56,12 @@ class Multiplier:
 
     gradients: ScaledGradients | None = None
 
-    def __init__(self, scale: torch.Tensor, rule: ScaleRule, number: float | None) -> None:
+    def __init__(self, scale: Tensor, rule: ScaleRule, number: float | None) -> None:
         self._scale, self.rule, self.number = scale, rule, number
-        self._scales: dict[torch.device, torch.Tensor] = {}
-        self._reciprocals: dict[torch.device, torch.Tensor] = {}
+        self._scales: dict[torch.device, Tensor] = {}
+        self._reciprocals: dict[torch.device, Tensor] = {}
 
-    def scale_on(self, device: torch.device) -> torch.Tensor:
+    def scale_on(self, device: torch.device) -> Tensor:
         """The scale on a device."""
         if device not in self._scales:
             number = self.number
@@ -68,7 +70,7 @@ class Multiplier:
             self._scales[device] = scale
         return self._scales[device]
 
-    def reciprocal_on(self, device: torch.device) -> torch.Tensor:
+    def reciprocal_on(self, device: torch.device) -> Tensor:
         """Its reciprocal on a device."""
         if device not in self._reciprocals:
             self._reciprocals[device] = self.scale_on(device).reciprocal()
@@ -78,9 +80,9 @@ class Multiplier:
 class Counts(NamedTuple):
     """Number of steps, number of skipped steps, and whether the last step was skipped."""
 
-    iterations: int | torch.Tensor
-    steps_skipped: int | torch.Tensor
-    last_step_skipped: bool | torch.Tensor
+    iterations: int | Tensor
+    steps_skipped: int | Tensor
+    last_step_skipped: bool | Tensor
 
 
 def update_on_host(rule: ScaleRule, state: ScaleState, stats: GradientStats) -> ScaleState:
@@ -147,7 +149,7 @@ class LossScale:
         fields = *self.first._fields, "iterations", "steps_skipped"
         self.names = {saved_as(field): field for field in fields}
         self.start = Counts(0, 0, False)
-        self._scales: dict[torch.device, torch.Tensor] = {}
+        self._scales: dict[torch.device, Tensor] = {}
         self._make(devices)
         for device in (CPU, *devices):
             self.scale_on(device)
@@ -159,7 +161,7 @@ class LossScale:
         self._numbers = numpy.zeros(len(self.names))
         # Tensors, because compiled code is recompiled for each Python number in a group.
         tensors = torch.from_numpy(self._numbers).unbind()
-        self.live: dict[str, torch.Tensor] = dict(zip(self.names, tensors, strict=True))
+        self.live: dict[str, Tensor] = dict(zip(self.names, tensors, strict=True))
         self._fill_live()
 
     @property
@@ -175,11 +177,11 @@ class LossScale:
         return self._multiplier
 
     @property
-    def tensor(self) -> torch.Tensor:
+    def tensor(self) -> Tensor:
         """A copy of the loss scale, a float32 scalar tensor."""
         return self.scale_on(self.home).clone()
 
-    def scale_on(self, device: torch.device) -> torch.Tensor:
+    def scale_on(self, device: torch.device) -> Tensor:
         """The loss scale on a device: a float32 scalar tensor that is kept up to date."""
         scale = self._scales.get(device)
         if scale is None:
@@ -188,7 +190,7 @@ class LossScale:
                 self._scales[device] = scale
         return scale
 
-    def _new_scale(self, device: torch.device) -> torch.Tensor:
+    def _new_scale(self, device: torch.device) -> Tensor:
         return scalar(float(self.state.scale), device)
 
     def _fill_scales(self) -> None:
@@ -263,10 +265,10 @@ class DeviceLossScale(LossScale):
         # The device updates the tensors in `live`, so that what is written there counts.
         return {}
 
-    def _new_scale(self, device: torch.device) -> torch.Tensor:
+    def _new_scale(self, device: torch.device) -> Tensor:
         return self._scales[self.home].to(device, copy=True)
 
-    def scale_on(self, device: torch.device) -> torch.Tensor:
+    def scale_on(self, device: torch.device) -> Tensor:
         scale = super().scale_on(device)
         if device == CPU != self.home:
             # A loss on the CPU needs a copy of the scale.
@@ -288,7 +290,7 @@ class DeviceLossScale(LossScale):
             # Two kernels in the place of some twenty operators on scalars.
             state = self.state
             numbers = rule.growth_factor, rule.backoff_factor, rule.growth_interval
-            found = cast(torch.Tensor, overflow)
+            found = cast(Tensor, overflow)
             torch._amp_update_scale_(state.scale, state.good_steps, found, *numbers)
             state.scale.clamp_(rule.min_scale, rule.ceiling)
             self._versions = self._versions_now()
@@ -308,7 +310,7 @@ class DeviceLossScale(LossScale):
     def count(self, skipped: Flag) -> None:
         """Counts a step in place; `skipped` is a float32 scalar tensor, 1 or 0."""
         # All counts are tensors here.
-        cast(torch.Tensor, self.counts.last_step_skipped).copy_(cast(torch.Tensor, skipped))
+        cast(Tensor, self.counts.last_step_skipped).copy_(cast(Tensor, skipped))
         self._counted.add_(self._added)
 
     def restore(self, state: ScaleState, counts: Counts) -> None:
@@ -354,8 +356,8 @@ class SkipCount:
     def __init__(self, skipped: int = 0) -> None:
         self._made, self._skipped = 0, skipped
         self._last: Flag = False
-        self._flags: list[torch.Tensor] = []
-        self._replayed: torch.Tensor | None = None
+        self._flags: list[Tensor] = []
+        self._replayed: Tensor | None = None
 
     def add(self, flag: Flag, before: Flag = False) -> Flag:
         """Counts a step.
@@ -395,7 +397,7 @@ class SkipCount:
         if len(self._flags) > _MOST_FLAGS:
             self._flags = [self._sum()]
 
-    def _sum(self) -> torch.Tensor:
+    def _sum(self) -> Tensor:
         return torch.stack([flag.to(self._flags[0].device) for flag in self._flags]).sum()
 
     def read(self) -> tuple[int, int]:
@@ -429,7 +431,7 @@ class FirstSteps:
     def __init__(self) -> None:
         self.without: int | None = 0
 
-    def check(self, parameters: Iterable[torch.Tensor]) -> None:
+    def check(self, parameters: Iterable[Tensor]) -> None:
         """Checks, before a first step, that the optimizer reads `.grad`.
 
         Raises:
@@ -441,7 +443,7 @@ class FirstSteps:
                 "scale. Use it without a LossScaleOptimizer, in float32 or bfloat16."
             )
 
-    def made(self, inner: torch.optim.Optimizer, empty: bool, is_scaled: bool) -> None:
+    def made(self, inner: Optimizer, empty: bool, is_scaled: bool) -> None:
         """Counts a step of a scaled loss that left no gradient; with one, all is well."""
         if self.without is None or not empty:
             self.without = None

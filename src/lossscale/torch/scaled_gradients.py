@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.nn import Parameter
 
 from lossscale.errors import GradientsError
 from lossscale.torch import gradients, ranks
@@ -25,7 +27,7 @@ from lossscale.torch.scaling import real_parts
 if TYPE_CHECKING:
     from lossscale.torch.engine import Engine, StepDecision
 
-Inputs: TypeAlias = torch.Tensor | Sequence[torch.Tensor] | None
+Inputs: TypeAlias = Tensor | Sequence[Tensor] | None
 """The only tensors that a backward pass reaches, as in `torch.Tensor.backward`; None for all."""
 
 lock = threading.RLock()
@@ -37,12 +39,12 @@ _MARK = "_is_scaled_by_lossscale"
 _REQUIRES_GRAD, _VERSION = map(operator.attrgetter, ("requires_grad", "_version"))
 
 
-def remember_scaled(loss: torch.Tensor) -> None:
+def remember_scaled(loss: Tensor) -> None:
     """Marks a loss as scaled, by any optimizer."""
     setattr(loss, _MARK, True)
 
 
-def was_scaled(loss: torch.Tensor) -> bool:
+def was_scaled(loss: Tensor) -> bool:
     """Whether this tensor is a scaled loss."""
     return hasattr(loss, _MARK)
 
@@ -139,7 +141,7 @@ class ScaledGradients:
     def __init__(self, by: Multiplier) -> None:
         self.by: Multiplier | None = by
         self.info = _NOTHING
-        self.left: tuple[torch.Tensor, Engine] | None = None
+        self.left: tuple[Tensor, Engine] | None = None
         self.task: int | None = None
         self.has_graph = False
         self._before: dict[int, int] = {}
@@ -298,15 +300,15 @@ class GradientRecord:
     def reset(self) -> None:
         """Starts again, after a step or when the gradients were cleared."""
         self.unseen = False
-        self.found: torch.Tensor | None = None
+        self.found: Tensor | None = None
         self.checked: frozenset[int] = frozenset()
         self._stamps: tuple[list[int], list[int]] | None = None
         self.is_cleared = self.by_hand = self.has_own_loss = False
-        self.divided: list[tuple[weakref.ref[torch.Tensor], int]] | None = None
+        self.divided: list[tuple[weakref.ref[Tensor], int]] | None = None
         self.decision: StepDecision | None = None
         self.known: ranks.ParameterInfo | None = None
         self.left: tuple[int, int, Flag] | None = None
-        self.witness: tuple[torch.Tensor, int] | None = None
+        self.witness: tuple[Tensor, int] | None = None
 
     def clear(self, info: ranks.ParameterInfo) -> None:
         """The gradients of all parameters are cleared: none is scaled any more."""
@@ -326,9 +328,7 @@ class GradientRecord:
         """Whether some gradients are scaled."""
         return self.unseen or self.scaled_by is not None
 
-    def tell(
-        self, found: torch.Tensor, info: ranks.ParameterInfo, checked: ranks.ParameterInfo
-    ) -> None:
+    def tell(self, found: Tensor, info: ranks.ParameterInfo, checked: ranks.ParameterInfo) -> None:
         """Gradients of a set were checked; an overflow stays until the next step."""
         self.checked = checked.ids if checked is info else self.checked | checked.ids
         if self.found is not None:
@@ -407,7 +407,7 @@ class GradientRecord:
 # --- What a loss reaches ----------------------------------------------------------------------
 
 
-def is_seen(loss: torch.Tensor) -> bool:
+def is_seen(loss: Tensor) -> bool:
     """Whether a hook can run when the `backward` of a loss starts."""
     return bool(
         loss.requires_grad
@@ -417,7 +417,7 @@ def is_seen(loss: torch.Tensor) -> bool:
     )
 
 
-def watch(scaled: torch.Tensor, loss: torch.Tensor, by: Multiplier, own: Engine) -> None:
+def watch(scaled: Tensor, loss: Tensor, by: Multiplier, own: Engine) -> None:
     """Has `prepare_backward` called when the `backward` of a scaled loss starts."""
     # A hook of a pass may scale a loss of its own.
     outer = torch._C._current_graph_task_id()
@@ -438,7 +438,7 @@ def watch(scaled: torch.Tensor, loss: torch.Tensor, by: Multiplier, own: Engine)
 
 
 def prepare_backward(
-    loss: torch.Tensor | None,
+    loss: Tensor | None,
     by: Multiplier,
     own: Engine,
     *,
@@ -480,7 +480,7 @@ def prepare_backward(
     return sets
 
 
-def _check_not_half(unowned: Iterable[torch.Tensor]) -> None:
+def _check_not_half(unowned: Iterable[Tensor]) -> None:
     """Checks that gradients of tensors of no optimizer can be divided."""
     if any(map(ranks.has_half_gradients, unowned)):
         raise GradientsError(
@@ -503,8 +503,8 @@ def _check_idle(info: ranks.ParameterInfo, outer: int, by: Multiplier | None) ->
 
 
 def reached(
-    loss: torch.Tensor, own: Engine, inputs: Inputs = None
-) -> tuple[list[tuple[Engine, ranks.ParameterInfo, bool]], list[torch.Tensor], bool]:
+    loss: Tensor, own: Engine, inputs: Inputs = None
+) -> tuple[list[tuple[Engine, ranks.ParameterInfo, bool]], list[Tensor], bool]:
     """The other engines whose parameters a loss reaches, and the tensors of no optimizer.
 
     Each engine comes with the parameters, and whether the loss reaches them for certain: what
@@ -520,7 +520,7 @@ def reached(
     if inputs is None:
         tensors, hidden = _leaves(loss)
     else:
-        tensors = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     mine = own.info()
     owned = mine.ids
     strange = {id(t): t for t in tensors if id(t) not in owned}
@@ -529,7 +529,7 @@ def reached(
         return [], [], True
     ids = frozenset(map(id, tensors))
     # `fully_shard` computes with its own parameters, and moves their gradients.
-    is_sharded = any(isinstance(t, torch.nn.Parameter) for t in strange.values())
+    is_sharded = any(isinstance(t, Parameter) for t in strange.values())
     others = dict.fromkeys([*sharing, *(ref() for ref in _references(strange))])
     if hidden or is_sharded:
         others |= dict.fromkeys(all_engines(sharded=not hidden))
@@ -546,11 +546,11 @@ def reached(
             owned = owned | info.ids
     unowned = [t for key, t in strange.items() if key not in owned]
     if mine.is_sharded or any(info.is_sharded for _, info, _ in found):
-        unowned = [t for t in unowned if not isinstance(t, torch.nn.Parameter)]
+        unowned = [t for t in unowned if not isinstance(t, Parameter)]
     return found, unowned, hidden or mine.is_sharded or not mine.ids.isdisjoint(ids)
 
 
-def _leaves(loss: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
+def _leaves(loss: Tensor) -> tuple[list[Tensor], bool]:
     """The tensors whose `.grad` a backward pass adds to, and whether others may be hidden.
 
     A `torch.autograd.Function` may run another backward pass, as reentrant checkpointing does.
@@ -562,7 +562,7 @@ def _leaves(loss: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
         node = stack.pop()
         following = node.next_functions
         hidden = hidden or isinstance(node, BackwardCFunction)
-        if not following and isinstance(variable := getattr(node, "variable", None), torch.Tensor):
+        if not following and isinstance(variable := getattr(node, "variable", None), Tensor):
             found.append(variable)
         for each, _ in following:
             if each is not None and each not in seen:
@@ -578,7 +578,7 @@ def _leaves(loss: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
 def multiply(info: ranks.ParameterInfo, by: Multiplier, before: Multiplier | None = None) -> None:
     """Multiplies gradients by a scale, and divides them by the scale that they had."""
 
-    def factor(device: torch.device) -> torch.Tensor:
+    def factor(device: torch.device) -> Tensor:
         wanted = by.scale_on(device)
         return wanted if before is None else wanted / before.scale_on(device)
 
@@ -592,10 +592,10 @@ def unscale(
     divides: bool = False,
     checks: bool = True,
     recheck: bool = False,
-    found: torch.Tensor | None = None,
+    found: Tensor | None = None,
     float16: bool = False,
     sums: bool = True,
-) -> dict[torch.device, torch.Tensor]:
+) -> dict[torch.device, Tensor]:
     """Unscales gradients, and checks each number; those that have a graph are replaced.
 
     Args:
@@ -611,7 +611,7 @@ def unscale(
         they are not checked.
     """
     grads = info.gradients()
-    in_graph: list[tuple[torch.Tensor, torch.Tensor]] = []
+    in_graph: list[tuple[Tensor, Tensor]] = []
     with ranks.UNSEEN():
         has_graph = any(map(_REQUIRES_GRAD, grads))
     if has_graph:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from lossscale.errors import ScalerArgumentError, UnsupportedError
 
@@ -35,30 +36,30 @@ def uncompiled(method: _Function) -> _Function:
     return called  # type: ignore[return-value]
 
 
-def scalar(value: float, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def scalar(value: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns a new 0-d tensor that may be changed in place, also in inference mode."""
     with torch.inference_mode(False):
         return torch.full((), value, dtype=dtype, device=device)
 
 
-def filled(number: torch.Tensor) -> Callable[[torch.device], torch.Tensor]:
+def filled(number: Tensor) -> Callable[[torch.device], Tensor]:
     """Returns what makes a scalar tensor of the CPU on a device, without a copy, which waits."""
 
-    def on(device: torch.device) -> torch.Tensor:
+    def on(device: torch.device) -> Tensor:
         # A list for a tensor with dimensions.
         return scalar(number.tolist(), device, number.dtype)  # type: ignore[arg-type]
 
     return on
 
 
-def read(tensor: torch.Tensor) -> float:
+def read(tensor: Tensor) -> float:
     """Reads a number from a tensor; see `read_all`."""
     _check_readable(tensor)
     number: float = tensor.item()
     return number
 
 
-def read_all(tensor: torch.Tensor) -> torch.Tensor:
+def read_all(tensor: Tensor) -> Tensor:
     """Copies a tensor to the CPU, which waits for its device.
 
     Raises:
@@ -68,12 +69,12 @@ def read_all(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu()
 
 
-def is_captured(tensor: torch.Tensor) -> bool:
+def is_captured(tensor: Tensor) -> bool:
     """Whether a CUDA graph records what is computed with a tensor."""
     return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _check_readable(tensor: torch.Tensor) -> None:
+def _check_readable(tensor: Tensor) -> None:
     if is_captured(tensor):
         raise UnsupportedError(
             "step() cannot run while a CUDA graph is captured: the host reads from the GPU whether "
@@ -82,14 +83,14 @@ def _check_readable(tensor: torch.Tensor) -> None:
         )
 
 
-def stored(gradient: torch.Tensor) -> torch.Tensor:
+def stored(gradient: Tensor) -> Tensor:
     """The dense tensor that holds a gradient: the coalesced values of a sparse one."""
     if gradient.layout == torch.sparse_coo:
         gradient = gradient.coalesce()
     return gradient if gradient.layout == torch.strided else gradient.values()
 
 
-def real_parts(gradient: torch.Tensor | None) -> list[torch.Tensor]:
+def real_parts(gradient: Tensor | None) -> list[Tensor]:
     """The tensors of real numbers that a gradient is made of, as they are stored.
 
     Args:
@@ -106,14 +107,14 @@ def real_parts(gradient: torch.Tensor | None) -> list[torch.Tensor]:
     return [values] if values.is_floating_point() else []
 
 
-def widened(tensor: torch.Tensor) -> torch.Tensor:
+def widened(tensor: Tensor) -> Tensor:
     """A tensor in float32 or wider."""
     return tensor if tensor.dtype in WIDE or tensor.is_complex() else tensor.to(torch.float32)
 
 
-def scaled(loss: torch.Tensor | float, scale: torch.Tensor | float) -> torch.Tensor:
+def scaled(loss: Tensor | float, scale: Tensor | float) -> Tensor:
     """Multiplies a loss by the scale, in float32 or wider."""
-    if not isinstance(loss, torch.Tensor):
+    if not isinstance(loss, Tensor):
         # A default device would place it elsewhere.
         loss = torch.as_tensor(loss, device=CPU)
     loss = widened(loss)
@@ -121,8 +122,8 @@ def scaled(loss: torch.Tensor | float, scale: torch.Tensor | float) -> torch.Ten
 
 
 def unscaled(
-    gradients: Sequence[torch.Tensor | None], scale: torch.Tensor | float, powers_of_two: bool
-) -> list[torch.Tensor | None]:
+    gradients: Sequence[Tensor | None], scale: Tensor | float, powers_of_two: bool
+) -> list[Tensor | None]:
     """Divides gradients by the scale, in float32 or wider; returns new tensors.
 
     Args:
@@ -131,9 +132,9 @@ def unscaled(
         powers_of_two: Whether the scale is a power of two, so that multiplying by the reciprocal
             is exact. Others are divided by.
     """
-    factors: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+    factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-    def divided(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def divided(gradient: Tensor | None) -> Tensor | None:
         if gradient is None:
             return None
         gradient = widened(gradient)
@@ -146,9 +147,9 @@ def unscaled(
     return [divided(gradient) for gradient in gradients]
 
 
-def mapped(function: Callable[[torch.Tensor], object], outputs: Any) -> Any:
+def mapped(function: Callable[[Tensor], object], outputs: Any) -> Any:
     """Applies a function to each tensor of a nest; an iterable is returned as an iterator."""
-    if isinstance(outputs, torch.Tensor):
+    if isinstance(outputs, Tensor):
         return function(outputs)
     if isinstance(outputs, Mapping):
         return {key: mapped(function, value) for key, value in outputs.items()}

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar, overload
 
 import torch
+from torch.nn import Module
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError, first_names
 from lossscale.packages import warn
@@ -19,7 +21,7 @@ from lossscale.torch.settings import warn_of_float16_statistics
 
 _LARGE = 64 * 2**20
 """Bytes of buffers above which a warning names the argument to choose some."""
-Module = TypeVar("Module", bound=torch.nn.Module)
+Model = TypeVar("Model", bound=Module)
 
 
 class HasStep(Protocol):
@@ -129,11 +131,11 @@ class _HeldBack:
 
 @overload
 def guard(
-    scheduler: Module,
+    scheduler: Model,
     optimizer: LossScaleOptimizer | GradScaler | Sequence[LossScaleOptimizer | GradScaler],
     *,
     buffers: Iterable[str] | None = None,
-) -> Module: ...
+) -> Model: ...
 
 
 @overload
@@ -198,16 +200,14 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
         >>> optimizer.last_step_skipped, model[0].running_mean, scheduler.get_last_lr()
         (True, tensor([0., 0.]), [0.5])
     """
-    if isinstance(scheduler, torch.nn.Module):
+    if isinstance(scheduler, Module):
         return _guarded_model(scheduler, optimizer, buffers)
     if buffers is not None:
         raise ArgumentTypeError("`buffers` is an argument for models, and this is a scheduler.")
     if type(scheduler) is GuardedScheduler:
         raise AlreadyWrappedError("This scheduler is already guarded. Use it as it is.")
     _check_optimizer(optimizer)
-    if not callable(getattr(scheduler, "step", None)) or isinstance(
-        scheduler, (type, torch.optim.Optimizer)
-    ):
+    if not callable(getattr(scheduler, "step", None)) or isinstance(scheduler, (type, Optimizer)):
         raise ArgumentTypeError(
             "`scheduler` must be a scheduler such as torch.optim.lr_scheduler.StepLR(optimizer, "
             f"10), or a model. Received: {scheduler!r}."
@@ -260,7 +260,7 @@ def _guarded_model(model: Any, optimizer: Any, buffers: Iterable[str] | None) ->
     return model
 
 
-def unguard(model: Module) -> Module:
+def unguard(model: Model) -> Model:
     """Removes what `guard` added to a model, such as before `torch.jit.script`.
 
     Args:
@@ -277,7 +277,7 @@ def unguard(model: Module) -> Module:
     """
     if isinstance(model, torch.optim.swa_utils.AveragedModel):
         vars(model).pop("update_parameters", None)
-    elif isinstance(model, torch.nn.Module):
+    elif isinstance(model, Module):
         unguard_model(innermost(model))
     else:
         raise ArgumentTypeError(

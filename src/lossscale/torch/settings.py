@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from lossscale.arguments import checked_rule
 from lossscale.checks import SMALLEST_SCALE, checked_above_zero, checked_number
@@ -142,7 +145,7 @@ class InnerSettings(Wrapper):
 
 def check_inner(inner: object, is_one_of_several: bool = False) -> None:
     check_not_wrapped(inner, FrontDoor)
-    if not isinstance(inner, torch.optim.Optimizer):
+    if not isinstance(inner, Optimizer):
         hint = " This is a class: create an instance first." if isinstance(inner, type) else ""
         raise ArgumentTypeError(
             "The optimizer to wrap must be a torch.optim.Optimizer, or a list of them. Received: "
@@ -168,7 +171,7 @@ def check_inner(inner: object, is_one_of_several: bool = False) -> None:
         )
 
 
-def check_processes(inner: torch.optim.Optimizer, process_group: object) -> None:
+def check_processes(inner: Optimizer, process_group: object) -> None:
     """Refuses optimizers that communicate in `step`: if one process skips, the others hang."""
     for part in parts_of(inner):
         if type(part).__name__ == "PostLocalSGDOptimizer" and process_group is None:
@@ -201,7 +204,7 @@ def checked_clip_norm(value: float | None) -> float | None:
     return None if value is None else checked_above_zero("clip_norm", value)
 
 
-def check_decide(decide: object, inner: torch.optim.Optimizer) -> None:
+def check_decide(decide: object, inner: Optimizer) -> None:
     if decide not in ("host", "device"):
         raise ArgumentError(f"`decide` must be 'host' or 'device'. Received: decide={decide!r}.")
     if decide == "host":
@@ -224,7 +227,7 @@ def check_decide(decide: object, inner: torch.optim.Optimizer) -> None:
 
 
 def check_backpropagated(loss: object, info: ranks.ParameterInfo) -> None:
-    if not isinstance(loss, torch.Tensor):
+    if not isinstance(loss, Tensor):
         raise ArgumentTypeError(
             f"The loss must be a tensor. Received: {loss!r} of type {type(loss).__name__}."
         )
@@ -239,11 +242,11 @@ def check_backpropagated(loss: object, info: ranks.ParameterInfo) -> None:
         )
 
 
-_with_float16_statistics: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_with_float16_statistics: weakref.WeakSet[Module] = weakref.WeakSet()
 """The modules that a warning has named."""
 
 
-def warn_of_float16_statistics(model: torch.nn.Module) -> None:
+def warn_of_float16_statistics(model: Module) -> None:
     """Warns once if a model keeps running statistics in float16, as after `model.half()`."""
     for name, module in model.named_modules():
         if module in _with_float16_statistics:
@@ -309,7 +312,7 @@ def new_scale_of(new_scale: object, rule: ScaleRule) -> float:
     Raises:
         ScalerArgumentError: If it is none of these.
     """
-    if isinstance(new_scale, torch.Tensor) and new_scale.requires_grad:
+    if isinstance(new_scale, Tensor) and new_scale.requires_grad:
         raise ScalerArgumentError(f"`new_scale` requires a gradient. Received: {new_scale!r}.")
     with as_of_a_scaler():
         number = checked_number("new_scale", new_scale)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from lossscale.checks import LONGEST_INTERVAL
 from lossscale.errors import ArgumentError, StateDictError
@@ -70,7 +71,7 @@ def with_numbers(saved: Mapping[str, Any], scale: LossScale, factor: float) -> d
 
 
 def without_numbers(
-    state_dict: Any, scale: LossScale, inner: torch.optim.Optimizer
+    state_dict: Any, scale: LossScale, inner: Optimizer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits what `with_numbers` returned: the optimizer's dictionary, and the checked values.
 
@@ -103,14 +104,14 @@ def without_numbers(
     return {**known, "param_groups": without}, checked_numbers(groups[0], scale)
 
 
-def reserve_names(scale: LossScale, inner: torch.optim.Optimizer) -> None:
+def reserve_names(scale: LossScale, inner: Optimizer) -> None:
     """Puts the live values into the first parameter group of an optimizer."""
     for group in inner.param_groups[:1]:
         group.update(scale.live)
         group.setdefault(_OF_GRADIENTS, torch.zeros(()))
 
 
-def adopt_written(scale: LossScale, inner: torch.optim.Optimizer) -> None:
+def adopt_written(scale: LossScale, inner: Optimizer) -> None:
     """Adopts values that other code has written into the first parameter group.
 
     Raises:
@@ -127,7 +128,7 @@ def adopt_written(scale: LossScale, inner: torch.optim.Optimizer) -> None:
             restore(scale, checked_numbers(found, scale))
 
 
-def take_numbers(scale: LossScale, inner: torch.optim.Optimizer) -> dict[str, float]:
+def take_numbers(scale: LossScale, inner: Optimizer) -> dict[str, float]:
     """Removes and returns the values from an optimizer that has loaded the wrapper's state.
 
     Raises:

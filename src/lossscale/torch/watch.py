@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+from torch import Tensor
+from torch.nn import Module
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -49,7 +51,7 @@ class Watch(TorchDispatchMode):
         evaluation: What it has seen.
     """
 
-    def __init__(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, model: Module, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of PyTorch
         root = type(model).__name__
         self._paths = {id(m): name or root for name, m in model.named_modules()}
@@ -62,8 +64,8 @@ class Watch(TorchDispatchMode):
         self._first_number = torch._C._autograd._get_sequence_nr()
         self.in_backward = False
         self._made: set[int] = set()
-        self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._generators: dict[torch.Generator, torch.Tensor] = {}
+        self._written: list[tuple[Tensor, Tensor]] = []
+        self._generators: dict[torch.Generator, Tensor] = {}
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -91,18 +93,18 @@ class Watch(TorchDispatchMode):
         finally:
             self._calling.pop()
 
-    def _enter(self, module: torch.nn.Module, args: object) -> None:
+    def _enter(self, module: Module, args: object) -> None:
         self._calling.append(self._paths.get(id(module), self._calling[-1]))
 
     def _leave(self, *_: object) -> None:
         self._calling.pop()
 
-    def mark(self, tensor: torch.Tensor, name: str, *, is_weight: bool = False) -> None:
+    def mark(self, tensor: Tensor, name: str, *, is_weight: bool = False) -> None:
         """Remembers that a tensor comes from outside, if it is not finite."""
         if origin := self.evaluation.origin_of(tensor, name, is_weight=is_weight):
             self._origins[_key(tensor)] = origin
 
-    def origin(self, tensors: Iterable[torch.Tensor], *, masks: bool = False) -> Origin | None:
+    def origin(self, tensors: Iterable[Tensor], *, masks: bool = False) -> Origin | None:
         """Returns the origin of the first tensor that is not finite.
 
         Args:
@@ -184,12 +186,12 @@ class Watch(TorchDispatchMode):
 
     def _before_writes(
         self, func: torch._ops.OpOverload, args: Any, kwargs: Any
-    ) -> dict[int, torch.Tensor]:
+    ) -> dict[int, Tensor]:
         """Copies what an operation writes to; returns the copies by the ids of the tensors."""
         arguments = func._schema.arguments
         given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
         written = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
-        copies: dict[int, torch.Tensor] = {}
+        copies: dict[int, Tensor] = {}
         for tensor in tensors_in([given.get(name) for name in written]):
             copies[id(tensor)] = self.evaluation.cloned(tensor)
             if _key(tensor) not in self._made:
@@ -200,34 +202,34 @@ class Watch(TorchDispatchMode):
 class _Evaluation(Evaluation):
     """An evaluation of tensors, of which only those are copied to the host that matter."""
 
-    def key_of(self, value: torch.Tensor) -> int:
+    def key_of(self, value: Tensor) -> int:
         return _key(value)
 
-    def on_host(self, value: torch.Tensor) -> numpy.ndarray[Any, Any]:
+    def on_host(self, value: Tensor) -> numpy.ndarray[Any, Any]:
         return _numbers(value).cpu().double().numpy()
 
-    def without_overflow(self, value: torch.Tensor) -> torch.Tensor:
+    def without_overflow(self, value: Tensor) -> Tensor:
         entry = self._overflows.get(_key(value))
         return _at_place(entry[1], value) if entry else value
 
-    def rounded(self, other: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def rounded(self, other: Tensor, like: Tensor) -> Tensor:
         narrow = other.to(like.dtype).double()
         return torch.where(narrow.isfinite(), narrow, other)
 
-    def is_wrong(self, one: torch.Tensor, other: torch.Tensor, tolerance: float = 0.0) -> bool:
+    def is_wrong(self, one: Tensor, other: Tensor, tolerance: float = 0.0) -> bool:
         one, other = _numbers(one).double(), _numbers(other).double()
         same = (one == other) | (one.isnan() & other.isnan())
         difference = torch.where(same, 0.0, (one - other).abs()).nan_to_num(math.inf)
         return bool((difference > tolerance * largest(other)).any())
 
-    def cloned(self, tensor: torch.Tensor) -> torch.Tensor:
+    def cloned(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor, of which the same is remembered."""
         clone = tensor.clone()
         if entry := self._overflows.get(_key(tensor)):
             self.remember(clone, self.without_overflow(tensor), entry[2])
         return clone
 
-    def remember(self, one: torch.Tensor, other: torch.Tensor, origin: Origin) -> None:
+    def remember(self, one: Tensor, other: Tensor, origin: Origin) -> None:
         if one.layout != torch.strided:
             return
         # That of the whole storage, of which other tensors may be parts.
@@ -239,14 +241,14 @@ class _Evaluation(Evaluation):
         _at_place(memory, one).copy_(other)
         super().remember(one, memory, origin)
 
-    def forget(self, value: torch.Tensor) -> None:
+    def forget(self, value: Tensor) -> None:
         entry = self._overflows.get(_key(value))
         if entry and value.numel() < entry[1].numel():
             _at_place(entry[1], value).copy_(value)
         else:
             super().forget(value)
 
-    def flags_of(self, value: torch.Tensor) -> Flags:
+    def flags_of(self, value: Tensor) -> Flags:
         if is_finite(value):
             return Flags()
         numbers = _numbers(value)
@@ -256,9 +258,9 @@ class _Evaluation(Evaluation):
 def _widened(
     func: torch._ops.OpOverload,
     arguments: Any,
-    before: Mapping[int, torch.Tensor],
-    change: Callable[[torch.Tensor], torch.Tensor],
-) -> list[torch.Tensor]:
+    before: Mapping[int, Tensor],
+    change: Callable[[Tensor], Tensor],
+) -> list[Tensor]:
     """The tensors that an operation makes in float64.
 
     Args:
@@ -269,7 +271,7 @@ def _widened(
     """
 
     def other(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             was = before.get(id(value), value)
             wide = change(was).double() if was.is_floating_point() else was
             # It may write to it.
@@ -292,11 +294,11 @@ def _frames(frame: types.FrameType | None) -> Iterator[tuple[str, int, str]]:
 # --- Tensors ------------------------------------------------------------------------------------
 
 
-def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors in a nest, also in dataclasses, such as the outputs of Transformers, and in
     distributions.
     """
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         yield name, value
         return
     items: Iterable[tuple[object, object]] = ()
@@ -312,36 +314,36 @@ def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, torch.Te
         yield from named_tensors(each, f"{name}.{key}".lstrip("."))
 
 
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """The tensors in a nest."""
     return (tensor for _, tensor in named_tensors(value))
 
 
-def _key(tensor: torch.Tensor) -> int:
+def _key(tensor: Tensor) -> int:
     if tensor.layout != torch.strided:
         return id(tensor)
     pointer: int = tensor.untyped_storage().data_ptr()
     return pointer
 
 
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+def _numbers(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor._values() if tensor.layout == torch.sparse_coo else tensor
 
 
-def _at_place(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def _at_place(memory: Tensor, tensor: Tensor) -> Tensor:
     """The part of the copy of a storage that is in place of a tensor."""
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     """Whether no element is an infinity or NaN."""
     if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     return bool(_numbers(tensor).isfinite().all())
 
 
-def largest(tensor: torch.Tensor) -> float:
+def largest(tensor: Tensor) -> float:
     """The largest finite magnitude in a tensor; 0 if there is none."""
     numbers = _numbers(tensor)
     return float(torch.nan_to_num(numbers, 0.0, 0.0, 0.0).abs().max()) if numbers.numel() else 0.0

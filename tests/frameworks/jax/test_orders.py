@@ -157,8 +157,7 @@ def test_the_optimizer_class_points_here():
 def test_code_that_finds_things_by_name_finds_them():
     tx = loss_scaled(
         optax.chain(
-            optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
-            contrib.reduce_on_plateau(),
+            optax.inject_hyperparams(optax.adam)(learning_rate=0.1), contrib.reduce_on_plateau()
         ),
         initial_scale=8,
     )

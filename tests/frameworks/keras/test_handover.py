@@ -5,9 +5,7 @@ import tensorflow as tf
 
 import lossscale
 from backends.programs import PROGRAMS, WITH_MINIMIZE, Run, expected, made
-from frameworks.keras.support import (
-    loss_scale_warnings,
-)
+from frameworks.keras.support import loss_scale_warnings
 
 ALL = {**PROGRAMS, **WITH_MINIMIZE}
 # Which gradients are scaled is found out before any rule is asked, and a step that branches takes

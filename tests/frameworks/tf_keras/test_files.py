@@ -10,15 +10,7 @@ import tensorflow as tf
 import tf_keras
 
 import lossscale
-from frameworks.tf_keras.support import (
-    INF,
-    assert_same,
-    data,
-    small_model,
-    status,
-    values,
-    wrapped,
-)
+from frameworks.tf_keras.support import INF, assert_same, data, small_model, status, values, wrapped
 
 FIXTURES = pathlib.Path(__file__).parents[3] / "lossscale-migration" / "tests" / "fixtures"
 

@@ -175,10 +175,7 @@ def test_the_graph_rewrite_of_tf_keras_takes_them(given):
 def test_tf_keras_own_class_reads_configurations_of_tensorflow_2_3(loss_scale):
     config = {
         "optimizer": tf_keras.optimizers.serialize(tf_keras.optimizers.legacy.SGD()),
-        "loss_scale": {
-            "class_name": type(loss_scale).__name__,
-            "config": loss_scale.get_config(),
-        },
+        "loss_scale": {"class_name": type(loss_scale).__name__, "config": loss_scale.get_config()},
     }
     with lossscale.install():
         assert own.LossScaleOptimizer.from_config(config).initial_scale == 8.0

@@ -49,9 +49,7 @@ from frameworks.torch.support import (
 from lossscale.errors import CallOrderError, UnsupportedError
 from lossscale.rules import StatsRequest
 from lossscale.torch import LossScaleOptimizer, ranks
-from lossscale.torch.installation import (
-    ShardedGradScaler as OurShardedGradScaler,
-)
+from lossscale.torch.installation import ShardedGradScaler as OurShardedGradScaler
 from recording_rule import EDGES, RecordingRule
 
 INF = float("inf")
@@ -685,17 +683,7 @@ CASES = {
         clipped,
         sharded_scaler,
     ),
-    2: (
-        ddp,
-        guarded,
-        explained,
-        fsdp,
-        averaged_by_hand,
-        uneven,
-        compressed,
-        in_zero,
-        monitored,
-    ),
+    2: (ddp, guarded, explained, fsdp, averaged_by_hand, uneven, compressed, in_zero, monitored),
     1: (seen, clipped, minimized),
 }
 CASES = {size: (*cases_of_parallel.CASES[size], *cases) for size, cases in CASES.items()}

@@ -17,11 +17,7 @@ from recording_rule import EDGES, RecordedStats
 DEVICE = os.environ.get("LOSSSCALE_TEST_DEVICE", "cpu")
 SHAPES = ((3,), (2, 2))
 ONES = [torch.ones(shape) for shape in SHAPES]
-KINDS = {
-    "fused": {"fused": True},
-    "foreach": {"foreach": True},
-    "single": {"foreach": False},
-}
+KINDS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}
 
 
 def forget_accelerate():

@@ -407,16 +407,10 @@ WITHIN = {
         lambda: nn.Linear(6, 1),
         lambda m, b: torch.vmap(lambda weight: m(b) * weight)(torch.ones(3)),
     ),
-    "a jacobian": (
-        lambda: nn.Linear(6, 1),
-        lambda m, b: torch.func.jacrev(m)(b[0]).sum() * m(b),
-    ),
+    "a jacobian": (lambda: nn.Linear(6, 1), lambda m, b: torch.func.jacrev(m)(b[0]).sum() * m(b)),
     "nested": (lambda: Nested(torch.strided), lambda m, b: m(b)),
     "jagged": (lambda: Nested(torch.jagged), lambda m, b: m(b)),
-    "scripted": (
-        lambda: torch.jit.script(nn.Linear(6, 1)),
-        lambda m, b: m(b),
-    ),
+    "scripted": (lambda: torch.jit.script(nn.Linear(6, 1)), lambda m, b: m(b)),
     "scripted within": (
         lambda: nn.Sequential(torch.jit.script(nn.Linear(6, 6)), nn.Linear(6, 1)),
         lambda m, b: m(b),
@@ -554,11 +548,7 @@ MISTAKES = {
     "a number": (loss(lambda m, b: m(b).mean().item()), TYPE, "a float"),
     "no mean": (loss(lambda m, b: m(b)), VALUE, r"shape \(2, 1\) .*Take the mean"),
     "detached": (loss(lambda m, b: m(b).mean().detach()), VALUE, "no trainable parameter"),
-    "of another": (
-        loss(lambda m, b: nn.Linear(6, 1)(b).mean()),
-        VALUE,
-        "depends on no train",
-    ),
+    "of another": (loss(lambda m, b: nn.Linear(6, 1)(b).mean()), VALUE, "depends on no train"),
     "one batch": (given(ONE[0]), TYPE, r"one batch is \[batch\]"),
     "one in a tuple": (given((ONE[0],)), TYPE, r"one batch is \[batch\]"),
     "one dictionary": (given({"x": 1}), TYPE, r"one batch is \[batch\]"),

@@ -94,8 +94,7 @@ class Program:
 # --- Faults, in training and in one batch --------------------------------------------------------
 
 NUMPY = types.SimpleNamespace(
-    **{name: getattr(torch, name) for name in SHARED.split() if hasattr(torch, name)},
-    inf=INF,
+    **{name: getattr(torch, name) for name in SHARED.split() if hasattr(torch, name)}, inf=INF
 )
 NUMPY.maximum, NUMPY.transpose = torch.clamp, torch.t
 

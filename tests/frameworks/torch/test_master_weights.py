@@ -851,11 +851,7 @@ REFUSED = {
     "a class": (lambda: torch.optim.AdamW, errors.ArgumentTypeError, "an instance"),
     "a model": (net, errors.ArgumentTypeError, "torch.optim.Optimizer"),
     "shards": (lambda: sharded(net()), errors.UnsupportedError, "MixedPrecisionPolicy"),
-    "other lists": (
-        lambda: KeepsParameters(net().parameters()),
-        errors.UnsupportedError,
-        "'mine'",
-    ),
+    "other lists": (lambda: KeepsParameters(net().parameters()), errors.UnsupportedError, "'mine'"),
 }
 
 
@@ -896,9 +892,9 @@ def test_a_second_one_and_a_direct_step():
 
 
 def test_a_pytorch_without_float32_gradients(monkeypatch):
-    monkeypatch.setattr(torch, "Tensor", types.SimpleNamespace(), raising=True)
     from lossscale.torch import master_weights
 
+    monkeypatch.setattr(master_weights, "Tensor", types.SimpleNamespace(), raising=True)
     model = [types.SimpleNamespace(dtype=F16)]
     monkeypatch.setattr(master_weights, "_is_narrow", lambda parameter: True)
     with pytest.raises(errors.UnsupportedError, match=r"PyTorch 2.10 or later.*torch.autocast"):

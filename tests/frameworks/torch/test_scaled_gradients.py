@@ -69,13 +69,9 @@ class Run:
     def loss(self, which, overflows=None):
         self.seed += 1
         weights = torch.randn(3, 2, generator=torch.Generator().manual_seed(self.seed))
-        parts = {
-            "shared": [0],
-            "alone": [1],
-            "first": [0, 1],
-            "second": [0, 2],
-            "all": [0, 1, 2],
-        }[which]
+        parts = {"shared": [0], "alone": [1], "first": [0, 1], "second": [0, 2], "all": [0, 1, 2]}[
+            which
+        ]
         terms = {i: (self.tensors[i] * weights[i]).tanh().sum() for i in parts}
         if overflows in terms:
             terms[overflows] = terms[overflows] * torch.inf
