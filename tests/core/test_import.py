@@ -14,6 +14,7 @@ from forks import Program
 # `**any` is for the inside of functions. Nothing else is allowed.
 ARROWS = {
     "errors": "",
+    "framework_types": "",  # which all may import
     "checks": "errors",
     "packages": "errors",
     "old_formats": "errors packages",
@@ -55,7 +56,7 @@ OFFER_A_DIAGNOSIS += ("lossscale.optax.monitor", "lossscale.keras.monitor")
 def violations(name, source):
     """Returns what is wrong with the imports of a module, as sentences."""
     part = part_of(name)
-    allowed = {part, *ARROWS[part].split()}
+    allowed = {part, "framework_types", *ARROWS[part].split()}
     if ".keras.backends." in name:
         allowed.add(f"*{name.rpartition('.')[2]}")
     return [f"{name} imports {one}" for one in imports(source) if not may(name, one, allowed)]

@@ -1,0 +1,40 @@
+"""Names for what frameworks without types take and return: what goes in, and what comes out.
+
+Keras, TensorFlow and tf_keras have no annotations, so that each of these is Any to a type checker.
+PyTorch, JAX and Optax have types of their own, which their rooms use instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+Array: TypeAlias = Any
+"""An array of any framework or of NumPy, or a number."""
+Tensor: TypeAlias = Any
+"""A tensor of TensorFlow, or of the backend of Keras; a gradient may be `tf.IndexedSlices`."""
+Variable: TypeAlias = Any
+"""A variable of Keras, of tf_keras or of TensorFlow."""
+Scalar: TypeAlias = Any
+"""A number: a 0-d array or tensor, a float or an int."""
+Loss: TypeAlias = Any
+"""A tensor, a number, or a callable that returns one."""
+KerasOptimizer: TypeAlias = Any
+"""An optimizer of Keras or tf_keras."""
+Layer: TypeAlias = Any
+"""A layer of Keras or tf_keras."""
+Model: TypeAlias = Any
+"""A model of Keras or tf_keras."""
+Strategy: TypeAlias = Any
+"""A `tf.distribute.Strategy`."""
+Structure: TypeAlias = Any
+"""Tensors in lists, tuples and dictionaries."""
+Library: TypeAlias = Any
+"""A module whose names are looked up at run time."""
+
+GradsAndVars: TypeAlias = list[tuple[Tensor, Variable]]
+"""A gradient for each variable."""
+Config: TypeAlias = dict[str, Any]
+"""The configuration of an object of Keras, as JSON holds it."""
+Function: TypeAlias = Callable[..., Any]
+"""A function of the user's, or of a framework, that is passed on."""
