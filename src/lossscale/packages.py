@@ -66,12 +66,13 @@ def shadowed(error: ImportError) -> MissingPackageError | None:
     missing = error.name or ""
     root = missing.partition(".")[0]
     # Python 3.11 has the name that a module lacks in the text only.
-    lacking = re.match(r"cannot import name '(\w+)'", str(error))
+    if lacking := re.match(r"cannot import name '(\w+)'", str(error)):
+        missing += f".{lacking[1]}"
     path = getattr(sys.modules.get(root), "__file__", None)
     if root not in EXTRAS or path is None:
         return None
     return MissingPackageError(
-        f"{missing + (f'.{lacking[1]}' if lacking else '')} not found: `import {root}` finds {path}, which does not have it. If that file "
+        f"{missing} not found: `import {root}` finds {path}, which does not have it. If that file "
         f'is yours, rename it; otherwise pip install -U "lossscale[{EXTRAS[root]}]"'
     )
 
