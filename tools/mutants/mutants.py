@@ -121,10 +121,10 @@ tests/conformance/test_promises.py -k 'floor and torch-native-host'
     common on torch warned_at_floor: scale > rule.min_scale -> scale >= rule.min_scale
 tests/conformance/test_promises.py -k torch-native-host
     torch Engine._read:
-        StepDecision(not found > 0, stats, divisor=..., empty=bool(found < 0))
+        StepDecision(not number > 0, stats, divisor=..., empty=bool(number < 0))
         -> StepDecision(True, stats, divisor=..., empty=bool(found < 0))
     torch Engine.apply: decision.apply is False -> False
-    torch is_below_one: lowest < 1.0 -> False
+    torch Multiplier.may_be_below_one: lowest < 1.0 -> False
     torch LossScaleOptimizer.load_state_dict: state_dicts.restore(scale, numbers) -> pass
     torch LossScale.update: self.number != before -> False
 tests/conformance/test_promises.py -k torch-native-device
@@ -302,18 +302,18 @@ tests/frameworks/torch/test_trainers.py
 tests/frameworks/torch/test_backward.py
     torch _evaluate: engine.scale.update(decision.stats) -> pass
 tests/frameworks/torch/test_scaled_gradients.py
-    torch ScaledGradients.settle: self in each.record.sets -> False  -k the_scale_falls
-    torch LossScaleOptimizer._leave_out: not record.has_own_loss -> False  -k no_step
-    torch ScaledGradients.add: each.settle(whole=True) -> pass  -k all_sequences_of
-    torch holding: not each.info.ids.isdisjoint(info.ids) -> False  -k random_programs
-    torch Engine.put_into_set: each.record.decision = None -> pass  -k random_programs
+    torch ScaledGradients.settle: self in record.sets -> False  -k the_scale_falls
+    torch Engine.decision_if_left_out: not record.has_own_loss -> False  -k no_step
+    torch ScaledGradients.add: other.settle(whole=True) -> pass  -k all_sequences_of
+    torch holding: not s.info.ids.isdisjoint(info.ids) -> False  -k random_programs
+    torch GradientRecord.put_into_set: record.decision = None -> pass  -k random_programs
     torch ScaledGradients.leave: self.info = self.info.without(info.ids) -> pass  -k random_programs
-    torch LossScaleOptimizer.__setstate__: engine.restart(factor) -> pass  -k random_programs
-    torch Engine.restart: each.leave(info) -> pass  -k random_programs
+    torch LossScaleOptimizer.__setstate__: engine.record.restart(factor) -> pass  -k random_programs
+    torch GradientRecord.restart: scaled.leave(info) -> pass  -k random_programs
 tests/frameworks/torch/test_state.py
-    torch Engine.check_restart: float(each.by.scale_on(CPU)) != number -> False
+    torch GradientRecord.check_restart: scaled.number() != number -> False
         -k of_another_scale
-    torch Engine.gradient_factor: len(numbers) > 1 -> False  -k two_scales
+    torch GradientRecord.gradient_factor: len(numbers) > 1 -> False  -k two_scales
 tests/frameworks/torch/test_beside_torch.py
     torch GradScaler._move_as_torch: super().update() -> pass  -k four_calls
     torch GradScaler._step_that_skips_by_itself: entry['stage'] = OptState.STEPPED; return result
@@ -333,7 +333,7 @@ tests/frameworks/torch/test_grad_scaler.py
     torch GradScaler._step_that_skips_by_itself: fused.attributes(...)
         -> fused.attributes([optimizer], divisor, None)  -k d25
 tests/frameworks/torch/test_processes.py
-    torch GradScaler._unscale_grads_: found.item() >= 0 -> False
+    torch GradScaler._unscale_grads_: overflow.item() >= 0 -> False
         -k shards_by_hand
     torch measure_everywhere: here[1:] / copies -> here[1:]  -k seen
     torch grad_norm: info.copies(gradient) -> 1  -k clipped

@@ -11,19 +11,18 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lossscale.errors import ArgumentTypeError
 from lossscale.packages import warn
-from lossscale.torch.scale import Flag
+from lossscale.torch.observers import Observer, Stepped, Stepper
 
 _CHANGES = 10
 """Changes of a parameter without a step of the optimizer after which a warning comes."""
@@ -33,35 +32,11 @@ _NEVER_STEPPED = (
     "GradScaler that steps."
 )
 
-Stepper: TypeAlias = Optimizer | torch.amp.GradScaler
-
-_guards: weakref.WeakKeyDictionary[Stepper, weakref.WeakSet[BufferGuard]] = (
-    weakref.WeakKeyDictionary()
-)
-"""The guards by the optimizer or scaler whose steps count."""
 _of_models: weakref.WeakKeyDictionary[Module, BufferGuard] = weakref.WeakKeyDictionary()
 _number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 """The number that the next operation gets that a backward pass can go through."""
 # Public, but not in the `__all__` of `torch.jit`.
 _is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
-
-
-def note_loss(optimizer: Stepper, loss: Tensor) -> None:
-    """Called with each loss that is scaled for an optimizer, outside of compiled code."""
-    for each in _guards.get(optimizer, ()):
-        each.scaled(optimizer, loss)
-
-
-def note_step(optimizer: Stepper, skipped: Flag, ids: Collection[int] | None = None) -> None:
-    """Called after each step of an optimizer.
-
-    Args:
-        optimizer: The `LossScaleOptimizer` or `GradScaler`.
-        skipped: Whether it was skipped: a bool, or a tensor if only the device knows.
-        ids: For a scaler, those of the parameters of its only optimizer; empty if there are more.
-    """
-    for each in _guards.get(optimizer, ()):
-        each.stepped(optimizer, skipped, ids)
 
 
 def guard_model(
@@ -90,7 +65,10 @@ def guard_model(
         made.handles.append(each.register_load_state_dict_post_hook(Hook(made.loaded)))
     _of_models[model] = made
     for stepper in optimizers:
-        _guards.setdefault(stepper, weakref.WeakSet()).add(made)
+        handle = stepper._observers.add(made)
+        made.handles.append(handle)
+        # The buffers are not kept longer than the model.
+        weakref.finalize(model, handle.remove).atexit = False
 
 
 def unguard_model(model: Module) -> None:
@@ -99,11 +77,9 @@ def unguard_model(model: Module) -> None:
     if found is not None:
         for handle in found.handles:
             handle.remove()
-        for each in list(_guards.values()):
-            each.discard(found)
 
 
-class BufferGuard:
+class BufferGuard(Observer):
     """Saves the buffers of a model after each step, and restores them.
 
     Args:
@@ -144,8 +120,7 @@ class BufferGuard:
         for each, numbers in filter(None, [(self._saved, self._saved.numbers), self._before]):
             each.save_only(own, numbers)
 
-    def scaled(self, optimizer: Stepper, loss: Tensor) -> None:
-        """Called with each loss of an optimizer."""
+    def scaled(self, stepper: Stepper, loss: Tensor) -> None:
         if not (self._has_several or self._before):
             return
         # When it was computed, or its first part that uses parameters of the model.
@@ -158,14 +133,14 @@ class BufferGuard:
                 elif each is not None and each not in seen:
                     seen.add(each)
                     todo.append(each)
-        self._losses[optimizer] = min([*numbers, self._losses.get(optimizer, math.inf)])
+        self._losses[stepper] = min([*numbers, self._losses.get(stepper, math.inf)])
 
-    def stepped(self, optimizer: Stepper, skipped: Flag, ids: Collection[int] | None) -> None:
-        """Called after a step."""
+    def stepped(self, step: Stepped) -> None:
+        skipped, ids = step.skipped, step.ids
         # Somebody else trains what the only optimizer of a scaler does not train.
         has_others = ids is not None and (not ids or not self._own.keys() <= set(ids))
         # A loss that was scaled in compiled code was not seen.
-        own = self._losses.pop(optimizer, -1)
+        own = self._losses.pop(step.stepper, -1)
         if not (has_others or self._has_several):
             self._before = None
         elif not self._before or min([own, *self._losses.values()]) >= self._step:
@@ -186,7 +161,7 @@ class BufferGuard:
         self._step, self._last = _number(), math.inf
 
 
-Table = tuple[dict[str, "torch.Tensor | None"], "set[str] | None", Tensor]
+Table = tuple[dict[str, Tensor | None], set[str] | None, Tensor]
 """The buffers of a module, the names of those that are followed (None: all), a parameter."""
 
 

@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 from lossscale.errors import ArgumentTypeError, GradientsError
 from lossscale.torch import ranks
+from lossscale.torch.backward import was_scaled
 from lossscale.torch.engine import StepDecision
 from lossscale.torch.master_weights import MasterWeights
 from lossscale.torch.optimizer_list import OptimizerList, parts_of
-from lossscale.torch.scaled_gradients import was_scaled
 from lossscale.torch.scaling import real_parts
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def step(optimizer: LossScaleOptimizer, closure: Callable[[], Any], **more: Any)
             loss = closure()
         optimizer._take_step(**more)
         return loss
-    optimizer._account_for_unseen_backward()
+    record.account_for_unseen_backward()
     # It may be stepped along gradients that are there before it evaluates anything.
     if not record.is_nothing() and not optimizer._unscale_().apply:
         optimizer._take_step()
@@ -79,7 +79,7 @@ def step(optimizer: LossScaleOptimizer, closure: Callable[[], Any], **more: Any)
                     "any loss scale. Load a checkpoint."
                 )
         if is_first and decision is not None and before is not None:
-            optimizer._notify_watcher(decision)
+            optimizer._notify_decided(decision)
         is_first = False
         return loss
 
@@ -92,13 +92,13 @@ def step(optimizer: LossScaleOptimizer, closure: Callable[[], Any], **more: Any)
             if decision is not None:
                 if not decision.apply:
                     _restore(inner, saved)
-                optimizer._notify_watcher(decision)
+                optimizer._notify_decided(decision)
         else:
             loss = inner.step(evaluate, **more)
     except _Skipped as skipped:
         assert decision is not None
         loss = skipped.args[0]
-        optimizer._notify_watcher(decision)
+        optimizer._notify_decided(decision)
     if decision is not None:
         optimizer._finish(decision)
     return loss
@@ -155,7 +155,7 @@ def _evaluate(
     """
     engine, record = optimizer._engine, optimizer._record
     while True:
-        record.clear(engine.info())
+        record.clear()
         with torch.enable_grad():
             loss = closure()
         _check_loss(loss, optimizer.inner_optimizer)

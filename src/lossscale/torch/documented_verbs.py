@@ -62,8 +62,8 @@ class DocumentedVerbs(Wrapper):
         result = unscaled(given, scale, self._rule.powers_of_two)
         record = self._record
         record.by_hand = False
-        if record.scaled_by is None:
-            record.unseen = True
+        if record.multiplier is None:
+            record.has_unseen_loss = True
         before = [each for each in record.divided or () if each[0]() is not None]
         # Weakly, so that they are not kept.
         record.divided = before + [(weakref.ref(g), g._version) for g in given if g is not None]
@@ -97,37 +97,37 @@ class DocumentedVerbs(Wrapper):
                 a shape does not match.
         """
         check_named(third)
-        record, engine = self._record, self._engine
+        record = self._record
         given, variables = checked_pairs(grads_and_vars, _is_variable)
         parameters = ranks.parameters_of(self.inner_optimizer)
         _check_fit(given, variables, parameters)
         if record.by_hand:
             self._warn(NOT_UNSCALED)
-        by, unseen = record.scaled_by, record.unseen
-        is_scaled = by is not None or unseen
-        are_unscaled = not is_scaled or record.by_hand or record.divided is not None
+        multiplier, unseen = record.multiplier, record.has_unseen_loss
+        are_unscaled = not record.is_scaled or record.by_hand or record.divided is not None
         # Copies, because a step changes gradients in place.
         given = [
             None if gradient is None else gradient.detach().to(variable.dtype, copy=True)
             for gradient, variable in zip(given, variables, strict=True)
         ]
         # Gradients in `.grad` stay there, unscaled.
-        record.unseen = False
-        engine.settle()
-        before = {**vars(record), "unseen": unseen, "sets": list(record.sets)}
+        record.has_unseen_loss = False
+        record.settle()
+        before, sets = {**vars(record), "has_unseen_loss": unseen}, list(record.sets)
         with _own_gradients(parameters):
             for gradient, variable in zip(given, variables, strict=True):
                 if gradient is not None:
                     variable.grad = gradient
             record.reset()
             if are_unscaled:
-                record.unseen, record.divided = True, []
+                record.has_unseen_loss, record.divided = True, []
             else:
-                engine.hold(engine.info(), by or engine.scale.multiplier)
+                record.hold(record.info(), multiplier or record.scale.multiplier)
             try:
                 self._take_step()
             except BaseException:
                 vars(record).update(before)
+                record.sets[:] = sets
                 raise
         iterations: int | Tensor = self.iterations
         return iterations

@@ -10,9 +10,9 @@ import contextlib
 import copy
 import itertools
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lossscale.checks import checked_truth
-from lossscale.common.checks import warned_at_floor
 from lossscale.errors import CallOrderError, ScalerArgumentError
 from lossscale.rules import DynamicScale, ScaleRule, StatsRequest
-from lossscale.torch import buffers, fused, gradients, ranks
+from lossscale.torch import fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
+from lossscale.torch.observers import Decided, FloorWarning, Observers, SkippedStepHook, Stepped
 from lossscale.torch.optimizer_list import parts_of
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
 from lossscale.torch.scale import FirstSteps, Flag, SkipCount, is_torchs, update_on_host
@@ -39,20 +39,17 @@ from lossscale.torch.settings import (
     rule_of_a_scaler,
 )
 
-if TYPE_CHECKING:
-    from lossscale.torch.monitor import Monitor
-
 Losses = TypeVar("Losses")
 
 _STEPPED = (
     "step() was called twice on this optimizer since the last update(). Call update() once after "
     "the steps of all optimizers."
 )
-_OF_ONE_SCALER = frozenset({"_known", "_skipped_hooks", "_skipped_so_far", "_watcher"})
+_OF_ONE_SCALER = frozenset({"_records", "_observers", "_floor", "_skipped_so_far"})
 """Attributes that a copy does not share."""
 
 
-class _Known:
+class _OptimizerRecord:
     """A scaler's record of an optimizer: its parameters and the number of skipped steps."""
 
     def __init__(self, parameters: Sequence[Tensor], process_group: ranks.Groups) -> None:
@@ -120,16 +117,12 @@ class GradScaler(torch.amp.GradScaler):
     _state: Any
     """The state of the rule; what the tensors hold may be newer."""
 
-    _watcher: Monitor | None = None
-    """The monitor that is notified of each decision."""
-
     _least = 0.0
     """The scale is not below it, unless other code has written to it."""
 
     _scaled_since_update = False
     _skipped_so_far: Flag = False
     """Whether a step was skipped since the last `update`, as `SkipCount.add` takes it."""
-    _warned_at_floor = False
     _skips_at_floor: int | None = None
 
     def __init__(
@@ -173,22 +166,22 @@ class GradScaler(torch.amp.GradScaler):
         self._set_state(made.init())
 
     def _forget(self) -> None:
-        """Forgets optimizers and hooks, which a copy does not share."""
-        self._known: dict[int, _Known] = {}
-        self._skipped_hooks: dict[int, Callable[..., object]] = OrderedDict()
+        """Forgets optimizers and observers, which a copy does not share."""
+        self._records: dict[int, _OptimizerRecord] = {}
+        self._observers, self._floor = Observers(), FloorWarning("GradScaler(min_scale=2.0**-24)")
+        self._observers.add(self._floor)
 
-    def _known_of(self, optimizer: Optimizer) -> _Known:
-        """The record of an optimizer."""
+    def _record_of(self, optimizer: Optimizer) -> _OptimizerRecord:
         key, parameters = id(optimizer), parameters_of(optimizer)
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = _Known(parameters, self._process_group)
+        record = self._records.get(key)
+        if record is None:
+            record = self._records[key] = _OptimizerRecord(parameters, self._process_group)
             # With `__slots__` it cannot be referred to weakly.
             with contextlib.suppress(TypeError):
-                weakref.finalize(optimizer, self._known.pop, key, None).atexit = False
-        elif not known.info.is_of(parameters):
-            known.info = ParameterInfo(parameters, self._process_group)
-        return known
+                weakref.finalize(optimizer, self._records.pop, key, None).atexit = False
+        elif not record.info.is_of(parameters):
+            record.info = ParameterInfo(parameters, self._process_group)
+        return record
 
     # --- The calls of a training loop ---------------------------------------------------------
 
@@ -213,9 +206,7 @@ class GradScaler(torch.amp.GradScaler):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(loss.device)
             if not torch.compiler.is_compiling():
-                buffers.note_loss(self, loss)
-                if self._watcher is not None:
-                    self._watcher.scaled(loss)
+                self._observers.scaled(self, loss)
             assert self._scale is not None
             return scaled(loss, self._scale)
 
@@ -262,7 +253,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        info, device = self._known_of(optimizer).info, found_inf.device
+        info, device = self._record_of(optimizer).info, found_inf.device
         entry = self._per_optimizer_states.get(id(optimizer), {})
         if self._scale is not None and self._rule.needs != StatsRequest():
             entry["measured"] = gradients.measure_everywhere(
@@ -274,15 +265,15 @@ class GradScaler(torch.amp.GradScaler):
             info, inv_scale.to, recheck=recheck, found=found_inf, float16=allow_fp16, sums=False
         )
         here = bool(by_device)
-        found = gradients.any_overflow(by_device.values(), device).to(device)
+        overflow = gradients.any_overflow(by_device.values(), device).to(device)
         if not self._rule.checks_gradients:
-            found.zero_()
+            overflow.zero_()
         elif info.groups:
-            found, _ = ranks.agreed(found, here, True, info.groups)
-            here = here or found.item() >= 0
+            overflow, _ = ranks.agreed(overflow, here, True, info.groups)
+            here = here or overflow.item() >= 0
         # A step in which no process has a gradient does not count.
         entry["is_empty"] = not here
-        return {device: found if here else torch.zeros_like(found)}
+        return {device: overflow if here else torch.zeros_like(overflow)}
 
     @overload
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None: ...
@@ -334,7 +325,7 @@ class GradScaler(torch.amp.GradScaler):
         entry = self._per_optimizer_states[id(optimizer)]
         if "skipped" not in entry:
             self._count(optimizer, next(iter(entry["found_inf_per_device"].values()), False))
-        is_empty, first_steps = entry.get("is_empty", False), self._known_of(optimizer).first_steps
+        is_empty, first_steps = entry.get("is_empty", False), self._record_of(optimizer).first_steps
         first_steps.made(optimizer, is_empty, self._scaled_since_update)
         return result
 
@@ -359,19 +350,15 @@ class GradScaler(torch.amp.GradScaler):
         assert scale is not None
         divisor = scale if is_scaled else None
         # The kernel skips if it is exactly 1, and a subclass may have added some up.
-        found = (
-            gradients.any_overflow(entry["found_inf_per_device"].values())
-            .to(scale.device)
-            .clamp(max=1)
-        )
+        overflow = gradients.any_overflow(entry["found_inf_per_device"].values())
+        overflow = overflow.to(scale.device).clamp(max=1)
         is_first = fused.makes_state(parts_of(optimizer))
-        is_on_host = found.device.type == "cpu"
-        is_read = is_on_host or is_first or self._watcher is not None or self._skipped_hooks
+        is_read = overflow.device.type == "cpu" or is_first or self._observers.read_skips
         is_skipped = is_read and self._is_skipped(optimizer, entry, divisor)
         result = None
         # In a skipped first step a kernel of SGD would keep uninitialized memory as the momentum.
         if not (is_skipped and is_first):
-            with fused.attributes([optimizer], divisor, found):
+            with fused.attributes([optimizer], divisor, overflow):
                 result = optimizer.step(*args, **kwargs)
         entry["stage"] = OptState.STEPPED
         return result
@@ -402,7 +389,7 @@ class GradScaler(torch.amp.GradScaler):
         ready = [each for each in optimizers if self._stage_of(each) is OptState.READY]
         for each in ready:
             # If one of them raises, the gradients of the others stay as they are.
-            info, in_kernel = self._known_of(each).info, _skips_by_itself(each)
+            info, in_kernel = self._record_of(each).info, _skips_by_itself(each)
             gradients.collect(info, allow_float16=in_kernel, sums=False)
         for each in ready:
             # A fused kernel divides by itself, float16 gradients too.
@@ -413,13 +400,13 @@ class GradScaler(torch.amp.GradScaler):
     def _join(self, entries: Mapping[int, dict[str, Any]]) -> None:
         """Each of some optimizers, which have yet to step, sees the overflows of all."""
         some = {key: entry for key, entry in entries.items() if "is_joined" not in entry}
-        found = [t for entry in some.values() for t in entry["found_inf_per_device"].values()]
-        if len(found) < 2:
+        overflows = [t for entry in some.values() for t in entry["found_inf_per_device"].values()]
+        if len(overflows) < 2:
             return
         assert self._scale is not None
         device = self._scale.device
-        joined = gradients.any_overflow(found, device).to(device)
-        groups = [self._known[key].info.groups for key in some if key in self._known]
+        joined = gradients.any_overflow(overflows, device).to(device)
+        groups = [self._records[key].info.groups for key in some if key in self._records]
         union = tuple(dict.fromkeys(itertools.chain(*groups)))
         if any(len(own) < len(union) for own in groups):
             # One optimizer may be sharded over more processes than another.
@@ -437,32 +424,28 @@ class GradScaler(torch.amp.GradScaler):
     def _is_skipped(
         self, optimizer: Optimizer, entry: dict[str, Any], divisor: Tensor | None = None
     ) -> bool:
-        """Waits for the decision on a step, counts it, and notifies the monitor and the hooks."""
-        found = gradients.any_overflow(entry["found_inf_per_device"].values())
+        """Waits for the decision on a step, counts it, and notifies the observers."""
+        overflow = gradients.any_overflow(entry["found_inf_per_device"].values())
         assert self._scale is not None
-        if self._watcher is None:
-            skipped = bool(read(found))
+        if self._observers.have_monitor:
+            together = torch.stack((overflow, self._scale.to(overflow)))
+            number, scale = read_all(together).tolist()
+            decided = Decided(optimizer.param_groups, scale, not number, divisor)
+            self._observers.decided(decided)
         else:
-            overflow, scale = read_all(torch.stack((found, self._scale.to(found)))).tolist()
-            skipped = bool(overflow)
-            self._watcher.decided(
-                optimizer.param_groups, scale=scale, applied=not skipped, divisor=divisor
-            )
-        if skipped and not self._warned_at_floor:
-            self._warn_at_floor(float(self._scale))
-        entry["skipped"] = skipped
+            number = read(overflow)
+        entry["skipped"] = skipped = bool(number)
         self._count(optimizer, skipped)
-        for hook in list(self._skipped_hooks.values()) if skipped else ():
-            hook(optimizer)
         return skipped
 
     def _count(self, optimizer: Optimizer, flag: Flag) -> None:
         self._skipped_so_far = self._skips.add(flag, self._skipped_so_far)
-        known = self._known_of(optimizer)
-        known.count.add(flag)
+        record = self._record_of(optimizer)
+        record.count.add(flag)
         # After the first step others may come.
-        is_only = len(self._known) == 1 and known.first_steps.without is None
-        buffers.note_step(self, flag, known.info.ids if is_only else ())
+        is_only = len(self._records) == 1 and record.first_steps.without is None
+        ids = record.info.ids if is_only else ()
+        self._observers.stepped(Stepped(self, flag, self._scale, optimizer, ids))
 
     @uncompiled
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -485,7 +468,7 @@ class GradScaler(torch.amp.GradScaler):
                 self._check_scale_growth_tracker("update")
             self._set_scale(new_scale_of(new_scale, self._rule))
         if left_out is not False:
-            buffers.note_step(self, left_out, ())
+            self._observers.stepped(Stepped(self, left_out, ids=()))
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._scaled_since_update = self._skipped_so_far = False
 
@@ -506,10 +489,10 @@ class GradScaler(torch.amp.GradScaler):
             super().update()
         entries = [entry for entry in states.values() if not entry.get("is_empty")]
         by_tensor = _results_in(entries)
-        found = gradients.any_overflow(by_tensor.values())
+        overflow = gradients.any_overflow(by_tensor.values())
         if by_tensor and is_torchs(rule):
             # One tensor: PyTorch adds up the others in the first one, which is read later.
-            self._per_optimizer_states = {0: {"found_inf_per_device": {found.device: found}}}
+            self._per_optimizer_states = {0: {"found_inf_per_device": {overflow.device: overflow}}}
             self._move_as_torch(rule, all(entry.get("skipped") is False for entry in entries))
             return
         # PyTorch's method calls this, too.
@@ -518,14 +501,13 @@ class GradScaler(torch.amp.GradScaler):
             return
         measured = [e["measured"] for e in entries if "measured" in e]
         seen = gradients.together(measured) if measured else None
-        together = [each.to(found.device, torch.float64) for each in (found, *now)]
+        together = [each.to(overflow.device, torch.float64) for each in (overflow, *now)]
         overflowed, number, good_steps = read_all(torch.stack(together)).tolist()
         stats = gradients.as_stats(rule.needs, seen, not overflowed)
         self._set_state(update_on_host(rule, self._adopt(number, int(good_steps)), stats))
 
     def _move_as_torch(self, rule: Any, is_finite: bool) -> None:
         """Moves the scale by PyTorch's operator, which knows no limits, and keeps it in these."""
-        # Where it would pass the highest, it stays, as the rule says.
         # Where it would pass the highest, it stays, as the rule says.
         is_free = rule.max_scale is None and rule.powers_of_two
         before = None if is_free or self._scale is None else self._scale.clone()
@@ -543,20 +525,14 @@ class GradScaler(torch.amp.GradScaler):
     def get_scale(self) -> float:
         """Returns the scale, 1.0 if disabled; waits for the device."""
         number: float = super().get_scale()
-        lowest = self._rule.lowest_scale if self._enabled and not self._warned_at_floor else None
+        lowest = self._rule.lowest_scale if self._enabled and not self._floor.warned else None
         before, self._skips_at_floor = self._skips_at_floor, None
         if lowest is not None and number <= lowest:
             self._skips_at_floor = self._skips.skipped
             if before is not None and self._skips_at_floor > before:
                 # The host did not know of steps that the device has skipped.
-                self._warn_at_floor(number)
+                self._floor.check(self, number)
         return number
-
-    def _warn_at_floor(self, number: float) -> None:
-        if not self._warned_at_floor:
-            self._warned_at_floor = warned_at_floor(
-                self._rule, number, "GradScaler(min_scale=2.0**-24)"
-            )
 
     def _may_overflow(self) -> bool:
         """Whether the scale is below 1; waits only if it may have come down so far."""
@@ -586,9 +562,7 @@ class GradScaler(torch.amp.GradScaler):
         Returns:
             A handle with a method `remove`.
         """
-        handle = RemovableHandle(self._skipped_hooks)
-        self._skipped_hooks[handle.id] = hook
-        return handle
+        return self._observers.add(SkippedStepHook(hook))
 
     # --- The scale ----------------------------------------------------------------------------
 
@@ -626,8 +600,8 @@ class GradScaler(torch.amp.GradScaler):
         if self._scale is None and self._process_group is not None:
             # Another process may have scaled a loss.
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
-        found: tuple[Tensor, Tensor] = super()._check_scale_growth_tracker(funcname)
-        return found
+        now: tuple[Tensor, Tensor] = super()._check_scale_growth_tracker(funcname)
+        return now
 
     def _adopt(self, number: float, good_steps: int) -> Any:
         """The state of the rule with what the tensors hold."""

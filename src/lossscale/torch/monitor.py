@@ -24,6 +24,7 @@ from lossscale.monitoring.recorder import MonitorSettings, Recorder, SkippedStep
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule
 from lossscale.torch.grad_scaler import GradScaler
+from lossscale.torch.observers import Decided, Observer, Stepper
 from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
 from lossscale.torch.ranks import local
 from lossscale.torch.repeated_step import DEFAULT_BYTES, CallRecorder
@@ -36,7 +37,7 @@ Groups: TypeAlias = list[dict[str, Any]]
 _TOO_LATE = "the loss was known only after the step had changed the weights"
 
 
-class Monitor(LoopMonitor):
+class Monitor(LoopMonitor, Observer):
     """Records what the loss scale does in a training loop, and warns when something is wrong.
 
     Call `step` after each training step (with a `GradScaler` after `update()`), and `close` at the
@@ -89,6 +90,8 @@ class Monitor(LoopMonitor):
         (8.0, 4.0, 'overflow', 'weight (2 inf)')
     """
 
+    is_monitor = reads_skips = True
+
     def __init__(
         self,
         optimizer: Optimizer | torch.amp.GradScaler,
@@ -134,24 +137,14 @@ class Monitor(LoopMonitor):
         if settings.explain and self._model is not None:
             calls = CallRecorder(self._model, limit)
             self._explainer = _Explainer(calls, settings.explain, watched.rule)
-        watched.__dict__["_watcher"] = self
+        self._handle = watched._observers.add(self)
 
-    def scaled(self, loss: Tensor) -> None:
-        """Called by the optimizer with each loss before it scales it."""
+    def scaled(self, stepper: Stepper, loss: Tensor) -> None:
         if self._explainer is not None:
             self._explainer.scaled(loss)
 
-    def decided(
-        self, groups: Groups, *, scale: Tensor | float, applied: bool, divisor: Tensor | None = None
-    ) -> None:
-        """Tracks a decision of the optimizer, which calls this before it applies the gradients.
-
-        Args:
-            groups: The parameter groups, with the gradients in `.grad`.
-            scale: The loss scale of the step.
-            applied: Whether the step is applied.
-            divisor: The number to divide the gradients by; None if they are unscaled.
-        """
+    def decided(self, decided: Decided) -> None:
+        groups, scale, applied, divisor = decided
         self._decided = True
         self._skipped = self._skipped or not applied
         number = self._steps_so_far() + 1
@@ -227,8 +220,7 @@ class Monitor(LoopMonitor):
 
         Closing it again does nothing; `step` is an error afterwards.
         """
-        if vars(self._watched).get("_watcher") is self:
-            del vars(self._watched)["_watcher"]
+        self._handle.remove()
         if self._explainer is not None:
             self._explainer.calls.close()
         super().close()
@@ -440,7 +432,7 @@ def _checked(optimizer: object) -> LossScaleOptimizer | GradScaler:
         )
     if isinstance(optimizer, GradScaler) and not optimizer.is_enabled():
         raise ArgumentError("The GradScaler is disabled, so there is no loss scale to watch.")
-    if vars(optimizer).get("_watcher") is not None:
+    if optimizer._observers.have_monitor:
         raise ArgumentError("Another Monitor already watches this optimizer. Close it first.")
     return optimizer
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import types
-from collections import OrderedDict
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast, overload
+from typing import Any, ClassVar, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -16,19 +16,14 @@ from torch.utils.hooks import RemovableHandle
 
 from lossscale.arguments import rule_from_arguments
 from lossscale.checks import checks_keywords
-from lossscale.common.checks import living_wrapper, remember_wrapper, warned_at_floor
+from lossscale.common.checks import living_wrapper, remember_wrapper
 from lossscale.errors import ArgumentTypeError, CallOrderError, GradientsError, UnsupportedError
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule, StatsRequest
-from lossscale.torch import buffers, closures, fused, gradients, master_weights, ranks
+from lossscale.torch import closures, fused, gradients, master_weights, ranks
 from lossscale.torch import state_dict as state_dicts
-from lossscale.torch.documented_verbs import DocumentedVerbs
-from lossscale.torch.engine import Engine, StepDecision
-from lossscale.torch.optimizer_list import OptimizerList, with_parts, zero_grad
-from lossscale.torch.scale import DeviceLossScale, LossScale, Multiplier
-from lossscale.torch.scaled_gradients import (
-    ONE_FOR_SEVERAL,
+from lossscale.torch.backward import (
     Inputs,
     is_seen,
     prepare_backward,
@@ -36,6 +31,13 @@ from lossscale.torch.scaled_gradients import (
     was_scaled,
     watch,
 )
+from lossscale.torch.documented_verbs import DocumentedVerbs
+from lossscale.torch.engine import Engine, StepDecision
+from lossscale.torch.gradient_record import Verdict
+from lossscale.torch.observers import Decided, FloorWarning, Observers, SkippedStepHook, Stepped
+from lossscale.torch.optimizer_list import OptimizerList, with_parts, zero_grad
+from lossscale.torch.scale import DeviceLossScale, LossScale, Multiplier
+from lossscale.torch.scaled_gradients import ONE_FOR_SEVERAL
 from lossscale.torch.scaling import CPU, WIDE, scalar, uncompiled, widened
 from lossscale.torch.settings import (
     InnerSettings,
@@ -45,9 +47,6 @@ from lossscale.torch.settings import (
     check_processes,
     checked_clip_norm,
 )
-
-if TYPE_CHECKING:
-    from lossscale.torch.monitor import Monitor
 
 _NOTHING_SCALED = (
     "The optimizer has scaled no loss since its last step, and takes the gradients as they are. "
@@ -115,10 +114,6 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
     __module__ = "lossscale.torch"
     _framework: ClassVar[str] = "torch"
 
-    _watcher: Monitor | None = None
-    """The monitor that is notified of each decision."""
-    _warned_at_floor = False
-
     @checks_keywords("LossScaleOptimizer")
     def __init__(
         self,
@@ -153,14 +148,16 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
 
     def _start(self, engine: Engine, name: str) -> None:
         self.name, self._rule, self._inner, self._engine = name, engine.rule, engine.inner, engine
-        self._record = engine.record
-        self._skipped_hooks: dict[int, Callable[[LossScaleOptimizer], object]] = OrderedDict()
+        self._record, self._observers = engine.record, Observers()
+        self._observers.add(FloorWarning())
+        # Weakly: nothing but the user holds the wrapper.
+        engine.record.leave_out = weakref.WeakMethod(self._leave_out)
         state_dicts.reserve_names(engine.scale, engine.inner)
         for each in with_parts(engine.inner):
             # That of a part may be a `MasterWeights`.
             if living_wrapper(each) is None:
                 remember_wrapper(each, self)
-        engine.watch_steps()
+        engine.record.watch_steps()
 
     @property
     def inner_optimizer(self) -> Optimizer:
@@ -220,26 +217,25 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
             (tensor(True), tensor([1., 1.]))
             >>> optimizer.step()
         """
-        engine, record = self._engine, self._record
-        check_backpropagated(loss, engine.info())
-        buffers.note_loss(self, loss)
-        if self._watcher is not None:
-            self._watcher.scaled(loss)
+        record = self._record
+        check_backpropagated(loss, record.info())
+        self._observers.scaled(self, loss)
         self._adopt_written()
-        by = engine.scale.multiplier
+        multiplier = self._engine.scale.multiplier
         outer = torch._C._current_graph_task_id()
-        sets = prepare_backward(loss, by, engine, inputs=inputs, outer=outer)
+        sets = prepare_backward(loss, multiplier, record, inputs=inputs, outer=outer)
         record.in_backward = True
         try:
-            _backpropagate(loss, by, gradient, retain_graph, create_graph, inputs)
+            _backpropagate(loss, multiplier, gradient, retain_graph, create_graph, inputs)
         except RuntimeError as error:
             master_weights.check_not_of_ddp(error)
             raise
         finally:
             record.in_backward = False
-            for each in sets:
-                each.settle(whole=True)
-        return scalar(True, CPU, torch.bool) if record.found is None else record.found == 0
+            for scaled in sets:
+                scaled.settle(whole=True)
+        overflow = record.overflow
+        return scalar(True, CPU, torch.bool) if overflow is None else overflow == 0
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Multiplies the loss by the loss scale, before `.backward()` of the result.
@@ -284,25 +280,24 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
                 ) from None
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
-            if self._watcher is not None:
-                self._watcher.scaled(loss)
             if was_scaled(loss):
                 raise GradientsError(
                     "This loss is already scaled. Its gradients would be too large by the loss "
                     "scale. Call scale_loss() once. If two optimizers train on this loss: "
                     f"{ONE_FOR_SEVERAL}"
                 )
-            buffers.note_loss(self, loss)
+            self._observers.scaled(self, loss)
             self._adopt_written()
         if seen and not is_compiling and is_seen(loss):
-            by = scale.multiplier
-            scaled = widened(loss) * by.scale_on(loss.device)
-            watch(scaled, loss, by, self._engine)
+            multiplier = scale.multiplier
+            scaled = widened(loss) * multiplier.scale_on(loss.device)
+            watch(scaled, loss, multiplier, record)
         else:
             # A tensor, so that no code is compiled for one number.
             scaled = widened(loss) * scale.scale_on(loss.device)
             if torch.is_grad_enabled():
-                record.unseen, record.is_cleared, record.has_own_loss = True, False, True
+                record.has_unseen_loss = record.has_own_loss = True
+                record.is_cleared = False
         if not is_compiling:
             remember_scaled(scaled)
         return scaled
@@ -311,27 +306,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
         """Adopts values of the loss scale that other code has written into the groups."""
         state_dicts.adopt_written(self._engine.scale, self._engine.inner)
 
-    def _account_for_unseen_backward(self) -> None:
-        """Accounts for the backward pass of a scaled loss that could not be observed."""
-        record, engine = self._record, self._engine
-        if not record.unseen or record.found is None:
-            return
-        if engine.account_for_cleared():
-            record.unseen = record.has_own_loss = True
-        elif record.is_as_it_was(engine.info()):
-            record.unseen = False
-        else:
-            raise CallOrderError(
-                "unscale_() was called before the last backward(), which added scaled gradients "
-                "to unscaled ones. Call optimizer.zero_grad() now, and unscale_() once per step, "
-                "after the last backward()."
-            )
-
     def _check_unscaled(self, name: str) -> None:
         """Checks that a method of the inner optimizer finds unscaled, finite gradients."""
-        record, info = self._record, self._engine.info()
-        self._engine.check_unscaled(name, self.inner_optimizer)
-        if record.found is not None and not record.are_gone(info) and bool(record.found > 0):
+        record = self._record
+        record.check_unscaled(name, self.inner_optimizer)
+        verdict = record.verdict
+        if verdict and not verdict.is_gone(record.info()) and bool(verdict.overflow > 0):
             raise CallOrderError(
                 f"{name}() of {type(self.inner_optimizer).__name__} would use gradients that "
                 "overflowed. Call it only if optimizer.backward(loss) returned true. Otherwise "
@@ -384,11 +364,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
         """Decides on the gradients as they are now, applies or skips them, moves the scale."""
         record, engine = self._record, self._engine
         self._adopt_written()
-        self._account_for_unseen_backward()
+        record.account_for_unseen_backward()
         if record.decision is None:
             decision = engine.decide()
         else:
-            engine.check_known(engine.info())
+            record.info()
+            record.check_no_new_group()
             decision = engine.clipped(record.decision)
         if decision.nobody_scaled:
             self._check_scaled()
@@ -398,7 +379,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
                 return engine.apply(decision, **more)
         # If the optimizer raises, the gradients are unscaled already.
         self._decided(decision)
-        self._notify_watcher(decision)
+        self._notify_decided(decision)
         returned = engine.apply(decision, **more)
         self._finish(decision)
         return returned
@@ -406,8 +387,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
     def _decided(self, decision: StepDecision) -> None:
         """Remembers what all processes have decided."""
         record = self._record
-        record.unseen, record.divided = False, None
-        record.decision, record.known = decision, self._engine.last_info
+        record.has_unseen_loss, record.divided = False, None
+        record.decision, record.parameters_at_loss = decision, record.last_info
 
     def _finish(self, decision: StepDecision, *, keep: bool = False) -> None:
         """Moves the scale and counts the step, once it was applied or is to be skipped."""
@@ -420,38 +401,22 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
             self._record.reset()
             if decision.apply is not True:
                 # Infinite ones that stay are no overflow of a later loss.
-                self._record.leave_behind(engine.info(), decision.skipped)
-        buffers.note_step(self, decision.skipped)
-        if decision.apply is False:
-            for hook in list(self._skipped_hooks.values()):
-                hook(self)
-            if number is not None and self._watcher is None and not self._warned_at_floor:
-                self._warned_at_floor = warned_at_floor(self.rule, number)
+                self._record.note_skip(decision.skipped)
+        self._observers.stepped(Stepped(self, decision.skipped, number, optimizer=self))
 
     def _check_scaled(self) -> None:
         """Warns of a step with gradients that nobody has scaled."""
         # After `backward` and `zero_grad` they may be a combination of gradients that were kept.
         if not (self._record.warned or self._record.is_cleared):
-            given = gradients.collect(self._engine.info())
+            given = gradients.collect(self._record.info())
             if any(t.any() for group in given.dense_groups for t in group):
                 self._warn(_NOTHING_SCALED)
 
     def _leave_out(self) -> None:
         """Accounts for a step that is left out: it counts if it would have been skipped."""
-        record, info = self._record, self._engine.info()
-        decision = record.decision
-        if decision is None and (info.is_given or not record.has_own_loss):
-            # Other processes may leave nothing out. And in a GAN the generator's loss reaches the
-            # discriminator, which clears those gradients.
-            return
-        if decision is None:
-            found = record.found
-            assert found is not None
-            if info.groups:
-                found, _ = ranks.agreed(found, True, True, info.groups)
-            decision = self._engine.skipped(found)
-        if bool(decision.skipped):
-            self._notify_watcher(decision)
+        decision = self._engine.decision_if_left_out()
+        if decision is not None and bool(decision.skipped):
+            self._notify_decided(decision)
             self._finish(decision._replace(apply=False), keep=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -461,12 +426,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
         """
         record = self._record
         # The `backward` of a loss that nobody sees is still to come.
-        unseen, by_hand = record.unseen, record.by_hand
-        was_checked = record.found is not None and record.has_own_loss
-        if record.found is not None:
+        unseen, by_hand = record.has_unseen_loss, record.by_hand
+        was_checked = record.verdict is not None and record.has_own_loss
+        if record.verdict is not None:
             self._leave_out()
-        record.clear(self._engine.info())
-        record.unseen = record.has_own_loss = unseen
+        record.clear()
+        record.has_unseen_loss = record.has_own_loss = unseen
         record.by_hand, record.is_cleared = by_hand, was_checked
         zero_grad(self.inner_optimizer, set_to_none)
 
@@ -496,9 +461,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
                 "With decide='device' the host calls no hook: it does not know which steps are "
                 "skipped. Leave `decide` out, or read optimizer.last_step_skipped."
             )
-        handle = RemovableHandle(self._skipped_hooks)
-        self._skipped_hooks[handle.id] = hook
-        return handle
+        return self._observers.add(SkippedStepHook(hook))
 
     def unscale_(self) -> bool | Tensor:
         """Divides the gradients in `.grad` by the loss scale, before `step`.
@@ -529,7 +492,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
     def _unscale_(self) -> StepDecision:
         """Unscales the gradients before the step, for code that reads or changes them."""
         record, engine = self._record, self._engine
-        self._account_for_unseen_backward()
+        record.account_for_unseen_backward()
         if record.decision is not None:
             decided: StepDecision = record.decision
             return decided
@@ -537,29 +500,25 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
         if decision.empty:
             # Gradients of a later `backward` still have to be divided.
             return decision
-        info = engine.info()
+        info = record.last_info
         if decision.nobody_scaled:
             self._warn(_NOTHING_SCALED)
             if not info.is_given:
                 return decision
         self._decided(decision)
-        found = decision.overflow
-        if decision.apply is not None:
-            found = scalar(float(not decision.apply), info.devices[0])
-        record.found, record.checked = found, info.ids
-        record.remember(info)
+        overflow = decision.skipped
+        if not isinstance(overflow, Tensor):
+            overflow = scalar(float(overflow), info.devices[0])
+        record.verdict = Verdict.of(overflow, info.ids, None, info)
         return decision
 
-    def _notify_watcher(self, decision: StepDecision) -> None:
-        if self._watcher is None or decision.empty:
+    def _notify_decided(self, decision: StepDecision) -> None:
+        if decision.empty or not self._observers.have_monitor:
             return
-        scale, number = self._engine.scale, self._engine.scale.number
-        self._watcher.decided(
-            self.inner_optimizer.param_groups,
-            scale=scale.tensor if number is None else number,
-            applied=not bool(decision.skipped),
-            divisor=decision.divisor,
-        )
+        scale, groups = self._engine.scale, self.inner_optimizer.param_groups
+        number, applied = scale.number, not bool(decision.skipped)
+        now = scale.tensor if number is None else number
+        self._observers.decided(Decided(groups, now, applied, decision.divisor))
 
     def _warn(self, message: str) -> None:
         if not self._record.warned:
@@ -617,7 +576,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
         self,
     ) -> torch.distributed.ProcessGroup | Sequence[torch.distributed.ProcessGroup] | None:
         """The process group that was given, or None."""
-        return self._engine.process_group
+        return self._record.process_group
 
     @property
     def decide(self) -> Literal["host", "device"]:
@@ -632,12 +591,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
     @property
     def join_device(self) -> torch.device:
         """The device that `torch.distributed.algorithms.Join` communicates on."""
-        return self._engine.info().devices[0]
+        return self._record.info().devices[0]
 
     @property
     def join_process_group(self) -> torch.distributed.ProcessGroup:
         """The processes that `torch.distributed.algorithms.Join` keeps together."""
-        groups = self._engine.info().groups
+        groups = self._record.info().groups
         # Join makes sure that there is one.
         return groups[0] if groups else cast(ranks.Group, torch.distributed.group.WORLD)
 
@@ -653,8 +612,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
 
         Source: https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html
         """
-        engine = self._engine
-        if engine.info().groups and (engine.rule.needs != StatsRequest() or self.clip_norm):
+        engine, record = self._engine, self._record
+        if record.info().groups and (engine.rule.needs != StatsRequest() or self.clip_norm):
             raise UnsupportedError(
                 "With process groups, Join does not support `clip_norm`, or rules that need "
                 "statistics of gradients. A process without data has none. Clip by "
@@ -662,7 +621,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
             )
 
         def leave(is_last_joiner: bool) -> None:
-            engine.is_joined = False
+            record.is_joined = False
             device, group = self.join_device, self.join_process_group
             found = ranks.of_last_joiner(engine.scale.numbers(), is_last_joiner, device, group)
             if not is_last_joiner:
@@ -682,7 +641,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
                 "before the optimizer."
             )
         self.__dict__["_joined"] = config
-        self._engine.is_joined = config.enable
+        self._record.is_joined = config.enable
 
     # --- Saving and restoring -----------------------------------------------------------------
 
@@ -703,7 +662,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
             32768.0
         """
         saved = self.inner_optimizer.state_dict()
-        return state_dicts.with_numbers(saved, self._engine.scale, self._engine.gradient_factor())
+        return state_dicts.with_numbers(saved, self._engine.scale, self._record.gradient_factor())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` of a LossScaleOptimizer or of a plain optimizer returned.
@@ -724,9 +683,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
         scale, inner = self._engine.scale, self.inner_optimizer
         rest, numbers = state_dicts.without_numbers(state_dict, scale, inner)
         factor = numbers.pop("of_gradients", 0.0)
-        self._engine.check_restart(factor)
+        self._record.check_restart(factor)
         inner.load_state_dict(rest)
-        self._engine.restart(factor)
+        self._record.restart(factor)
         state_dicts.restore(scale, numbers)
         state_dicts.reserve_names(scale, inner)
 
@@ -754,10 +713,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
             "name": self.name,
             "rule": engine.rule,
             "clip_norm": engine.clip_norm,
-            "process_group": engine.process_group,
+            "process_group": self.process_group,
             "decide": self.decide,
             "numbers": engine.scale.numbers(),
-            "gradient_factor": engine.gradient_factor(),
+            "gradient_factor": self._record.gradient_factor(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -768,7 +727,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
         scale = _new_scale(rule, inner, decide)
         state_dicts.restore(scale, numbers)
         engine = Engine(inner, scale, clip_norm, process_group)
-        engine.restart(factor)
+        engine.record.restart(factor)
         self._start(engine, name)
         self.__dict__.update(state)
 
@@ -799,7 +758,7 @@ _PICKLED = (
     "gradient_factor",
 )
 
-_RECREATED = frozenset({"_engine", "_inner", "_record", "_rule", "_skipped_hooks"})
+_RECREATED = frozenset({"_engine", "_inner", "_record", "_rule", "_observers"})
 
 _SET_BY_LIGHTNING = frozenset({"_joined", "_strategy", "_on_before_step", "_on_after_step"})
 """Attributes that Lightning sets on an optimizer."""
@@ -817,7 +776,7 @@ def _new_scale(rule: ScaleRule, inner: Optimizer, decide: str) -> LossScale:
 
 def _backpropagate(
     loss: Tensor,
-    by: Multiplier,
+    multiplier: Multiplier,
     gradient: Tensor | None,
     retain_graph: bool | None,
     create_graph: bool,
@@ -827,10 +786,10 @@ def _backpropagate(
     plain = type(loss) is Tensor and loss.dtype in WIDE and loss.requires_grad
     if plain and (gradient is not None or loss.numel() == 1):
         # The scale multiplies the first gradient in place of the loss: the graph gets no node.
-        scale = by.scale_on(loss.device).to(loss.dtype)
+        scale = multiplier.scale_on(loss.device).to(loss.dtype)
         seed = torch.ones_like(loss) * scale if gradient is None else gradient * scale
         loss.backward(seed, retain_graph, create_graph, inputs)
         return
     with torch.enable_grad():
-        scaled = widened(loss) * by.scale_on(loss.device)
+        scaled = widened(loss) * multiplier.scale_on(loss.device)
     scaled.backward(gradient, retain_graph, create_graph, inputs)

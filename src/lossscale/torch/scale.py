@@ -76,6 +76,11 @@ class Multiplier:
             self._reciprocals[device] = self.scale_on(device).reciprocal()
         return self._reciprocals[device]
 
+    def may_be_below_one(self) -> bool:
+        """Whether the scale may be below 1, so that dividing by it can overflow."""
+        lowest = self.rule.lowest_scale if self.number is None else self.number
+        return lowest is None or lowest < 1.0
+
 
 class Counts(NamedTuple):
     """Number of steps, number of skipped steps, and whether the last step was skipped."""

@@ -69,13 +69,13 @@ class GuardedScheduler:
             start = watched._engine.scale.start
             made = int(watched.iterations) - start.iterations
             return made, made - int(watched.steps_skipped) + start.steps_skipped
-        known = list(watched._known.values())
+        records = list(watched._records.values())
         optimizer = getattr(self.scheduler, "optimizer", None)
         if optimizer is not None:
             # Compared by parameters, because Accelerate and others wrap the optimizer.
             ids = set(map(id, ranks.parameters_of(optimizer)))
-            known = [each for each in known if not ids.isdisjoint(each.info.ids)] or known
-        counts = [each.count.read() for each in known]
+            records = [r for r in records if not ids.isdisjoint(r.info.ids)] or records
+        counts = [record.count.read() for record in records]
         made = sum(steps for steps, _ in counts)
         return made, made - sum(skipped for _, skipped in counts)
 

@@ -32,8 +32,8 @@ from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule
 from lossscale.torch import closures, fused, gradients, ranks
+from lossscale.torch.backward import was_scaled
 from lossscale.torch.optimizer_list import parts_of, with_parts
-from lossscale.torch.scaled_gradients import was_scaled
 
 
 def _of_inner(name: str) -> Any:

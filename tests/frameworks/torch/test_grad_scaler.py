@@ -651,12 +651,12 @@ def test_overflows_at_the_lowest_scale_are_warned_of_once(on_host):
     )
     if not on_host:
         one_step(scaler, optimizer, weights)
-        scaler._warn_at_floor, warns = lambda number: None, scaler._warn_at_floor
+        scaler._floor.check, warns = lambda stepper, number: None, scaler._floor.check
     one_step(scaler, optimizer, weights, torch.inf)
     assert scaler.get_scale() == 2.0
     if not on_host:
         one_step(scaler, optimizer, weights, torch.inf)
-        scaler._warn_at_floor = warns
+        scaler._floor.check = warns
     with pytest.warns(
         LossScaleWarning, match=r"minimum loss scale, 2:.* GradScaler\(min_scale=2.0\*\*-24\)"
     ) as warned:

@@ -116,7 +116,7 @@ def test_what_is_watched_can_be_copied_and_is_let_go(how, tmp_path):
         with pytest.raises(ArgumentError, match="already watches"):
             Monitor(loop.watched, loop.named)
         copies = [copy.deepcopy(loop.watched), pickle.loads(pickle.dumps(loop.watched))]
-        assert all("_watcher" not in vars(made) for made in copies)
+        assert all(not made._observers.have_monitor for made in copies)
         if how == "wrapper":
             loop.inner.zero_grad()
             loop.run.step()
@@ -126,7 +126,7 @@ def test_what_is_watched_can_be_copied_and_is_let_go(how, tmp_path):
         monitor.step()
     assert column(tmp_path / "run.jsonl", "step") == [1]
     monitor.close()
-    assert "_watcher" not in vars(loop.watched)
+    assert not loop.watched._observers.have_monitor
     Monitor(loop.watched, loop.named).close()
 
 

@@ -26,7 +26,7 @@ from frameworks.torch.support import (
     sgd,
     wrapped,
 )
-from lossscale.torch.engine import Engine
+from lossscale.torch.gradient_record import GradientRecord
 from lossscale.torch.ranks import ParameterInfo
 from lossscale.torch.scaled_gradients import holding
 
@@ -146,16 +146,15 @@ class Run:
 
     def check(self, plain, call):
         """Compares each gradient with that of the oracle, times what multiplies it."""
-        engines = [each._engine for each in self.optimizers]
+        records = [each._record for each in self.optimizers]
         for mine, theirs in zip(self.tensors, plain.tensors, strict=True):
             sets = holding(ParameterInfo([mine], []))
             assert len(sets) <= 1, call
-            number = float(sets[0].by.scale_on(torch.device("cpu"))) if sets else 1.0
+            number = sets[0].number() if sets else 1.0
             expected = None if theirs.grad is None else theirs.grad * number
             assert bits(mine.grad) == bits(expected), (call, number, mine.grad, theirs.grad)
-        for engine in engines:
-            for each in engine.record.sets:
-                assert each.by is None or each in holding(each.info), call
+        for each in (scaled for record in records for scaled in record.sets):
+            assert each.multiplier is None or each in holding(each.info), call
         assert bits(self.tensors) == bits(plain.tensors), call
 
 
@@ -495,12 +494,12 @@ def test_a_step_asks_no_wrapper_that_its_loss_does_not_reach(way, monkeypatch):
     weight, x, plain = parameter(), torch.ones(2, requires_grad=True), parameter()
     optimizer, asked = wrapped(sgd(weight)), []
     others = [wrapped(sgd(parameter())) for _ in range(20)]
-    info = Engine.info
-    monkeypatch.setattr(Engine, "info", lambda self: asked.append(self) or info(self))
+    info = GradientRecord.info
+    monkeypatch.setattr(GradientRecord, "info", lambda self: asked.append(self) or info(self))
     derive(optimizer, (weight * x * plain).sum(), way)
     optimizer.step()
     optimizer.zero_grad()
-    assert set(asked) == {optimizer._engine}
+    assert set(asked) == {optimizer._record}
     assert len(others) == 20
 
 

@@ -1,0 +1,136 @@
+"""What an optimizer or a scaler notifies of its losses and steps: one list of observers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from lossscale.common.checks import warned_at_floor
+from lossscale.torch.scale import Flag
+
+if TYPE_CHECKING:
+    from lossscale.torch.grad_scaler import GradScaler
+    from lossscale.torch.optimizer import LossScaleOptimizer
+
+Stepper: TypeAlias = "LossScaleOptimizer | GradScaler"
+"""Whose steps count."""
+
+
+class Decided(NamedTuple):
+    """A decision on a step, whose gradients are not applied yet.
+
+    Attributes:
+        groups: The parameter groups, with the gradients in `.grad`.
+        scale: The loss scale of the step.
+        applied: Whether the step is applied.
+        divisor: The number to divide the gradients by; None if they are unscaled.
+    """
+
+    groups: Sequence[dict[str, Any]]
+    scale: Tensor | float
+    applied: bool
+    divisor: Tensor | None
+
+
+class Stepped(NamedTuple):
+    """A step that was applied or skipped.
+
+    Attributes:
+        stepper: The `LossScaleOptimizer` or `GradScaler`.
+        skipped: Whether it was skipped: a bool, or a tensor if only the device knows.
+        scale: The loss scale of the step; None if only the device knows it.
+        optimizer: What hooks get; for a scaler the optimizer that it stepped.
+        ids: For a scaler, those of the parameters of its only optimizer; empty if there are more.
+    """
+
+    stepper: Stepper
+    skipped: Flag
+    scale: Tensor | float | None = None
+    optimizer: Any = None
+    ids: Collection[int] | None = None
+
+
+class Observer:
+    """Is notified of losses and steps; each method does nothing unless a subclass overrides it."""
+
+    is_monitor: ClassVar[bool] = False
+    """Whether it wants decisions, and warns of the lowest scale itself."""
+    reads_skips: ClassVar[bool] = False
+    """Whether the host has to wait for the decision on each step."""
+
+    def scaled(self, stepper: Stepper, loss: Tensor) -> None:
+        """Called with each loss before it is scaled, outside of compiled code."""
+
+    def decided(self, decided: Decided) -> None:
+        """Called with each decision; only if there is a monitor."""
+
+    def stepped(self, step: Stepped) -> None:
+        """Called after each step, and after one that was left out if it would have been skipped."""
+
+
+class Observers(OrderedDict[int, Observer]):
+    """The observers of an optimizer or a scaler, in the order in which they came."""
+
+    def add(self, observer: Observer) -> RemovableHandle:
+        """Adds an observer, until `remove` of the handle is called."""
+        handle = RemovableHandle(self)
+        self[handle.id] = observer
+        return handle
+
+    @property
+    def have_monitor(self) -> bool:
+        return any(observer.is_monitor for observer in self.values())
+
+    @property
+    def read_skips(self) -> bool:
+        return any(observer.reads_skips for observer in self.values())
+
+    def scaled(self, stepper: Stepper, loss: Tensor) -> None:
+        for observer in self.values():
+            observer.scaled(stepper, loss)
+
+    def decided(self, decided: Decided) -> None:
+        for observer in self.values():
+            observer.decided(decided)
+
+    def stepped(self, step: Stepped) -> None:
+        # A hook may remove itself.
+        for observer in list(self.values()):
+            observer.stepped(step)
+
+
+class SkippedStepHook(Observer):
+    """Calls a function of the user's after each step that the host knows to be skipped."""
+
+    reads_skips = True
+
+    def __init__(self, hook: Callable[[Any], object]) -> None:
+        self._hook = hook
+
+    def stepped(self, step: Stepped) -> None:
+        if step.skipped is True:
+            self._hook(step.optimizer)
+
+
+class FloorWarning(Observer):
+    """Warns once of a step that is skipped at the lowest scale.
+
+    Args:
+        lower: What lowers the lowest scale, for the message; "" stands for `DynamicScale`.
+    """
+
+    def __init__(self, *lower: str) -> None:
+        self._lower, self.warned = lower, False
+
+    def stepped(self, step: Stepped) -> None:
+        if step.skipped is True and step.scale is not None and not self.warned:
+            self.check(step.stepper, float(step.scale))
+
+    def check(self, stepper: Stepper, scale: float) -> None:
+        """Warns if a step that was skipped had the lowest scale, and no monitor does."""
+        if not stepper._observers.have_monitor:
+            self.warned = warned_at_floor(stepper.rule, scale, *self._lower)
