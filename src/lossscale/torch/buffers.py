@@ -73,9 +73,9 @@ def guard_model(
 
 def unguard_model(model: Module) -> None:
     """Lets the buffers of a model follow all steps again, skipped ones included."""
-    found = _of_models.pop(model, None)
-    if found is not None:
-        for handle in found.handles:
+    guard = _of_models.pop(model, None)
+    if guard is not None:
+        for handle in guard.handles:
             handle.remove()
 
 
@@ -175,12 +175,12 @@ class _Copy:
             for now, names, weight in tables
         ]
         tensors = _tensors_in(tables)
-        found = {id(t): t for t in tensors if t is not None}
-        self._lazy = [t for t in found.values() if is_lazy(t)]
+        distinct = {id(t): t for t in tensors if t is not None}
+        self._lazy = [t for t in distinct.values() if is_lazy(t)]
         self._plain: list[tuple[Tensor, Tensor]] = []
         self._others: list[tuple[Tensor, Tensor]] = []
         of_devices: dict[torch.device, dict[int, Tensor]] = {}
-        for key, each in found.items():
+        for key, each in distinct.items():
             if is_lazy(each) or each.is_meta or each.is_inference():
                 continue
             local = each.to_local() if hasattr(each, "to_local") else each
@@ -264,11 +264,11 @@ class _Copy:
 
 def _tensors_in(tables: list[Table]) -> list[Tensor | None]:
     """The buffers, None included."""
-    found: list[Tensor | None] = []
+    tensors: list[Tensor | None] = []
     for table, names, _ in tables:
         if table:
-            found += table.values() if names is None else map(table.get, names)
-    return found
+            tensors += table.values() if names is None else map(table.get, names)
+    return tensors
 
 
 class Hook:

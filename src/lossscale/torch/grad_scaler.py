@@ -500,10 +500,10 @@ class GradScaler(torch.amp.GradScaler):
         if not by_tensor or not rule.is_dynamic:
             return
         measured = [e["measured"] for e in entries if "measured" in e]
-        seen = gradients.together(measured) if measured else None
+        all_measured = gradients.together(measured) if measured else None
         together = [each.to(overflow.device, torch.float64) for each in (overflow, *now)]
         overflowed, number, good_steps = read_all(torch.stack(together)).tolist()
-        stats = gradients.as_stats(rule.needs, seen, not overflowed)
+        stats = gradients.as_stats(rule.needs, all_measured, not overflowed)
         self._set_state(update_on_host(rule, self._adopt(number, int(good_steps)), stats))
 
     def _move_as_torch(self, rule: Any, is_finite: bool) -> None:

@@ -237,7 +237,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
         overflow = record.overflow
         return scalar(True, CPU, torch.bool) if overflow is None else overflow == 0
 
-    def scale_loss(self, loss: Tensor) -> Tensor:
+    @overload
+    def scale_loss(self, loss: Tensor | float) -> Tensor: ...
+    @overload
+    def scale_loss(self, loss: Callable[[], Tensor | float]) -> Callable[[], Tensor]: ...
+
+    def scale_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale, before `.backward()` of the result.
 
         `step` divides the gradients by it. `backward` does both, and is the usual way. Scale each
@@ -256,8 +261,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
             >>> optimizer.scale_loss(weight.sum())
             tensor(16., grad_fn=<MulBackward0>)
         """
-        scaled: Tensor = self._scaled(loss)
-        return scaled
+        return self._scaled(loss)
 
     def _scaled(self, loss: Any, seen: bool = True) -> Any:
         """Scales a loss.
@@ -623,9 +627,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
         def leave(is_last_joiner: bool) -> None:
             record.is_joined = False
             device, group = self.join_device, self.join_process_group
-            found = ranks.of_last_joiner(engine.scale.numbers(), is_last_joiner, device, group)
+            numbers = ranks.of_last_joiner(engine.scale.numbers(), is_last_joiner, device, group)
             if not is_last_joiner:
-                state_dicts.restore(engine.scale, found)
+                state_dicts.restore(engine.scale, numbers)
 
         return types.SimpleNamespace(main_hook=engine.step_without_data, post_hook=leave)
 

@@ -14,8 +14,9 @@ optimizer = lossscale.LossScaleOptimizer(
 reveal_type(optimizer)  # AroundTorch
 schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 optimizer.zero_grad()
-loss = model(torch.ones(4, 2)).float().mean()
+loss: torch.Tensor = model(torch.ones(4, 2)).float().mean()
 reveal_type(optimizer.scale_loss(loss))  # Tensor
+reveal_type(optimizer.scale_loss(lambda: loss))  # () -> Tensor, mypy: def () -> Tensor
 reveal_type(optimizer.backward(loss))  # Tensor
 reveal_type(optimizer.step())  # None
 
