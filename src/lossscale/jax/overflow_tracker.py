@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
@@ -36,9 +37,9 @@ class TrackedSteps(NamedTuple):
         nonfinite: uint32 of shape (variables, 2); the infinities and NaN in its gradients.
     """
 
-    scales: jax.Array
-    skip_step: jax.Array
-    nonfinite: jax.Array
+    scales: Array
+    skip_step: Array
+    nonfinite: Array
 
 
 def init(variables: int) -> TrackedSteps:
@@ -60,9 +61,9 @@ def update(
     state: TrackedSteps,
     gradients: Callable[[], Sequence[Gradient]],
     *,
-    finite: jax.Array | bool,
-    scale: jax.Array | float,
-    number: jax.Array | int,
+    finite: Array | bool,
+    scale: Array | float,
+    number: Array | int,
 ) -> TrackedSteps:
     """Returns the state after a step.
 
@@ -77,14 +78,14 @@ def update(
     scales, *kept = map(jnp.asarray, state)
     scales = jnp.where(finite & jnp.array([False, True]), scales, jnp.asarray(scale, scales.dtype))
 
-    def of_this_step() -> list[jax.Array]:
+    def of_this_step() -> list[Array]:
         new = (number, _nonfinite(gradients()))
         return [jnp.asarray(each, old.dtype) for each, old in zip(new, kept, strict=True)]
 
-    def branched() -> list[jax.Array]:
+    def branched() -> list[Array]:
         return list(jax.lax.cond(finite, lambda: kept, of_this_step))
 
-    def selected() -> list[jax.Array]:
+    def selected() -> list[Array]:
         pairs = zip(of_this_step(), kept, strict=True)
         return [jnp.where(finite, old, new) for new, old in pairs]
 
@@ -152,7 +153,7 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
         return TrackedSteps(*(variable.value for variable in self.variables))
 
 
-def _nonfinite(gradients: Sequence[Gradient]) -> jax.Array:
+def _nonfinite(gradients: Sequence[Gradient]) -> Array:
     """Returns the numbers of infinite elements and of NaN, uint32 of shape (gradients, 2)."""
     pairs = [(row, part) for row, each in enumerate(gradients) for part in real_parts(each)]
     groups = [[pairs[place] for place in places] for places in in_groups([p for _, p in pairs])]
@@ -164,7 +165,7 @@ def _nonfinite(gradients: Sequence[Gradient]) -> jax.Array:
     return empty.at[np.array(rows)].add(jnp.concatenate(counts)) if rows else empty
 
 
-def _counts(arrays: Sequence[jax.Array]) -> jax.Array:
+def _counts(arrays: Sequence[Array]) -> Array:
     """Returns the same for arrays that a GPU reads together, which are real."""
     if may_be_divided(arrays[0]):
         stacked = jnp.stack(arrays)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -55,13 +56,13 @@ def checked_transformation(inner: object) -> optax.GradientTransformationExtraAr
     return optax.with_extra_args_support(plain)  # type: ignore[attr-defined]
 
 
-def is_gradient(leaf: object) -> TypeGuard[jax.Array]:
+def is_gradient(leaf: object) -> TypeGuard[Array]:
     """Whether a leaf is a floating-point or complex array, not integers or float0."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def is_narrow(leaf: object) -> TypeGuard[jax.Array]:
+def is_narrow(leaf: object) -> TypeGuard[Array]:
     """Whether a leaf is a floating-point array of 16 bits or less."""
     return is_gradient(leaf) and leaf.dtype.itemsize < 4
 
@@ -86,8 +87,8 @@ def has_elements(leaves: Sequence[object]) -> bool:
 
 
 def each_finite(
-    leaves: Sequence[object], scale: jax.Array | None = None, powers_of_two: bool = True
-) -> jax.Array:
+    leaves: Sequence[object], scale: Array | None = None, powers_of_two: bool = True
+) -> Array:
     """Whether every element of every array is finite, a boolean scalar array.
 
     Args:
@@ -98,7 +99,7 @@ def each_finite(
     return all_finite(list(filter(is_gradient, leaves)), scale, powers_of_two)
 
 
-def skipped_like(update: jax.Array) -> jax.Array:
+def skipped_like(update: Array) -> Array:
     """An update that leaves a parameter unchanged, bit for bit: adding +0.0 turns -0.0 into 0.0."""
     if not is_gradient(update):
         return jnp.zeros_like(update)
@@ -128,7 +129,7 @@ class TracedUpdate(NamedTuple):
     """
 
     jaxpr: ClosedJaxpr
-    inputs: list[jax.Array]
+    inputs: list[Array]
     updates: int
     state: ArrayTree
     rebuild: Callable[[Sequence[object]], tuple[ArrayTree, ArrayTree]]
@@ -142,7 +143,7 @@ def trace(
     inputs = [leaf for leaf in leaves if is_array(leaf)]
     found: dict[str, Any] = {}
 
-    def flat(*arrays: Any) -> list[jax.Array]:
+    def flat(*arrays: Any) -> list[Array]:
         given = iter(arrays)
         filled = [next(given) if is_array(leaf) else leaf for leaf in leaves]
         updates, new_state = update(*jax.tree.unflatten(structure, filled))
@@ -173,13 +174,13 @@ def _untraced(leaf: Any) -> object:
 
 def update_or_skip(
     update: Update,
-    finite: jax.Array | None,
+    finite: Array | None,
     gradients: ArrayTree,
     state: ArrayTree,
     params: ArrayTree,
     *,
     check_updates: bool,
-) -> tuple[jax.Array | None, ArrayTree, ArrayTree]:
+) -> tuple[Array | None, ArrayTree, ArrayTree]:
     """Runs an update if the gradients are finite, and otherwise changes nothing.
 
     Args:
@@ -220,12 +221,12 @@ def update_or_skip(
 
 def _run_at_once(
     update: Update,
-    finite: jax.Array,
+    finite: Array,
     gradients: ArrayTree,
     state: ArrayTree,
     params: ArrayTree,
     check_updates: bool,
-) -> tuple[jax.Array | None, ArrayTree, ArrayTree]:
+) -> tuple[Array | None, ArrayTree, ArrayTree]:
     """Runs an update outside compiled functions, where JAX would compile a branch at each call."""
     updates, new_state = update(gradients, state, params)
     if check_updates:
@@ -243,13 +244,13 @@ _skipped_jit = jax.jit(lambda finite, update: jnp.where(finite, update, skipped_
 # --- The state before and after a step ------------------------------------------------------------
 
 
-def _by_path(state: ArrayTree) -> dict[Path, jax.Array]:
+def _by_path(state: ArrayTree) -> dict[Path, Array]:
     """The arrays of a state by their paths."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     return {path: leaf for path, leaf in leaves if is_array(leaf)}
 
 
-def _old_values(old_state: ArrayTree, new_state: ArrayTree) -> list[jax.Array]:
+def _old_values(old_state: ArrayTree, new_state: ArrayTree) -> list[Array]:
     """Returns the value that each array of the new state has if the step is skipped.
 
     It is the value at the same path of the old state. A value that only an applied step adds, such

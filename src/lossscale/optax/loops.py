@@ -8,6 +8,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 import lossscale.optax.gating as gating
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -22,7 +23,7 @@ R = TypeVar("R")
 Tree = TypeVar("Tree")
 
 
-def loss_scale(opt_state: object) -> jax.Array:
+def loss_scale(opt_state: object) -> Array:
     """Returns the loss scale of the next step.
 
     Args:
@@ -44,7 +45,7 @@ def loss_scale(opt_state: object) -> jax.Array:
     return jnp.asarray(array_in(state_in(opt_state).loss_scale), jnp.float32)
 
 
-def scale_loss(opt_state: object, loss: jax.typing.ArrayLike) -> jax.Array:
+def scale_loss(opt_state: object, loss: jax.typing.ArrayLike) -> Array:
     """Multiplies a loss by the loss scale, in float32 or wider.
 
     Differentiate the result, and pass the gradients to `update`.
@@ -102,7 +103,7 @@ def unscale(opt_state: object, gradients: Tree) -> Tree:
     return tree
 
 
-def all_finite(gradients: optax.Updates) -> jax.Array:
+def all_finite(gradients: optax.Updates) -> Array:
     """Whether every element of a tree of arrays is finite.
 
     Args:
@@ -256,13 +257,13 @@ class _Result(NamedTuple):
     returned: Any
 
 
-def _single_scale(opt_state: ArrayTree) -> jax.Array:
+def _single_scale(opt_state: ArrayTree) -> Array:
     scale = loss_scale(opt_state)
     _check_single(scale, "loss scales")
     return scale
 
 
-def _check_single(value: jax.Array, what: str) -> None:
+def _check_single(value: Array, what: str) -> None:
     if jnp.ndim(value):
         raise ArgumentError(
             f"The state must have one loss scale. Received: {what} of shape {jnp.shape(value)}. "

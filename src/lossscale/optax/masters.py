@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 import lossscale.optax.gating as gating
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -138,7 +139,7 @@ def trains_float16(params: ArrayTree, state: ArrayTree) -> bool:
     return bool(shapes) and all(map(shows_one, masked))
 
 
-def _nodes(tree: ArrayTree, *names: str) -> list[jax.Array]:
+def _nodes(tree: ArrayTree, *names: str) -> list[Array]:
     """The outermost nodes of a tree whose classes have these names."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: type(node).__name__ in names)
     return [leaf for leaf in leaves if type(leaf).__name__ in names]
@@ -172,7 +173,7 @@ def _change(param: ArrayTree, master: ArrayTree, update: ArrayTree) -> ArrayTree
     return jnp.where(bits == _bits(param), -0.0, difference)
 
 
-def _rounded(master: jax.Array, param: jax.Array) -> jax.Array:
+def _rounded(master: Array, param: Array) -> Array:
     """The bits of the rounded copy, without a -0.0 that no sum would be."""
     bits = _bits(master.astype(param.dtype))
     # Selected by bits: XLA would otherwise leave out the rounding.
@@ -182,5 +183,5 @@ def _rounded(master: jax.Array, param: jax.Array) -> jax.Array:
 _MINUS_ZERO = 0x8000
 
 
-def _bits(array: jax.Array) -> jax.Array:
+def _bits(array: Array) -> Array:
     return jax.lax.bitcast_convert_type(array, jnp.uint16)

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from lossscale.checks import checked_count
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -33,10 +34,10 @@ class _Watched(NamedTuple):
         scale, steps_skipped, consecutive_skips: Fields of the state of `loss_scaled`.
     """
 
-    tracking: tuple[jax.Array, TrackedSteps] | None
-    scale: jax.Array
-    steps_skipped: jax.Array
-    consecutive_skips: jax.Array
+    tracking: tuple[Array, TrackedSteps] | None
+    scale: Array
+    steps_skipped: Array
+    consecutive_skips: Array
 
 
 class Monitor(LoopMonitor):
@@ -123,13 +124,13 @@ class Monitor(LoopMonitor):
         self._watched = self._arrays_of(opt_state)
         start = _stats(self._watched, before)
         # The scale of the next step; nothing is tracked.
-        self._scale: jax.Array | float = start.next_scale
+        self._scale: Array | float = start.next_scale
         super().__init__(Recorder(settings, rule), start.step)
 
     def step(
         self,
         opt_state: object,
-        loss: jax.Array | float | None = None,
+        loss: Array | float | None = None,
         *,
         steps: int = 1,
         params: ArrayTree = None,
@@ -229,4 +230,4 @@ def _stats(watched: _Watched, position: int) -> StepStats:
 def _any_deleted(arrays: ArrayTree) -> bool:
     """Whether a later step has taken the buffer of an array."""
     leaves = jax.tree.leaves(arrays)
-    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
+    return any(isinstance(leaf, Array) and leaf.is_deleted() for leaf in leaves)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 import lossscale.optax.gating as gating
 from lossscale.common.overflow_tracker import unique_names
@@ -34,7 +35,7 @@ class OverflowTrackingState(NamedTuple):
         loss_scaled: The state of `loss_scaled`.
     """
 
-    iterations: jax.Array
+    iterations: Array
     tracked: TrackedSteps
     loss_scaled: LossScaleState
 
@@ -152,7 +153,7 @@ def names_of(params: ArrayTree) -> tuple[str, ...]:
     return unique_names([name for name, _ in named_leaves(params)])
 
 
-def named_leaves(tree: ArrayTree) -> list[tuple[str, jax.Array]]:
+def named_leaves(tree: ArrayTree) -> list[tuple[str, Array]]:
     """Returns the leaves that have gradients, each with its path as its name; names may repeat."""
     return [(_name(path), leaf) for path, leaf in _with_paths(tree)]
 
@@ -180,7 +181,7 @@ def rows_of(params: ArrayTree, gradients: ArrayTree) -> list[Gradient]:
     return by_row
 
 
-def _with_paths(tree: ArrayTree) -> list[tuple[Path, jax.Array]]:
+def _with_paths(tree: ArrayTree) -> list[tuple[Path, Array]]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [(tuple(path), leaf) for path, leaf in leaves if gating.is_gradient(leaf)]
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -26,21 +27,21 @@ class LossScaleState(NamedTuple):
         inner_state: The state of the inner transformation.
     """
 
-    loss_scale: jax.Array
-    rule_state: dict[str, jax.Array]
-    steps_skipped: jax.Array
-    consecutive_skips: jax.Array
+    loss_scale: Array
+    rule_state: dict[str, Array]
+    steps_skipped: Array
+    consecutive_skips: Array
     inner_state: optax.OptState
 
     @property
-    def last_step_skipped(self) -> jax.Array:
+    def last_step_skipped(self) -> Array:
         """Boolean scalar; whether the last step was skipped. False before the first step."""
         return array_in(self.consecutive_skips) > 0
 
 
-def array_in(leaf: Any) -> jax.Array:
+def array_in(leaf: Any) -> Array:
     """Returns a leaf of a state; of a variable of Flax NNX, its array."""
-    array: jax.Array = leaf.get_value() if hasattr(leaf, "get_value") else leaf
+    array: Array = leaf.get_value() if hasattr(leaf, "get_value") else leaf
     return array
 
 
@@ -115,14 +116,14 @@ def moved(rule: ScaleRule, state: LossScaleState, stats: GradientStats) -> LossS
     )
 
 
-def is_usable(rule: ScaleRule, scale: jax.Array) -> jax.Array:
+def is_usable(rule: ScaleRule, scale: Array) -> Array:
     """Whether gradients can be divided by a scale: a boolean scalar array.
 
     A user or a file may have set any number. With an unusable one the step is skipped, and the
     rule brings the scale back.
     """
     lowest = max(rule.lowest_scale or 0.0, SMALLEST_SCALE)
-    usable: jax.Array = (scale >= jnp.float32(lowest)) & (scale <= jnp.float32(LARGEST_SCALE))
+    usable: Array = (scale >= jnp.float32(lowest)) & (scale <= jnp.float32(LARGEST_SCALE))
     return usable
 
 
@@ -151,7 +152,7 @@ def without_shared_buffers(inner_state: ArrayTree, params: ArrayTree) -> ArrayTr
     known = {id(leaf) for leaf in jax.tree.leaves(params)}
 
     def own(leaf: ArrayTree) -> ArrayTree:
-        if id(leaf) in known and isinstance(leaf, jax.Array):
+        if id(leaf) in known and isinstance(leaf, Array):
             leaf = jnp.copy(leaf)
         known.add(id(leaf))
         if getattr(leaf, "weak_type", False):

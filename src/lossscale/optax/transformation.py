@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 import lossscale.optax.gating as gating
 import lossscale.optax.scale_state as scale_state
@@ -171,11 +172,9 @@ class LossScaled:
         leaves, structure = jax.tree.flatten(updates)
         gradients = [leaf for leaf in leaves if gating.is_gradient(leaf)]
         before = scale_state.scalars_of(self.rule, state)
-        # Outside of jit, this is one dispatch instead of many.
-        traced = is_traced([*gradients, *jax.tree.leaves(before)])
-        if not traced:
+        if not is_traced([*gradients, *jax.tree.leaves(before)]):
             _check_together(gradients)
-        finite, divided = (_check_and_unscale if traced else _check_and_unscale_jit)(
+        finite, divided = _check_and_unscale(
             self.rule, self._axis_names, gradients, before.loss_scale
         )
         given = iter(divided)
@@ -197,10 +196,7 @@ class LossScaled:
         after = before
         # A step without gradients is not finite.
         if gating.has_elements(gradients):
-            traced = traced or is_traced([finite])
-            after = (_update_scale if traced else _update_scale_jit)(
-                self.rule, self._axis_names, before, finite, gradients
-            )
+            after = _update_scale(self.rule, self._axis_names, before, finite, gradients)
         return new_updates, after._replace(inner_state=inner_state)
 
 
@@ -227,7 +223,7 @@ def _unscaled_arguments(
         if name == "grad" and not found and [x.shape for x in arrays] == shapes:
             # A compiled `update` is given other arrays with the same numbers.
             same = [jnp.all(x == old) for x, (old, _) in zip(arrays, rows, strict=True)]
-            start: jax.Array | bool = True
+            start: Array | bool = True
             choose = functools.partial(jnp.where, functools.reduce(jnp.logical_and, same, start))
             chosen = map(choose, [new for _, new in rows], arrays)
             found = dict(zip(map(id, arrays), chosen, strict=True))
@@ -237,7 +233,7 @@ def _unscaled_arguments(
     return arguments
 
 
-def _check_together(gradients: Sequence[jax.Array]) -> None:
+def _check_together(gradients: Sequence[Array]) -> None:
     """Raises if gradients are on different devices, where one check cannot cover them all."""
     places = {frozenset(x.devices()) for x in gradients if getattr(x, "committed", False)}
     if len(places) > 1:
@@ -248,9 +244,14 @@ def _check_together(gradients: Sequence[jax.Array]) -> None:
         )
 
 
+# Outside of a compiled function, each of these two is one dispatch instead of many.
+_one_dispatch = functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+
+
+@_one_dispatch
 def _check_and_unscale(
-    rule: ScaleRule, axis_names: tuple[str, ...], gradients: list[jax.Array], scale: jax.Array
-) -> tuple[jax.Array | None, list[Gradient]]:
+    rule: ScaleRule, axis_names: tuple[str, ...], gradients: list[Array], scale: Array
+) -> tuple[Array | None, list[Gradient]]:
     """Returns whether gradients are finite (None if unchecked), and the unscaled gradients."""
     if not (rule.checks_gradients and gating.has_elements(gradients)):
         return None, unscaled(gradients, scale, rule.powers_of_two)
@@ -266,11 +267,12 @@ def _check_and_unscale(
     return finite, unscaled(gated, scale, rule.powers_of_two)
 
 
+@_one_dispatch
 def _update_scale(
     rule: ScaleRule,
     axis_names: tuple[str, ...],
     before: LossScaleState,
-    finite: jax.Array | None,
+    finite: Array | None,
     gradients: ArrayTree,
 ) -> LossScaleState:
     verdict = jnp.asarray(True) if finite is None else finite
@@ -280,9 +282,7 @@ def _update_scale(
     return scale_state.moved(rule, before, _combined_stats(stats, axis_names))
 
 
-def _all_devices_finite(
-    finite: jax.Array, axis_names: tuple[str, ...], scale: jax.Array
-) -> jax.Array:
+def _all_devices_finite(finite: Array, axis_names: tuple[str, ...], scale: Array) -> Array:
     """Whether gradients are finite on all devices along these axes.
 
     Args:
@@ -320,9 +320,6 @@ def _combined_stats(stats: GradientStats, axis_names: tuple[str, ...]) -> Gradie
     counts, elements = jax.tree.map(lambda each: jax.lax.psum(each, axis_names), sums)
     return GradientStats(stats.finite, largest, counts, elements)
 
-
-_check_and_unscale_jit = functools.partial(jax.jit, static_argnums=(0, 1))(_check_and_unscale)
-_update_scale_jit = functools.partial(jax.jit, static_argnums=(0, 1))(_update_scale)
 
 _TWICE = (
     "This optimizer already has loss scaling; a second layer would divide the gradients twice. Use "
