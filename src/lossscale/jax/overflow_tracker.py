@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax import Array
 
 from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
+from lossscale.framework_types import Variable
 from lossscale.jax.gradients import (
     Gradient,
     in_groups,
@@ -49,12 +50,8 @@ def init(variables: int) -> TrackedSteps:
         variables: Number of variables.
     """
     # JAX takes these where it takes its own, and puts them on no device before.
-    zeros: tuple[Any, ...] = (
-        np.zeros(2, np.float32),
-        np.zeros((), np.int32),
-        np.zeros((variables, 2), np.uint32),
-    )
-    return TrackedSteps(*zeros)
+    zeros = np.zeros(2, np.float32), np.zeros((), np.int32), np.zeros((variables, 2), np.uint32)
+    return TrackedSteps(*zeros)  # type: ignore[arg-type]  # NumPy's, as the comment says
 
 
 def update(
@@ -124,7 +121,7 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
         new_variable: Creates a variable of zeros from a name, a dtype and a shape.
     """
 
-    def __init__(self, new_variable: Callable[[str, str, tuple[int, ...]], Any]) -> None:
+    def __init__(self, new_variable: Callable[[str, str, tuple[int, ...]], Variable]) -> None:
         self._new_variable = new_variable
 
     def _create(self) -> None:

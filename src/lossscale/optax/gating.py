@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax import Array
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.tree_util import PyTreeDef
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax.apply_or_skip import (
@@ -30,6 +31,37 @@ Update = Callable[[ArrayTree, ArrayTree, ArrayTree], tuple[ArrayTree, ArrayTree]
 """Takes gradients, state and parameters; returns updates and the new state."""
 
 
+State = TypeVar("State")
+Tree = TypeVar("Tree")
+
+if TYPE_CHECKING:
+
+    class GradientTransformationExtraArgs(optax.GradientTransformationExtraArgs, Generic[State]):
+        """Optax's class, with the type of the state, which Optax does not know."""
+
+        def __new__(
+            cls, init: Callable[[ArrayTree], State], update: Callable[..., tuple[ArrayTree, State]]
+        ) -> Self: ...
+
+        # Methods, because a field cannot keep the class of the updates.
+        def init(self, params: ArrayTree) -> State: ...  # type: ignore[override]
+        # A state, or a variable annotated as `optax.OptState`.
+        def update(  # type: ignore[override]
+            self, updates: Tree, state: optax.OptState, params: ArrayTree = None, **extra_args: Any
+        ) -> tuple[Tree, State]: ...
+
+else:
+    GradientTransformationExtraArgs = optax.GradientTransformationExtraArgs
+
+
+def owner_of(tx: object) -> object:
+    """The object whose `init` and `update` a transformation consists of; itself if there is none.
+
+    It says which function of this package has made the transformation, and its rule.
+    """
+    return getattr(getattr(tx, "update", None), "__self__", tx)
+
+
 def checked_transformation(inner: object) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that takes extra arguments.
 
@@ -38,8 +70,7 @@ def checked_transformation(inner: object) -> optax.GradientTransformationExtraAr
     """
     init, update = getattr(inner, "init", None), getattr(inner, "update", None)
     # A rule has methods of these names too.
-    no_pair = isinstance(inner, (type, ScaleRule)) or not (callable(init) and callable(update))
-    if no_pair or init is None or update is None:
+    if isinstance(inner, (type, ScaleRule)) or not (callable(init) and callable(update)):
         raise ArgumentTypeError(
             "The first argument must be an Optax transformation to wrap, such as "
             f"optax.adamw(1e-3). Received: {inner!r} of type {type(inner).__name__}. For Keras and "
@@ -140,35 +171,34 @@ def trace(
 ) -> TracedUpdate:
     """Traces an update without running it."""
     leaves, structure = jax.tree.flatten((gradients, state, params))
-    inputs = [leaf for leaf in leaves if is_array(leaf)]
-    found: dict[str, Any] = {}
+    inputs = list(filter(is_array, leaves))
+    # Set by the trace, which returns arrays only.
+    kept: list[object]
+    form: PyTreeDef
 
-    def flat(*arrays: Any) -> list[Array]:
+    def flat(*arrays: Array) -> list[Array]:
+        nonlocal kept, form
         given = iter(arrays)
         filled = [next(given) if is_array(leaf) else leaf for leaf in leaves]
-        updates, new_state = update(*jax.tree.unflatten(structure, filled))
-        parts = [jax.tree.flatten(updates), jax.tree.flatten(new_state)]
-        found["structures"] = [part[1] for part in parts]
-        # Non-arrays are not traced, and no tracer of this trace may remain.
-        found["kept"] = [[None if is_array(x) else _untraced(x) for x in part[0]] for part in parts]
-        return [x for part in parts for x in part[0] if is_array(x)]
+        outputs, form = jax.tree.flatten(tuple(update(*jax.tree.unflatten(structure, filled))))
+        kept = [None if is_array(leaf) else _untraced(leaf) for leaf in outputs]
+        return list(filter(is_array, outputs))
 
     jaxpr = jax.make_jaxpr(flat)(*inputs)
 
     def rebuild(outputs: Sequence[object]) -> tuple[ArrayTree, ArrayTree]:
         rest = iter(outputs)
-        updates, new_state = (
-            jax.tree.unflatten(whole, [next(rest) if x is None else x for x in kept])
-            for whole, kept in zip(found["structures"], found["kept"], strict=True)
-        )
+        whole = [next(rest) if leaf is None else leaf for leaf in kept]
+        updates, new_state = jax.tree.unflatten(form, whole)
         return updates, new_state
 
-    number = sum(x is None for x in found["kept"][0])
-    _, new_state = rebuild(jaxpr.out_avals)
+    updates, new_state = rebuild(jaxpr.out_avals)
+    number = sum(map(is_array, jax.tree.leaves(updates)))
     return TracedUpdate(jaxpr, inputs, number, new_state, rebuild)
 
 
-def _untraced(leaf: Any) -> object:
+def _untraced(leaf: ArrayTree) -> object:
+    """A leaf without a tracer of the trace that has ended: a float0 array is 0."""
     return np.zeros(leaf.shape, leaf.dtype) if getattr(leaf, "dtype", None) is not None else leaf
 
 
@@ -246,8 +276,7 @@ _skipped_jit = jax.jit(lambda finite, update: jnp.where(finite, update, skipped_
 
 def _by_path(state: ArrayTree) -> dict[Path, Array]:
     """The arrays of a state by their paths."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    return {path: leaf for path, leaf in leaves if is_array(leaf)}
+    return {path: leaf for path, leaf in jax.tree.leaves_with_path(state) if is_array(leaf)}
 
 
 def _old_values(old_state: ArrayTree, new_state: ArrayTree) -> list[Array]:
@@ -288,7 +317,7 @@ def _form_changed(what: str) -> ArgumentError:
     )
 
 
-def _static_parts_differ(old: Any, new: Any) -> bool:
+def _static_parts_differ(old: PyTreeDef, new: PyTreeDef) -> bool:
     """Whether two nodes of the same class differ in their non-array values."""
     of_old, of_new = old.node_data(), new.node_data()
     if of_old is None or of_new is None or of_old[0] is not of_new[0]:
@@ -305,17 +334,13 @@ def _static_parts_differ(old: Any, new: Any) -> bool:
 def _in_dtypes_of(old_state: ArrayTree, new_state: ArrayTree) -> ArrayTree:
     """Returns the state after an applied step, in the dtypes that a skipped step would keep."""
 
-    def same(old: ArrayTree, new: ArrayTree) -> ArrayTree:
+    before = _by_path(old_state)
+
+    def same(path: Path, new: ArrayTree) -> ArrayTree:
         if not is_array(new):
             return new
         # A user may have put a Python number into the state.
-        new, old = jnp.asarray(new), jnp.asarray(old if is_array(old) else new)
+        old, new = jnp.asarray(before.get(path, new)), jnp.asarray(new)
         return without_weak_type(jnp.asarray(new, state_dtype(new, old)))
 
-    form: object = jax.tree.structure(old_state)
-    if form == jax.tree.structure(new_state):
-        return jax.tree.map(same, old_state, new_state)
-    before = _by_path(old_state)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, new: same(before.get(path, new), new), new_state
-    )
+    return jax.tree.map_with_path(same, new_state)

@@ -7,7 +7,6 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 
 import lossscale.optax.gating as gating
@@ -103,7 +102,7 @@ def unscale(opt_state: object, gradients: Tree) -> Tree:
     return tree
 
 
-def all_finite(gradients: optax.Updates) -> Array:
+def all_finite(gradients: ArrayTree) -> Array:
     """Whether every element of a tree of arrays is finite.
 
     Args:
@@ -124,9 +123,9 @@ def value_and_grad(
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
-    grad: Callable[..., Callable[..., Any]] = jax.value_and_grad,
+    grad: Callable[..., Callable[..., tuple[ArrayTree, ArrayTree]]] = jax.value_and_grad,
     **options: Any,
-) -> Callable[Concatenate[Any, P], tuple[R, Any]]:
+) -> Callable[Concatenate[object, P], tuple[R, ArrayTree]]:
     """Like `jax.value_and_grad`, but differentiates the scaled loss.
 
     The new function takes the optimizer's state and then the arguments of `fun`. It returns the
@@ -176,18 +175,19 @@ def value_and_grad(
     chosen = {} if argnums == 0 else {"argnums": argnums}
 
     def value_and_scaled_grad(
-        opt_state: ArrayTree, /, *args: P.args, **kwargs: P.kwargs
-    ) -> tuple[R, Any]:
+        opt_state: object, /, *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[R, ArrayTree]:
         scale = _single_scale(opt_state)
 
-        def scaled_loss(*args: Any, **kwargs: Any) -> Any:
+        def scaled_loss(*args: P.args, **kwargs: P.kwargs) -> tuple[Array, _Result]:
             result = fun(*args, **kwargs)
             loss = _loss_in(result, has_aux)
             # Return the loss itself: scaled and divided again, it could be infinite.
             return scaled(loss, scale), _Result(result)
 
-        found = grad(scaled_loss, has_aux=True, **chosen, **options)(*args, **kwargs)
-        return found[0][1].returned, found[1]
+        differentiated = grad(scaled_loss, has_aux=True, **chosen, **options)
+        (_, result), gradients = differentiated(*args, **kwargs)
+        return result.returned, gradients
 
     return value_and_scaled_grad
 
@@ -254,10 +254,10 @@ def unless_skipped(opt_state: object, new: Tree, old: Tree) -> Tree:
 class _Result(NamedTuple):
     """Marks a value that the user's function returned, to recognize it in the result of `grad`."""
 
-    returned: Any
+    returned: ArrayTree
 
 
-def _single_scale(opt_state: ArrayTree) -> Array:
+def _single_scale(opt_state: object) -> Array:
     scale = loss_scale(opt_state)
     _check_single(scale, "loss scales")
     return scale
@@ -271,7 +271,7 @@ def _check_single(value: Array, what: str) -> None:
         )
 
 
-def _loss_in(result: Any, has_aux: bool) -> Any:
+def _loss_in(result: Any, has_aux: bool) -> ArrayTree:
     is_pair = isinstance(result, (tuple, list)) and len(result) == 2
     loss = result[0] if has_aux and is_pair else result
     if isinstance(loss, (tuple, list, dict)) or loss is None or (has_aux and not is_pair):

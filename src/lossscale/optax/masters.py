@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,8 @@ from jax import Array
 import lossscale.optax.gating as gating
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax.apply_or_skip import ArrayTree
+from lossscale.optax.gating import GradientTransformationExtraArgs
 from lossscale.optax.state_lookup import states_below
-
-if TYPE_CHECKING:
-    from lossscale.optax.transformation import GradientTransformationExtraArgs
 
 
 class MasterWeightsState(NamedTuple):
@@ -29,10 +28,6 @@ class MasterWeightsState(NamedTuple):
 
     masters: ArrayTree
     inner_state: ArrayTree
-
-
-class MasterWeights(optax.GradientTransformationExtraArgs):
-    """What `master_weights` returns: `loss_scaled` passes it the parameters as they are."""
 
 
 def master_weights(
@@ -75,10 +70,18 @@ def master_weights(
         >>> float(weight), float(state.masters)
         (0.9990234375, 0.999267578125)
     """
-    tx = gating.checked_transformation(inner)
+    masters = MasterWeights(gating.checked_transformation(inner))
+    return GradientTransformationExtraArgs(masters.init, masters.update)
 
-    def init(params: ArrayTree) -> MasterWeightsState:
-        inner_state = tx.init(jax.tree.map(gating.widened, params))
+
+@dataclasses.dataclass(eq=False)
+class MasterWeights:
+    """The two functions of a transformation with float32 copies of parameters."""
+
+    inner: optax.GradientTransformationExtraArgs
+
+    def init(self, params: ArrayTree) -> MasterWeightsState:
+        inner_state = self.inner.init(jax.tree.map(gating.widened, params))
         check_order(inner_state, is_inside=bool(states_below(inner_state)))
         # Not those from above: no buffer is donated twice.
         masters = jax.tree.map(
@@ -87,14 +90,18 @@ def master_weights(
         return MasterWeightsState(masters, inner_state)
 
     def update(
-        updates: ArrayTree, state: MasterWeightsState, params: ArrayTree = None, **extra_args: Any
+        self,
+        updates: ArrayTree,
+        state: MasterWeightsState,
+        params: ArrayTree = None,
+        **extra_args: Any,
     ) -> tuple[ArrayTree, MasterWeightsState]:
         if params is None:
             raise ArgumentTypeError(
                 "master_weights needs the parameters: call tx.update(grads, state, params)."
             )
         before = jax.tree.map(_adopted, params, state.masters)
-        made, inner_state = tx.update(
+        made, inner_state = self.inner.update(
             jax.tree.map(gating.widened, updates), state.inner_state, before, **extra_args
         )
         after = jax.tree.map(
@@ -102,9 +109,6 @@ def master_weights(
             *(params, before, made),
         )
         return jax.tree.map(_change, params, after, made), MasterWeightsState(after, inner_state)
-
-    functions: Any = init, update
-    return cast("GradientTransformationExtraArgs[MasterWeightsState]", MasterWeights(*functions))
 
 
 def check_order(state: ArrayTree, is_inside: bool = False) -> None:

@@ -20,9 +20,10 @@ from lossscale.monitoring.explainer import Explainer
 from lossscale.monitoring.explanation import Facts
 from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
+from lossscale.optax.gating import owner_of
 from lossscale.optax.overflow_tracking import OverflowTrackingState, names_of
 from lossscale.optax.scale_state import array_in
-from lossscale.optax.state_lookup import state_in
+from lossscale.optax.state_lookup import held, state_in
 from lossscale.rules import ScaleRule
 
 
@@ -106,8 +107,7 @@ class Monitor(LoopMonitor):
         loss_fn: Callable[[ArrayTree, ArrayTree, Any], ArrayTree] | None = None,
     ) -> None:
         settings = MonitorSettings(path, every, log, on_floor, append, explain, loss_fn)
-        owner = getattr(getattr(tx, "update", None), "__self__", tx)
-        rule = tx if isinstance(tx, ScaleRule) else getattr(owner, "rule", None)
+        rule = tx if isinstance(tx, ScaleRule) else getattr(owner_of(tx), "rule", None)
         if not isinstance(rule, ScaleRule):
             raise ArgumentTypeError(
                 "`tx` must be what lossscale.optax.loss_scaled or track_overflows returned, or its "
@@ -206,7 +206,7 @@ class Monitor(LoopMonitor):
         """Returns the arrays to read, without reading them."""
         state = state_in(opt_state)
         scale = array_in(state.loss_scale)
-        whole = opt_state if isinstance(opt_state, tuple) else getattr(opt_state, "opt_state", None)
+        whole = held(opt_state)
         tracking = None
         if isinstance(whole, OverflowTrackingState):
             tracked = TrackedSteps(*map(array_in, whole.tracked))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,26 +19,12 @@ from lossscale.checks import checks_keywords
 from lossscale.errors import AlreadyWrappedError, GradientsError, UnsupportedError
 from lossscale.jax.apply_or_skip import ArrayTree, Path, varying_axes
 from lossscale.jax.gradients import Gradient, gradient_stats, is_traced, unscaled
+from lossscale.optax.gating import GradientTransformationExtraArgs
 from lossscale.optax.masters import MasterWeights, check_order, trains_float16
 from lossscale.optax.scale_state import LossScaleState
 from lossscale.optax.state_lookup import states_below
 from lossscale.packages import warn
 from lossscale.rules import GradientStats, ScaleRule, StatsRequest
-
-State = TypeVar("State")
-Tree = TypeVar("Tree")
-
-if TYPE_CHECKING:
-
-    class GradientTransformationExtraArgs(optax.GradientTransformationExtraArgs, Generic[State]):
-        """Optax's class, with the type of the state, which Optax does not know."""
-
-        # Methods, because a field cannot keep the class of the updates.
-        def init(self, params: ArrayTree) -> State: ...  # type: ignore[override]
-        # A state, or a variable annotated as `optax.OptState`.
-        def update(  # type: ignore[override]
-            self, updates: Tree, state: optax.OptState, params: ArrayTree = None, **extra_args: Any
-        ) -> tuple[Tree, State]: ...
 
 
 @checks_keywords("loss_scaled")
@@ -110,44 +97,37 @@ def loss_scaled(
     chosen_rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
     axis_names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
     checked = gating.checked_transformation(inner)
-    if isinstance(getattr(checked.update, "__self__", None), LossScaled):
+    owner = gating.owner_of(checked)
+    if isinstance(owner, LossScaled):
         raise AlreadyWrappedError(_TWICE)
-    wrapped = LossScaled(checked, chosen_rule, axis_names)
-    # Optax's types admit no function of one kind of state.
-    functions: Any = wrapped.init, wrapped.update
-    tx = optax.GradientTransformationExtraArgs(*functions)
-    return cast("GradientTransformationExtraArgs[LossScaleState]", tx)
+    wrapped = LossScaled(checked, chosen_rule, axis_names, isinstance(owner, MasterWeights))
+    return GradientTransformationExtraArgs(wrapped.init, wrapped.update)
 
 
+@dataclasses.dataclass(eq=False)
 class LossScaled:
     """The two functions of a transformation with loss scaling."""
 
-    def __init__(
-        self,
-        inner: optax.GradientTransformationExtraArgs,
-        rule: ScaleRule,
-        axis_names: tuple[str, ...],
-    ) -> None:
-        self._inner = inner
-        self.rule = rule
-        self._axis_names = axis_names
-        self._has_masters = isinstance(inner, MasterWeights)
-        self._has_warned = False
+    inner: optax.GradientTransformationExtraArgs
+    rule: ScaleRule
+    axis_names: tuple[str, ...]
+    has_masters: bool
+    has_warned: bool = False
 
     def _widened(self, params: ArrayTree) -> ArrayTree:
         # With float16 parameters, the state would start as float16 and become float32 at the first
         # step. `master_weights` widens them itself.
-        return params if self._has_masters else jax.tree.map(gating.widened, params)
+        return params if self.has_masters else jax.tree.map(gating.widened, params)
 
     def init(self, params: ArrayTree) -> LossScaleState:
         """Returns the state before the first step."""
-        inner_state = self._inner.init(self._widened(params))
+        inner_state = self.inner.init(self._widened(params))
         if states_below(inner_state):
             raise AlreadyWrappedError(_TWICE)
-        if not self._has_masters:
+        if not self.has_masters:
             check_order(inner_state)
-            if not self._has_warned and trains_float16(params, inner_state):
-                self._has_warned = True
+            if not self.has_warned and trains_float16(params, inner_state):
+                self.has_warned = True
                 warn(
                     "float16 parameters are rounded after each step, and lose small updates. "
                     "Write loss_scaled(master_weights(tx)), which keeps float32 copies of them, "
@@ -175,7 +155,7 @@ class LossScaled:
         if not is_traced([*gradients, *jax.tree.leaves(before)]):
             _check_together(gradients)
         finite, divided = _check_and_unscale(
-            self.rule, self._axis_names, gradients, before.loss_scale
+            self.rule, self.axis_names, gradients, before.loss_scale
         )
         given = iter(divided)
         unscaled_tree = jax.tree.unflatten(
@@ -184,19 +164,19 @@ class LossScaled:
         extra_args = _unscaled_arguments(extra_args, given_leaves, unscaled_tree)
 
         finite, new_updates, inner_state = gating.update_or_skip(
-            functools.partial(self._inner.update, **extra_args),
+            functools.partial(self.inner.update, **extra_args),
             finite,
             unscaled_tree,
             state.inner_state,
             self._widened(params),
             check_updates=any(map(callable, extra_args.values())),
         )
-        if not self._has_masters:
+        if not self.has_masters:
             new_updates = _narrowed(new_updates, updates, params)
         after = before
         # A step without gradients is not finite.
         if gating.has_elements(gradients):
-            after = _update_scale(self.rule, self._axis_names, before, finite, gradients)
+            after = _update_scale(self.rule, self.axis_names, before, finite, gradients)
         return new_updates, after._replace(inner_state=inner_state)
 
 
