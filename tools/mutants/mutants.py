@@ -272,7 +272,7 @@ tests/frameworks/jax/test_master_weights.py
         -k written
     optax _change: jnp.where(bits == _bits(param), -0.0, difference) -> difference  -k written
     optax _rounded: jnp.where(...) -> bits  -k whatever_the_bits
-    optax LossScaled._widened: self._has_masters -> False  -k random_program
+    optax LossScaled._widened: self.has_masters -> False  -k random_program
     optax trains_float16: all(map(shows_one, masked)) -> True  -k named_once
 tests/conformance/test_monitors.py
     optax Monitor.step: self._scale = jnp.copy(watched.scale) -> pass  -k what_happened

@@ -35,7 +35,7 @@ def select(finite: Array, new: Array, old: Array) -> Array:
     if new is old:
         return old
     dtype = state_dtype(new, old)
-    return without_weak_type(jnp.where(finite, jnp.asarray(new, dtype), jnp.asarray(old, dtype)))
+    return jnp.where(finite, jnp.asarray(new, dtype), jnp.asarray(old, dtype))
 
 
 def state_dtype(new: Array, old: Array) -> np.dtype:
@@ -52,11 +52,6 @@ def state_dtype(new: Array, old: Array) -> np.dtype:
 def _kind(array: Array) -> int:
     kinds = (n for n, kind in enumerate(_KINDS) if jnp.issubdtype(array.dtype, kind))
     return next(kinds, len(_KINDS))
-
-
-def without_weak_type(array: Array) -> Array:
-    """Converts to an array with a strong dtype, which operations with other arrays keep."""
-    return jax.lax.convert_element_type(array, array.dtype)
 
 
 def gated(
@@ -89,11 +84,8 @@ def gated(
         if not isinstance(variable, Literal) and variable.aval.shape and variable not in values:
             wanted.setdefault(variable, number)
     for equation in jaxpr.eqns:
-        here = {
-            index: old_values[wanted[variable]]
-            for index, variable in enumerate(equation.outvars)
-            if variable in wanted
-        }
+        places = {i: wanted[var] for i, var in enumerate(equation.outvars) if var in wanted}
+        here = {i: old_values[number] for i, number in places.items()}
         arguments = [read(atom) for atom in equation.invars]
         made = _gated_equation(jaxpr, equation, arguments, here, finite)
         values.update(zip(equation.outvars, made, strict=True))
@@ -149,15 +141,12 @@ def _gated_branches(
 ) -> list[Array]:
     """Evaluates a `lax.switch` with the select in its branches: after it, both would be alive."""
     number, *operands = arguments
-    places = {id(operand): place for place, operand in enumerate(operands)}
 
     def inside(branch: ClosedJaxpr) -> Callable[..., list[Array]]:
         def run(*given: Array) -> list[Array]:
             # Pass an old value into the branch only once.
-            own = {
-                n: given[places[id(old)]] if id(old) in places else old
-                for n, old in old_values.items()
-            }
+            inputs = dict(zip(map(id, operands), given, strict=True))
+            own = {n: inputs.get(id(old), old) for n, old in old_values.items()}
             return gated(branch, given, own, finite)
 
         return run
@@ -173,11 +162,8 @@ def bind(jaxpr: Jaxpr, equation: JaxprEqn, arguments: Sequence[Array]) -> list[A
         equation: The equation. It is evaluated in the name scopes in which it was traced.
         arguments: An array for each input.
     """
-    given = [
-        (atom, argument)
-        for atom, argument in zip(equation.invars, arguments, strict=True)
-        if not isinstance(atom, Literal)
-    ]
+    pairs = zip(equation.invars, arguments, strict=True)
+    given = [pair for pair in pairs if not isinstance(pair[0], Literal)]
     alone = jaxpr.replace(
         constvars=[],
         invars=[atom for atom, _ in given],

@@ -248,9 +248,8 @@ def nonfinite_by_row(arrays: Sequence[Array]) -> tuple[Array, list[int]]:
         for array, number, size in zip(arrays, rows, sizes, strict=True)
     ]
     magnitude, infinite = _magnitude(_with_bits(jnp.concatenate(padded).reshape(sum(rows), row)))
-    infinities, nans = (
-        found.astype(jnp.uint32) for found in (magnitude == infinite, magnitude > infinite)
-    )
+    infinities = (magnitude == infinite).astype(jnp.uint32)
+    nans = (magnitude > infinite).astype(jnp.uint32)
     return jnp.sum(infinities | nans << 16, axis=1, dtype=jnp.uint32), rows
 
 

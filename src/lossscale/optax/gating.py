@@ -15,20 +15,12 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.tree_util import PyTreeDef
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.jax.apply_or_skip import (
-    ArrayTree,
-    Path,
-    gated,
-    select,
-    state_dtype,
-    static_size,
-    without_weak_type,
-)
+from lossscale.jax.apply_or_skip import ArrayTree, Path, gated, select, state_dtype, static_size
 from lossscale.jax.gradients import all_finite, is_traced
 from lossscale.rules import ScaleRule
 
-Update = Callable[[ArrayTree, ArrayTree, ArrayTree], tuple[ArrayTree, ArrayTree]]
-"""Takes gradients, state and parameters; returns updates and the new state."""
+Update = Callable[[], tuple[ArrayTree, ArrayTree]]
+"""Runs the inner transformation on the gradients; returns updates and the new state."""
 
 
 State = TypeVar("State")
@@ -151,40 +143,31 @@ class TracedUpdate(NamedTuple):
     """A traced update of a transformation.
 
     Attributes:
-        jaxpr: Takes the array leaves of gradients, state and parameters; returns the array leaves
-            of the updates and of the new state.
-        inputs: The array leaves that it takes.
+        jaxpr: Takes nothing; returns the array leaves of the updates and of the new state.
         updates: Number of outputs that are updates.
         state: The new state, with a type in place of each array.
         rebuild: Builds the updates and the new state from the outputs.
     """
 
     jaxpr: ClosedJaxpr
-    inputs: list[Array]
     updates: int
     state: ArrayTree
     rebuild: Callable[[Sequence[object]], tuple[ArrayTree, ArrayTree]]
 
 
-def trace(
-    update: Update, gradients: ArrayTree, state: ArrayTree, params: ArrayTree
-) -> TracedUpdate:
+def trace(update: Update) -> TracedUpdate:
     """Traces an update without running it."""
-    leaves, structure = jax.tree.flatten((gradients, state, params))
-    inputs = list(filter(is_array, leaves))
     # Set by the trace, which returns arrays only.
     kept: list[object]
     form: PyTreeDef
 
-    def flat(*arrays: Array) -> list[Array]:
+    def flat() -> list[Array]:
         nonlocal kept, form
-        given = iter(arrays)
-        filled = [next(given) if is_array(leaf) else leaf for leaf in leaves]
-        outputs, form = jax.tree.flatten(tuple(update(*jax.tree.unflatten(structure, filled))))
+        outputs, form = jax.tree.flatten(tuple(update()))
         kept = [None if is_array(leaf) else _untraced(leaf) for leaf in outputs]
         return list(filter(is_array, outputs))
 
-    jaxpr = jax.make_jaxpr(flat)(*inputs)
+    jaxpr = jax.make_jaxpr(flat)()
 
     def rebuild(outputs: Sequence[object]) -> tuple[ArrayTree, ArrayTree]:
         rest = iter(outputs)
@@ -194,7 +177,7 @@ def trace(
 
     updates, new_state = rebuild(jaxpr.out_avals)
     number = sum(map(is_array, jax.tree.leaves(updates)))
-    return TracedUpdate(jaxpr, inputs, number, new_state, rebuild)
+    return TracedUpdate(jaxpr, number, new_state, rebuild)
 
 
 def _untraced(leaf: ArrayTree) -> object:
@@ -203,23 +186,16 @@ def _untraced(leaf: ArrayTree) -> object:
 
 
 def update_or_skip(
-    update: Update,
-    finite: Array | None,
-    gradients: ArrayTree,
-    state: ArrayTree,
-    params: ArrayTree,
-    *,
-    check_updates: bool,
+    update: Update, finite: Array | None, state: ArrayTree, *, check_updates: bool
 ) -> tuple[Array | None, ArrayTree, ArrayTree]:
     """Runs an update if the gradients are finite, and otherwise changes nothing.
 
     Args:
-        update: The inner transformation.
+        update: Runs the inner transformation on the unscaled gradients, which are 0 if they are
+            not finite.
         finite: Whether the gradients are finite, a boolean scalar array; None if every step is
             applied.
-        gradients: The unscaled gradients; 0 if they are not finite.
         state: The state of the inner transformation.
-        params: The parameters, or None.
         check_updates: Whether to check the updates too, because the inner transformation computes
             other gradients.
 
@@ -231,34 +207,28 @@ def update_or_skip(
             skipped.
     """
     if finite is None:
-        updates, new_state = update(gradients, state, params)
+        updates, new_state = update()
         return None, updates, _in_dtypes_of(state, new_state)
     if not is_traced([finite]):
-        return _run_at_once(update, finite, gradients, state, params, check_updates)
-    traced = trace(update, gradients, state, params)
+        return _run_at_once(update, finite, state, check_updates)
+    traced = trace(update)
     old_values = dict(enumerate(_old_values(state, traced.state), start=traced.updates))
     if check_updates:
-        outputs = list(jaxpr_as_fun(traced.jaxpr)(*traced.inputs))
+        outputs = list(jaxpr_as_fun(traced.jaxpr)())
         finite = finite & each_finite(outputs[: traced.updates])
         for number, value in old_values.items():
             outputs[number] = select(finite, outputs[number], value)
     else:
-        outputs = gated(traced.jaxpr, traced.inputs, old_values, finite)
-    updates = outputs[: traced.updates]
-    updates = [jnp.where(finite, update, skipped_like(update)) for update in updates]
+        outputs = gated(traced.jaxpr, [], old_values, finite)
+    updates = [jnp.where(finite, x, skipped_like(x)) for x in outputs[: traced.updates]]
     return finite, *traced.rebuild([*updates, *outputs[traced.updates :]])
 
 
 def _run_at_once(
-    update: Update,
-    finite: Array,
-    gradients: ArrayTree,
-    state: ArrayTree,
-    params: ArrayTree,
-    check_updates: bool,
+    update: Update, finite: Array, state: ArrayTree, check_updates: bool
 ) -> tuple[Array | None, ArrayTree, ArrayTree]:
     """Runs an update outside compiled functions, where JAX would compile a branch at each call."""
-    updates, new_state = update(gradients, state, params)
+    updates, new_state = update()
     if check_updates:
         finite = finite & each_finite(jax.tree.leaves(updates))
     if bool(jax.device_get(finite)):
@@ -341,6 +311,6 @@ def _in_dtypes_of(old_state: ArrayTree, new_state: ArrayTree) -> ArrayTree:
             return new
         # A user may have put a Python number into the state.
         old, new = jnp.asarray(before.get(path, new)), jnp.asarray(new)
-        return without_weak_type(jnp.asarray(new, state_dtype(new, old)))
+        return jnp.asarray(new, state_dtype(new, old))
 
     return jax.tree.map_with_path(same, new_state)

@@ -247,7 +247,7 @@ def unless_skipped(opt_state: object, new: Tree, old: Tree) -> Tree:
             "of a Flax NNX module changes with the module. Take a copy of it before the step: "
             "nnx.clone(nnx.state(model, nnx.BatchStat))."
         )
-    tree: Tree = jax.tree_util.tree_map_with_path(chosen, new, old)
+    tree: Tree = jax.tree.map_with_path(chosen, new, old)
     return tree
 
 

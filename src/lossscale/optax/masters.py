@@ -82,7 +82,7 @@ class MasterWeights:
 
     def init(self, params: ArrayTree) -> MasterWeightsState:
         inner_state = self.inner.init(jax.tree.map(gating.widened, params))
-        check_order(inner_state, is_inside=bool(states_below(inner_state)))
+        check_order(inner_state, has_loss_scale=bool(states_below(inner_state)))
         # Not those from above: no buffer is donated twice.
         masters = jax.tree.map(
             lambda p: gating.widened(p) if gating.is_narrow(p) else optax.MaskedNode(), params
@@ -111,9 +111,9 @@ class MasterWeights:
         return jax.tree.map(_change, params, after, made), MasterWeightsState(after, inner_state)
 
 
-def check_order(state: ArrayTree, is_inside: bool = False) -> None:
-    """Checks that the state of a transformation, which may not have copies, has none."""
-    if is_inside or _nodes(state, "MasterWeightsState"):
+def check_order(state: ArrayTree, has_loss_scale: bool = False) -> None:
+    """Checks that the state of a transformation has neither copies nor a loss scale."""
+    if has_loss_scale or _nodes(state, "MasterWeightsState"):
         raise ArgumentError(
             "master_weights must be used once, directly inside loss_scaled. Write "
             "loss_scaled(master_weights(optax.chain(...))): what else wraps it goes inside."
@@ -129,15 +129,15 @@ def trains_float16(params: ArrayTree, state: ArrayTree) -> bool:
             for each parameter, such as moments: those of others are `optax.MaskedNode`.
     """
     shapes = {
-        tuple(path): leaf.shape
-        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
+        path: leaf.shape
+        for path, leaf in jax.tree.leaves_with_path(params)
         if getattr(leaf, "dtype", None) == jnp.float16
     }
 
     def shows_one(masked: ArrayTree) -> bool:
-        leaves, _ = jax.tree_util.tree_flatten_with_path(masked)
+        leaves = jax.tree.leaves_with_path(masked)
         ends = ((path[start:], leaf) for path, leaf in leaves for start in range(len(path) + 1))
-        return any(shapes.get(tuple(end)) == getattr(leaf, "shape", 0) for end, leaf in ends)
+        return any(shapes.get(end) == getattr(leaf, "shape", 0) for end, leaf in ends)
 
     masked = _nodes(state, "MaskedState", "PartitionState", "MultiTransformState")
     return bool(shapes) and all(map(shows_one, masked))

@@ -12,6 +12,7 @@ import optax
 from jax import Array
 
 from lossscale.checks import checked_count
+from lossscale.common.overflow_tracker import unique_names
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax import overflow_tracker
 from lossscale.jax.apply_or_skip import ArrayTree
@@ -21,7 +22,7 @@ from lossscale.monitoring.explanation import Facts
 from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
 from lossscale.optax.gating import owner_of
-from lossscale.optax.overflow_tracking import OverflowTrackingState, names_of
+from lossscale.optax.overflow_tracking import OverflowTrackingState, named_leaves
 from lossscale.optax.scale_state import array_in
 from lossscale.optax.state_lookup import held, state_in
 from lossscale.rules import ScaleRule
@@ -119,7 +120,7 @@ class Monitor(LoopMonitor):
             )
         self._explainer: Explainer = Explainer(settings.explain, rule)
         self._loss_fn = loss_fn if settings.explain else None
-        self._names = names_of(params)
+        self._names = unique_names([name for name, _ in named_leaves(params)])
         before = checked_count("steps_before", steps_before, lowest=0)
         self._watched = self._arrays_of(opt_state)
         start = _stats(self._watched, before)
@@ -205,7 +206,6 @@ class Monitor(LoopMonitor):
     def _arrays_of(self, opt_state: ArrayTree) -> _Watched:
         """Returns the arrays to read, without reading them."""
         state = state_in(opt_state)
-        scale = array_in(state.loss_scale)
         whole = held(opt_state)
         tracking = None
         if isinstance(whole, OverflowTrackingState):
@@ -217,8 +217,8 @@ class Monitor(LoopMonitor):
                     f"{len(self._names)} trainable arrays, for a state that tracks "
                     f"{tracked.nonfinite.shape[0]}."
                 )
-        skips = map(array_in, (state.steps_skipped, state.consecutive_skips))
-        return _Watched(tracking, scale, *skips)
+        numbers = state.loss_scale, state.steps_skipped, state.consecutive_skips
+        return _Watched(tracking, *map(array_in, numbers))
 
 
 def _stats(watched: _Watched, position: int) -> StepStats:

@@ -11,7 +11,6 @@ import optax
 from jax import Array
 
 import lossscale.optax.gating as gating
-from lossscale.common.overflow_tracker import unique_names
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax import overflow_tracker
 from lossscale.jax.apply_or_skip import ArrayTree, Path
@@ -143,11 +142,6 @@ class _OverflowTracking:
         return new_updates, OverflowTrackingState(number, tracked, after)
 
 
-def names_of(params: ArrayTree) -> tuple[str, ...]:
-    """Returns the names of the gradients of these parameters, in the order of their leaves."""
-    return unique_names([name for name, _ in named_leaves(params)])
-
-
 def named_leaves(tree: ArrayTree) -> list[tuple[str, Array]]:
     """Returns the leaves that have gradients, each with its path as its name; names may repeat."""
     return [(_name(path), leaf) for path, leaf in _with_paths(tree)]
@@ -182,9 +176,7 @@ def _with_paths(tree: ArrayTree) -> list[tuple[Path, Array]]:
 
 
 def _name(path: Path) -> str:
-    parts = [
-        str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
-    ]
+    parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
     # A flax.nnx variable is a node with one leaf. The user chose the key of a dictionary.
     is_key = bool(path) and isinstance(path[-1], jax.tree_util.DictKey)
     if not is_key and len(parts) > 1 and parts[-1] == "value":

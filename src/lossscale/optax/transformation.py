@@ -163,12 +163,11 @@ class LossScaled:
         )
         extra_args = _unscaled_arguments(extra_args, given_leaves, unscaled_tree)
 
+        given_params = self._widened(params)
         finite, new_updates, inner_state = gating.update_or_skip(
-            functools.partial(self.inner.update, **extra_args),
+            lambda: self.inner.update(unscaled_tree, state.inner_state, given_params, **extra_args),
             finite,
-            unscaled_tree,
             state.inner_state,
-            self._widened(params),
             check_updates=any(map(callable, extra_args.values())),
         )
         if not self.has_masters:
@@ -200,11 +199,10 @@ def _unscaled_arguments(
         arrays = [leaf for leaf in leaves if gating.is_gradient(leaf)]
         found = {id(x): by_id[id(x)] for x in arrays if id(x) in by_id}
         shapes = [old.shape for old, _ in rows]
-        if name == "grad" and not found and [x.shape for x in arrays] == shapes:
+        if name == "grad" and arrays and not found and [x.shape for x in arrays] == shapes:
             # A compiled `update` is given other arrays with the same numbers.
             same = [jnp.all(x == old) for x, (old, _) in zip(arrays, rows, strict=True)]
-            start: Array | bool = True
-            choose = functools.partial(jnp.where, functools.reduce(jnp.logical_and, same, start))
+            choose = functools.partial(jnp.where, functools.reduce(jnp.logical_and, same))
             chosen = map(choose, [new for _, new in rows], arrays)
             found = dict(zip(map(id, arrays), chosen, strict=True))
         if found:
@@ -259,7 +257,13 @@ def _update_scale(
     stats = GradientStats(verdict)
     if rule.needs != StatsRequest():
         stats = gradient_stats(rule.needs, verdict, gradients, before.loss_scale, are_scaled=True)
-    return scale_state.moved(rule, before, _combined_stats(stats, axis_names))
+    if axis_names:
+        # `finite` is already the decision of all devices.
+        largest = jax.tree.map(lambda each: jax.lax.pmax(each, axis_names), stats.largest)
+        sums = (stats.counts, stats.elements)
+        counts, elements = jax.tree.map(lambda each: jax.lax.psum(each, axis_names), sums)
+        stats = stats._replace(largest=largest, counts=counts, elements=elements)
+    return scale_state.moved(rule, before, stats)
 
 
 def _all_devices_finite(finite: Array, axis_names: tuple[str, ...], scale: Array) -> Array:
@@ -286,21 +290,6 @@ def _all_devices_finite(finite: Array, axis_names: tuple[str, ...], scale: Array
     return finite
 
 
-def _combined_stats(stats: GradientStats, axis_names: tuple[str, ...]) -> GradientStats:
-    """Combines the statistics of the devices along these axes.
-
-    Args:
-        stats: The statistics of this device; `finite` is already the decision of all devices.
-        axis_names: Names of axes along which the gradients differ between devices.
-    """
-    if not axis_names:
-        return stats
-    largest = jax.tree.map(lambda each: jax.lax.pmax(each, axis_names), stats.largest)
-    sums = (stats.counts, stats.elements)
-    counts, elements = jax.tree.map(lambda each: jax.lax.psum(each, axis_names), sums)
-    return GradientStats(stats.finite, largest, counts, elements)
-
-
 _TWICE = (
     "This optimizer already has loss scaling; a second layer would divide the gradients twice. Use "
     "it as it is, or wrap the whole chain once: loss_scaled(optax.chain(...))."
@@ -316,7 +305,7 @@ def _narrowed(updates: ArrayTree, gradients: ArrayTree, params: ArrayTree) -> Ar
     if params is None or not any(map(gating.is_narrow, jax.tree.leaves(gradients))):
         return updates
     # Matched by path: the inner transformation may return updates of another structure.
-    given = [dict(jax.tree_util.tree_flatten_with_path(tree)[0]) for tree in (gradients, params)]
+    given = [dict(jax.tree.leaves_with_path(tree)) for tree in (gradients, params)]
 
     def cast(path: Path, update: ArrayTree) -> ArrayTree:
         here = [leaves[path] for leaves in given if path in leaves]
@@ -325,4 +314,4 @@ def _narrowed(updates: ArrayTree, gradients: ArrayTree, params: ArrayTree) -> Ar
         # float32 holds both float16 and bfloat16.
         return update.astype(dtypes.pop()) if fits and gating.is_gradient(update) else update
 
-    return jax.tree_util.tree_map_with_path(cast, updates)
+    return jax.tree.map_with_path(cast, updates)
