@@ -268,7 +268,7 @@ tests/frameworks/jax/test_leaves.py
     optax LossScaled.init: self._widened(params) -> params
         -k float16 or narrow or half or dtype
 tests/frameworks/jax/test_master_weights.py
-    optax _adopted: jnp.where(is_rounded, master, param.astype(jnp.float32)) -> master
+    optax _current_master: jnp.where(is_rounded, master, param.astype(jnp.float32)) -> master
         -k written
     optax _change: jnp.where(bits == _bits(param), -0.0, difference) -> difference  -k written
     optax _rounded: jnp.where(...) -> bits  -k whatever_the_bits

@@ -189,9 +189,9 @@ def _called(equation: JaxprEqn) -> ClosedJaxpr | None:
     if equation.primitive.name not in _CALLS:
         return None
     parameters = equation.params
-    laid_out = [*parameters.get("in_shardings", ()), *parameters.get("out_shardings", ())]
+    shardings = [*parameters.get("in_shardings", ()), *parameters.get("out_shardings", ())]
     # A call with shardings also moves arrays, which its equations do not show.
-    if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in laid_out):
+    if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings):
         return None
     called = parameters.get("jaxpr", parameters.get("call_jaxpr"))
     return called if hasattr(called, "consts") else None

@@ -90,7 +90,7 @@ def is_narrow(leaf: object) -> TypeGuard[Array]:
     return is_gradient(leaf) and leaf.dtype.itemsize < 4
 
 
-def widened(leaf: object) -> object:
+def widened_if_narrow(leaf: object) -> object:
     """Converts a leaf to float32 if it is float16 or bfloat16."""
     if not is_narrow(leaf):
         return leaf
@@ -109,7 +109,7 @@ def has_elements(leaves: Sequence[object]) -> bool:
     return any(is_gradient(leaf) and static_size(leaf) != 0 for leaf in leaves)
 
 
-def each_finite(
+def all_leaves_finite(
     leaves: Sequence[object], scale: Array | None = None, powers_of_two: bool = True
 ) -> Array:
     """Whether every element of every array is finite, a boolean scalar array.
@@ -131,8 +131,11 @@ def skipped_like(update: Array) -> Array:
 
 
 def is_array(leaf: object) -> bool:
-    # Gradients with respect to integers are float0 arrays, which no operation accepts. An Equinox
-    # model passed as the parameters contains functions.
+    """Whether a leaf is an array or a number.
+
+    Gradients with respect to integers are float0 arrays, which no operation accepts. An Equinox
+    model passed as the parameters contains functions.
+    """
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         return isinstance(leaf, (bool, int, float, complex))
@@ -215,7 +218,7 @@ def update_or_skip(
     old_values = dict(enumerate(_old_values(state, traced.state), start=traced.updates))
     if check_updates:
         outputs = list(jaxpr_as_fun(traced.jaxpr)())
-        finite = finite & each_finite(outputs[: traced.updates])
+        finite = finite & all_leaves_finite(outputs[: traced.updates])
         for number, value in old_values.items():
             outputs[number] = select(finite, outputs[number], value)
     else:
@@ -230,7 +233,7 @@ def _run_at_once(
     """Runs an update outside compiled functions, where JAX would compile a branch at each call."""
     updates, new_state = update()
     if check_updates:
-        finite = finite & each_finite(jax.tree.leaves(updates))
+        finite = finite & all_leaves_finite(jax.tree.leaves(updates))
     if bool(jax.device_get(finite)):
         return finite, updates, _in_dtypes_of(state, new_state)
     nothing = [_skipped_jit(finite, x) if is_array(x) else x for x in jax.tree.leaves(updates)]
@@ -289,11 +292,11 @@ def _form_changed(what: str) -> ArgumentError:
 
 def _static_parts_differ(old: PyTreeDef, new: PyTreeDef) -> bool:
     """Whether two nodes of the same class differ in their non-array values."""
-    of_old, of_new = old.node_data(), new.node_data()
-    if of_old is None or of_new is None or of_old[0] is not of_new[0]:
+    old_node, new_node = old.node_data(), new.node_data()
+    if old_node is None or new_node is None or old_node[0] is not new_node[0]:
         return False
     # A dictionary may gain keys.
-    if not issubclass(of_old[0], dict) and of_old[1] != of_new[1]:
+    if not issubclass(old_node[0], dict) and old_node[1] != new_node[1]:
         return True
     children = old.children(), new.children()
     return len(children[0]) == len(children[1]) and any(

@@ -115,7 +115,7 @@ def all_finite(gradients: ArrayTree) -> Array:
         >>> bool(lossscale.optax.all_finite({"w": jnp.float32([1.0, jnp.inf]), "b": None}))
         False
     """
-    return gating.each_finite(jax.tree.leaves(gating.with_arrays(gradients)))
+    return gating.all_leaves_finite(jax.tree.leaves(gating.with_arrays(gradients)))
 
 
 def value_and_grad(
@@ -220,11 +220,12 @@ def unless_skipped(opt_state: object, new: Tree, old: Tree) -> Tree:
     """
     skipped = state_in(opt_state).last_step_skipped
     _check_single(skipped, "decisions")
-    one: object = jax.tree.structure(new)
-    other: object = jax.tree.structure(old)
-    if one != other:
+    new_structure: object = jax.tree.structure(new)
+    old_structure: object = jax.tree.structure(old)
+    if new_structure != old_structure:
         raise ArgumentError(
-            f"`new` and `old` must be the same kind of tree. Received: {one} and {other}."
+            f"`new` and `old` must be the same kind of tree. Received: {new_structure} and "
+            f"{old_structure}."
         )
 
     def chosen(path: Path, new: ArrayTree, old: ArrayTree) -> ArrayTree:

@@ -81,12 +81,10 @@ class MasterWeights:
     inner: optax.GradientTransformationExtraArgs
 
     def init(self, params: ArrayTree) -> MasterWeightsState:
-        inner_state = self.inner.init(jax.tree.map(gating.widened, params))
+        inner_state = self.inner.init(jax.tree.map(gating.widened_if_narrow, params))
         check_order(inner_state, has_loss_scale=bool(states_below(inner_state)))
         # Not those from above: no buffer is donated twice.
-        masters = jax.tree.map(
-            lambda p: gating.widened(p) if gating.is_narrow(p) else optax.MaskedNode(), params
-        )
+        masters = jax.tree.map(_master_of, params)
         return MasterWeightsState(masters, inner_state)
 
     def update(
@@ -100,10 +98,9 @@ class MasterWeights:
             raise ArgumentTypeError(
                 "master_weights needs the parameters: call tx.update(grads, state, params)."
             )
-        before = jax.tree.map(_adopted, params, state.masters)
-        made, inner_state = self.inner.update(
-            jax.tree.map(gating.widened, updates), state.inner_state, before, **extra_args
-        )
+        before = jax.tree.map(_current_master, params, state.masters)
+        gradients = jax.tree.map(gating.widened_if_narrow, updates)
+        made, inner_state = self.inner.update(gradients, state.inner_state, before, **extra_args)
         after = jax.tree.map(
             lambda p, m, u: (m + u).astype(m.dtype) if gating.is_narrow(p) else optax.MaskedNode(),
             *(params, before, made),
@@ -136,8 +133,8 @@ def trains_float16(params: ArrayTree, state: ArrayTree) -> bool:
 
     def shows_one(masked: ArrayTree) -> bool:
         leaves = jax.tree.leaves_with_path(masked)
-        ends = ((path[start:], leaf) for path, leaf in leaves for start in range(len(path) + 1))
-        return any(shapes.get(end) == getattr(leaf, "shape", 0) for end, leaf in ends)
+        suffixes = ((path[start:], leaf) for path, leaf in leaves for start in range(len(path) + 1))
+        return any(shapes.get(suffix) == getattr(leaf, "shape", 0) for suffix, leaf in suffixes)
 
     masked = _nodes(state, "MaskedState", "PartitionState", "MultiTransformState")
     return bool(shapes) and all(map(shows_one, masked))
@@ -152,7 +149,12 @@ def _nodes(tree: ArrayTree, *names: str) -> list[Array]:
 # --- What is done with each parameter -------------------------------------------------------------
 
 
-def _adopted(param: ArrayTree, master: ArrayTree) -> ArrayTree:
+def _master_of(param: ArrayTree) -> ArrayTree:
+    """Returns the float32 copy of a parameter, or an `optax.MaskedNode` if it needs none."""
+    return gating.widened_if_narrow(param) if gating.is_narrow(param) else optax.MaskedNode()
+
+
+def _current_master(param: ArrayTree, master: ArrayTree) -> ArrayTree:
     """Returns the copy, or the parameter if it is not the rounded copy."""
     if gating.is_narrow(param) is isinstance(master, optax.MaskedNode):
         raise ArgumentError(

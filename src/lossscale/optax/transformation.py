@@ -117,7 +117,7 @@ class LossScaled:
     def _widened(self, params: ArrayTree) -> ArrayTree:
         # With float16 parameters, the state would start as float16 and become float32 at the first
         # step. `master_weights` widens them itself.
-        return params if self.has_masters else jax.tree.map(gating.widened, params)
+        return params if self.has_masters else jax.tree.map(gating.widened_if_narrow, params)
 
     def init(self, params: ArrayTree) -> LossScaleState:
         """Returns the state before the first step."""
@@ -153,7 +153,7 @@ class LossScaled:
         gradients = [leaf for leaf in leaves if gating.is_gradient(leaf)]
         before = scale_state.scalars_of(self.rule, state)
         if not is_traced([*gradients, *jax.tree.leaves(before)]):
-            _check_together(gradients)
+            _check_same_devices(gradients)
         finite, divided = _check_and_unscale(
             self.rule, self.axis_names, gradients, before.loss_scale
         )
@@ -211,14 +211,14 @@ def _unscaled_arguments(
     return arguments
 
 
-def _check_together(gradients: Sequence[Array]) -> None:
+def _check_same_devices(gradients: Sequence[Array]) -> None:
     """Raises if gradients are on different devices, where one check cannot cover them all."""
-    places = {frozenset(x.devices()) for x in gradients if getattr(x, "committed", False)}
-    if len(places) > 1:
+    devices = {frozenset(x.devices()) for x in gradients if getattr(x, "committed", False)}
+    if len(devices) > 1:
         raise UnsupportedError(
-            f"The gradients must be on the same devices. Received: gradients on {len(places)} sets "
-            "of devices. Put the parameters on one mesh with jax.device_put and a NamedSharding, "
-            "and compile the step with jax.jit."
+            "The gradients must be on the same devices. Received: gradients on "
+            f"{len(devices)} sets of devices. Put the parameters on one mesh with jax.device_put "
+            "and a NamedSharding, and compile the step with jax.jit."
         )
 
 
@@ -237,7 +237,7 @@ def _check_and_unscale(
     # Dividing by a NaN scale would turn finite gradients into NaN.
     scale = jnp.where(usable, scale, jnp.ones_like(scale))
     divisor = scale if scale_state.may_be_below_one(rule) else None
-    finite = gating.each_finite(gradients, divisor, rule.powers_of_two)
+    finite = gating.all_leaves_finite(gradients, divisor, rule.powers_of_two)
     finite = _all_devices_finite(finite & usable, axis_names, scale)
     # The inner transformation never receives a non-finite number, and none is divided: `checkify`
     # and `jax_debug_nans` would report the NaN.
@@ -279,9 +279,9 @@ def _all_devices_finite(finite: Array, axis_names: tuple[str, ...], scale: Array
     """
     if axis_names:
         finite = jax.lax.pmin(finite.astype(jnp.int32), axis_names) > 0
-    apart = varying_axes(finite) - varying_axes(scale)
-    if apart:
-        names = ", ".join(map(repr, sorted(apart)))
+    axes = varying_axes(finite) - varying_axes(scale)
+    if axes:
+        names = ", ".join(map(repr, sorted(axes)))
         raise GradientsError(
             f"Gradients differ between devices along the mesh axis {names}. Some devices would "
             "skip a step that others apply. Average them first (jax.lax.pmean), or if each device "
