@@ -235,7 +235,7 @@ tests/frameworks/jax/test_state_form.py
     optax _untraced: np.zeros(...) -> leaf  -k float0
 tests/frameworks/jax/test_skipping.py
     optax skipped_like: complex(-0.0, -0.0) if ... else -0.0 -> 0.0  -k momentum
-    optax without_shared_buffers: id(leaf) in known and isinstance(leaf, jax.Array) -> False
+    optax without_shared_buffers: id(leaf) in known and isinstance(leaf, Array) -> False
         -k lbfgs
     optax _check_and_unscale: [jnp.where(...) for part in gradients] -> gradients  -k nothing_inside
 tests/frameworks/jax/test_loops.py
