@@ -45,7 +45,7 @@ def of_jax(array: jax.Array, state: lossscale.optax.LossScaleState) -> None:
     total: float = jnp.sum(array)  # refused
     array.no_such_method()  # refused
     skipped: int = state.last_step_skipped  # refused
-    finite: bool = gating.each_finite([array])  # refused
+    finite: bool = gating.all_leaves_finite([array])  # refused
     wide: float = jax_gradients.widened(array)  # refused
     leaf: str = scale_state.array_in(array)  # refused
     print(version, shape, total, skipped, finite, wide, leaf)

@@ -235,7 +235,7 @@ tests/frameworks/jax/test_state_form.py
     optax _untraced: np.zeros(...) -> leaf  -k float0
 tests/frameworks/jax/test_skipping.py
     optax skipped_like: complex(-0.0, -0.0) if ... else -0.0 -> 0.0  -k momentum
-    optax without_shared_buffers: id(leaf) in known and isinstance(leaf, jax.Array) -> False
+    optax without_shared_buffers: id(leaf) in known and isinstance(leaf, Array) -> False
         -k lbfgs
     optax _check_and_unscale: [jnp.where(...) for part in gradients] -> gradients  -k nothing_inside
 tests/frameworks/jax/test_loops.py
@@ -268,11 +268,11 @@ tests/frameworks/jax/test_leaves.py
     optax LossScaled.init: self._widened(params) -> params
         -k float16 or narrow or half or dtype
 tests/frameworks/jax/test_master_weights.py
-    optax _adopted: jnp.where(is_rounded, master, param.astype(jnp.float32)) -> master
+    optax _current_master: jnp.where(is_rounded, master, param.astype(jnp.float32)) -> master
         -k written
     optax _change: jnp.where(bits == _bits(param), -0.0, difference) -> difference  -k written
     optax _rounded: jnp.where(...) -> bits  -k whatever_the_bits
-    optax LossScaled._widened: self._has_masters -> False  -k random_program
+    optax LossScaled._widened: self.has_masters -> False  -k random_program
     optax trains_float16: all(map(shows_one, masked)) -> True  -k named_once
 tests/conformance/test_monitors.py
     optax Monitor.step: self._scale = jnp.copy(watched.scale) -> pass  -k what_happened

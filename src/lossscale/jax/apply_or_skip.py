@@ -18,26 +18,27 @@ from typing import Any, TypeAlias, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 ArrayTree: TypeAlias = Any
 """Arrays in a structure of the user's: parameters, gradients or a state."""
 
-Path: TypeAlias = tuple[Any, ...]
+Path: TypeAlias = tuple[object, ...]
 """The keys that lead to a leaf of such a tree, as JAX has them."""
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
-def select(finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+def select(finite: Array, new: Array, old: Array) -> Array:
     """The new value if the step is applied, else the old one, in `state_dtype`."""
     if new is old:
         return old
     dtype = state_dtype(new, old)
-    return without_weak_type(jnp.where(finite, jnp.asarray(new, dtype), jnp.asarray(old, dtype)))
+    return jnp.where(finite, jnp.asarray(new, dtype), jnp.asarray(old, dtype))
 
 
-def state_dtype(new: jax.Array, old: jax.Array) -> np.dtype[Any]:
+def state_dtype(new: Array, old: Array) -> np.dtype:
     """The dtype of an array after a step: the old dtype, so that the second step is not recompiled.
 
     The exception is a number that starts as an integer and becomes a fraction: it would lose the
@@ -48,22 +49,14 @@ def state_dtype(new: jax.Array, old: jax.Array) -> np.dtype[Any]:
     return new.dtype if _kind(new) > _kind(old) else old.dtype
 
 
-def _kind(array: jax.Array) -> int:
+def _kind(array: Array) -> int:
     kinds = (n for n, kind in enumerate(_KINDS) if jnp.issubdtype(array.dtype, kind))
     return next(kinds, len(_KINDS))
 
 
-def without_weak_type(array: jax.Array) -> jax.Array:
-    """Converts to an array with a strong dtype, which operations with other arrays keep."""
-    return jax.lax.convert_element_type(array, array.dtype)
-
-
 def gated(
-    closed: ClosedJaxpr,
-    inputs: Sequence[jax.Array],
-    old_values: Mapping[int, jax.Array],
-    finite: jax.Array,
-) -> list[jax.Array]:
+    closed: ClosedJaxpr, inputs: Sequence[Array], old_values: Mapping[int, Array], finite: Array
+) -> list[Array]:
     """Evaluates a jaxpr, with the old value of some outputs unless `finite`.
 
     Args:
@@ -78,8 +71,8 @@ def gated(
     jaxpr = closed.jaxpr
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *inputs], strict=True))
 
-    def read(atom: Var | Literal) -> jax.Array:
-        value: jax.Array = atom.val if isinstance(atom, Literal) else values[atom]
+    def read(atom: Var | Literal) -> Array:
+        value: Array = atom.val if isinstance(atom, Literal) else values[atom]
         return value
 
     # A scalar output saves no memory and is selected at the end: with a count that stays 0, Adam
@@ -91,11 +84,8 @@ def gated(
         if not isinstance(variable, Literal) and variable.aval.shape and variable not in values:
             wanted.setdefault(variable, number)
     for equation in jaxpr.eqns:
-        here = {
-            index: old_values[wanted[variable]]
-            for index, variable in enumerate(equation.outvars)
-            if variable in wanted
-        }
+        places = {i: wanted[var] for i, var in enumerate(equation.outvars) if var in wanted}
+        here = {i: old_values[number] for i, number in places.items()}
         arguments = [read(atom) for atom in equation.invars]
         made = _gated_equation(jaxpr, equation, arguments, here, finite)
         values.update(zip(equation.outvars, made, strict=True))
@@ -115,25 +105,25 @@ def gated(
 def _gated_equation(
     jaxpr: Jaxpr,
     equation: JaxprEqn,
-    arguments: list[jax.Array],
-    old_values: Mapping[int, jax.Array],
-    finite: jax.Array,
-) -> list[jax.Array]:
+    arguments: list[Array],
+    old_values: Mapping[int, Array],
+    finite: Array,
+) -> list[Array]:
     """Evaluates one equation of a jaxpr as `gated` evaluates a jaxpr."""
     called = _called(equation) if old_values or equation.effects else None
     if called is not None:
         return gated(called, arguments, old_values, finite)
 
-    def run() -> list[jax.Array]:
+    def run() -> list[Array]:
         return bind(jaxpr, equation, arguments)
 
-    def silent() -> list[jax.Array]:
+    def silent() -> list[Array]:
         avals = [cast("jax.core.ShapedArray", variable.aval) for variable in equation.outvars]
         return [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
 
     if equation.effects:
         # Printing and logging are silent on a skipped step, and their results are not used.
-        made: list[jax.Array] = jax.lax.cond(finite, run, silent)
+        made: list[Array] = jax.lax.cond(finite, run, silent)
     elif old_values and (branches := _branches(equation)):
         return _gated_branches(branches, arguments, old_values, finite)
     else:
@@ -145,21 +135,18 @@ def _gated_equation(
 
 def _gated_branches(
     branches: Sequence[ClosedJaxpr],
-    arguments: list[jax.Array],
-    old_values: Mapping[int, jax.Array],
-    finite: jax.Array,
-) -> list[jax.Array]:
+    arguments: list[Array],
+    old_values: Mapping[int, Array],
+    finite: Array,
+) -> list[Array]:
     """Evaluates a `lax.switch` with the select in its branches: after it, both would be alive."""
     number, *operands = arguments
-    places = {id(operand): place for place, operand in enumerate(operands)}
 
-    def inside(branch: ClosedJaxpr) -> Callable[..., list[jax.Array]]:
-        def run(*given: jax.Array) -> list[jax.Array]:
+    def inside(branch: ClosedJaxpr) -> Callable[..., list[Array]]:
+        def run(*given: Array) -> list[Array]:
             # Pass an old value into the branch only once.
-            own = {
-                n: given[places[id(old)]] if id(old) in places else old
-                for n, old in old_values.items()
-            }
+            inputs = dict(zip(map(id, operands), given, strict=True))
+            own = {n: inputs.get(id(old), old) for n, old in old_values.items()}
             return gated(branch, given, own, finite)
 
         return run
@@ -167,7 +154,7 @@ def _gated_branches(
     return list(jax.lax.switch(number, [inside(branch) for branch in branches], *operands))
 
 
-def bind(jaxpr: Jaxpr, equation: JaxprEqn, arguments: Sequence[jax.Array]) -> list[jax.Array]:
+def bind(jaxpr: Jaxpr, equation: JaxprEqn, arguments: Sequence[Array]) -> list[Array]:
     """Returns the outputs of an equation for given inputs.
 
     Args:
@@ -175,11 +162,8 @@ def bind(jaxpr: Jaxpr, equation: JaxprEqn, arguments: Sequence[jax.Array]) -> li
         equation: The equation. It is evaluated in the name scopes in which it was traced.
         arguments: An array for each input.
     """
-    given = [
-        (atom, argument)
-        for atom, argument in zip(equation.invars, arguments, strict=True)
-        if not isinstance(atom, Literal)
-    ]
+    pairs = zip(equation.invars, arguments, strict=True)
+    given = [pair for pair in pairs if not isinstance(pair[0], Literal)]
     alone = jaxpr.replace(
         constvars=[],
         invars=[atom for atom, _ in given],
@@ -205,9 +189,9 @@ def _called(equation: JaxprEqn) -> ClosedJaxpr | None:
     if equation.primitive.name not in _CALLS:
         return None
     parameters = equation.params
-    laid_out = [*parameters.get("in_shardings", ()), *parameters.get("out_shardings", ())]
+    shardings = [*parameters.get("in_shardings", ()), *parameters.get("out_shardings", ())]
     # A call with shardings also moves arrays, which its equations do not show.
-    if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in laid_out):
+    if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings):
         return None
     called = parameters.get("jaxpr", parameters.get("call_jaxpr"))
     return called if hasattr(called, "consts") else None
@@ -217,7 +201,7 @@ _CALLS = {"jit", "pjit", "closed_call", "core_call"}
 """Primitives that only call a jaxpr."""
 
 
-def varying_axes(array: jax.Array) -> frozenset[str]:
+def varying_axes(array: Array) -> frozenset[str]:
     """The axes of the enclosing `shard_map` along which an array varies, as far as JAX knows."""
     kind = jax.typeof(array)
     # JAX 0.10 stores it in one of these, earlier releases in the other.
@@ -225,7 +209,7 @@ def varying_axes(array: jax.Array) -> frozenset[str]:
     return frozenset(axes or ())
 
 
-def has_sharding(array: jax.Array) -> bool:
+def has_sharding(array: Array) -> bool:
     """Whether the type of an array contains its sharding.
 
     Such an array can be concatenated with others only if all are moved to one sharding.
@@ -234,15 +218,15 @@ def has_sharding(array: jax.Array) -> bool:
     return any(axis is not None for axis in spec or ())
 
 
-def may_be_sharded(array: jax.Array) -> bool:
+def may_be_sharded(array: Array) -> bool:
     """Whether a compiler may divide an array among devices, which its type does not say."""
-    mesh: Any = getattr(getattr(jax.typeof(array), "sharding", None), "mesh", None)
+    mesh = getattr(getattr(jax.typeof(array), "sharding", None), "mesh", None)
     if mesh is None or mesh.empty:
         return False
     axes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
     return any(kind == jax.sharding.AxisType.Auto and size > 1 for kind, size in axes)
 
 
-def static_size(array: jax.Array) -> int | None:
+def static_size(array: Array) -> int | None:
     """The number of elements of an array; None if it is symbolic (`jax.export`)."""
     return array.size if isinstance(array.size, int) else None

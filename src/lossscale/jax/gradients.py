@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.experimental.sparse import BCOO
 
 from lossscale.common.sizes import SMALL, grouped_by_size
 from lossscale.jax.apply_or_skip import ArrayTree, has_sharding, may_be_sharded, static_size
 from lossscale.rules import GradientStats, StatsRequest
 
-Gradient: TypeAlias = jax.Array | BCOO | None
+Gradient: TypeAlias = Array | BCOO | None
 
 JOINED_ARRAYS = 32
 """Number of arrays that a GPU kernel reads as if they were joined; XLA admits some 90."""
@@ -53,7 +54,7 @@ def is_traced(values: Sequence[object]) -> bool:
     return any(isinstance(value, jax.core.Tracer) for value in values)
 
 
-def real_parts(gradient: Gradient) -> list[jax.Array]:
+def real_parts(gradient: Gradient) -> list[Array]:
     """The arrays of real numbers that a gradient consists of, as they are stored.
 
     Args:
@@ -70,21 +71,21 @@ def real_parts(gradient: Gradient) -> list[jax.Array]:
     return [values] if jnp.issubdtype(values.dtype, jnp.floating) else []
 
 
-def widened(array: jax.typing.ArrayLike) -> jax.Array:
+def widened(array: jax.typing.ArrayLike) -> Array:
     """An array in float32 or wider."""
-    values: jax.Array = jnp.asarray(array)
+    values: Array = jnp.asarray(array)
     wide = values.dtype == jnp.float64 or jnp.issubdtype(values.dtype, jnp.complexfloating)
     return values if wide else values.astype(jnp.float32)
 
 
-def scaled(loss: jax.typing.ArrayLike, scale: jax.Array | float) -> jax.Array:
+def scaled(loss: jax.typing.ArrayLike, scale: Array | float) -> Array:
     """Multiplies a loss by the scale, in float32 or wider."""
     wide = widened(loss)
     return wide * jnp.asarray(scale, wide.dtype)
 
 
 def unscaled(
-    gradients: Sequence[Gradient], scale: jax.Array | float, powers_of_two: bool
+    gradients: Sequence[Gradient], scale: Array | float, powers_of_two: bool
 ) -> list[Gradient]:
     """Divides gradients by the scale, in float32 or wider.
 
@@ -106,7 +107,7 @@ def unscaled(
     return [divided(gradient) for gradient in gradients]
 
 
-def _divided(array: jax.Array, scale: jax.Array | float, powers_of_two: bool) -> jax.Array:
+def _divided(array: Array, scale: Array | float, powers_of_two: bool) -> Array:
     wide = widened(array)
     divisor = jnp.asarray(scale, wide.dtype)
     return wide * (1.0 / divisor) if powers_of_two else wide / divisor
@@ -118,10 +119,8 @@ def flat_gradients(gradients: ArrayTree) -> list[Gradient]:
 
 
 def all_finite(
-    gradients: Sequence[Gradient],
-    scale: jax.Array | float | None = None,
-    powers_of_two: bool = True,
-) -> jax.Array:
+    gradients: Sequence[Gradient], scale: Array | float | None = None, powers_of_two: bool = True
+) -> Array:
     """Whether every element of every gradient is finite after unscaling; reads each once.
 
     The check compares bits, as integers, so it creates no non-finite number. Other checks fail:
@@ -141,19 +140,17 @@ def all_finite(
     parts = [part for gradient in gradients for part in real_parts(gradient)]
     if not parts:
         return jnp.asarray(True)
-    # Outside of jit, this is one dispatch instead of many.
-    compute = _all_finite if is_traced([*parts, scale]) else _all_finite_jit
-    finite: jax.Array = compute(parts, scale, powers_of_two)
+    finite: Array = _all_finite(parts, scale, powers_of_two)
     return finite
 
 
-def _all_finite(
-    parts: Sequence[jax.Array], scale: jax.Array | float | None, powers_of_two: bool
-) -> jax.Array:
-    def default() -> jax.Array:
+# Outside of a compiled function, this is one dispatch instead of many.
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def _all_finite(parts: Sequence[Array], scale: Array | float | None, powers_of_two: bool) -> Array:
+    def default() -> Array:
         extremes = _extremes_on_cpu(parts)
 
-        def of_dtype(dtype: np.dtype[Any]) -> jax.Array:
+        def of_dtype(dtype: np.dtype) -> Array:
             # One reduction over all numbers of a dtype. XLA would repeat a chain of scalar
             # operations in each loop of the update, and it compiles more slowly.
             numbers = jnp.stack([number for number in extremes if number.dtype == dtype])
@@ -168,12 +165,12 @@ def _all_finite(
         dtypes = dict.fromkeys(number.dtype for number in extremes)
         return functools.reduce(jnp.logical_and, map(of_dtype, dtypes))
 
-    def on_gpu() -> jax.Array:
+    def on_gpu() -> Array:
         arrays = parts
         if scale is not None:
             arrays = [_divided(part, scale, powers_of_two) for part in parts]
 
-        def nonfinite(group: Sequence[jax.Array]) -> jax.Array:
+        def nonfinite(group: Sequence[Array]) -> Array:
             if not may_be_divided(group[0]):
                 return nonfinite_by_row(group)[0]
             magnitude, infinite = _magnitude(_with_bits(jnp.stack(group)))
@@ -182,21 +179,18 @@ def _all_finite(
         groups = ([arrays[place] for place in places] for places in in_groups(arrays))
         return ~jnp.any(jnp.concatenate(list(map(nonfinite, groups))))
 
-    finite: jax.Array = jax.lax.platform_dependent(default=default, cuda=on_gpu, rocm=on_gpu)
+    finite: Array = jax.lax.platform_dependent(default=default, cuda=on_gpu, rocm=on_gpu)
     return finite
 
 
-_all_finite_jit = functools.partial(jax.jit, static_argnums=2)(_all_finite)
-
-
-def _extremes_on_cpu(parts: Sequence[jax.Array]) -> list[jax.Array]:
+def _extremes_on_cpu(parts: Sequence[Array]) -> list[Array]:
     apart = [part for part in parts if has_sharding(part)]
     small, large = grouped_by_size([p for p in parts if not has_sharding(p)], static_size)
     joined = [jnp.concatenate([part.ravel() for part in group]) for group in small]
     return [number for part in [*joined, *large, *apart] for number in _extremes(part)]
 
 
-def _extremes(array: jax.Array) -> list[jax.Array]:
+def _extremes(array: Array) -> list[Array]:
     """Two elements of an array, of which one is infinite or NaN if any element is; 0 if empty.
 
     Interpreted as signed integers, the largest bits belong to the largest positive element; as
@@ -212,7 +206,7 @@ def _extremes(array: jax.Array) -> list[jax.Array]:
     return [jax.lax.bitcast_convert_type(bits, array.dtype) for bits in found]
 
 
-def in_groups(arrays: Sequence[jax.Array]) -> Iterator[list[int]]:
+def in_groups(arrays: Sequence[Array]) -> Iterator[list[int]]:
     """Yields the places of the arrays that one kernel of a GPU reads together.
 
     To join arrays that are divided among devices, XLA would gather them. Those of one shape are
@@ -229,12 +223,12 @@ def in_groups(arrays: Sequence[jax.Array]) -> Iterator[list[int]]:
         yield from (places[i : i + JOINED_ARRAYS] for i in range(0, len(places), JOINED_ARRAYS))
 
 
-def may_be_divided(array: jax.Array) -> bool:
+def may_be_divided(array: Array) -> bool:
     """Whether an array may be divided among devices, or has a size that is not known."""
     return static_size(array) is None or has_sharding(array) or may_be_sharded(array)
 
 
-def nonfinite_by_row(arrays: Sequence[jax.Array]) -> tuple[jax.Array, list[int]]:
+def nonfinite_by_row(arrays: Sequence[Array]) -> tuple[Array, list[int]]:
     """Counts what is not finite in the rows of a matrix that a GPU reads arrays as.
 
     One kernel reads all arrays, whatever their shapes are: it finds a sum for each row.
@@ -254,25 +248,24 @@ def nonfinite_by_row(arrays: Sequence[jax.Array]) -> tuple[jax.Array, list[int]]
         for array, number, size in zip(arrays, rows, sizes, strict=True)
     ]
     magnitude, infinite = _magnitude(_with_bits(jnp.concatenate(padded).reshape(sum(rows), row)))
-    infinities, nans = (
-        found.astype(jnp.uint32) for found in (magnitude == infinite, magnitude > infinite)
-    )
+    infinities = (magnitude == infinite).astype(jnp.uint32)
+    nans = (magnitude > infinite).astype(jnp.uint32)
     return jnp.sum(infinities | nans << 16, axis=1, dtype=jnp.uint32), rows
 
 
 _HAVE_BITS = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
 
 
-def _both_larger(first: Sequence[jax.Array], second: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+def _both_larger(first: Sequence[Array], second: Sequence[Array]) -> tuple[Array, ...]:
     return tuple(map(jax.lax.max, first, second))
 
 
-def _with_bits(array: jax.Array) -> jax.Array:
+def _with_bits(array: Array) -> Array:
     """An array whose dtype has an integer of the same width, and infinities."""
     return array if array.dtype in _HAVE_BITS else array.astype(jnp.float32)
 
 
-def _is_finite(array: jax.Array) -> jax.Array:
+def _is_finite(array: Array) -> Array:
     """Whether each element of an array is finite, by its bits."""
     magnitude, infinite = _magnitude(array)
     # Compare with <, not the exponent with ==: LLVM recognizes that as a test for infinity and NaN,
@@ -280,7 +273,7 @@ def _is_finite(array: jax.Array) -> jax.Array:
     return magnitude < infinite
 
 
-def _magnitude(array: jax.Array) -> tuple[jax.Array, np.ndarray[Any, Any]]:
+def _magnitude(array: Array) -> tuple[Array, np.ndarray]:
     """The bits of magnitudes as integers, and those of infinity; those of NaN are larger."""
     bits = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
     without_sign = bits.type(np.iinfo(bits).max >> 1)
@@ -290,9 +283,9 @@ def _magnitude(array: jax.Array) -> tuple[jax.Array, np.ndarray[Any, Any]]:
 
 def gradient_stats(
     needs: StatsRequest,
-    finite: jax.Array,
+    finite: Array,
     gradients: Sequence[Gradient],
-    scale: jax.Array | float,
+    scale: Array | float,
     *,
     are_scaled: bool,
 ) -> GradientStats:

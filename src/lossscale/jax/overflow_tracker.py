@@ -7,14 +7,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
+from lossscale.framework_types import Variable
 from lossscale.jax.gradients import (
     Gradient,
     in_groups,
@@ -36,9 +38,9 @@ class TrackedSteps(NamedTuple):
         nonfinite: uint32 of shape (variables, 2); the infinities and NaN in its gradients.
     """
 
-    scales: jax.Array
-    skip_step: jax.Array
-    nonfinite: jax.Array
+    scales: Array
+    skip_step: Array
+    nonfinite: Array
 
 
 def init(variables: int) -> TrackedSteps:
@@ -48,21 +50,17 @@ def init(variables: int) -> TrackedSteps:
         variables: Number of variables.
     """
     # JAX takes these where it takes its own, and puts them on no device before.
-    zeros: tuple[Any, ...] = (
-        np.zeros(2, np.float32),
-        np.zeros((), np.int32),
-        np.zeros((variables, 2), np.uint32),
-    )
-    return TrackedSteps(*zeros)
+    zeros = np.zeros(2, np.float32), np.zeros((), np.int32), np.zeros((variables, 2), np.uint32)
+    return TrackedSteps(*zeros)  # type: ignore[arg-type]  # NumPy's, as the comment says
 
 
 def update(
     state: TrackedSteps,
     gradients: Callable[[], Sequence[Gradient]],
     *,
-    finite: jax.Array | bool,
-    scale: jax.Array | float,
-    number: jax.Array | int,
+    finite: Array | bool,
+    scale: Array | float,
+    number: Array | int,
 ) -> TrackedSteps:
     """Returns the state after a step.
 
@@ -77,14 +75,14 @@ def update(
     scales, *kept = map(jnp.asarray, state)
     scales = jnp.where(finite & jnp.array([False, True]), scales, jnp.asarray(scale, scales.dtype))
 
-    def of_this_step() -> list[jax.Array]:
+    def of_this_step() -> list[Array]:
         new = (number, _nonfinite(gradients()))
         return [jnp.asarray(each, old.dtype) for each, old in zip(new, kept, strict=True)]
 
-    def branched() -> list[jax.Array]:
+    def branched() -> list[Array]:
         return list(jax.lax.cond(finite, lambda: kept, of_this_step))
 
-    def selected() -> list[jax.Array]:
+    def selected() -> list[Array]:
         pairs = zip(of_this_step(), kept, strict=True)
         return [jnp.where(finite, old, new) for new, old in pairs]
 
@@ -123,7 +121,7 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
         new_variable: Creates a variable of zeros from a name, a dtype and a shape.
     """
 
-    def __init__(self, new_variable: Callable[[str, str, tuple[int, ...]], Any]) -> None:
+    def __init__(self, new_variable: Callable[[str, str, tuple[int, ...]], Variable]) -> None:
         self._new_variable = new_variable
 
     def _create(self) -> None:
@@ -152,7 +150,7 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
         return TrackedSteps(*(variable.value for variable in self.variables))
 
 
-def _nonfinite(gradients: Sequence[Gradient]) -> jax.Array:
+def _nonfinite(gradients: Sequence[Gradient]) -> Array:
     """Returns the numbers of infinite elements and of NaN, uint32 of shape (gradients, 2)."""
     pairs = [(row, part) for row, each in enumerate(gradients) for part in real_parts(each)]
     groups = [[pairs[place] for place in places] for places in in_groups([p for _, p in pairs])]
@@ -164,7 +162,7 @@ def _nonfinite(gradients: Sequence[Gradient]) -> jax.Array:
     return empty.at[np.array(rows)].add(jnp.concatenate(counts)) if rows else empty
 
 
-def _counts(arrays: Sequence[jax.Array]) -> jax.Array:
+def _counts(arrays: Sequence[Array]) -> Array:
     """Returns the same for arrays that a GPU reads together, which are real."""
     if may_be_divided(arrays[0]):
         stacked = jnp.stack(arrays)

@@ -4,29 +4,54 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.tree_util import PyTreeDef
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.jax.apply_or_skip import (
-    ArrayTree,
-    Path,
-    gated,
-    select,
-    state_dtype,
-    static_size,
-    without_weak_type,
-)
+from lossscale.jax.apply_or_skip import ArrayTree, Path, gated, select, state_dtype, static_size
 from lossscale.jax.gradients import all_finite, is_traced
 from lossscale.rules import ScaleRule
 
-Update = Callable[[ArrayTree, ArrayTree, ArrayTree], tuple[ArrayTree, ArrayTree]]
-"""Takes gradients, state and parameters; returns updates and the new state."""
+Update = Callable[[], tuple[ArrayTree, ArrayTree]]
+"""Runs the inner transformation on the gradients; returns updates and the new state."""
+
+
+State = TypeVar("State")
+Tree = TypeVar("Tree")
+
+if TYPE_CHECKING:
+
+    class GradientTransformationExtraArgs(optax.GradientTransformationExtraArgs, Generic[State]):
+        """Optax's class, with the type of the state, which Optax does not know."""
+
+        def __new__(
+            cls, init: Callable[[ArrayTree], State], update: Callable[..., tuple[ArrayTree, State]]
+        ) -> Self: ...
+
+        # Methods, because a field cannot keep the class of the updates.
+        def init(self, params: ArrayTree) -> State: ...  # type: ignore[override]
+        # A state, or a variable annotated as `optax.OptState`.
+        def update(  # type: ignore[override]
+            self, updates: Tree, state: optax.OptState, params: ArrayTree = None, **extra_args: Any
+        ) -> tuple[Tree, State]: ...
+
+else:
+    GradientTransformationExtraArgs = optax.GradientTransformationExtraArgs
+
+
+def owner_of(tx: object) -> object:
+    """The object whose `init` and `update` a transformation consists of; itself if there is none.
+
+    It says which function of this package has made the transformation, and its rule.
+    """
+    return getattr(getattr(tx, "update", None), "__self__", tx)
 
 
 def checked_transformation(inner: object) -> optax.GradientTransformationExtraArgs:
@@ -37,8 +62,7 @@ def checked_transformation(inner: object) -> optax.GradientTransformationExtraAr
     """
     init, update = getattr(inner, "init", None), getattr(inner, "update", None)
     # A rule has methods of these names too.
-    no_pair = isinstance(inner, (type, ScaleRule)) or not (callable(init) and callable(update))
-    if no_pair or init is None or update is None:
+    if isinstance(inner, (type, ScaleRule)) or not (callable(init) and callable(update)):
         raise ArgumentTypeError(
             "The first argument must be an Optax transformation to wrap, such as "
             f"optax.adamw(1e-3). Received: {inner!r} of type {type(inner).__name__}. For Keras and "
@@ -55,18 +79,18 @@ def checked_transformation(inner: object) -> optax.GradientTransformationExtraAr
     return optax.with_extra_args_support(plain)  # type: ignore[attr-defined]
 
 
-def is_gradient(leaf: object) -> TypeGuard[jax.Array]:
+def is_gradient(leaf: object) -> TypeGuard[Array]:
     """Whether a leaf is a floating-point or complex array, not integers or float0."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def is_narrow(leaf: object) -> TypeGuard[jax.Array]:
+def is_narrow(leaf: object) -> TypeGuard[Array]:
     """Whether a leaf is a floating-point array of 16 bits or less."""
     return is_gradient(leaf) and leaf.dtype.itemsize < 4
 
 
-def widened(leaf: object) -> object:
+def widened_if_narrow(leaf: object) -> object:
     """Converts a leaf to float32 if it is float16 or bfloat16."""
     if not is_narrow(leaf):
         return leaf
@@ -85,9 +109,9 @@ def has_elements(leaves: Sequence[object]) -> bool:
     return any(is_gradient(leaf) and static_size(leaf) != 0 for leaf in leaves)
 
 
-def each_finite(
-    leaves: Sequence[object], scale: jax.Array | None = None, powers_of_two: bool = True
-) -> jax.Array:
+def all_leaves_finite(
+    leaves: Sequence[object], scale: Array | None = None, powers_of_two: bool = True
+) -> Array:
     """Whether every element of every array is finite, a boolean scalar array.
 
     Args:
@@ -98,7 +122,7 @@ def each_finite(
     return all_finite(list(filter(is_gradient, leaves)), scale, powers_of_two)
 
 
-def skipped_like(update: jax.Array) -> jax.Array:
+def skipped_like(update: Array) -> Array:
     """An update that leaves a parameter unchanged, bit for bit: adding +0.0 turns -0.0 into 0.0."""
     if not is_gradient(update):
         return jnp.zeros_like(update)
@@ -107,8 +131,11 @@ def skipped_like(update: jax.Array) -> jax.Array:
 
 
 def is_array(leaf: object) -> bool:
-    # Gradients with respect to integers are float0 arrays, which no operation accepts. An Equinox
-    # model passed as the parameters contains functions.
+    """Whether a leaf is an array or a number.
+
+    Gradients with respect to integers are float0 arrays, which no operation accepts. An Equinox
+    model passed as the parameters contains functions.
+    """
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         return isinstance(leaf, (bool, int, float, complex))
@@ -119,76 +146,59 @@ class TracedUpdate(NamedTuple):
     """A traced update of a transformation.
 
     Attributes:
-        jaxpr: Takes the array leaves of gradients, state and parameters; returns the array leaves
-            of the updates and of the new state.
-        inputs: The array leaves that it takes.
+        jaxpr: Takes nothing; returns the array leaves of the updates and of the new state.
         updates: Number of outputs that are updates.
         state: The new state, with a type in place of each array.
         rebuild: Builds the updates and the new state from the outputs.
     """
 
     jaxpr: ClosedJaxpr
-    inputs: list[jax.Array]
     updates: int
     state: ArrayTree
     rebuild: Callable[[Sequence[object]], tuple[ArrayTree, ArrayTree]]
 
 
-def trace(
-    update: Update, gradients: ArrayTree, state: ArrayTree, params: ArrayTree
-) -> TracedUpdate:
+def trace(update: Update) -> TracedUpdate:
     """Traces an update without running it."""
-    leaves, structure = jax.tree.flatten((gradients, state, params))
-    inputs = [leaf for leaf in leaves if is_array(leaf)]
-    found: dict[str, Any] = {}
+    # Set by the trace, which returns arrays only.
+    kept: list[object]
+    form: PyTreeDef
 
-    def flat(*arrays: Any) -> list[jax.Array]:
-        given = iter(arrays)
-        filled = [next(given) if is_array(leaf) else leaf for leaf in leaves]
-        updates, new_state = update(*jax.tree.unflatten(structure, filled))
-        parts = [jax.tree.flatten(updates), jax.tree.flatten(new_state)]
-        found["structures"] = [part[1] for part in parts]
-        # Non-arrays are not traced, and no tracer of this trace may remain.
-        found["kept"] = [[None if is_array(x) else _untraced(x) for x in part[0]] for part in parts]
-        return [x for part in parts for x in part[0] if is_array(x)]
+    def flat() -> list[Array]:
+        nonlocal kept, form
+        outputs, form = jax.tree.flatten(tuple(update()))
+        kept = [None if is_array(leaf) else _untraced(leaf) for leaf in outputs]
+        return list(filter(is_array, outputs))
 
-    jaxpr = jax.make_jaxpr(flat)(*inputs)
+    jaxpr = jax.make_jaxpr(flat)()
 
     def rebuild(outputs: Sequence[object]) -> tuple[ArrayTree, ArrayTree]:
         rest = iter(outputs)
-        updates, new_state = (
-            jax.tree.unflatten(whole, [next(rest) if x is None else x for x in kept])
-            for whole, kept in zip(found["structures"], found["kept"], strict=True)
-        )
+        whole = [next(rest) if leaf is None else leaf for leaf in kept]
+        updates, new_state = jax.tree.unflatten(form, whole)
         return updates, new_state
 
-    number = sum(x is None for x in found["kept"][0])
-    _, new_state = rebuild(jaxpr.out_avals)
-    return TracedUpdate(jaxpr, inputs, number, new_state, rebuild)
+    updates, new_state = rebuild(jaxpr.out_avals)
+    number = sum(map(is_array, jax.tree.leaves(updates)))
+    return TracedUpdate(jaxpr, number, new_state, rebuild)
 
 
-def _untraced(leaf: Any) -> object:
+def _untraced(leaf: ArrayTree) -> object:
+    """A leaf without a tracer of the trace that has ended: a float0 array is 0."""
     return np.zeros(leaf.shape, leaf.dtype) if getattr(leaf, "dtype", None) is not None else leaf
 
 
 def update_or_skip(
-    update: Update,
-    finite: jax.Array | None,
-    gradients: ArrayTree,
-    state: ArrayTree,
-    params: ArrayTree,
-    *,
-    check_updates: bool,
-) -> tuple[jax.Array | None, ArrayTree, ArrayTree]:
+    update: Update, finite: Array | None, state: ArrayTree, *, check_updates: bool
+) -> tuple[Array | None, ArrayTree, ArrayTree]:
     """Runs an update if the gradients are finite, and otherwise changes nothing.
 
     Args:
-        update: The inner transformation.
+        update: Runs the inner transformation on the unscaled gradients, which are 0 if they are
+            not finite.
         finite: Whether the gradients are finite, a boolean scalar array; None if every step is
             applied.
-        gradients: The unscaled gradients; 0 if they are not finite.
         state: The state of the inner transformation.
-        params: The parameters, or None.
         check_updates: Whether to check the updates too, because the inner transformation computes
             other gradients.
 
@@ -200,36 +210,30 @@ def update_or_skip(
             skipped.
     """
     if finite is None:
-        updates, new_state = update(gradients, state, params)
+        updates, new_state = update()
         return None, updates, _in_dtypes_of(state, new_state)
     if not is_traced([finite]):
-        return _run_at_once(update, finite, gradients, state, params, check_updates)
-    traced = trace(update, gradients, state, params)
+        return _run_at_once(update, finite, state, check_updates)
+    traced = trace(update)
     old_values = dict(enumerate(_old_values(state, traced.state), start=traced.updates))
     if check_updates:
-        outputs = list(jaxpr_as_fun(traced.jaxpr)(*traced.inputs))
-        finite = finite & each_finite(outputs[: traced.updates])
+        outputs = list(jaxpr_as_fun(traced.jaxpr)())
+        finite = finite & all_leaves_finite(outputs[: traced.updates])
         for number, value in old_values.items():
             outputs[number] = select(finite, outputs[number], value)
     else:
-        outputs = gated(traced.jaxpr, traced.inputs, old_values, finite)
-    updates = outputs[: traced.updates]
-    updates = [jnp.where(finite, update, skipped_like(update)) for update in updates]
+        outputs = gated(traced.jaxpr, [], old_values, finite)
+    updates = [jnp.where(finite, x, skipped_like(x)) for x in outputs[: traced.updates]]
     return finite, *traced.rebuild([*updates, *outputs[traced.updates :]])
 
 
 def _run_at_once(
-    update: Update,
-    finite: jax.Array,
-    gradients: ArrayTree,
-    state: ArrayTree,
-    params: ArrayTree,
-    check_updates: bool,
-) -> tuple[jax.Array | None, ArrayTree, ArrayTree]:
+    update: Update, finite: Array, state: ArrayTree, check_updates: bool
+) -> tuple[Array | None, ArrayTree, ArrayTree]:
     """Runs an update outside compiled functions, where JAX would compile a branch at each call."""
-    updates, new_state = update(gradients, state, params)
+    updates, new_state = update()
     if check_updates:
-        finite = finite & each_finite(jax.tree.leaves(updates))
+        finite = finite & all_leaves_finite(jax.tree.leaves(updates))
     if bool(jax.device_get(finite)):
         return finite, updates, _in_dtypes_of(state, new_state)
     nothing = [_skipped_jit(finite, x) if is_array(x) else x for x in jax.tree.leaves(updates)]
@@ -243,13 +247,12 @@ _skipped_jit = jax.jit(lambda finite, update: jnp.where(finite, update, skipped_
 # --- The state before and after a step ------------------------------------------------------------
 
 
-def _by_path(state: ArrayTree) -> dict[Path, jax.Array]:
+def _by_path(state: ArrayTree) -> dict[Path, Array]:
     """The arrays of a state by their paths."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    return {path: leaf for path, leaf in leaves if is_array(leaf)}
+    return {path: leaf for path, leaf in jax.tree.leaves_with_path(state) if is_array(leaf)}
 
 
-def _old_values(old_state: ArrayTree, new_state: ArrayTree) -> list[jax.Array]:
+def _old_values(old_state: ArrayTree, new_state: ArrayTree) -> list[Array]:
     """Returns the value that each array of the new state has if the step is skipped.
 
     It is the value at the same path of the old state. A value that only an applied step adds, such
@@ -287,13 +290,13 @@ def _form_changed(what: str) -> ArgumentError:
     )
 
 
-def _static_parts_differ(old: Any, new: Any) -> bool:
+def _static_parts_differ(old: PyTreeDef, new: PyTreeDef) -> bool:
     """Whether two nodes of the same class differ in their non-array values."""
-    of_old, of_new = old.node_data(), new.node_data()
-    if of_old is None or of_new is None or of_old[0] is not of_new[0]:
+    old_node, new_node = old.node_data(), new.node_data()
+    if old_node is None or new_node is None or old_node[0] is not new_node[0]:
         return False
     # A dictionary may gain keys.
-    if not issubclass(of_old[0], dict) and of_old[1] != of_new[1]:
+    if not issubclass(old_node[0], dict) and old_node[1] != new_node[1]:
         return True
     children = old.children(), new.children()
     return len(children[0]) == len(children[1]) and any(
@@ -304,17 +307,13 @@ def _static_parts_differ(old: Any, new: Any) -> bool:
 def _in_dtypes_of(old_state: ArrayTree, new_state: ArrayTree) -> ArrayTree:
     """Returns the state after an applied step, in the dtypes that a skipped step would keep."""
 
-    def same(old: ArrayTree, new: ArrayTree) -> ArrayTree:
+    before = _by_path(old_state)
+
+    def same(path: Path, new: ArrayTree) -> ArrayTree:
         if not is_array(new):
             return new
         # A user may have put a Python number into the state.
-        new, old = jnp.asarray(new), jnp.asarray(old if is_array(old) else new)
-        return without_weak_type(jnp.asarray(new, state_dtype(new, old)))
+        old, new = jnp.asarray(before.get(path, new)), jnp.asarray(new)
+        return jnp.asarray(new, state_dtype(new, old))
 
-    form: object = jax.tree.structure(old_state)
-    if form == jax.tree.structure(new_state):
-        return jax.tree.map(same, old_state, new_state)
-    before = _by_path(old_state)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, new: same(before.get(path, new), new), new_state
-    )
+    return jax.tree.map_with_path(same, new_state)

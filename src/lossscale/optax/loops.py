@@ -7,7 +7,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-import optax
+from jax import Array
 
 import lossscale.optax.gating as gating
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -22,7 +22,7 @@ R = TypeVar("R")
 Tree = TypeVar("Tree")
 
 
-def loss_scale(opt_state: object) -> jax.Array:
+def loss_scale(opt_state: object) -> Array:
     """Returns the loss scale of the next step.
 
     Args:
@@ -44,7 +44,7 @@ def loss_scale(opt_state: object) -> jax.Array:
     return jnp.asarray(array_in(state_in(opt_state).loss_scale), jnp.float32)
 
 
-def scale_loss(opt_state: object, loss: jax.typing.ArrayLike) -> jax.Array:
+def scale_loss(opt_state: object, loss: jax.typing.ArrayLike) -> Array:
     """Multiplies a loss by the loss scale, in float32 or wider.
 
     Differentiate the result, and pass the gradients to `update`.
@@ -102,7 +102,7 @@ def unscale(opt_state: object, gradients: Tree) -> Tree:
     return tree
 
 
-def all_finite(gradients: optax.Updates) -> jax.Array:
+def all_finite(gradients: ArrayTree) -> Array:
     """Whether every element of a tree of arrays is finite.
 
     Args:
@@ -115,7 +115,7 @@ def all_finite(gradients: optax.Updates) -> jax.Array:
         >>> bool(lossscale.optax.all_finite({"w": jnp.float32([1.0, jnp.inf]), "b": None}))
         False
     """
-    return gating.each_finite(jax.tree.leaves(gating.with_arrays(gradients)))
+    return gating.all_leaves_finite(jax.tree.leaves(gating.with_arrays(gradients)))
 
 
 def value_and_grad(
@@ -123,9 +123,9 @@ def value_and_grad(
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
-    grad: Callable[..., Callable[..., Any]] = jax.value_and_grad,
+    grad: Callable[..., Callable[..., tuple[ArrayTree, ArrayTree]]] = jax.value_and_grad,
     **options: Any,
-) -> Callable[Concatenate[Any, P], tuple[R, Any]]:
+) -> Callable[Concatenate[object, P], tuple[R, ArrayTree]]:
     """Like `jax.value_and_grad`, but differentiates the scaled loss.
 
     The new function takes the optimizer's state and then the arguments of `fun`. It returns the
@@ -175,18 +175,19 @@ def value_and_grad(
     chosen = {} if argnums == 0 else {"argnums": argnums}
 
     def value_and_scaled_grad(
-        opt_state: ArrayTree, /, *args: P.args, **kwargs: P.kwargs
-    ) -> tuple[R, Any]:
+        opt_state: object, /, *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[R, ArrayTree]:
         scale = _single_scale(opt_state)
 
-        def scaled_loss(*args: Any, **kwargs: Any) -> Any:
+        def scaled_loss(*args: P.args, **kwargs: P.kwargs) -> tuple[Array, _Result]:
             result = fun(*args, **kwargs)
             loss = _loss_in(result, has_aux)
             # Return the loss itself: scaled and divided again, it could be infinite.
             return scaled(loss, scale), _Result(result)
 
-        found = grad(scaled_loss, has_aux=True, **chosen, **options)(*args, **kwargs)
-        return found[0][1].returned, found[1]
+        differentiated = grad(scaled_loss, has_aux=True, **chosen, **options)
+        (_, result), gradients = differentiated(*args, **kwargs)
+        return result.returned, gradients
 
     return value_and_scaled_grad
 
@@ -219,11 +220,12 @@ def unless_skipped(opt_state: object, new: Tree, old: Tree) -> Tree:
     """
     skipped = state_in(opt_state).last_step_skipped
     _check_single(skipped, "decisions")
-    one: object = jax.tree.structure(new)
-    other: object = jax.tree.structure(old)
-    if one != other:
+    new_structure: object = jax.tree.structure(new)
+    old_structure: object = jax.tree.structure(old)
+    if new_structure != old_structure:
         raise ArgumentError(
-            f"`new` and `old` must be the same kind of tree. Received: {one} and {other}."
+            f"`new` and `old` must be the same kind of tree. Received: {new_structure} and "
+            f"{old_structure}."
         )
 
     def chosen(path: Path, new: ArrayTree, old: ArrayTree) -> ArrayTree:
@@ -246,23 +248,23 @@ def unless_skipped(opt_state: object, new: Tree, old: Tree) -> Tree:
             "of a Flax NNX module changes with the module. Take a copy of it before the step: "
             "nnx.clone(nnx.state(model, nnx.BatchStat))."
         )
-    tree: Tree = jax.tree_util.tree_map_with_path(chosen, new, old)
+    tree: Tree = jax.tree.map_with_path(chosen, new, old)
     return tree
 
 
 class _Result(NamedTuple):
     """Marks a value that the user's function returned, to recognize it in the result of `grad`."""
 
-    returned: Any
+    returned: ArrayTree
 
 
-def _single_scale(opt_state: ArrayTree) -> jax.Array:
+def _single_scale(opt_state: object) -> Array:
     scale = loss_scale(opt_state)
     _check_single(scale, "loss scales")
     return scale
 
 
-def _check_single(value: jax.Array, what: str) -> None:
+def _check_single(value: Array, what: str) -> None:
     if jnp.ndim(value):
         raise ArgumentError(
             f"The state must have one loss scale. Received: {what} of shape {jnp.shape(value)}. "
@@ -270,7 +272,7 @@ def _check_single(value: jax.Array, what: str) -> None:
         )
 
 
-def _loss_in(result: Any, has_aux: bool) -> Any:
+def _loss_in(result: Any, has_aux: bool) -> ArrayTree:
     is_pair = isinstance(result, (tuple, list)) and len(result) == 2
     loss = result[0] if has_aux and is_pair else result
     if isinstance(loss, (tuple, list, dict)) or loss is None or (has_aux and not is_pair):

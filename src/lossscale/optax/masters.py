@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 import lossscale.optax.gating as gating
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax.apply_or_skip import ArrayTree
+from lossscale.optax.gating import GradientTransformationExtraArgs
 from lossscale.optax.state_lookup import states_below
-
-if TYPE_CHECKING:
-    from lossscale.optax.transformation import GradientTransformationExtraArgs
 
 
 class MasterWeightsState(NamedTuple):
@@ -28,10 +28,6 @@ class MasterWeightsState(NamedTuple):
 
     masters: ArrayTree
     inner_state: ArrayTree
-
-
-class MasterWeights(optax.GradientTransformationExtraArgs):
-    """What `master_weights` returns: `loss_scaled` passes it the parameters as they are."""
 
 
 def master_weights(
@@ -74,41 +70,47 @@ def master_weights(
         >>> float(weight), float(state.masters)
         (0.9990234375, 0.999267578125)
     """
-    tx = gating.checked_transformation(inner)
+    masters = MasterWeights(gating.checked_transformation(inner))
+    return GradientTransformationExtraArgs(masters.init, masters.update)
 
-    def init(params: ArrayTree) -> MasterWeightsState:
-        inner_state = tx.init(jax.tree.map(gating.widened, params))
-        check_order(inner_state, is_inside=bool(states_below(inner_state)))
+
+@dataclasses.dataclass(eq=False)
+class MasterWeights:
+    """The two functions of a transformation with float32 copies of parameters."""
+
+    inner: optax.GradientTransformationExtraArgs
+
+    def init(self, params: ArrayTree) -> MasterWeightsState:
+        inner_state = self.inner.init(jax.tree.map(gating.widened_if_narrow, params))
+        check_order(inner_state, has_loss_scale=bool(states_below(inner_state)))
         # Not those from above: no buffer is donated twice.
-        masters = jax.tree.map(
-            lambda p: gating.widened(p) if gating.is_narrow(p) else optax.MaskedNode(), params
-        )
+        masters = jax.tree.map(_master_of, params)
         return MasterWeightsState(masters, inner_state)
 
     def update(
-        updates: ArrayTree, state: MasterWeightsState, params: ArrayTree = None, **extra_args: Any
+        self,
+        updates: ArrayTree,
+        state: MasterWeightsState,
+        params: ArrayTree = None,
+        **extra_args: Any,
     ) -> tuple[ArrayTree, MasterWeightsState]:
         if params is None:
             raise ArgumentTypeError(
                 "master_weights needs the parameters: call tx.update(grads, state, params)."
             )
-        before = jax.tree.map(_adopted, params, state.masters)
-        made, inner_state = tx.update(
-            jax.tree.map(gating.widened, updates), state.inner_state, before, **extra_args
-        )
+        before = jax.tree.map(_current_master, params, state.masters)
+        gradients = jax.tree.map(gating.widened_if_narrow, updates)
+        made, inner_state = self.inner.update(gradients, state.inner_state, before, **extra_args)
         after = jax.tree.map(
             lambda p, m, u: (m + u).astype(m.dtype) if gating.is_narrow(p) else optax.MaskedNode(),
             *(params, before, made),
         )
         return jax.tree.map(_change, params, after, made), MasterWeightsState(after, inner_state)
 
-    functions: Any = init, update
-    return cast("GradientTransformationExtraArgs[MasterWeightsState]", MasterWeights(*functions))
 
-
-def check_order(state: ArrayTree, is_inside: bool = False) -> None:
-    """Checks that the state of a transformation, which may not have copies, has none."""
-    if is_inside or _nodes(state, "MasterWeightsState"):
+def check_order(state: ArrayTree, has_loss_scale: bool = False) -> None:
+    """Checks that the state of a transformation has neither copies nor a loss scale."""
+    if has_loss_scale or _nodes(state, "MasterWeightsState"):
         raise ArgumentError(
             "master_weights must be used once, directly inside loss_scaled. Write "
             "loss_scaled(master_weights(optax.chain(...))): what else wraps it goes inside."
@@ -124,21 +126,21 @@ def trains_float16(params: ArrayTree, state: ArrayTree) -> bool:
             for each parameter, such as moments: those of others are `optax.MaskedNode`.
     """
     shapes = {
-        tuple(path): leaf.shape
-        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
+        path: leaf.shape
+        for path, leaf in jax.tree.leaves_with_path(params)
         if getattr(leaf, "dtype", None) == jnp.float16
     }
 
     def shows_one(masked: ArrayTree) -> bool:
-        leaves, _ = jax.tree_util.tree_flatten_with_path(masked)
-        ends = ((path[start:], leaf) for path, leaf in leaves for start in range(len(path) + 1))
-        return any(shapes.get(tuple(end)) == getattr(leaf, "shape", 0) for end, leaf in ends)
+        leaves = jax.tree.leaves_with_path(masked)
+        suffixes = ((path[start:], leaf) for path, leaf in leaves for start in range(len(path) + 1))
+        return any(shapes.get(suffix) == getattr(leaf, "shape", 0) for suffix, leaf in suffixes)
 
     masked = _nodes(state, "MaskedState", "PartitionState", "MultiTransformState")
     return bool(shapes) and all(map(shows_one, masked))
 
 
-def _nodes(tree: ArrayTree, *names: str) -> list[jax.Array]:
+def _nodes(tree: ArrayTree, *names: str) -> list[Array]:
     """The outermost nodes of a tree whose classes have these names."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: type(node).__name__ in names)
     return [leaf for leaf in leaves if type(leaf).__name__ in names]
@@ -147,7 +149,12 @@ def _nodes(tree: ArrayTree, *names: str) -> list[jax.Array]:
 # --- What is done with each parameter -------------------------------------------------------------
 
 
-def _adopted(param: ArrayTree, master: ArrayTree) -> ArrayTree:
+def _master_of(param: ArrayTree) -> ArrayTree:
+    """Returns the float32 copy of a parameter, or an `optax.MaskedNode` if it needs none."""
+    return gating.widened_if_narrow(param) if gating.is_narrow(param) else optax.MaskedNode()
+
+
+def _current_master(param: ArrayTree, master: ArrayTree) -> ArrayTree:
     """Returns the copy, or the parameter if it is not the rounded copy."""
     if gating.is_narrow(param) is isinstance(master, optax.MaskedNode):
         raise ArgumentError(
@@ -172,7 +179,7 @@ def _change(param: ArrayTree, master: ArrayTree, update: ArrayTree) -> ArrayTree
     return jnp.where(bits == _bits(param), -0.0, difference)
 
 
-def _rounded(master: jax.Array, param: jax.Array) -> jax.Array:
+def _rounded(master: Array, param: Array) -> Array:
     """The bits of the rounded copy, without a -0.0 that no sum would be."""
     bits = _bits(master.astype(param.dtype))
     # Selected by bits: XLA would otherwise leave out the rounding.
@@ -182,5 +189,5 @@ def _rounded(master: jax.Array, param: jax.Array) -> jax.Array:
 _MINUS_ZERO = 0x8000
 
 
-def _bits(array: jax.Array) -> jax.Array:
+def _bits(array: Array) -> Array:
     return jax.lax.bitcast_convert_type(array, jnp.uint16)

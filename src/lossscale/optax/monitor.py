@@ -9,8 +9,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from lossscale.checks import checked_count
+from lossscale.common.overflow_tracker import unique_names
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax import overflow_tracker
 from lossscale.jax.apply_or_skip import ArrayTree
@@ -19,9 +21,10 @@ from lossscale.monitoring.explainer import Explainer
 from lossscale.monitoring.explanation import Facts
 from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
-from lossscale.optax.overflow_tracking import OverflowTrackingState, names_of
+from lossscale.optax.gating import owner_of
+from lossscale.optax.overflow_tracking import OverflowTrackingState, named_leaves
 from lossscale.optax.scale_state import array_in
-from lossscale.optax.state_lookup import state_in
+from lossscale.optax.state_lookup import held, state_in
 from lossscale.rules import ScaleRule
 
 
@@ -33,10 +36,10 @@ class _Watched(NamedTuple):
         scale, steps_skipped, consecutive_skips: Fields of the state of `loss_scaled`.
     """
 
-    tracking: tuple[jax.Array, TrackedSteps] | None
-    scale: jax.Array
-    steps_skipped: jax.Array
-    consecutive_skips: jax.Array
+    tracking: tuple[Array, TrackedSteps] | None
+    scale: Array
+    steps_skipped: Array
+    consecutive_skips: Array
 
 
 class Monitor(LoopMonitor):
@@ -105,8 +108,7 @@ class Monitor(LoopMonitor):
         loss_fn: Callable[[ArrayTree, ArrayTree, Any], ArrayTree] | None = None,
     ) -> None:
         settings = MonitorSettings(path, every, log, on_floor, append, explain, loss_fn)
-        owner = getattr(getattr(tx, "update", None), "__self__", tx)
-        rule = tx if isinstance(tx, ScaleRule) else getattr(owner, "rule", None)
+        rule = tx if isinstance(tx, ScaleRule) else getattr(owner_of(tx), "rule", None)
         if not isinstance(rule, ScaleRule):
             raise ArgumentTypeError(
                 "`tx` must be what lossscale.optax.loss_scaled or track_overflows returned, or its "
@@ -118,18 +120,18 @@ class Monitor(LoopMonitor):
             )
         self._explainer: Explainer = Explainer(settings.explain, rule)
         self._loss_fn = loss_fn if settings.explain else None
-        self._names = names_of(params)
+        self._names = unique_names([name for name, _ in named_leaves(params)])
         before = checked_count("steps_before", steps_before, lowest=0)
         self._watched = self._arrays_of(opt_state)
         start = _stats(self._watched, before)
         # The scale of the next step; nothing is tracked.
-        self._scale: jax.Array | float = start.next_scale
+        self._scale: Array | float = start.next_scale
         super().__init__(Recorder(settings, rule), start.step)
 
     def step(
         self,
         opt_state: object,
-        loss: jax.Array | float | None = None,
+        loss: Array | float | None = None,
         *,
         steps: int = 1,
         params: ArrayTree = None,
@@ -204,8 +206,7 @@ class Monitor(LoopMonitor):
     def _arrays_of(self, opt_state: ArrayTree) -> _Watched:
         """Returns the arrays to read, without reading them."""
         state = state_in(opt_state)
-        scale = array_in(state.loss_scale)
-        whole = opt_state if isinstance(opt_state, tuple) else getattr(opt_state, "opt_state", None)
+        whole = held(opt_state)
         tracking = None
         if isinstance(whole, OverflowTrackingState):
             tracked = TrackedSteps(*map(array_in, whole.tracked))
@@ -216,8 +217,8 @@ class Monitor(LoopMonitor):
                     f"{len(self._names)} trainable arrays, for a state that tracks "
                     f"{tracked.nonfinite.shape[0]}."
                 )
-        skips = map(array_in, (state.steps_skipped, state.consecutive_skips))
-        return _Watched(tracking, scale, *skips)
+        numbers = state.loss_scale, state.steps_skipped, state.consecutive_skips
+        return _Watched(tracking, *map(array_in, numbers))
 
 
 def _stats(watched: _Watched, position: int) -> StepStats:
@@ -229,4 +230,4 @@ def _stats(watched: _Watched, position: int) -> StepStats:
 def _any_deleted(arrays: ArrayTree) -> bool:
     """Whether a later step has taken the buffer of an array."""
     leaves = jax.tree.leaves(arrays)
-    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
+    return any(isinstance(leaf, Array) and leaf.is_deleted() for leaf in leaves)

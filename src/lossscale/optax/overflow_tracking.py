@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+import dataclasses
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 import lossscale.optax.gating as gating
-from lossscale.common.overflow_tracker import unique_names
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax import overflow_tracker
 from lossscale.jax.apply_or_skip import ArrayTree, Path
 from lossscale.jax.gradients import Gradient, unscaled
 from lossscale.jax.overflow_tracker import TrackedSteps
+from lossscale.optax.gating import GradientTransformationExtraArgs
 from lossscale.optax.scale_state import LossScaleState, may_be_below_one
 from lossscale.optax.transformation import LossScaled
 from lossscale.rules import ScaleRule
-
-if TYPE_CHECKING:
-    from lossscale.optax.transformation import GradientTransformationExtraArgs
 
 
 class OverflowTrackingState(NamedTuple):
@@ -34,7 +33,7 @@ class OverflowTrackingState(NamedTuple):
         loss_scaled: The state of `loss_scaled`.
     """
 
-    iterations: jax.Array
+    iterations: Array
     tracked: TrackedSteps
     loss_scaled: LossScaleState
 
@@ -69,7 +68,7 @@ def track_overflows(
         >>> opt_state.tracked.nonfinite
         Array([[1, 0]], dtype=uint32)
     """
-    owner = getattr(getattr(tx, "update", None), "__self__", None)
+    owner = gating.owner_of(tx)
     if not isinstance(owner, LossScaled):
         raise ArgumentTypeError(
             "`tx` must be what lossscale.optax.loss_scaled returned: "
@@ -77,25 +76,21 @@ def track_overflows(
         )
     scaling = cast("GradientTransformationExtraArgs[LossScaleState]", tx)
     tracking = _OverflowTracking(scaling, owner.rule)
-    functions: Any = tracking.init, tracking.update
-    tracked = optax.GradientTransformationExtraArgs(*functions)
-    return cast("GradientTransformationExtraArgs[OverflowTrackingState]", tracked)
+    return GradientTransformationExtraArgs(tracking.init, tracking.update)
 
 
+@dataclasses.dataclass(eq=False)
 class _OverflowTracking:
     """The two functions of the transformation."""
 
-    def __init__(
-        self, tx: GradientTransformationExtraArgs[LossScaleState], rule: ScaleRule
-    ) -> None:
-        self._tx = tx
-        self.rule = rule
+    scaling: GradientTransformationExtraArgs[LossScaleState]
+    rule: ScaleRule
 
     def init(self, params: ArrayTree) -> OverflowTrackingState:
         """Returns the state before the first step."""
         empty = overflow_tracker.init(len(named_leaves(params)))
         return OverflowTrackingState(
-            jnp.asarray(0, jnp.int32), jax.tree.map(jnp.array, empty), self._tx.init(params)
+            jnp.asarray(0, jnp.int32), jax.tree.map(jnp.array, empty), self.scaling.init(params)
         )
 
     def update(
@@ -128,7 +123,7 @@ class _OverflowTracking:
                 f"that tracks {rows}. Create it with the trained parameters: tx.init(params)."
             )
         before = state.loss_scaled
-        new_updates, after = self._tx.update(updates, before, params, **extra_args)
+        new_updates, after = self.scaling.update(updates, before, params, **extra_args)
         number = jnp.asarray(state.iterations, jnp.int32) + 1
 
         def gradients() -> list[Gradient]:
@@ -147,12 +142,7 @@ class _OverflowTracking:
         return new_updates, OverflowTrackingState(number, tracked, after)
 
 
-def names_of(params: ArrayTree) -> tuple[str, ...]:
-    """Returns the names of the gradients of these parameters, in the order of their leaves."""
-    return unique_names([name for name, _ in named_leaves(params)])
-
-
-def named_leaves(tree: ArrayTree) -> list[tuple[str, jax.Array]]:
+def named_leaves(tree: ArrayTree) -> list[tuple[str, Array]]:
     """Returns the leaves that have gradients, each with its path as its name; names may repeat."""
     return [(_name(path), leaf) for path, leaf in _with_paths(tree)]
 
@@ -180,15 +170,13 @@ def rows_of(params: ArrayTree, gradients: ArrayTree) -> list[Gradient]:
     return by_row
 
 
-def _with_paths(tree: ArrayTree) -> list[tuple[Path, jax.Array]]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(tuple(path), leaf) for path, leaf in leaves if gating.is_gradient(leaf)]
+def _with_paths(tree: ArrayTree) -> list[tuple[Path, Array]]:
+    leaves = jax.tree.leaves_with_path(tree)
+    return [(path, leaf) for path, leaf in leaves if gating.is_gradient(leaf)]
 
 
 def _name(path: Path) -> str:
-    parts = [
-        str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
-    ]
+    parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
     # A flax.nnx variable is a node with one leaf. The user chose the key of a dictionary.
     is_key = bool(path) and isinstance(path[-1], jax.tree_util.DictKey)
     if not is_key and len(parts) > 1 and parts[-1] == "value":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -26,36 +28,30 @@ class LossScaleState(NamedTuple):
         inner_state: The state of the inner transformation.
     """
 
-    loss_scale: jax.Array
-    rule_state: dict[str, jax.Array]
-    steps_skipped: jax.Array
-    consecutive_skips: jax.Array
+    loss_scale: Array
+    rule_state: dict[str, Array]
+    steps_skipped: Array
+    consecutive_skips: Array
     inner_state: optax.OptState
 
     @property
-    def last_step_skipped(self) -> jax.Array:
+    def last_step_skipped(self) -> Array:
         """Boolean scalar; whether the last step was skipped. False before the first step."""
         return array_in(self.consecutive_skips) > 0
 
 
-def array_in(leaf: Any) -> jax.Array:
+def array_in(leaf: ArrayTree) -> Array:
     """Returns a leaf of a state; of a variable of Flax NNX, its array."""
-    array: jax.Array = leaf.get_value() if hasattr(leaf, "get_value") else leaf
+    array: Array = leaf.get_value() if hasattr(leaf, "get_value") else leaf
     return array
 
 
 def state_of(scale_state: ScaleState, inner_state: ArrayTree) -> LossScaleState:
     """Returns a state for a rule's state of Python numbers, with no skipped step."""
-    return LossScaleState(
-        # Separate arrays: one buffer in two places cannot be donated.
-        loss_scale=jnp.asarray(scale_state.scale, jnp.float32),
-        rule_state={
-            name: jnp.asarray(value, _dtype(value)) for name, value in _others(scale_state).items()
-        },
-        steps_skipped=jnp.asarray(0, jnp.int32),
-        consecutive_skips=jnp.asarray(0, jnp.int32),
-        inner_state=inner_state,
-    )
+    scale, rule_state = _as_arrays(scale_state, scale_state.scale, _others(scale_state))
+    # Separate arrays: one buffer in two places cannot be donated.
+    steps_skipped, consecutive_skips = jnp.asarray(0, jnp.int32), jnp.asarray(0, jnp.int32)
+    return LossScaleState(scale, rule_state, steps_skipped, consecutive_skips, inner_state)
 
 
 def scalars_of(rule: ScaleRule, state: LossScaleState) -> LossScaleState:
@@ -71,22 +67,19 @@ def scalars_of(rule: ScaleRule, state: LossScaleState) -> LossScaleState:
             f"{type(state).__name__}. For the state of an optimizer without loss scaling, write "
             "tx.init(params)._replace(inner_state=state)."
         )
-    first = _others(rule.init())
+    first = rule.init()
     # A rule that lowers the scale at each overflow keeps no count, so the count starts at 0.
     kept = {"overflows": 0, **state.rule_state}
-    if missing := sorted(first.keys() - kept.keys()):
+    if missing := sorted(_others(first).keys() - kept.keys()):
         raise ArgumentError(
             f"The state belongs to another rule: `rule_state` has no {missing[0]!r}, which "
             f"{type(rule).__name__} needs. Received: rule_state with {sorted(state.rule_state)}. "
             "Keep the inner state only: tx.init(params)._replace(inner_state=state.inner_state)."
         )
-    return LossScaleState(
-        loss_scale=jnp.asarray(state.loss_scale, jnp.float32),
-        rule_state={name: jnp.asarray(kept[name], _dtype(value)) for name, value in first.items()},
-        steps_skipped=jnp.asarray(state.steps_skipped, jnp.int32),
-        consecutive_skips=jnp.asarray(state.consecutive_skips, jnp.int32),
-        inner_state=(),
-    )
+    scale, rule_state = _as_arrays(first, state.loss_scale, kept)
+    steps_skipped = jnp.asarray(state.steps_skipped, jnp.int32)
+    consecutive_skips = jnp.asarray(state.consecutive_skips, jnp.int32)
+    return LossScaleState(scale, rule_state, steps_skipped, consecutive_skips, ())
 
 
 def moved(rule: ScaleRule, state: LossScaleState, stats: GradientStats) -> LossScaleState:
@@ -97,32 +90,25 @@ def moved(rule: ScaleRule, state: LossScaleState, stats: GradientStats) -> LossS
         state: The state before the step, from `scalars_of`.
         stats: The statistics of the step; `finite` is a boolean scalar array.
     """
-    before = rule.init()
+    before = first = rule.init()
     if rule.is_dynamic:
         # The scale of a fixed rule comes from the program, never from a file.
         before = before._replace(scale=state.loss_scale, **state.rule_state)
     after = rule.update(before, stats, xp=jnp)
-    finite = stats.finite
-    return LossScaleState(
-        loss_scale=jnp.asarray(after.scale, jnp.float32),
-        rule_state={
-            name: jnp.asarray(value, state.rule_state[name].dtype)
-            for name, value in _others(after).items()
-        },
-        steps_skipped=jnp.where(finite, state.steps_skipped, state.steps_skipped + 1),
-        consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
-        inner_state=(),
-    )
+    steps_skipped = jnp.where(stats.finite, state.steps_skipped, state.steps_skipped + 1)
+    consecutive_skips = jnp.where(stats.finite, 0, state.consecutive_skips + 1)
+    scale, rule_state = _as_arrays(first, after.scale, _others(after))
+    return LossScaleState(scale, rule_state, steps_skipped, consecutive_skips, ())
 
 
-def is_usable(rule: ScaleRule, scale: jax.Array) -> jax.Array:
+def is_usable(rule: ScaleRule, scale: Array) -> Array:
     """Whether gradients can be divided by a scale: a boolean scalar array.
 
     A user or a file may have set any number. With an unusable one the step is skipped, and the
     rule brings the scale back.
     """
     lowest = max(rule.lowest_scale or 0.0, SMALLEST_SCALE)
-    usable: jax.Array = (scale >= jnp.float32(lowest)) & (scale <= jnp.float32(LARGEST_SCALE))
+    usable: Array = (scale >= jnp.float32(lowest)) & (scale <= jnp.float32(LARGEST_SCALE))
     return usable
 
 
@@ -134,6 +120,21 @@ def may_be_below_one(rule: ScaleRule) -> bool:
 def _others(state: ScaleState) -> dict[str, Any]:
     """The fields of a rule's state that are not the loss scale."""
     return {name: value for name, value in state._asdict().items() if name != "scale"}
+
+
+def _as_arrays(
+    first: ScaleState, scale: object, others: Mapping[str, object]
+) -> tuple[Array, dict[str, Array]]:
+    """Returns a rule's state as arrays: the loss scale, and the other fields by name.
+
+    Args:
+        first: The rule's first state, Python numbers, which have the dtypes.
+        scale: The loss scale.
+        others: The other fields, or more.
+    """
+    dtypes = {name: _dtype(value) for name, value in _others(first).items()}
+    rule_state = {name: jnp.asarray(others[name], dtype) for name, dtype in dtypes.items()}
+    return jnp.asarray(scale, jnp.float32), rule_state
 
 
 def _dtype(value: object) -> jax.typing.DTypeLike:
@@ -151,7 +152,7 @@ def without_shared_buffers(inner_state: ArrayTree, params: ArrayTree) -> ArrayTr
     known = {id(leaf) for leaf in jax.tree.leaves(params)}
 
     def own(leaf: ArrayTree) -> ArrayTree:
-        if id(leaf) in known and isinstance(leaf, jax.Array):
+        if id(leaf) in known and isinstance(leaf, Array):
             leaf = jnp.copy(leaf)
         known.add(id(leaf))
         if getattr(leaf, "weak_type", False):

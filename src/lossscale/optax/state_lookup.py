@@ -36,7 +36,7 @@ def states_below(tree: ArrayTree) -> list[tuple[tuple[object, ...], LossScaleSta
     return found
 
 
-def _held(opt_state: ArrayTree) -> ArrayTree:
+def held(opt_state: ArrayTree) -> ArrayTree:
     """The state of an optimizer, or the `opt_state` of an object that holds it."""
     if not isinstance(opt_state, tuple) and hasattr(opt_state, "opt_state"):
         return opt_state.opt_state
@@ -55,7 +55,7 @@ def state_in(opt_state: ArrayTree) -> LossScaleState:
         ArgumentError: If there are several, or another transformation is around it that must be
             inside.
     """
-    opt_state = _held(opt_state)
+    opt_state = held(opt_state)
     found = states_below(opt_state)
     if not found:
         raise ArgumentTypeError(

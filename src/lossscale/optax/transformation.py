@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 import lossscale.optax.gating as gating
 import lossscale.optax.scale_state as scale_state
@@ -17,26 +19,12 @@ from lossscale.checks import checks_keywords
 from lossscale.errors import AlreadyWrappedError, GradientsError, UnsupportedError
 from lossscale.jax.apply_or_skip import ArrayTree, Path, varying_axes
 from lossscale.jax.gradients import Gradient, gradient_stats, is_traced, unscaled
+from lossscale.optax.gating import GradientTransformationExtraArgs
 from lossscale.optax.masters import MasterWeights, check_order, trains_float16
 from lossscale.optax.scale_state import LossScaleState
 from lossscale.optax.state_lookup import states_below
 from lossscale.packages import warn
 from lossscale.rules import GradientStats, ScaleRule, StatsRequest
-
-State = TypeVar("State")
-Tree = TypeVar("Tree")
-
-if TYPE_CHECKING:
-
-    class GradientTransformationExtraArgs(optax.GradientTransformationExtraArgs, Generic[State]):
-        """Optax's class, with the type of the state, which Optax does not know."""
-
-        # Methods, because a field cannot keep the class of the updates.
-        def init(self, params: ArrayTree) -> State: ...  # type: ignore[override]
-        # A state, or a variable annotated as `optax.OptState`.
-        def update(  # type: ignore[override]
-            self, updates: Tree, state: optax.OptState, params: ArrayTree = None, **extra_args: Any
-        ) -> tuple[Tree, State]: ...
 
 
 @checks_keywords("loss_scaled")
@@ -109,44 +97,37 @@ def loss_scaled(
     chosen_rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
     axis_names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
     checked = gating.checked_transformation(inner)
-    if isinstance(getattr(checked.update, "__self__", None), LossScaled):
+    owner = gating.owner_of(checked)
+    if isinstance(owner, LossScaled):
         raise AlreadyWrappedError(_TWICE)
-    wrapped = LossScaled(checked, chosen_rule, axis_names)
-    # Optax's types admit no function of one kind of state.
-    functions: Any = wrapped.init, wrapped.update
-    tx = optax.GradientTransformationExtraArgs(*functions)
-    return cast("GradientTransformationExtraArgs[LossScaleState]", tx)
+    wrapped = LossScaled(checked, chosen_rule, axis_names, isinstance(owner, MasterWeights))
+    return GradientTransformationExtraArgs(wrapped.init, wrapped.update)
 
 
+@dataclasses.dataclass(eq=False)
 class LossScaled:
     """The two functions of a transformation with loss scaling."""
 
-    def __init__(
-        self,
-        inner: optax.GradientTransformationExtraArgs,
-        rule: ScaleRule,
-        axis_names: tuple[str, ...],
-    ) -> None:
-        self._inner = inner
-        self.rule = rule
-        self._axis_names = axis_names
-        self._has_masters = isinstance(inner, MasterWeights)
-        self._has_warned = False
+    inner: optax.GradientTransformationExtraArgs
+    rule: ScaleRule
+    axis_names: tuple[str, ...]
+    has_masters: bool
+    has_warned: bool = False
 
     def _widened(self, params: ArrayTree) -> ArrayTree:
         # With float16 parameters, the state would start as float16 and become float32 at the first
         # step. `master_weights` widens them itself.
-        return params if self._has_masters else jax.tree.map(gating.widened, params)
+        return params if self.has_masters else jax.tree.map(gating.widened_if_narrow, params)
 
     def init(self, params: ArrayTree) -> LossScaleState:
         """Returns the state before the first step."""
-        inner_state = self._inner.init(self._widened(params))
+        inner_state = self.inner.init(self._widened(params))
         if states_below(inner_state):
             raise AlreadyWrappedError(_TWICE)
-        if not self._has_masters:
+        if not self.has_masters:
             check_order(inner_state)
-            if not self._has_warned and trains_float16(params, inner_state):
-                self._has_warned = True
+            if not self.has_warned and trains_float16(params, inner_state):
+                self.has_warned = True
                 warn(
                     "float16 parameters are rounded after each step, and lose small updates. "
                     "Write loss_scaled(master_weights(tx)), which keeps float32 copies of them, "
@@ -171,12 +152,10 @@ class LossScaled:
         leaves, structure = jax.tree.flatten(updates)
         gradients = [leaf for leaf in leaves if gating.is_gradient(leaf)]
         before = scale_state.scalars_of(self.rule, state)
-        # Outside of jit, this is one dispatch instead of many.
-        traced = is_traced([*gradients, *jax.tree.leaves(before)])
-        if not traced:
-            _check_together(gradients)
-        finite, divided = (_check_and_unscale if traced else _check_and_unscale_jit)(
-            self.rule, self._axis_names, gradients, before.loss_scale
+        if not is_traced([*gradients, *jax.tree.leaves(before)]):
+            _check_same_devices(gradients)
+        finite, divided = _check_and_unscale(
+            self.rule, self.axis_names, gradients, before.loss_scale
         )
         given = iter(divided)
         unscaled_tree = jax.tree.unflatten(
@@ -184,23 +163,19 @@ class LossScaled:
         )
         extra_args = _unscaled_arguments(extra_args, given_leaves, unscaled_tree)
 
+        given_params = self._widened(params)
         finite, new_updates, inner_state = gating.update_or_skip(
-            functools.partial(self._inner.update, **extra_args),
+            lambda: self.inner.update(unscaled_tree, state.inner_state, given_params, **extra_args),
             finite,
-            unscaled_tree,
             state.inner_state,
-            self._widened(params),
             check_updates=any(map(callable, extra_args.values())),
         )
-        if not self._has_masters:
+        if not self.has_masters:
             new_updates = _narrowed(new_updates, updates, params)
         after = before
         # A step without gradients is not finite.
         if gating.has_elements(gradients):
-            traced = traced or is_traced([finite])
-            after = (_update_scale if traced else _update_scale_jit)(
-                self.rule, self._axis_names, before, finite, gradients
-            )
+            after = _update_scale(self.rule, self.axis_names, before, finite, gradients)
         return new_updates, after._replace(inner_state=inner_state)
 
 
@@ -224,11 +199,10 @@ def _unscaled_arguments(
         arrays = [leaf for leaf in leaves if gating.is_gradient(leaf)]
         found = {id(x): by_id[id(x)] for x in arrays if id(x) in by_id}
         shapes = [old.shape for old, _ in rows]
-        if name == "grad" and not found and [x.shape for x in arrays] == shapes:
+        if name == "grad" and arrays and not found and [x.shape for x in arrays] == shapes:
             # A compiled `update` is given other arrays with the same numbers.
             same = [jnp.all(x == old) for x, (old, _) in zip(arrays, rows, strict=True)]
-            start: jax.Array | bool = True
-            choose = functools.partial(jnp.where, functools.reduce(jnp.logical_and, same, start))
+            choose = functools.partial(jnp.where, functools.reduce(jnp.logical_and, same))
             chosen = map(choose, [new for _, new in rows], arrays)
             found = dict(zip(map(id, arrays), chosen, strict=True))
         if found:
@@ -237,20 +211,25 @@ def _unscaled_arguments(
     return arguments
 
 
-def _check_together(gradients: Sequence[jax.Array]) -> None:
+def _check_same_devices(gradients: Sequence[Array]) -> None:
     """Raises if gradients are on different devices, where one check cannot cover them all."""
-    places = {frozenset(x.devices()) for x in gradients if getattr(x, "committed", False)}
-    if len(places) > 1:
+    devices = {frozenset(x.devices()) for x in gradients if getattr(x, "committed", False)}
+    if len(devices) > 1:
         raise UnsupportedError(
-            f"The gradients must be on the same devices. Received: gradients on {len(places)} sets "
-            "of devices. Put the parameters on one mesh with jax.device_put and a NamedSharding, "
-            "and compile the step with jax.jit."
+            "The gradients must be on the same devices. Received: gradients on "
+            f"{len(devices)} sets of devices. Put the parameters on one mesh with jax.device_put "
+            "and a NamedSharding, and compile the step with jax.jit."
         )
 
 
+# Outside of a compiled function, each of these two is one dispatch instead of many.
+_one_dispatch = functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+
+
+@_one_dispatch
 def _check_and_unscale(
-    rule: ScaleRule, axis_names: tuple[str, ...], gradients: list[jax.Array], scale: jax.Array
-) -> tuple[jax.Array | None, list[Gradient]]:
+    rule: ScaleRule, axis_names: tuple[str, ...], gradients: list[Array], scale: Array
+) -> tuple[Array | None, list[Gradient]]:
     """Returns whether gradients are finite (None if unchecked), and the unscaled gradients."""
     if not (rule.checks_gradients and gating.has_elements(gradients)):
         return None, unscaled(gradients, scale, rule.powers_of_two)
@@ -258,7 +237,7 @@ def _check_and_unscale(
     # Dividing by a NaN scale would turn finite gradients into NaN.
     scale = jnp.where(usable, scale, jnp.ones_like(scale))
     divisor = scale if scale_state.may_be_below_one(rule) else None
-    finite = gating.each_finite(gradients, divisor, rule.powers_of_two)
+    finite = gating.all_leaves_finite(gradients, divisor, rule.powers_of_two)
     finite = _all_devices_finite(finite & usable, axis_names, scale)
     # The inner transformation never receives a non-finite number, and none is divided: `checkify`
     # and `jax_debug_nans` would report the NaN.
@@ -266,23 +245,28 @@ def _check_and_unscale(
     return finite, unscaled(gated, scale, rule.powers_of_two)
 
 
+@_one_dispatch
 def _update_scale(
     rule: ScaleRule,
     axis_names: tuple[str, ...],
     before: LossScaleState,
-    finite: jax.Array | None,
+    finite: Array | None,
     gradients: ArrayTree,
 ) -> LossScaleState:
     verdict = jnp.asarray(True) if finite is None else finite
     stats = GradientStats(verdict)
     if rule.needs != StatsRequest():
         stats = gradient_stats(rule.needs, verdict, gradients, before.loss_scale, are_scaled=True)
-    return scale_state.moved(rule, before, _combined_stats(stats, axis_names))
+    if axis_names:
+        # `finite` is already the decision of all devices.
+        largest = jax.tree.map(lambda each: jax.lax.pmax(each, axis_names), stats.largest)
+        sums = (stats.counts, stats.elements)
+        counts, elements = jax.tree.map(lambda each: jax.lax.psum(each, axis_names), sums)
+        stats = stats._replace(largest=largest, counts=counts, elements=elements)
+    return scale_state.moved(rule, before, stats)
 
 
-def _all_devices_finite(
-    finite: jax.Array, axis_names: tuple[str, ...], scale: jax.Array
-) -> jax.Array:
+def _all_devices_finite(finite: Array, axis_names: tuple[str, ...], scale: Array) -> Array:
     """Whether gradients are finite on all devices along these axes.
 
     Args:
@@ -295,9 +279,9 @@ def _all_devices_finite(
     """
     if axis_names:
         finite = jax.lax.pmin(finite.astype(jnp.int32), axis_names) > 0
-    apart = varying_axes(finite) - varying_axes(scale)
-    if apart:
-        names = ", ".join(map(repr, sorted(apart)))
+    axes = varying_axes(finite) - varying_axes(scale)
+    if axes:
+        names = ", ".join(map(repr, sorted(axes)))
         raise GradientsError(
             f"Gradients differ between devices along the mesh axis {names}. Some devices would "
             "skip a step that others apply. Average them first (jax.lax.pmean), or if each device "
@@ -305,24 +289,6 @@ def _all_devices_finite(
         )
     return finite
 
-
-def _combined_stats(stats: GradientStats, axis_names: tuple[str, ...]) -> GradientStats:
-    """Combines the statistics of the devices along these axes.
-
-    Args:
-        stats: The statistics of this device; `finite` is already the decision of all devices.
-        axis_names: Names of axes along which the gradients differ between devices.
-    """
-    if not axis_names:
-        return stats
-    largest = jax.tree.map(lambda each: jax.lax.pmax(each, axis_names), stats.largest)
-    sums = (stats.counts, stats.elements)
-    counts, elements = jax.tree.map(lambda each: jax.lax.psum(each, axis_names), sums)
-    return GradientStats(stats.finite, largest, counts, elements)
-
-
-_check_and_unscale_jit = functools.partial(jax.jit, static_argnums=(0, 1))(_check_and_unscale)
-_update_scale_jit = functools.partial(jax.jit, static_argnums=(0, 1))(_update_scale)
 
 _TWICE = (
     "This optimizer already has loss scaling; a second layer would divide the gradients twice. Use "
@@ -339,7 +305,7 @@ def _narrowed(updates: ArrayTree, gradients: ArrayTree, params: ArrayTree) -> Ar
     if params is None or not any(map(gating.is_narrow, jax.tree.leaves(gradients))):
         return updates
     # Matched by path: the inner transformation may return updates of another structure.
-    given = [dict(jax.tree_util.tree_flatten_with_path(tree)[0]) for tree in (gradients, params)]
+    given = [dict(jax.tree.leaves_with_path(tree)) for tree in (gradients, params)]
 
     def cast(path: Path, update: ArrayTree) -> ArrayTree:
         here = [leaves[path] for leaves in given if path in leaves]
@@ -348,4 +314,4 @@ def _narrowed(updates: ArrayTree, gradients: ArrayTree, params: ArrayTree) -> Ar
         # float32 holds both float16 and bfloat16.
         return update.astype(dtypes.pop()) if fits and gating.is_gradient(update) else update
 
-    return jax.tree_util.tree_map_with_path(cast, updates)
+    return jax.tree.map_with_path(cast, updates)
