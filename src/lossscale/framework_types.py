@@ -12,11 +12,13 @@ from typing import Any, TypeAlias
 Array: TypeAlias = Any
 """An array of any framework or of NumPy, or a number."""
 Tensor: TypeAlias = Any
-"""A tensor of TensorFlow, or of the backend of Keras; a gradient may be `tf.IndexedSlices`."""
+"""A tensor of TensorFlow, or of the backend of Keras."""
+Gradient: TypeAlias = Any
+"""A tensor, or `tf.IndexedSlices`; None for a variable without one."""
 Variable: TypeAlias = Any
 """A variable of Keras, of tf_keras or of TensorFlow."""
 Scalar: TypeAlias = Any
-"""A number: a 0-d array or tensor, a float or an int."""
+"""A number or a truth value: a 0-d array or tensor, a float, an int or a bool."""
 Loss: TypeAlias = Any
 """A tensor, a number, or a callable that returns one."""
 KerasOptimizer: TypeAlias = Any
@@ -27,12 +29,14 @@ Model: TypeAlias = Any
 """A model of Keras or tf_keras."""
 Strategy: TypeAlias = Any
 """A `tf.distribute.Strategy`."""
+Operation: TypeAlias = Any
+"""What runs something in a graph of TensorFlow, an operation or a tensor; None in eager mode."""
 Structure: TypeAlias = Any
-"""Tensors in lists, tuples and dictionaries."""
+"""Tensors or variables in lists, tuples and dictionaries, or a single one."""
 Library: TypeAlias = Any
 """A module whose names are looked up at run time."""
 
-GradsAndVars: TypeAlias = list[tuple[Tensor, Variable]]
+GradsAndVars: TypeAlias = list[tuple[Gradient, Variable]]
 """A gradient for each variable."""
 Config: TypeAlias = dict[str, Any]
 """The configuration of an object of Keras, as JSON holds it."""
