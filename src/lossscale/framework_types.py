@@ -16,7 +16,7 @@ Tensor: TypeAlias = Any
 Gradient: TypeAlias = Any
 """A tensor, or `tf.IndexedSlices`; None for a variable without one."""
 Variable: TypeAlias = Any
-"""A variable of Keras, of tf_keras or of TensorFlow."""
+"""A variable of Keras, of tf_keras or of TensorFlow; in `common`, a parameter of PyTorch too."""
 Scalar: TypeAlias = Any
 """A number or a truth value: a 0-d array or tensor, a float, an int or a bool."""
 Loss: TypeAlias = Any

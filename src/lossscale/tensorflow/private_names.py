@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import tensorflow as tf
 
 from lossscale.common.private_names import private_module, private_name
-from lossscale.framework_types import Function, Library, Tensor
+from lossscale.framework_types import Function, Tensor
 
 Trackable: Any = private_name(
     "tensorflow",
@@ -55,7 +56,7 @@ xla_optimization_barrier: Callable[[list[Tensor]], list[Tensor]] = private_name(
 )
 
 
-def own_loss_scales() -> Library:
+def own_loss_scales() -> ModuleType:
     """Returns the module with which tf.compat.v1's loss scale optimizer reads its argument."""
     return private_module(
         "tensorflow.python.training.experimental.loss_scale",
