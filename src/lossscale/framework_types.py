@@ -27,6 +27,12 @@ Layer: TypeAlias = Any
 """A layer of Keras or tf_keras."""
 Model: TypeAlias = Any
 """A model of Keras or tf_keras."""
+DType: TypeAlias = Any
+"""A dtype of any framework, or its name; None for the default."""
+Initializer: TypeAlias = Any
+"""An initializer of Keras or its name, or a callable of shape and dtype."""
+LearningRate: TypeAlias = Any
+"""A number, a variable or a schedule."""
 Strategy: TypeAlias = Any
 """A `tf.distribute.Strategy`."""
 Operation: TypeAlias = Any
@@ -35,6 +41,9 @@ Structure: TypeAlias = Any
 """Tensors or variables in lists, tuples and dictionaries, or a single one."""
 Library: TypeAlias = Any
 """A module whose names are looked up at run time."""
+
+RuleState: TypeAlias = Any
+"""The state of a rule: a named tuple such as a `ScaleState`, whose first field is `scale`."""
 
 GradsAndVars: TypeAlias = list[tuple[Gradient, Variable]]
 """A gradient for each variable."""
