@@ -59,7 +59,14 @@ def rule_from_arguments(
         FixedScale(scale=128.0, skip_nonfinite=False)
     """
     if rule is not None:
-        return _checked_rule(rule, dynamic, initial_scale, dynamic_growth_steps)
+        checked = checked_rule(rule)
+        if dynamic is not True or initial_scale is not None or dynamic_growth_steps is not None:
+            raise ArgumentError(
+                "`rule` excludes `dynamic`, `initial_scale` and `dynamic_growth_steps`. Received: "
+                f"rule={rule!r}, dynamic={dynamic!r}, initial_scale={initial_scale!r}, "
+                f"dynamic_growth_steps={dynamic_growth_steps!r}. Pass `rule` alone."
+            )
+        return checked
     if not isinstance(dynamic, bool):
         raise ArgumentTypeError(
             f"`dynamic` must be True or False. Received: dynamic={dynamic!r} of type "
@@ -89,19 +96,6 @@ def rule_from_arguments(
     if dynamic_growth_steps is not None:
         settings["growth_interval"] = checked_interval("dynamic_growth_steps", dynamic_growth_steps)
     return DynamicScale(**settings)
-
-
-def _checked_rule(
-    rule: ScaleRule, dynamic: bool, initial_scale: object, dynamic_growth_steps: object
-) -> ScaleRule:
-    checked = checked_rule(rule)
-    if dynamic is not True or initial_scale is not None or dynamic_growth_steps is not None:
-        raise ArgumentError(
-            "`rule` excludes `dynamic`, `initial_scale` and `dynamic_growth_steps`. Received: "
-            f"rule={rule!r}, dynamic={dynamic!r}, initial_scale={initial_scale!r}, "
-            f"dynamic_growth_steps={dynamic_growth_steps!r}. Pass `rule` alone."
-        )
-    return checked
 
 
 def checked_rule(rule: object) -> ScaleRule:

@@ -134,7 +134,7 @@ class LossScaleMonitor:
         self._settings = MonitorSettings(path, every, log, on_floor, append, explain, loss_fn)
 
     # `help()` shows the signature of `__new__`.
-    __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]
+    __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]  # optional
 
     @property
     def last_record(self) -> StepRecord | None:
@@ -150,7 +150,7 @@ class LossScaleMonitor:
 
     def set_model(self, model: object) -> None:
         """Sets the model that is trained."""
-        super().set_model(model)  # type: ignore[misc]
+        super().set_model(model)  # type: ignore[misc]  # of Keras' callback, the next base
         if self.model is not None and not isinstance(self.model, self._library.Model):
             raise ArgumentError(
                 "This LossScaleMonitor is for another Keras than the model. Take "

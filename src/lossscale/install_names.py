@@ -101,7 +101,16 @@ def put_into_tensorflow(stack: contextlib.ExitStack) -> None:
     # The location since TensorFlow 2.4.
     _put_loss_scales(stack, tf.compat.v1.mixed_precision)
     own = private_names.own_loss_scales()
-    replace(stack, own, "get", _reading_ours(own))
+    get = own.get
+
+    def get_either(identifier: Any) -> object:
+        if type(identifier) not in _LOSS_SCALES:
+            return get(identifier)
+        counterpart = getattr(own, type(identifier).__name__)
+        return counterpart(**identifier.get_config())
+
+    # It reads ours as well.
+    replace(stack, own, "get", get_either)
     # `from tensorflow.keras.mixed_precision import ...` finds another module than the attribute
     # access above.
     imported = importlib.import_module("tensorflow.keras.mixed_precision")
@@ -157,19 +166,6 @@ def _submodule(stack: contextlib.ExitStack, parent: Library, name: str) -> Libra
         sys.modules[path] = module
         stack.callback(sys.modules.pop, path, None)
     return module
-
-
-def _reading_ours(own: Library) -> Callable[[Any], object]:
-    """Returns a replacement for TensorFlow's function that reads a loss scale, for ours as well."""
-    get = own.get
-
-    def get_either(identifier: Any) -> object:
-        if type(identifier) not in _LOSS_SCALES:
-            return get(identifier)
-        counterpart = getattr(own, type(identifier).__name__)
-        return counterpart(**identifier.get_config())
-
-    return get_either
 
 
 # --- The class in which `compile` wraps optimizers ------------------------------------------------

@@ -20,7 +20,6 @@ from typing import Any
 import lossscale.registry as registry
 from lossscale.common import monkeypatch
 from lossscale.errors import MissingPackageError
-from lossscale.framework_types import KerasOptimizer
 from lossscale.packages import OLD_FILES, not_installed
 
 _OPTIMIZER_NAMES = (
@@ -65,9 +64,7 @@ def register() -> None:
 def _reader(package: str) -> type:
     """Returns a class whose `from_config` imports a package and uses its class."""
 
-    def from_config(
-        config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-    ) -> KerasOptimizer:
+    def from_config(config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> object:
         cls = registry.package(package).LossScaleOptimizer
         return cls.from_config(config, custom_objects)
 
@@ -89,13 +86,13 @@ class RegistersAfterImport:
         found = (each.find_spec(name, path, target) for each in sys.meta_path if each is not cls)
         spec = next(filter(None, found), None)
         if spec is not None and spec.loader is not None:
-            # Set on the loader's instance, which loads only this module.
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
                 register()
 
+            # A method of the loader's instance, which loads only this module.
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 

@@ -305,20 +305,17 @@ class DynamicScale(ScaleRule):
     overflows_before_backoff: int = 1
 
     def __post_init__(self) -> None:
-        checked = {
-            "initial_scale": checked_scale("initial_scale", self.initial_scale),
-            "growth_interval": checked_interval("growth_interval", self.growth_interval),
-            "growth_factor": checked_number("growth_factor", self.growth_factor),
-            "backoff_factor": checked_number("backoff_factor", self.backoff_factor),
-            "min_scale": checked_scale("min_scale", self.min_scale),
-            "overflows_before_backoff": checked_interval(
-                "overflows_before_backoff", self.overflows_before_backoff
-            ),
+        checks = {
+            "initial_scale": checked_scale,
+            "growth_interval": checked_interval,
+            "growth_factor": checked_number,
+            "backoff_factor": checked_number,
+            "min_scale": checked_scale,
+            "overflows_before_backoff": checked_interval,
+            **({} if self.max_scale is None else {"max_scale": checked_scale}),
         }
-        if self.max_scale is not None:
-            checked["max_scale"] = checked_scale("max_scale", self.max_scale)
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        for name, check in checks.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
         # Rounded, because a factor that is 1 in float32 never moves the scale.
         if not 1.0 < _float32(self.growth_factor) < math.inf:
             raise ArgumentError(

@@ -85,5 +85,5 @@ def do_not_convert(function: _Function) -> _Function:
     of the user's that is called from there. Where a release does not know the mark, tracing takes
     longer and does the same.
     """
-    function.autograph_info__ = {}  # type: ignore[attr-defined]
+    function.autograph_info__ = {}  # type: ignore[attr-defined]  # no name of Python
     return function

@@ -36,7 +36,6 @@ from lossscale.tensorflow.replicas import current_location
 from lossscale.tensorflow.tracing import after, grouped, in_xla, translated
 
 _KERASES = tuple(framework.root for framework in registry.KERASES)
-_ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
 
 
 def apply_or_skip(
@@ -146,7 +145,7 @@ def _keeping_old_values(variables: Sequence[tf.Variable], finite: Tensor) -> Ite
         yield
     finally:
         for target in targets:
-            for name in _ASSIGNMENTS:
+            for name in ("assign", "assign_add", "assign_sub"):
                 target.__dict__.pop(name, None)
 
 

@@ -49,7 +49,10 @@ def all_finite(
         # Joining tensors pays only if there are few elements in all, so that the branch below is
         # not needed: with sums and a branch, a step with many small tensors took 1.2 times as long.
         small, large = [], parts
-    looked_at = [_as_one(group) for group in small]
+    looked_at = [
+        tf.concat([tf.reshape(p, [-1]) for p in group], 0) if len(group) > 1 else group[0]
+        for group in small
+    ]
     if compiled:
         # XLA would convert these again for the sum, which is slower than checking each element
         # on the way.
@@ -89,12 +92,6 @@ def _all_true(verdicts: list[Tensor]) -> Tensor:
     return verdicts[0] if len(verdicts) == 1 else tf.reduce_all(tf.stack(verdicts))
 
 
-def _as_one(parts: list[Tensor]) -> Tensor:
-    if len(parts) == 1:
-        return parts[0]
-    return tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
-
-
 def _sums(parts: list[Tensor]) -> Tensor:
     """Whether the sum of each tensor is finite: a boolean scalar tensor."""
     sums: dict[tf.DType, list[Tensor]] = {}
@@ -125,7 +122,11 @@ def gradient_stats(
     """
 
     def together(value: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        return value if are_shared else _over_replicas(value, reduce)
+        replica = tf.distribute.get_replica_context()
+        if are_shared or replica is None or replica.num_replicas_in_sync == 1:
+            return value
+        # Strategies reduce by sums and means only.
+        return reduce(replica.all_gather(value[tf.newaxis], axis=0))
 
     parts = [tf.abs(widened(p)) for gradient in gradients for p in real_parts(gradient)]
     largest = None
@@ -146,12 +147,3 @@ def gradient_stats(
     sizes = [tf.size(part, tf.int64) for part in parts]
     elements = tf.cast(tf.add_n([tf.constant(0, tf.int64), *sizes]), tf.float32)
     return GradientStats(finite, largest, counts, together(elements, tf.reduce_sum))
-
-
-def _over_replicas(value: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """Reduces a scalar of each replica to the maximum or the sum."""
-    replica = tf.distribute.get_replica_context()
-    if replica is None or replica.num_replicas_in_sync == 1:
-        return value
-    # Strategies reduce by sums and means only.
-    return reduce(replica.all_gather(value[tf.newaxis], axis=0))

@@ -32,14 +32,14 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
         self._is_shared = step.is_shared
         self._scale.assign(tf.cast(step.scale, tf.float32))
         if step.finite is not True:
-            tf.cond(step.finite, _nothing, lambda: self._track_skip(step))
+            tf.cond(step.finite, lambda: tf.constant(False), lambda: self._track_skip(step))
 
     def _track_skip(self, step: CheckedStep) -> Tensor:
         gradients = self._unscaled_by_row(step)
         self._nonfinite.assign(tf.stack([_nonfinite(gradient) for gradient in gradients]))
         self._skip_step.assign(tf.cast(step.number, tf.int64))
         self._skip_scale.assign(tf.cast(step.scale, tf.float32))
-        return _nothing()
+        return tf.constant(False)
 
     def read(self, after: int, until: int) -> tuple[float, SkippedStep | None]:
         skip = None
@@ -64,10 +64,6 @@ def _variable(name: str, dtype: tf.DType, shape: tuple[int, ...]) -> Variable:
 def _copies(variable: Variable) -> Array:
     """The values of this process's copies of a variable, in one NumPy array."""
     return np.stack([copy.numpy() for copy in getattr(variable, "values", (variable,))])
-
-
-def _nothing() -> Tensor:
-    return tf.constant(False)
 
 
 def _nonfinite(gradient: Gradient) -> Tensor:

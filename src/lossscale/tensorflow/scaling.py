@@ -12,13 +12,6 @@ from lossscale.tensorflow.private_names import xla_optimization_barrier
 from lossscale.tensorflow.tracing import in_xla
 
 
-def stored(gradient: Gradient) -> Tensor:
-    """The dense tensor that stores a gradient; the values of `tf.IndexedSlices`."""
-    return tf.convert_to_tensor(
-        gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-    )
-
-
 def real_parts(gradient: Gradient) -> list[Tensor]:
     """The tensors of real numbers that a gradient consists of, as they are stored.
 
@@ -30,7 +23,8 @@ def real_parts(gradient: Gradient) -> list[Tensor]:
     """
     if gradient is None:
         return []
-    values = stored(gradient)
+    is_sparse = isinstance(gradient, tf.IndexedSlices)
+    values = tf.convert_to_tensor(gradient.values if is_sparse else gradient)
     if values.dtype.is_complex:
         return [tf.math.real(values), tf.math.imag(values)]
     return [values] if values.dtype.is_floating else []
