@@ -180,8 +180,7 @@ def config_from_rule(rule: ScaleRule) -> dict[str, Any]:
         "initial_scale": float(rule.init().scale),
         "dynamic_growth_steps": growth_steps(rule),
     }
-    described = (DynamicScale, FixedScale)
-    if not isinstance(rule, described) or rule != rule_from_arguments(**config):
+    if not isinstance(rule, (DynamicScale, FixedScale)) or rule != rule_from_arguments(**config):
         config["rule"] = {"class_name": type(rule).__name__, "config": rule.get_config()}
     return config
 
