@@ -208,10 +208,7 @@ def run_guarded(
             weight.assign(value, read_value=False)
         return tf.constant(True)
 
-    if tf.executing_eagerly():
-        if bool(skipped):
-            put_back()
-    elif in_xla():
+    if in_xla():
         # A branch would copy each of them.
         for weight, value in zip(weights, before, strict=True):
             weight.assign(tf.where(skipped, value, weight), read_value=False)
