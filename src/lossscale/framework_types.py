@@ -14,7 +14,7 @@ Array: TypeAlias = Any
 Tensor: TypeAlias = Any
 """A tensor of TensorFlow, or of the backend of Keras."""
 Gradient: TypeAlias = Any
-"""A tensor, or `tf.IndexedSlices`; None for a variable without one."""
+"""A tensor, or `tf.IndexedSlices`; None for a variable without a gradient."""
 Variable: TypeAlias = Any
 """A variable of Keras, of tf_keras or of TensorFlow; in `common`, a parameter of PyTorch too."""
 Scalar: TypeAlias = Any
@@ -36,7 +36,7 @@ LearningRate: TypeAlias = Any
 Strategy: TypeAlias = Any
 """A `tf.distribute.Strategy`."""
 Operation: TypeAlias = Any
-"""What runs something in a graph of TensorFlow, an operation or a tensor; None in eager mode."""
+"""An operation or a tensor of a TensorFlow graph; None in eager mode."""
 Structure: TypeAlias = Any
 """Tensors or variables in lists, tuples and dictionaries, or a single one."""
 Library: TypeAlias = Any
