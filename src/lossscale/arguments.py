@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE, checked_interval, checked_scale
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.framework_types import Config, RuleState, Scalar
 from lossscale.rules import RULES, DynamicScale, FixedScale, GradientStats, PythonNumbers, ScaleRule
+
+_Made = TypeVar("_Made")
 
 # Keras 3 wrote these into the configuration of its own LossScaleOptimizer before it rejected
 # them; they never had an effect.
@@ -32,10 +35,10 @@ _IDLE_KERAS_ARGUMENTS: dict[str, Any] = {
 
 
 def rule_from_arguments(
-    dynamic: Any = True,
-    initial_scale: Any = None,
-    dynamic_growth_steps: Any = None,
-    rule: Any = None,
+    dynamic: bool = True,
+    initial_scale: Scalar | None = None,
+    dynamic_growth_steps: Scalar | None = None,
+    rule: ScaleRule | None = None,
 ) -> ScaleRule:
     """Returns the rule that the constructor's arguments describe.
 
@@ -56,7 +59,14 @@ def rule_from_arguments(
         FixedScale(scale=128.0, skip_nonfinite=False)
     """
     if rule is not None:
-        return _checked_rule(rule, dynamic, initial_scale, dynamic_growth_steps)
+        checked = checked_rule(rule)
+        if dynamic is not True or initial_scale is not None or dynamic_growth_steps is not None:
+            raise ArgumentError(
+                "`rule` excludes `dynamic`, `initial_scale` and `dynamic_growth_steps`. Received: "
+                f"rule={rule!r}, dynamic={dynamic!r}, initial_scale={initial_scale!r}, "
+                f"dynamic_growth_steps={dynamic_growth_steps!r}. Pass `rule` alone."
+            )
+        return checked
     if not isinstance(dynamic, bool):
         raise ArgumentTypeError(
             f"`dynamic` must be True or False. Received: dynamic={dynamic!r} of type "
@@ -88,20 +98,7 @@ def rule_from_arguments(
     return DynamicScale(**settings)
 
 
-def _checked_rule(
-    rule: Any, dynamic: Any, initial_scale: Any, dynamic_growth_steps: Any
-) -> ScaleRule:
-    checked = checked_rule(rule)
-    if dynamic is not True or initial_scale is not None or dynamic_growth_steps is not None:
-        raise ArgumentError(
-            "`rule` excludes `dynamic`, `initial_scale` and `dynamic_growth_steps`. Received: "
-            f"rule={rule!r}, dynamic={dynamic!r}, initial_scale={initial_scale!r}, "
-            f"dynamic_growth_steps={dynamic_growth_steps!r}. Pass `rule` alone."
-        )
-    return checked
-
-
-def checked_rule(rule: Any) -> ScaleRule:
+def checked_rule(rule: object) -> ScaleRule:
     """Returns a rule, after a trial of `init` and `update` if it is a custom one.
 
     Raises:
@@ -144,7 +141,7 @@ def _try_rule(rule: ScaleRule) -> None:
         _check_state(rule, "update", after, type(first))
 
 
-def _check_state(rule: ScaleRule, method: str, state: Any, expected: type[Any] | None) -> None:
+def _check_state(rule: ScaleRule, method: str, state: RuleState, expected: type | None) -> None:
     """Raises unless a state has the class that the rule returned first, and a usable scale."""
     name = f"{type(rule).__name__}.{method}"
     is_state = isinstance(state, tuple) and getattr(state, "_fields", ("",))[0] == "scale"
@@ -183,15 +180,14 @@ def config_from_rule(rule: ScaleRule) -> dict[str, Any]:
         "initial_scale": float(rule.init().scale),
         "dynamic_growth_steps": growth_steps(rule),
     }
-    described = (DynamicScale, FixedScale)
-    if not isinstance(rule, described) or rule != rule_from_arguments(**config):
+    if not isinstance(rule, (DynamicScale, FixedScale)) or rule != rule_from_arguments(**config):
         config["rule"] = {"class_name": type(rule).__name__, "config": rule.get_config()}
     return config
 
 
 def arguments_from_config(
     config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
-) -> tuple[Any, dict[str, Any]]:
+) -> tuple[object, dict[str, Any]]:
     """Returns the inner optimizer's configuration and the constructor's arguments.
 
     Args:
@@ -237,7 +233,7 @@ def arguments_from_config(
     return inner, rest
 
 
-def check_config(config: Any) -> None:
+def check_config(config: object) -> None:
     """Raises if an optimizer's configuration is not a dictionary.
 
     Raises:
@@ -250,7 +246,7 @@ def check_config(config: Any) -> None:
         )
 
 
-def check_described(described: Any, what: str) -> None:
+def check_described(described: object, what: str) -> None:
     """Raises unless a description has a class name and settings, as in Keras.
 
     Raises:
@@ -269,11 +265,11 @@ def check_described(described: Any, what: str) -> None:
 
 
 def made_from(
-    described: Any,
-    known: Mapping[str, Callable[..., Any]],
+    described: Config,
+    known: Mapping[str, Callable[..., _Made]],
     what: str,
     instead: str = "For your own class, pass custom_objects={{{name!r}: {name}}}.",
-) -> Any:
+) -> _Made:
     """Creates an object from a description, a class name and settings as in Keras.
 
     Args:
@@ -303,7 +299,7 @@ def made_from(
 
 
 def rule_from_loss_scale_arguments(
-    initial_loss_scale: Any = 2.0**15, increment_period: Any = 2000, multiplier: Any = 2.0
+    initial_loss_scale: Scalar = 2.0**15, increment_period: Scalar = 2000, multiplier: Scalar = 2.0
 ) -> DynamicScale:
     """Returns the rule that the arguments of TensorFlow 2.0's `DynamicLossScale` describe.
 

@@ -8,11 +8,12 @@ import inspect
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from lossscale import registry
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.framework_types import KerasOptimizer, Library, Model, Scalar, Structure, Tensor
 from lossscale.monitoring.explainer import Explainer
 from lossscale.monitoring.explanation import Explanation, Facts, scale_in_words
 from lossscale.monitoring.loop import LoopMonitor
@@ -82,22 +83,22 @@ class LossScaleMonitor:
     model: Any
 
     # Set by each framework: the module `keras` or `tf_keras`.
-    _library: ClassVar[Any]
+    _library: ClassVar[Library]
 
-    # The recorder and the optimizer whose steps it recorded; while `fit` runs, the watched one, and
-    # from the first step on the counter of steps.
-    _recorder: Any = None
-    _recorded: Any = None
-    _optimizer: Any = None
-    _loop: Any = None
-    _explainer: Any = None
+    # The optimizer whose steps were recorded, and what is made with it.
+    _recorded: KerasOptimizer = None
+    _recorder: Recorder
+    _explainer: Explainer
+    # While `fit` runs, the watched optimizer, and from the first step on the counter of steps.
+    _optimizer: KerasOptimizer = None
+    _loop: LoopMonitor | None = None
 
     # While `fit` runs, if steps are explained: their passes, and the batch that was taken last.
     _passes: Any = None
-    _batch: Any = None
+    _batch: Structure = None
 
     def __new__(
-        cls, *args: Any, optimizer: Any = None, name: str | None = None, **kwargs: Any
+        cls, *args: Any, optimizer: object = None, name: str | None = None, **kwargs: Any
     ) -> Self:
         if cls is LossScaleMonitor:
             # Before any framework is imported.
@@ -116,7 +117,7 @@ class LossScaleMonitor:
         optimizer: LossScaleOptimizer | None = None,
         name: str | None = None,
         explain: int = 0,
-        loss_fn: Callable[[Any, Any], Any] | None = None,
+        loss_fn: Callable[[Model, Structure], Tensor] | None = None,
     ) -> None:
         super().__init__()
         if not (optimizer is None or hasattr(optimizer, "_track_overflows")):
@@ -133,23 +134,23 @@ class LossScaleMonitor:
         self._settings = MonitorSettings(path, every, log, on_floor, append, explain, loss_fn)
 
     # `help()` shows the signature of `__new__`.
-    __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]
+    __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]  # optional
 
     @property
     def last_record(self) -> StepRecord | None:
         """The last record of this monitor, or None."""
-        return None if self._recorder is None else self._recorder.last_record
+        return None if self._recorded is None else self._recorder.last_record
 
     @property
     def explanation(self) -> Explanation | None:
         """The explanation of the last step that was explained, or None."""
-        return None if self._explainer is None else self._explainer.last
+        return None if self._recorded is None else self._explainer.last
 
     # What `fit` calls.
 
     def set_model(self, model: object) -> None:
         """Sets the model that is trained."""
-        super().set_model(model)  # type: ignore[misc]
+        super().set_model(model)  # type: ignore[misc]  # of Keras' callback, the next base
         if self.model is not None and not isinstance(self.model, self._library.Model):
             raise ArgumentError(
                 "This LossScaleMonitor is for another Keras than the model. Take "
@@ -170,7 +171,7 @@ class LossScaleMonitor:
                 "Wrap the optimizer: lossscale.LossScaleOptimizer(optimizer)."
             )
             return
-        if self._recorder is None or self._recorded is not optimizer:
+        if self._recorded is not optimizer:
             self._recorder = Recorder(self._settings, optimizer.rule)
             self._recorded = optimizer
             self._explainer = Explainer(self._settings.explain, optimizer.rule)
@@ -198,7 +199,7 @@ class LossScaleMonitor:
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Reads a sampled step, and adds the last known numbers to `logs`."""
-        if self._optimizer is None:
+        if self._loop is None:
             return
         self._check_thread()
         steps = batch - self._first_of_execution + 1
@@ -228,13 +229,13 @@ class LossScaleMonitor:
 
     # --- Before training ----------------------------------------------------------------------
 
-    def _watched_in(self, model: Any) -> Any:
+    def _watched_in(self, model: Model) -> KerasOptimizer:
         """The optimizer to watch; None if the model has no LossScaleOptimizer."""
         if self._given is not None or isinstance(model.optimizer, LossScaleOptimizer):
             return model.optimizer if self._given is None else self._given
-        found: dict[int, tuple[str, Any]] = {}
+        found: dict[int, tuple[str, KerasOptimizer]] = {}
         for name, value in vars(model).items():
-            parts: Any = ()
+            parts: Iterable[tuple[object, object]] = ()
             if isinstance(value, (list, tuple)):
                 parts = enumerate(value)
             # TensorFlow keeps in its own dictionaries what was an attribute once.
@@ -252,9 +253,9 @@ class LossScaleMonitor:
             )
         return next((each for _, each in found.values()), None)
 
-    def _check_is_float16(self, model: Any) -> None:
+    def _check_is_float16(self, model: Model) -> None:
         """Refuses a model that needs no loss scaling of ours."""
-        optimizer: Any = model.optimizer
+        optimizer = model.optimizer
         own = self._library.mixed_precision.LossScaleOptimizer
         scaled = isinstance(optimizer, own) or bool(getattr(optimizer, "loss_scale_factor", None))
         dtypes = {layer.compute_dtype for layer in model._flatten_layers()}
@@ -272,7 +273,7 @@ class LossScaleMonitor:
                 "Pass `callbacks=[monitor]` to fit, not the monitor alone."
             )
 
-    def _instrument(self, model: Any, optimizer: Any) -> None:
+    def _instrument(self, model: Model, optimizer: KerasOptimizer) -> None:
         """Makes the training step of a model track overflows."""
         if optimizer._overflow_tracker is not None:
             return
@@ -290,16 +291,16 @@ class LossScaleMonitor:
 
     def _stats(self) -> StepStats:
         # On JAX the optimizer's variables are out of date within an epoch.
-        model: Any = getattr(self, "_model", None)
+        model: Model = getattr(self, "_model", None)
         if hasattr(model, "jax_state_sync"):
             model.jax_state_sync()
-        optimizer: Any = self._optimizer
+        optimizer = self._optimizer
         scale = float(optimizer._current_scale())
         skipped, last_skipped = int(optimizer.steps_skipped), bool(optimizer.last_step_skipped)
         self._shown = StepStats(int(optimizer.iterations), scale, scale, skipped, last_skipped)
         return self._shown
 
-    def _read(self, mean: Any, is_of_step: bool, place: str, last_read: int) -> StepStats:
+    def _read(self, mean: Scalar | None, is_of_step: bool, place: str, last_read: int) -> StepStats:
         """Reads the last step, with the loss, the mean over the epoch that Keras reports."""
         stats, tracker = self._stats(), self._optimizer._overflow_tracker
         tracker.count_from(stats.step)
@@ -312,8 +313,7 @@ class LossScaleMonitor:
             return stats
         scale, skip = tracker.read(min(last_read, stats.step - 1), stats.step)
         stats = stats._replace(scale=scale, last_skip=skip, loss=loss)
-        explained: StepStats = self._explainer.explain(stats, lambda: self._facts(place, scale))
-        return explained
+        return self._explainer.explain(stats, lambda: self._facts(place, scale))
 
     # --- Explanations, which Keras 3 on PyTorch and JAX overrides -------------------------------
 
@@ -327,11 +327,11 @@ class LossScaleMonitor:
             why += f": lossscale.diagnosis.explain(model, x, y, scale={scale_in_words(scale)})"
         return Facts(why_not=why)
 
-    def _show(self, logs: Any) -> None:
+    def _show(self, logs: dict[str, Any] | None) -> None:
         if logs is not None:
             logs[f"{self._prefix}loss_scale"] = self._shown.next_scale
             logs[f"{self._prefix}steps_skipped"] = self._shown.steps_skipped
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__name__}"

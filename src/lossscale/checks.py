@@ -8,9 +8,10 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError
+from lossscale.framework_types import Scalar
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -25,7 +26,7 @@ LONGEST_INTERVAL = 2**31 - 1
 """Longest growth interval: the largest number of a 32-bit counter."""
 
 
-def checked_parameters(parameters: Any, trained: Iterable[Any]) -> list[Any]:
+def checked_parameters(parameters: Iterable[object] | None, trained: Iterable[_R]) -> list[_R]:
     """Returns the trained parameters that are among some, in their order.
 
     Args:
@@ -55,7 +56,7 @@ def checked_parameters(parameters: Any, trained: Iterable[Any]) -> list[Any]:
     return found
 
 
-def checked_count(name: str, value: Any, *, lowest: int = 1) -> int:
+def checked_count(name: str, value: Scalar, *, lowest: int = 1) -> int:
     """Returns `value` as an int.
 
     Args:
@@ -77,7 +78,7 @@ def checked_count(name: str, value: Any, *, lowest: int = 1) -> int:
     return number
 
 
-def checked_number(name: str, value: Any) -> float:
+def checked_number(name: str, value: Scalar) -> float:
     """Returns `value` as a float; it may be infinite or NaN.
 
     Raises:
@@ -92,7 +93,7 @@ def checked_number(name: str, value: Any) -> float:
     )
 
 
-def checked_above_zero(name: str, value: Any) -> float:
+def checked_above_zero(name: str, value: Scalar) -> float:
     """Returns `value` as a float that is finite and above 0.
 
     Raises:
@@ -106,7 +107,7 @@ def checked_above_zero(name: str, value: Any) -> float:
     return number
 
 
-def checked_scale(name: str, value: Any) -> float:
+def checked_scale(name: str, value: Scalar) -> float:
     """Returns `value` as a float that can be a loss scale.
 
     Args:
@@ -125,7 +126,7 @@ def checked_scale(name: str, value: Any) -> float:
     return number
 
 
-def checked_interval(name: str, value: Any) -> int:
+def checked_interval(name: str, value: Scalar) -> int:
     """Returns `value` as an int that can be a growth interval.
 
     Raises:
@@ -145,7 +146,7 @@ def checked_interval(name: str, value: Any) -> int:
     return number
 
 
-def checked_truth(name: str, value: Any, error: type[LossScaleError] = ArgumentError) -> bool:
+def checked_truth(name: str, value: object, error: type[LossScaleError] = ArgumentError) -> bool:
     """Returns `value` as a bool; accepts NumPy's booleans too.
 
     Args:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from lossscale import __version__
 from lossscale.errors import ArgumentError, LossScaleError, shortened, visible
@@ -111,12 +111,12 @@ def keras_backend() -> str:
     return os.environ.get("KERAS_BACKEND") or str(configured)
 
 
-def rows(values: Mapping[str, Any]) -> str:
+def rows(values: Mapping[str, object]) -> str:
     """Returns a line for each value."""
     width = max(map(len, values))
     return "\n".join(f"  {name:{width}}  {shown(value)}" for name, value in values.items())
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Returns a value as one printable, short text; "-" for nothing."""
     return "-" if value is None else visible(shortened(str(value)))

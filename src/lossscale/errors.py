@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
 
 _AROUND = ("Exception encountered", "in user code", "File ", "Arguments received", "Call arguments")
 
@@ -149,7 +148,7 @@ _UNSEEN = re.compile(
 )
 
 
-def visible(text: Any) -> str:
+def visible(text: object) -> str:
     """Returns a text from a file with control characters escaped, safe for a terminal.
 
     Args:

@@ -12,11 +12,13 @@ from typing import Any, TypeAlias
 Array: TypeAlias = Any
 """An array of any framework or of NumPy, or a number."""
 Tensor: TypeAlias = Any
-"""A tensor of TensorFlow, or of the backend of Keras; a gradient may be `tf.IndexedSlices`."""
+"""A tensor of TensorFlow, or of the backend of Keras."""
+Gradient: TypeAlias = Any
+"""A tensor, or `tf.IndexedSlices`; None for a variable without a gradient."""
 Variable: TypeAlias = Any
-"""A variable of Keras, of tf_keras or of TensorFlow."""
+"""A variable of Keras, of tf_keras or of TensorFlow; in `common`, a parameter of PyTorch too."""
 Scalar: TypeAlias = Any
-"""A number: a 0-d array or tensor, a float or an int."""
+"""A number or a truth value: a 0-d array or tensor, a float, an int or a bool."""
 Loss: TypeAlias = Any
 """A tensor, a number, or a callable that returns one."""
 KerasOptimizer: TypeAlias = Any
@@ -25,14 +27,25 @@ Layer: TypeAlias = Any
 """A layer of Keras or tf_keras."""
 Model: TypeAlias = Any
 """A model of Keras or tf_keras."""
+DType: TypeAlias = Any
+"""A dtype of any framework, or its name; None for the default."""
+Initializer: TypeAlias = Any
+"""An initializer of Keras or its name, or a callable of shape and dtype."""
+LearningRate: TypeAlias = Any
+"""A number, a variable or a schedule."""
 Strategy: TypeAlias = Any
 """A `tf.distribute.Strategy`."""
+Operation: TypeAlias = Any
+"""An operation or a tensor of a TensorFlow graph; None in eager mode."""
 Structure: TypeAlias = Any
-"""Tensors in lists, tuples and dictionaries."""
+"""Tensors or variables in lists, tuples and dictionaries, or a single one."""
 Library: TypeAlias = Any
 """A module whose names are looked up at run time."""
 
-GradsAndVars: TypeAlias = list[tuple[Tensor, Variable]]
+RuleState: TypeAlias = Any
+"""The state of a rule: a named tuple such as a `ScaleState`, whose first field is `scale`."""
+
+GradsAndVars: TypeAlias = list[tuple[Gradient, Variable]]
 """A gradient for each variable."""
 Config: TypeAlias = dict[str, Any]
 """The configuration of an object of Keras, as JSON holds it."""

@@ -19,6 +19,7 @@ from lossscale.common.checks import living_wrapper
 from lossscale.common.monkeypatch import replace
 from lossscale.errors import ArgumentError
 from lossscale.experimental.loss_scale import get as get_loss_scale
+from lossscale.framework_types import Function, KerasOptimizer, Layer, Library, Scalar
 from lossscale.optimizer import LossScaleOptimizer
 
 _LOSS_SCALES = (experimental.LossScale, experimental.FixedLossScale, experimental.DynamicLossScale)
@@ -27,7 +28,7 @@ _LOSS_SCALES = (experimental.LossScale, experimental.FixedLossScale, experimenta
 
 
 @functools.cache
-def _policy_class(plain: type[Any]) -> type[Any]:
+def _policy_class(plain: type[Any]) -> type:
     """Returns the older `Policy` class for Keras 3 or tf_keras.
 
     Args:
@@ -51,7 +52,9 @@ def _policy_class(plain: type[Any]) -> type[Any]:
         Source: `tf.keras.mixed_precision.experimental.Policy`, TensorFlow 2.1 to 2.3.
         """
 
-        def __new__(cls, name: str, loss_scale: Any = "auto") -> Any:
+        def __new__(
+            cls, name: str, loss_scale: Scalar | str | experimental.LossScale | None = "auto"
+        ) -> Any:
             policy = plain(name)
             policy.loss_scale = _loss_scale_of(policy, loss_scale)
             policy.should_cast_variables = policy.variable_dtype != policy.compute_dtype
@@ -62,7 +65,9 @@ def _policy_class(plain: type[Any]) -> type[Any]:
     return Policy
 
 
-def _loss_scale_of(policy: Any, loss_scale: Any) -> experimental.LossScale | None:
+def _loss_scale_of(
+    policy: Any, loss_scale: Scalar | str | experimental.LossScale | None
+) -> experimental.LossScale | None:
     is_float16 = policy.name == "mixed_float16"
     if isinstance(loss_scale, str) and loss_scale == "auto":
         loss_scale = "dynamic" if is_float16 else None
@@ -96,7 +101,16 @@ def put_into_tensorflow(stack: contextlib.ExitStack) -> None:
     # The location since TensorFlow 2.4.
     _put_loss_scales(stack, tf.compat.v1.mixed_precision)
     own = private_names.own_loss_scales()
-    replace(stack, own, "get", _reading_ours(own))
+    get = own.get
+
+    def get_either(identifier: Any) -> object:
+        if type(identifier) not in _LOSS_SCALES:
+            return get(identifier)
+        counterpart = getattr(own, type(identifier).__name__)
+        return counterpart(**identifier.get_config())
+
+    # It reads ours as well.
+    replace(stack, own, "get", get_either)
     # `from tensorflow.keras.mixed_precision import ...` finds another module than the attribute
     # access above.
     imported = importlib.import_module("tensorflow.keras.mixed_precision")
@@ -104,7 +118,7 @@ def put_into_tensorflow(stack: contextlib.ExitStack) -> None:
 
 
 def _put_into_mixed_precision(
-    stack: contextlib.ExitStack, module: Any, framework: registry.Framework, policies: Any
+    stack: contextlib.ExitStack, module: Library, framework: registry.Framework, policies: Library
 ) -> None:
     """Sets the names in a `mixed_precision` module.
 
@@ -120,7 +134,7 @@ def _put_into_mixed_precision(
     def set_policy(given: Any) -> None:
         policies.set_global_policy(policy(given) if isinstance(given, str) else given)
 
-    def get_layer_policy(layer: Any) -> Any:
+    def get_layer_policy(layer: Layer) -> Any:
         return layer.dtype_policy
 
     names = {
@@ -134,12 +148,12 @@ def _put_into_mixed_precision(
         replace(stack, _submodule(stack, module, "experimental"), name, value)
 
 
-def _put_loss_scales(stack: contextlib.ExitStack, module: Any) -> None:
+def _put_loss_scales(stack: contextlib.ExitStack, module: Library) -> None:
     for loss_scale in _LOSS_SCALES:
         replace(stack, module, loss_scale.__name__, loss_scale)
 
 
-def _submodule(stack: contextlib.ExitStack, parent: Any, name: str) -> Any:
+def _submodule(stack: contextlib.ExitStack, parent: Library, name: str) -> Library:
     """Returns the module of this name in `parent`; creates an empty one if there is none."""
     found = getattr(parent, name, None)
     if found is not None:
@@ -154,19 +168,6 @@ def _submodule(stack: contextlib.ExitStack, parent: Any, name: str) -> Any:
     return module
 
 
-def _reading_ours(own: Any) -> Callable[[Any], Any]:
-    """Returns a replacement for TensorFlow's function that reads a loss scale, for ours as well."""
-    get = own.get
-
-    def get_either(identifier: Any) -> Any:
-        if type(identifier) not in _LOSS_SCALES:
-            return get(identifier)
-        counterpart = getattr(own, type(identifier).__name__)
-        return counterpart(**identifier.get_config())
-
-    return get_either
-
-
 # --- The class in which `compile` wraps optimizers ------------------------------------------------
 
 
@@ -178,13 +179,13 @@ class _CompileHook:
         global_policy: Returns the global policy of the trainer's framework.
     """
 
-    def __init__(self, own: type[Any], global_policy: Callable[[], Any]) -> None:
+    def __init__(self, own: type, global_policy: Callable[[], Any]) -> None:
         self._own, self._global_policy = own, global_policy
 
-    def __instancecheck__(self, instance: Any) -> bool:
+    def __instancecheck__(self, instance: object) -> bool:
         return isinstance(instance, self._own)
 
-    def __call__(self, optimizer: Any, name: str | None = None) -> Any:
+    def __call__(self, optimizer: KerasOptimizer, name: str | None = None) -> KerasOptimizer:
         # The optimizer was wrapped before: a model is compiled again, or shares it.
         wrapper = living_wrapper(optimizer)
         if wrapper is not None:
@@ -237,17 +238,17 @@ def put_into_tf_keras(stack: contextlib.ExitStack) -> None:
         replace(stack, module, "convert_to_legacy_optimizer", converted)
 
 
-def _in_tensorflow(name: str) -> list[Any]:
+def _in_tensorflow(name: str) -> list[types.ModuleType]:
     """Returns the module of tf_keras below `tf.keras`, if that is tf_keras."""
     module = sys.modules.get(f"tf_keras.api._v2.keras.{name}")
     return [] if module is None else [module]
 
 
-def _making_ours(deserialize: Callable[..., Any], own: type[Any]) -> Callable[..., Any]:
+def _making_ours(deserialize: Function, own: type[Any]) -> Function:
     """Returns a replacement for tf_keras' function that creates optimizers, with our class."""
 
     @functools.wraps(deserialize)
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def made(*args: Any, **kwargs: Any) -> KerasOptimizer:
         found = deserialize(*args, **kwargs)
         if isinstance(found, own) and not isinstance(found, LossScaleOptimizer):
             return registry.TF_KERAS.wrapper().from_config(found.get_config())
@@ -256,12 +257,12 @@ def _making_ours(deserialize: Callable[..., Any], own: type[Any]) -> Callable[..
     return made
 
 
-def _converting_ours(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _converting_ours(convert: Function) -> Function:
     """Returns a replacement for tf_keras' function that converts optimizers to legacy ones."""
     from lossscale.tf_keras.current import CurrentWrapper
 
     @functools.wraps(convert)
-    def convert_to_legacy_optimizer(optimizer: Any) -> Any:
+    def convert_to_legacy_optimizer(optimizer: KerasOptimizer) -> KerasOptimizer:
         if not isinstance(optimizer, CurrentWrapper):
             return convert(optimizer)
         inner = convert(optimizer.inner_optimizer)

@@ -12,7 +12,9 @@ import contextlib
 import functools
 import importlib
 import sys
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import lossscale.registry as registry
@@ -59,10 +61,10 @@ def register() -> None:
 
 
 @functools.cache
-def _reader(package: str) -> type[Any]:
+def _reader(package: str) -> type:
     """Returns a class whose `from_config` imports a package and uses its class."""
 
-    def from_config(config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Any:
+    def from_config(config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> object:
         cls = registry.package(package).LossScaleOptimizer
         return cls.from_config(config, custom_objects)
 
@@ -73,7 +75,9 @@ class RegistersAfterImport:
     """A finder in `sys.meta_path` that registers the optimizers after Keras is imported."""
 
     @classmethod
-    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Returns the other finders' spec for Keras 3 or tf_keras; None for other modules."""
         if name == "lossscale.migration":
             raise MissingPackageError(f"There is no {name}: {OLD_FILES}")
@@ -82,13 +86,13 @@ class RegistersAfterImport:
         found = (each.find_spec(name, path, target) for each in sys.meta_path if each is not cls)
         spec = next(filter(None, found), None)
         if spec is not None and spec.loader is not None:
-            # Set on the loader's instance, which loads only this module.
             execute = spec.loader.exec_module
 
-            def exec_module(module: Any) -> None:
+            def exec_module(module: ModuleType) -> None:
                 execute(module)
                 register()
 
+            # A method of the loader's instance, which loads only this module.
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 

@@ -6,15 +6,30 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from lossscale.arguments import growth_steps
 from lossscale.errors import UnknownSettingError
+from lossscale.framework_types import (
+    Array,
+    DType,
+    Gradient,
+    Initializer,
+    LearningRate,
+    Loss,
+    Operation,
+    Scalar,
+    Structure,
+    Tensor,
+    Variable,
+)
 from lossscale.rules import ScaleRule
 
+_Class = TypeVar("_Class", bound=type)
 
-class VariableList(list[Any]):
+
+class VariableList(list[Variable]):
     """A list of variables that returns itself when called.
 
     Keras 3 has `optimizer.variables`, TensorFlow documented `optimizer.variables()`.
@@ -24,7 +39,7 @@ class VariableList(list[Any]):
         return self
 
 
-def with_public_names(cls: Any) -> Any:
+def with_public_names(cls: _Class) -> _Class:
     """Has Python's messages, of an unexpected keyword, name the class that a user knows."""
     for name, member in vars(cls).items():
         function = getattr(member, "__func__", member)
@@ -55,7 +70,7 @@ class Wrapper:
 
     if TYPE_CHECKING:
 
-        def __setattr__(self, name: str, value: Any) -> None: ...
+        def __setattr__(self, name: str, value: object) -> None: ...
         # For subclasses.
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -112,7 +127,7 @@ class Wrapper:
         """Whether the host reads the scale and the counters without waiting for a device."""
         return True
 
-    def _scale_now(self) -> Any:
+    def _scale_now(self) -> Scalar:
         return self.loss_scale
 
 
@@ -127,17 +142,17 @@ class DocumentedMembers(Wrapper):
             if the rule does not count them (Keras 3 only).
     """
 
-    dynamic_scale: Any
-    step_counter: Any
+    dynamic_scale: Variable
+    step_counter: Variable
 
     def minimize(
         self,
-        loss: Any,
-        var_list: Any = None,
-        grad_loss: Any = None,
+        loss: Loss,
+        var_list: Structure | Callable[[], Structure] | None = None,
+        grad_loss: Tensor | None = None,
         name: str | None = None,
         tape: Any = None,
-    ) -> Any:
+    ) -> Variable | Operation:
         """Minimizes a loss: scales it, computes and unscales the gradients, and applies them.
 
         It calls `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`, including the
@@ -168,7 +183,7 @@ class DocumentedMembers(Wrapper):
             (0.5, 1)
         """
 
-    def get_scaled_loss(self, loss: Any) -> Any:
+    def get_scaled_loss(self, loss: Loss) -> Loss:
         """Multiplies the loss by the loss scale.
 
         Call it before you compute gradients, for example with `tf.GradientTape`, and
@@ -187,7 +202,7 @@ class DocumentedMembers(Wrapper):
             4.0
         """
 
-    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
+    def get_unscaled_gradients(self, grads: Iterable[Gradient]) -> list[Gradient]:
         """Divides gradients by the loss scale.
 
         Pass the gradients of a loss from `get_scaled_loss`.
@@ -208,12 +223,12 @@ class DocumentedMembers(Wrapper):
 
     def apply_gradients(
         self,
-        grads_and_vars: Iterable[tuple[Any, Any]],
+        grads_and_vars: Iterable[tuple[Gradient, Variable]],
         name: str | None = None,
         *third: Any,
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
-    ) -> Any:
+    ) -> Variable | Operation:
         """Applies gradients to variables, or skips the step; then adjusts the loss scale.
 
         Pass the gradients from `get_unscaled_gradients`. After `scale_loss`, pass the gradients of
@@ -249,7 +264,7 @@ class DocumentedMembers(Wrapper):
             (array([1., 2.], dtype=float32), 1, 16384.0)
         """
 
-    def get_gradients(self, loss: Any, params: Sequence[Any]) -> list[Any]:
+    def get_gradients(self, loss: Loss, params: Sequence[Variable]) -> list[Tensor]:
         """Returns the unscaled gradients of a loss; computes them from the scaled loss.
 
         Args:
@@ -269,7 +284,7 @@ class DocumentedMembers(Wrapper):
             6.0
         """
 
-    def get_updates(self, loss: Any, params: Sequence[Any]) -> list[Any]:
+    def get_updates(self, loss: Loss, params: Sequence[Variable]) -> list[Variable | Operation]:
         """Computes gradients as `get_gradients` does, and applies them.
 
         Args:
@@ -290,30 +305,30 @@ class DocumentedMembers(Wrapper):
             0.0
         """
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(self, variables: Sequence[Variable]) -> None:
         """Creates the inner optimizer's variables; a second call does nothing."""
 
     @property
-    def loss_scale(self) -> Any:
+    def loss_scale(self) -> Scalar:
         """The current loss scale: a float32 scalar tensor."""
 
     @property
-    def dynamic_counter(self) -> Any:
+    def dynamic_counter(self) -> Variable:
         """The finite steps since the scale last changed: an integer scalar variable.
 
         None if the scale is fixed.
         """
 
     @property
-    def steps_skipped(self) -> Any:
+    def steps_skipped(self) -> Scalar:
         """The number of steps skipped so far: an integer scalar tensor."""
 
     @property
-    def last_step_skipped(self) -> Any:
+    def last_step_skipped(self) -> Scalar:
         """Whether the last step was skipped: a boolean scalar tensor."""
 
     @property
-    def iterations(self) -> Any:
+    def iterations(self) -> Variable:
         """The number of training steps, skipped ones included: an integer variable.
 
         `inner_optimizer.iterations` counts the applied steps, which learning rate schedules and
@@ -321,21 +336,21 @@ class DocumentedMembers(Wrapper):
         """
 
     @iterations.setter
-    def iterations(self, value: Any) -> None: ...
+    def iterations(self, value: Scalar) -> None: ...
 
     @property
-    def learning_rate(self) -> Any:
+    def learning_rate(self) -> LearningRate:
         """The learning rate of the inner optimizer: a number, a variable or a schedule."""
 
     @learning_rate.setter
-    def learning_rate(self, value: Any) -> None: ...
+    def learning_rate(self, value: LearningRate) -> None: ...
 
     @property
-    def lr(self) -> Any:
+    def lr(self) -> LearningRate:
         """The learning rate of the inner optimizer; another name of `learning_rate`."""
 
     @lr.setter
-    def lr(self, value: Any) -> None: ...
+    def lr(self, value: LearningRate) -> None: ...
 
     @property
     def variables(self) -> VariableList:
@@ -352,10 +367,10 @@ class DocumentedMembers(Wrapper):
         order of creation.
         """
 
-    def get_weights(self) -> list[Any]:
+    def get_weights(self) -> list[Array]:
         """Returns the values of `weights` as a list of NumPy arrays."""
 
-    def set_weights(self, weights: Sequence[Any]) -> None:
+    def set_weights(self, weights: Sequence[Array]) -> None:
         """Sets the values of `weights`, or of `variables`.
 
         Args:
@@ -376,7 +391,7 @@ class DocumentedMembers(Wrapper):
     def get_slot_names(self) -> list[str]:
         """Returns the names of the slots, such as `momentum`; empty before the first step."""
 
-    def get_slot(self, var: Any, slot_name: str) -> Any:
+    def get_slot(self, var: Variable, slot_name: str) -> Variable:
         """Returns the state variable that the inner optimizer keeps for a variable.
 
         Args:
@@ -399,7 +414,9 @@ class DocumentedMembers(Wrapper):
             (['momentum'], -1.0)
         """
 
-    def add_slot(self, var: Any, slot_name: str, initializer: Any = "zeros") -> Any:
+    def add_slot(
+        self, var: Variable, slot_name: str, initializer: Initializer = "zeros"
+    ) -> Variable:
         """Adds a state variable for a variable, and returns it.
 
         Args:
@@ -420,12 +437,12 @@ class DocumentedMembers(Wrapper):
         self,
         name: str,
         shape: Any,
-        dtype: Any = None,
-        initializer: Any = "zeros",
+        dtype: DType = None,
+        initializer: Initializer = "zeros",
         trainable: bool | None = None,
         synchronization: Any = None,
         aggregation: Any = "none",
-    ) -> Any:
+    ) -> Variable:
         """Adds a state variable that does not belong to a model variable, and returns it.
 
         Args:
@@ -476,7 +493,7 @@ class DocumentedMembers(Wrapper):
         """
 
 
-def unknown_setting(inner: Any, name: str) -> UnknownSettingError:
+def unknown_setting(inner: object, name: str) -> UnknownSettingError:
     """Returns the error for a name that neither a wrapper nor its inner optimizer has."""
     if hasattr(DocumentedMembers, name):
         return UnknownSettingError(

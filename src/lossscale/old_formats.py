@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lossscale.errors import ArgumentError
+from lossscale.framework_types import Array, Config
 from lossscale.packages import warn
 
 # For each optimizer, groups of names of the same slot: first the name in TensorFlow's first
@@ -68,7 +69,7 @@ NADAM_DECAY = (
 )
 
 
-def inner_config(config: Any, custom_objects: Mapping[str, Any] | None = None) -> Any:
+def inner_config(config: object, custom_objects: Mapping[str, object] | None = None) -> object:
     """Returns the configuration of an inner optimizer for Keras 3.
 
     Args:
@@ -123,7 +124,7 @@ def _settings(optimizer: str, settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def schedule_config(rate: Any) -> Any:
+def schedule_config(rate: float | Config) -> float | Config:
     """Returns a learning rate for Keras 3; adds the module to a schedule.
 
     Args:
@@ -146,7 +147,7 @@ def schedule_config(rate: Any) -> Any:
     }
 
 
-def decayed(rate: Any, decay: float, optimizer: str) -> Any:
+def decayed(rate: float | Config | None, decay: float, optimizer: str) -> float | Config:
     """Returns the schedule equivalent to `decay`: rate / (1 + decay * iterations).
 
     Args:
@@ -167,7 +168,7 @@ def decayed(rate: Any, decay: float, optimizer: str) -> Any:
     return schedule_config({"class_name": "InverseTimeDecay", "config": settings})
 
 
-def kind_of(optimizer: Any) -> str | None:
+def kind_of(optimizer: object) -> str | None:
     """Returns the name of the known optimizer class of an optimizer or its bases, or None."""
     return next((cls.__name__ for cls in type(optimizer).__mro__ if cls.__name__ in SYNONYMS), None)
 
@@ -220,7 +221,7 @@ def nadam_product(beta_1: float, steps: int) -> float:
     return math.prod(factors, start=1.0)
 
 
-def begins_as_keras_own(arrays: Sequence[Any]) -> bool:
+def begins_as_keras_own(arrays: Sequence[Array]) -> bool:
     """Whether numbered arrays begin like those of Keras 3's own LossScaleOptimizer.
 
     It writes a step count, a learning rate, and another count. In other Keras optimizers the third

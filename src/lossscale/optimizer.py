@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import lossscale.torch
 
 
-def refuse_subclass(cls: type[Any], package: str, frameworks: Sequence[registry.Framework]) -> None:
+def refuse_subclass(cls: type, package: str, frameworks: Sequence[registry.Framework]) -> None:
     """Raises the error about a class that inherits from one that only picks a wrapper.
 
     Args:

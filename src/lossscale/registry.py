@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from operator import attrgetter
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from lossscale.errors import ArgumentTypeError, MissingPackageError
@@ -37,12 +38,12 @@ class Framework(NamedTuple):
     optimizers: tuple[str, ...]
     package: str
 
-    def loaded(self) -> Any:
+    def loaded(self) -> ModuleType | None:
         """Returns the root module, None if it is not imported in a supported version."""
         root = sys.modules.get(self.root)
         return root if str(getattr(root, "__version__", "")).startswith(self.version) else None
 
-    def has(self, optimizer: Any) -> bool:
+    def has(self, optimizer: object) -> bool:
         """Whether an object is an optimizer of this framework."""
         root = self.loaded()
         bases = () if root is None else tuple(attrgetter(name)(root) for name in self.optimizers)
@@ -72,7 +73,7 @@ FRAMEWORKS = (
 )
 
 
-def framework_of(optimizer: Any) -> Framework:
+def framework_of(optimizer: object) -> Framework:
     """Returns the framework of an optimizer, or of those in a list.
 
     Raises:
@@ -85,7 +86,7 @@ def framework_of(optimizer: Any) -> Framework:
     raise ArgumentTypeError(not_an_optimizer(optimizer))
 
 
-def default_keras(config: Any = None) -> Framework:
+def default_keras(config: object = None) -> Framework:
     """Returns Keras 3 or tf_keras, if the caller did not specify which.
 
     Args:
@@ -103,7 +104,7 @@ def default_keras(config: Any = None) -> Framework:
     return TF_KERAS if older else KERAS
 
 
-def _is_of_tf_keras(config: Any) -> bool:
+def _is_of_tf_keras(config: object) -> bool:
     described = config if isinstance(config, dict) else {}
     inner = described.get("inner_optimizer", described.get("optimizer"))
     if not isinstance(inner, dict):
@@ -115,22 +116,22 @@ def _is_of_tf_keras(config: Any) -> bool:
 
 def is_graph_of_tensorflow_1() -> bool:
     """Whether calls build a TensorFlow 1 graph, whose variables a session initializes."""
-    tf: Any = sys.modules.get("tensorflow")
+    tf = sys.modules.get("tensorflow")
     # While TensorFlow is imported it has no such name yet.
-    if not hasattr(tf, "executing_eagerly") or tf.executing_eagerly():
+    if tf is None or not hasattr(tf, "executing_eagerly") or tf.executing_eagerly():
         return False
     return not tf.compat.v1.get_default_graph().building_function
 
 
 # Cached also because AutoGraph cannot convert an import in a function that is being traced.
 @functools.cache
-def package(name: str) -> Any:
+def package(name: str) -> ModuleType:
     """Imports a module of this library; the error names the package to install."""
     with naming_missing_packages():
         return importlib.import_module(name)
 
 
-def submodule(parent: str, name: str) -> Any:
+def submodule(parent: str, name: str) -> ModuleType:
     """Returns a module of a package that imports it when it is first asked for.
 
     Raises:
@@ -178,7 +179,7 @@ def naming_missing_packages(*needed: str) -> Iterator[None]:
         raise not_installed(lacking) from error
 
 
-def not_an_optimizer(optimizer: Any) -> str:
+def not_an_optimizer(optimizer: object) -> str:
     """Returns the message for an object that cannot be wrapped."""
     return (
         "The first argument must be an optimizer to wrap, an instance such as "

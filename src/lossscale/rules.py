@@ -24,6 +24,7 @@ from lossscale.checks import (
     checked_truth,
 )
 from lossscale.errors import ArgumentError
+from lossscale.framework_types import Library, RuleState, Scalar
 
 __all__ = [
     "DynamicScale",
@@ -44,8 +45,8 @@ class ScaleState(NamedTuple):
         good_steps: Integer scalar; finite steps since the scale last changed.
     """
 
-    scale: Any
-    good_steps: Any
+    scale: Scalar
+    good_steps: Scalar
 
 
 class OverflowCountState(NamedTuple):
@@ -57,9 +58,9 @@ class OverflowCountState(NamedTuple):
         overflows: Integer scalar; overflows in a row, up to `overflows_before_backoff`.
     """
 
-    scale: Any
-    good_steps: Any
-    overflows: Any
+    scale: Scalar
+    good_steps: Scalar
+    overflows: Scalar
 
 
 class StatsRequest(NamedTuple):
@@ -88,10 +89,10 @@ class GradientStats(NamedTuple):
         elements: float32; number of elements. None unless counts are needed.
     """
 
-    finite: Any
-    largest: Any = None
-    counts: tuple[Any, ...] = ()
-    elements: Any = None
+    finite: Scalar
+    largest: Scalar = None
+    counts: tuple[Scalar, ...] = ()
+    elements: Scalar = None
 
 
 @runtime_checkable
@@ -138,11 +139,11 @@ class ScaleRule(Protocol):
         """The lowest scale that the rule reaches; None if not known."""
         return None
 
-    def init(self) -> Any:
+    def init(self) -> RuleState:
         """Returns the first state, as Python numbers."""
         ...
 
-    def update(self, state: Any, stats: GradientStats, *, xp: Any) -> Any:
+    def update(self, state: RuleState, stats: GradientStats, *, xp: Library) -> RuleState:
         """Returns the state after a step.
 
         Args:
@@ -153,7 +154,7 @@ class ScaleRule(Protocol):
         """
         ...
 
-    def restored(self, state: Any) -> Any:
+    def restored(self, state: RuleState) -> RuleState:
         """Returns a state read from a file, made valid for this rule.
 
         Args:
@@ -230,7 +231,7 @@ class FixedScale(ScaleRule):
     def init(self) -> ScaleState:
         return ScaleState(scale=self.scale, good_steps=0)
 
-    def update(self, state: ScaleState, stats: GradientStats, *, xp: Any) -> ScaleState:
+    def update(self, state: ScaleState, stats: GradientStats, *, xp: Library) -> ScaleState:
         return state
 
     def restored(self, state: ScaleState) -> ScaleState:
@@ -304,20 +305,17 @@ class DynamicScale(ScaleRule):
     overflows_before_backoff: int = 1
 
     def __post_init__(self) -> None:
-        checked = {
-            "initial_scale": checked_scale("initial_scale", self.initial_scale),
-            "growth_interval": checked_interval("growth_interval", self.growth_interval),
-            "growth_factor": checked_number("growth_factor", self.growth_factor),
-            "backoff_factor": checked_number("backoff_factor", self.backoff_factor),
-            "min_scale": checked_scale("min_scale", self.min_scale),
-            "overflows_before_backoff": checked_interval(
-                "overflows_before_backoff", self.overflows_before_backoff
-            ),
+        checks = {
+            "initial_scale": checked_scale,
+            "growth_interval": checked_interval,
+            "growth_factor": checked_number,
+            "backoff_factor": checked_number,
+            "min_scale": checked_scale,
+            "overflows_before_backoff": checked_interval,
+            **({} if self.max_scale is None else {"max_scale": checked_scale}),
         }
-        if self.max_scale is not None:
-            checked["max_scale"] = checked_scale("max_scale", self.max_scale)
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        for name, check in checks.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
         # Rounded, because a factor that is 1 in float32 never moves the scale.
         if not 1.0 < _float32(self.growth_factor) < math.inf:
             raise ArgumentError(
@@ -370,7 +368,7 @@ class DynamicScale(ScaleRule):
             return ScaleState(scale=self.initial_scale, good_steps=0)
         return cast(ScaleState, OverflowCountState(self.initial_scale, 0, 0))
 
-    def update(self, state: ScaleState, stats: GradientStats, *, xp: Any) -> ScaleState:
+    def update(self, state: ScaleState, stats: GradientStats, *, xp: Library) -> ScaleState:
         scale, good_steps = state.scale, state.good_steps
         counted = good_steps + 1
         waiting = counted < self.growth_interval
@@ -383,8 +381,7 @@ class DynamicScale(ScaleRule):
         kept = xp.where(waiting | (grown > self.ceiling), scale, grown)
         counts = {}
         if self.overflows_before_backoff > 1:
-            given: Any = state
-            overflows = given.overflows + 1
+            overflows = cast(OverflowCountState, state).overflows + 1
             early = overflows < self.overflows_before_backoff
             lowered = xp.where(early, scale, lowered)
             overflows = xp.where(early, overflows, self.overflows_before_backoff)
@@ -414,7 +411,7 @@ class DynamicScale(ScaleRule):
         return dataclasses.asdict(self)
 
 
-RULES: dict[str, type[Any]] = {rule.__name__: rule for rule in (FixedScale, DynamicScale)}
+RULES: dict[str, type[ScaleRule]] = {rule.__name__: rule for rule in (FixedScale, DynamicScale)}
 """The rules that a configuration can name without `custom_objects`."""
 
 
@@ -428,7 +425,7 @@ class PythonNumbers:
     """The `xp` of a rule for Python numbers: the one function that rules use."""
 
     @staticmethod
-    def where(condition: bool, one: Any, other: Any) -> Any:
+    def where(condition: bool, one: Scalar, other: Scalar) -> Scalar:
         return one if condition else other
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from lossscale.errors import (
     AlreadyWrappedError,
@@ -14,8 +14,13 @@ from lossscale.errors import (
     GradientsError,
     MalformedGradientsError,
 )
+from lossscale.framework_types import Loss, Structure, Tensor
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule
+
+# Those of each framework.
+_Gradient = TypeVar("_Gradient")
+_Variable = TypeVar("_Variable")
 
 NOT_UNSCALED = (
     "get_scaled_loss() was called, and get_unscaled_gradients() was not, before "
@@ -27,16 +32,16 @@ NOT_UNSCALED = (
 
 _USEFUL_FLOOR = 2.0**-24
 # By identity: an optimizer may be unhashable, or equal to another one.
-_wrappers: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+_wrappers: dict[int, tuple[weakref.ref[object], weakref.ref[object]]] = {}
 
 
-def living_wrapper(inner: Any) -> Any:
+def living_wrapper(inner: object) -> Any:
     """Returns the living wrapper of an optimizer, or None."""
     found = _wrappers.get(id(inner))
     return found[1]() if found is not None and found[0]() is inner else None
 
 
-def check_not_wrapped(inner: Any, wrappers: Any = ()) -> None:
+def check_not_wrapped(inner: object, wrappers: type | tuple[type, ...] = ()) -> None:
     """Checks that an optimizer has no loss scaling and no living wrapper.
 
     Args:
@@ -59,7 +64,7 @@ def check_not_wrapped(inner: Any, wrappers: Any = ()) -> None:
         )
 
 
-def check_some_gradient(gradients: Sequence[Any]) -> None:
+def check_some_gradient(gradients: Sequence[object]) -> None:
     if all(gradient is None for gradient in gradients):
         raise GradientsError(
             "No gradients provided for any variable. Received: "
@@ -68,7 +73,7 @@ def check_some_gradient(gradients: Sequence[Any]) -> None:
         )
 
 
-def listed(grads: Any) -> list[Any]:
+def listed(grads: Iterable[_Gradient]) -> list[_Gradient]:
     """Returns gradients as a list.
 
     Raises:
@@ -83,8 +88,8 @@ def listed(grads: Any) -> list[Any]:
 
 
 def checked_pairs(
-    grads_and_vars: Any, is_variable: Callable[[Any], bool]
-) -> tuple[list[Any], list[Any]]:
+    grads_and_vars: Iterable[tuple[_Gradient, _Variable]], is_variable: Callable[[object], bool]
+) -> tuple[list[_Gradient], list[_Variable]]:
     """Returns the gradients and the variables of (gradient, variable) pairs.
 
     Raises:
@@ -92,7 +97,7 @@ def checked_pairs(
         GradientsError: If no variable has a gradient.
     """
     try:
-        pairs = [tuple(pair) for pair in grads_and_vars]
+        pairs: list[tuple[Any, ...]] = [tuple(pair) for pair in grads_and_vars]
     except TypeError:
         pairs = [(grads_and_vars,)]
     for pair in pairs:
@@ -106,19 +111,19 @@ def checked_pairs(
     return gradients, [variable for _, variable in pairs]
 
 
-def with_gradient(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+def with_gradient(gradients: Sequence[object], variables: Sequence[_Variable]) -> list[_Variable]:
     """Returns the variables that have a gradient."""
     pairs = zip(gradients, variables, strict=False)
     return [variable for gradient, variable in pairs if gradient is not None]
 
 
-def takes(function: Callable[..., Any], name: str) -> bool:
+def takes(function: Callable[..., object], name: str) -> bool:
     """Whether a function has an argument of this name, or takes any."""
     arguments = signature_of(function)
     return name in arguments or any(each.kind == each.VAR_KEYWORD for each in arguments.values())
 
 
-def signature_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def signature_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
     """The arguments of a function by name; those of a method are read once, with `self`."""
     method = getattr(function, "__func__", None)
     return inspect.signature(function).parameters if method is None else _arguments(method)
@@ -126,25 +131,27 @@ def signature_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter
 
 # Only of methods, which live as long as their class.
 @functools.lru_cache
-def _arguments(method: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def _arguments(method: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(method).parameters
 
 
-def scaled_value(loss: Any, scale: Callable[[Any], Any]) -> Any:
+def scaled_value(loss: Loss, scale: Callable[[Loss], Loss]) -> Tensor:
     """Scales a loss that is a tensor, or a callable that returns one."""
     scaled = scale(loss)
     return scaled() if callable(scaled) else scaled
 
 
-def remember_wrapper(inner: Any, wrapper: Any) -> None:
+def remember_wrapper(inner: object, wrapper: object) -> None:
     """Records that `wrapper` wraps `inner`, as long as the wrapper lives."""
     key = id(inner)
     _wrappers[key] = weakref.ref(inner, lambda _: _wrappers.pop(key, None)), weakref.ref(wrapper)
 
 
 def flat_list(
-    variables: Any, flatten: Callable[[Any], list[Any]], is_variable: Callable[[Any], bool]
-) -> list[Any]:
+    variables: Structure,
+    flatten: Callable[[Structure], list[_Variable]],
+    is_variable: Callable[[object], bool],
+) -> list[_Variable]:
     """Returns a list of variables from one variable or a nest of them.
 
     Raises:
@@ -184,7 +191,7 @@ def warned_at_floor(
     return True
 
 
-def check_named(third: Sequence[Any]) -> None:
+def check_named(third: Sequence[object]) -> None:
     """Checks that `apply_gradients` was called without a third positional argument.
 
     Raises:

@@ -7,12 +7,12 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 _ABSENT = object()
 
 
-def replace(stack: contextlib.ExitStack, target: Any, name: str, value: Any) -> None:
+def replace(stack: contextlib.ExitStack, target: object, name: str, value: object) -> None:
     """Sets an attribute of a module; closing the stack restores the old value, or removes it."""
     before = vars(target).get(name, _ABSENT)
     setattr(target, name, value)

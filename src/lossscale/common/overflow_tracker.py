@@ -11,6 +11,7 @@ import collections
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from lossscale.framework_types import Array, Gradient, Scalar, Variable
 from lossscale.monitoring.record import NonfiniteTensor
 from lossscale.monitoring.recorder import SkippedStep
 
@@ -29,12 +30,12 @@ class CheckedStep(NamedTuple):
         is_shared: Whether all replicas have the same gradients; otherwise each has its own.
     """
 
-    gradients: Sequence[Any]
-    variables: Sequence[Any]
-    unscale: Callable[[Sequence[Any]], list[Any]]
-    finite: Any
-    scale: Any
-    number: Any
+    gradients: Sequence[Gradient]
+    variables: Sequence[Variable]
+    unscale: Callable[[Sequence[Gradient]], list[Gradient]]
+    finite: Scalar
+    scale: Scalar
+    number: Scalar
     is_shared: bool
 
 
@@ -53,7 +54,7 @@ def unique_names(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(unique)
 
 
-def nonfinite_tensors(names: Sequence[str], counts: Any) -> tuple[NonfiniteTensor, ...]:
+def nonfinite_tensors(names: Sequence[str], counts: Array) -> tuple[NonfiniteTensor, ...]:
     """Returns the tensors with a count that is not 0.
 
     Args:
@@ -71,7 +72,7 @@ class OverflowTracker:
     """Tracks gradients that come with their variables, in any order."""
 
     names: tuple[str, ...]
-    variables: Sequence[Any] = ()
+    variables: Sequence[Variable] = ()
     """Variables that a compiled step must take and return; empty if there are none."""
 
     _rows: dict[int, int] | None = None
@@ -84,7 +85,7 @@ class OverflowTracker:
     # the last skipped step, None if it is not one of the steps that are asked for.
     read: Callable[[int, int], tuple[float, SkippedStep | None]]
 
-    def build(self, variables: Sequence[Any], names: Sequence[str]) -> None:
+    def build(self, variables: Sequence[Variable], names: Sequence[str]) -> None:
         """Creates the counts for the gradients of these variables; a second call does nothing."""
         if self._rows is not None:
             return
@@ -101,9 +102,9 @@ class OverflowTracker:
     def count_from(self, step: int) -> None:
         """Sets the number of steps so far, if the tracker counts them."""
 
-    def _unscaled_by_row(self, step: CheckedStep) -> list[Any]:
+    def _unscaled_by_row(self, step: CheckedStep) -> list[Gradient]:
         """Returns the unscaled gradient, or None, of each variable."""
-        by_row: list[Any] = [None] * len(self.names)
+        by_row: list[Gradient] = [None] * len(self.names)
         unscaled = step.unscale(step.gradients)
         for gradient, variable in zip(unscaled, step.variables, strict=True):
             row = (self._rows or {}).get(id(variable))

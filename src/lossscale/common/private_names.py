@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from operator import attrgetter
+from types import ModuleType
 from typing import Any, TypeVar
 
 from lossscale.errors import UnsupportedError
@@ -14,7 +15,7 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 _MISSING = object()
 
 
-def private_module(module: str, purpose: str) -> Any:
+def private_module(module: str, purpose: str) -> ModuleType:
     """Returns a private module of a framework.
 
     Args:
@@ -28,7 +29,7 @@ def private_module(module: str, purpose: str) -> Any:
     return sys.modules[module]
 
 
-def private_name(module: str, name: str, purpose: str, fallback: Any = _MISSING) -> Any:
+def private_name(module: str, name: str, purpose: str, fallback: object = _MISSING) -> Any:
     """Returns a private object of a framework.
 
     Args:
@@ -51,7 +52,7 @@ def private_name(module: str, name: str, purpose: str, fallback: Any = _MISSING)
         raise _gone(root, f"{module}.{name}", purpose) from error
 
 
-def check_attribute(root: str, holder: Any, name: str, purpose: str) -> None:
+def check_attribute(root: str, holder: object, name: str, purpose: str) -> None:
     """Raises an error unless an object has the private attribute to replace.
 
     Args:
@@ -84,5 +85,5 @@ def do_not_convert(function: _Function) -> _Function:
     of the user's that is called from there. Where a release does not know the mark, tracing takes
     longer and does the same.
     """
-    function.autograph_info__ = {}  # type: ignore[attr-defined]
+    function.autograph_info__ = {}  # type: ignore[attr-defined]  # no name of Python
     return function

@@ -6,7 +6,8 @@ long on JAX, and up to 1.2 times on TensorFlow if their shapes differ.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+
+from lossscale.framework_types import Array
 
 SMALL = 2**14
 """A tensor with fewer elements is small."""
@@ -16,8 +17,8 @@ MOST_JOINED = 2**20
 
 
 def grouped_by_size(
-    parts: list[Any], size: Callable[[Any], int | None], most: int = MOST_JOINED
-) -> tuple[list[list[Any]], list[Any]]:
+    parts: list[Array], size: Callable[[Array], int | None], most: int = MOST_JOINED
+) -> tuple[list[list[Array]], list[Array]]:
     """Divides tensors into small ones, in a list for each dtype, and the others.
 
     Args:
@@ -26,7 +27,7 @@ def grouped_by_size(
         most: The largest number of elements of all small ones together; further tensors are with
             the others.
     """
-    small: dict[str, list[Any]] = {}
+    small: dict[str, list[Array]] = {}
     large, total = [], 0
     for part in parts:
         elements = size(part)

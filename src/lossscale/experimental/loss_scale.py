@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import abc
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lossscale import registry
 from lossscale.arguments import made_from, rule_from_loss_scale_arguments
 from lossscale.checks import checked_scale
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.framework_types import Config, DType, Operation, Scalar, Structure, Tensor, Variable
 from lossscale.rules import DynamicScale, FixedScale, GradientStats, ScaleRule
+
+if TYPE_CHECKING:
+    from lossscale.keras_common.state import ScaleVariables
 
 
 class LossScale(abc.ABC):
@@ -23,11 +27,11 @@ class LossScale(abc.ABC):
     """
 
     @abc.abstractmethod
-    def __call__(self) -> Any:
+    def __call__(self) -> Tensor:
         """Returns the current loss scale, a float32 scalar tensor."""
 
     @abc.abstractmethod
-    def update(self, grads: Any) -> tuple[Any, Any]:
+    def update(self, grads: Structure) -> tuple[Operation, Scalar]:
         """Updates the loss scale from the gradients of a step.
 
         Args:
@@ -47,7 +51,7 @@ class LossScale(abc.ABC):
         """Creates a loss scale from its configuration, without saved state."""
         return cls(**config)
 
-    def _add_weight(self, name: str, initial_value: Any, dtype: Any = None) -> Any:
+    def _add_weight(self, name: str, initial_value: Scalar, dtype: DType = None) -> Variable:
         """Adds a scalar variable to this loss scale and returns it.
 
         Args:
@@ -56,7 +60,7 @@ class LossScale(abc.ABC):
             dtype: Its dtype; None takes the dtype of `initial_value`.
         """
         # A subclass may forget to call __init__.
-        weights: dict[str, Any] = self.__dict__.setdefault("_weights", {})
+        weights: dict[str, Variable] = self.__dict__.setdefault("_weights", {})
         if name in weights:
             raise ArgumentError(
                 f"This loss scale already has a weight of this name. Received: {name!r}. Use "
@@ -65,11 +69,11 @@ class LossScale(abc.ABC):
         weights[name] = registry.default_keras().wrapper()._new_variable(name, dtype, initial_value)
         return weights[name]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         values = {name: variable.numpy().item() for name, variable in self._variables().items()}
         return _rebuild, (type(self), self.get_config(), values)
 
-    def _variables(self) -> dict[str, Any]:
+    def _variables(self) -> dict[str, Variable]:
         return dict(self.__dict__.get("_weights", {}))
 
 
@@ -77,22 +81,25 @@ class _RuleLossScale(LossScale):
     """A loss scale that follows a rule; its variables are created at their first use."""
 
     _rule: ScaleRule
-    _state: Any = None
+    _state: ScaleVariables | None = None
 
-    def _variables(self) -> dict[str, Any]:
+    def _variables(self) -> dict[str, Variable]:
         of_rule = {} if self._state is None else self._bound_state().variables
         return {**of_rule, **super()._variables()}
 
-    def _bound_state(self, wrapper: Any = None) -> Any:
+    def _bound_state(self, wrapper: type[Any] | None = None) -> ScaleVariables:
         """Returns the variables, in the Keras of an optimizer if its class is given."""
         before = self._state
-        if before is None or (wrapper and not isinstance(before, wrapper._state_class)):
-            self._state = (wrapper or registry.default_keras().wrapper())._state_class(self._rule)
-            if before is not None:
-                # The value was asked for before the object met an optimizer of the other Keras.
-                values = {field: v.numpy().item() for field, v in before.variables.items()}
-                self._state.write(before.first._replace(**values))
-        return self._state
+        if before is not None and (wrapper is None or isinstance(before, wrapper._state_class)):
+            return before
+        wrapper = wrapper or registry.default_keras().wrapper()
+        state: ScaleVariables = wrapper._state_class(self._rule)
+        if before is not None:
+            # The value was asked for before the object met an optimizer of the other Keras.
+            values = {field: v.numpy().item() for field, v in before.variables.items()}
+            state.write(before.first._replace(**values))
+        self._state = state
+        return state
 
 
 class FixedLossScale(_RuleLossScale):
@@ -120,11 +127,11 @@ class FixedLossScale(_RuleLossScale):
         # `lossscale.install()`.
         return self._rule.scale
 
-    def __call__(self) -> Any:
+    def __call__(self) -> Tensor:
         """Returns the loss scale, a float32 scalar tensor."""
         return registry.default_keras().wrapper()._float32(self._rule.scale)
 
-    def update(self, grads: Any) -> tuple[Any, bool]:
+    def update(self, grads: Structure) -> tuple[Operation, bool]:
         """Returns None and True: the scale is fixed, and every step is applied."""
         return _operation(None), True
 
@@ -183,21 +190,21 @@ class DynamicLossScale(_RuleLossScale):
         """The factor by which the scale grows."""
         return self._rule.growth_factor
 
-    def __call__(self) -> Any:
+    def __call__(self) -> Tensor:
         """Returns the current loss scale, a float32 scalar tensor."""
         return self._bound_state().read().scale
 
     # Other attributes that programs of that time read.
 
     @property
-    def _current_loss_scale(self) -> Any:
+    def _current_loss_scale(self) -> Variable:
         return self._bound_state().variables["scale"]
 
     @property
-    def _num_good_steps(self) -> Any:
+    def _num_good_steps(self) -> Variable:
         return self._bound_state().variables["good_steps"]
 
-    def update(self, grads: Any) -> tuple[Any, Any]:
+    def update(self, grads: Structure) -> tuple[Operation, Tensor]:
         """Updates the loss scale.
 
         Args:
@@ -227,7 +234,7 @@ class DynamicLossScale(_RuleLossScale):
         return f"DynamicLossScale({settings})"
 
 
-def _operation(moved: Any) -> Any:
+def _operation(moved: Operation) -> Operation:
     if not registry.is_graph_of_tensorflow_1():
         return None
     tracing = registry.package("lossscale.tensorflow.tracing")
@@ -245,12 +252,11 @@ def _rebuild(cls: type[LossScale], config: dict[str, Any], values: dict[str, Any
     return loss_scale
 
 
-def get(loss_scale: Any) -> LossScale:
+def get(loss_scale: Scalar | str | LossScale) -> LossScale:
     """Returns the loss scale for an argument of the optimizer.
 
     Args:
-        loss_scale: A number for a fixed scale, `"dynamic"`, a `LossScale`, or the dictionary
-            with `class_name` and `config` from an optimizer's configuration.
+        loss_scale: A number for a fixed scale, `"dynamic"` or a `LossScale`.
 
     Raises:
         TypeError: If it has another type.
@@ -260,15 +266,15 @@ def get(loss_scale: Any) -> LossScale:
         return loss_scale
     if isinstance(loss_scale, str) and loss_scale == "dynamic":
         return DynamicLossScale()
-    if type(loss_scale).__name__ in _KNOWN and hasattr(loss_scale, "get_config"):
-        # TensorFlow's own class of this name, still found under tf.compat.v1.
-        return deserialize(serialize(loss_scale))
     message = (
         "`loss_scale` must be a number, the string 'dynamic' or a LossScale. "
         f"Received: loss_scale={loss_scale!r} of type {type(loss_scale).__name__}."
     )
     if isinstance(loss_scale, (str, bool)) or loss_scale is None:
         raise ArgumentError(message)
+    if type(loss_scale).__name__ in _KNOWN and hasattr(loss_scale, "get_config"):
+        # TensorFlow's own class of this name, still found under tf.compat.v1.
+        return deserialize(serialize(loss_scale))
     try:
         value = float(loss_scale)
     except (TypeError, ValueError):
@@ -302,7 +308,9 @@ def serialize(loss_scale: LossScale) -> dict[str, Any]:
     return {"class_name": type(loss_scale).__name__, "config": loss_scale.get_config()}
 
 
-def deserialize(config: Any, custom_objects: dict[str, Any] | None = None) -> LossScale:
+def deserialize(
+    config: Config | LossScale, custom_objects: dict[str, Any] | None = None
+) -> LossScale:
     """Returns the loss scale that `serialize` described.
 
     Args:
@@ -315,12 +323,8 @@ def deserialize(config: Any, custom_objects: dict[str, Any] | None = None) -> Lo
     if not isinstance(config, dict):
         return get(config)
     known = {**_KNOWN, **(custom_objects or {})}
-    loss_scale: LossScale = made_from(
-        config,
-        {name: functools.partial(_from_settings, cls) for name, cls in known.items()},
-        "loss scale",
-    )
-    return loss_scale
+    makers = {name: functools.partial(_from_settings, cls) for name, cls in known.items()}
+    return made_from(config, makers, "loss scale")
 
 
 def _from_settings(cls: type[LossScale], /, **settings: Any) -> LossScale:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lossscale import registry
 from lossscale.arguments import arguments_from_config, check_config, rule_from_arguments
@@ -19,6 +19,7 @@ from lossscale.experimental.loss_scale import (
     get,
     serialize,
 )
+from lossscale.framework_types import Gradient, KerasOptimizer, Library, Scalar
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.members import with_public_names
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
@@ -42,14 +43,18 @@ class LossScaleAsObject(_Wrapper):
     _name_of_inner = "optimizer"
     _takes_third = True
 
-    def __init__(self, optimizer: Any, loss_scale: Any, name: str | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: KerasOptimizer,
+        loss_scale: Scalar | str | LossScale,
+        name: str | None = None,
+    ) -> None:
         loss_scale = get(loss_scale)
         # The wrapper's constructor needs it, and Keras rejects attributes before its own
         # constructor has run.
         self.__dict__["_loss_scale"] = loss_scale
-        by_rule = _moves_by_its_rule(loss_scale)
-        rule = loss_scale._rule if by_rule else UserLossScaleRule(loss_scale)
-        super().__init__(optimizer, rule=rule, name=name)
+        own = loss_scale._rule if _moves_by_its_rule(loss_scale) else UserLossScaleRule(loss_scale)
+        super().__init__(optimizer, rule=own, name=name)
 
     @property
     def loss_scale(self) -> LossScale:
@@ -58,8 +63,7 @@ class LossScaleAsObject(_Wrapper):
         self._ledger.is_scale_read = True
         return loss_scale
 
-    def _first_state(self) -> Any:
-        state: Any = None
+    def _first_state(self) -> ScaleVariables:
         loss_scale = self._loss_scale
         if isinstance(loss_scale, _RuleLossScale):
             state = loss_scale._bound_state(type(self))
@@ -103,7 +107,7 @@ class LossScaleAsObject(_Wrapper):
         return {"loss_scale": self._loss_scale, "name": self.name}
 
 
-def _moves_by_its_rule(loss_scale: LossScale) -> bool:
+def _moves_by_its_rule(loss_scale: LossScale) -> TypeGuard[_RuleLossScale]:
     """Whether a subclass does not override `update`, so that the optimizer can update it."""
     cls = type(loss_scale)
     return any(
@@ -123,7 +127,7 @@ class UserLossScaleRule(ScaleRule):
     def init(self) -> ScaleState:
         return ScaleState(scale=self._first, good_steps=0)
 
-    def update(self, state: ScaleState, stats: GradientStats, *, xp: Any) -> ScaleState:
+    def update(self, state: ScaleState, stats: GradientStats, *, xp: Library) -> ScaleState:
         return state
 
     def get_config(self) -> dict[str, Any]:
@@ -151,7 +155,7 @@ class VariablesOfUser(ScaleVariables):
     def update(self, stats: GradientStats) -> None:
         """Does nothing: it moved when it decided."""
 
-    def decide(self, unscaled: list[Any]) -> Any:
+    def decide(self, unscaled: list[Gradient]) -> Scalar:
         """Moves the loss scale; returns whether to apply the gradients."""
         if self._replica_count() > 1:
             raise UnsupportedError(

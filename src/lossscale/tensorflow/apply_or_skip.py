@@ -16,6 +16,19 @@ import tensorflow as tf
 
 from lossscale import registry
 from lossscale.common.private_names import do_not_convert
+from lossscale.framework_types import (
+    Array,
+    Function,
+    Gradient,
+    KerasOptimizer,
+    Model,
+    Operation,
+    Scalar,
+    Strategy,
+    Structure,
+    Tensor,
+    Variable,
+)
 from lossscale.packages import warn
 from lossscale.rules import GradientStats
 from lossscale.tensorflow.private_names import as_one_operation, strategy_supports_no_merge_call
@@ -23,16 +36,15 @@ from lossscale.tensorflow.replicas import current_location
 from lossscale.tensorflow.tracing import after, grouped, in_xla, translated
 
 _KERASES = tuple(framework.root for framework in registry.KERASES)
-_ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
 
 
 def apply_or_skip(
-    optimizer: Any,
+    optimizer: KerasOptimizer,
     stats: GradientStats,
     step: Any,
-    apply: Callable[[Sequence[Any], Any], Any],
-    update_scale: Callable[[GradientStats], Any],
-) -> Any:
+    apply: Callable[[Sequence[Gradient], Scalar], object],
+    update_scale: Callable[[GradientStats], object],
+) -> Operation:
     """Applies or skips a step on all replicas alike, then updates the loss scale once.
 
     Args:
@@ -62,8 +74,8 @@ def apply_or_skip(
 
     @do_not_convert
     def in_cross_replica(
-        strategy: Any, stats: GradientStats, gradients: Sequence[Any], scale: Any
-    ) -> Any:
+        strategy: Strategy, stats: GradientStats, gradients: Sequence[Gradient], scale: Scalar
+    ) -> Operation:
         # The statistics are the same on all replicas.
         stats = tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], stats)
         # The branch must be outside the replicas: inside a branch they could not synchronize to
@@ -79,13 +91,15 @@ def apply_or_skip(
 
 
 def _branch(
-    stats: GradientStats, apply: Callable[[], Any], update_scale: Callable[[GradientStats], Any]
-) -> Any:
+    stats: GradientStats,
+    apply: Callable[[], object],
+    update_scale: Callable[[GradientStats], object],
+) -> Operation:
     """Applies or skips, and updates the loss scale; in the branch that takes the step, if any."""
     if stats.finite is True:
         return grouped(apply(), update_scale(stats))
 
-    def finished(applied: Any, finite: bool) -> Any:
+    def finished(applied: object, finite: bool) -> Tensor:
         results = [applied, update_scale(stats._replace(finite=finite))]
         return after(results, lambda: tf.constant(True))
 
@@ -93,7 +107,7 @@ def _branch(
     return grouped(as_one_operation(branch))
 
 
-def _can_keep_old_values(inner_optimizer: Any, gradients: Sequence[Any]) -> bool:
+def _can_keep_old_values(inner_optimizer: KerasOptimizer, gradients: Sequence[Gradient]) -> bool:
     """Whether the step that is being traced can be skipped by keeping old values.
 
     Args:
@@ -116,7 +130,7 @@ def _can_keep_old_values(inner_optimizer: Any, gradients: Sequence[Any]) -> bool
 
 
 @contextlib.contextmanager
-def _keeping_old_values(variables: Sequence[Any], finite: Any) -> Iterator[None]:
+def _keeping_old_values(variables: Sequence[tf.Variable], finite: Tensor) -> Iterator[None]:
     """Makes assignments to these variables keep the old value unless `finite`.
 
     Args:
@@ -131,22 +145,22 @@ def _keeping_old_values(variables: Sequence[Any], finite: Any) -> Iterator[None]
         yield
     finally:
         for target in targets:
-            for name in _ASSIGNMENTS:
+            for name in ("assign", "assign_add", "assign_sub"):
                 target.__dict__.pop(name, None)
 
 
-def _choosing_assignments(variable: Any, finite: Any) -> dict[str, Callable[..., Any]]:
+def _choosing_assignments(variable: tf.Variable, finite: Tensor) -> dict[str, Function]:
     write = variable.assign
 
-    def assign(value: Any, *args: Any, **kwargs: Any) -> Any:
+    def assign(value: Array, *args: Any, **kwargs: Any) -> Operation:
         old = variable.read_value()
         value = tf.convert_to_tensor(value, dtype=old.dtype)
         return write(tf.where(finite, value, old), *args, **kwargs)
 
-    def assign_add(delta: Any, *args: Any, **kwargs: Any) -> Any:
+    def assign_add(delta: Array, *args: Any, **kwargs: Any) -> Operation:
         return assign(variable.read_value() + delta, *args, **kwargs)
 
-    def assign_sub(delta: Any, *args: Any, **kwargs: Any) -> Any:
+    def assign_sub(delta: Array, *args: Any, **kwargs: Any) -> Operation:
         return assign(variable.read_value() - delta, *args, **kwargs)
 
     return {"assign": assign, "assign_add": assign_add, "assign_sub": assign_sub}
@@ -157,12 +171,12 @@ def _choosing_assignments(variable: Any, finite: Any) -> dict[str, Callable[...,
 
 @do_not_convert
 def run_guarded(
-    model: Any,
-    step: Callable[..., Any],
-    args: tuple[Any, ...],
-    optimizers: Sequence[Any],
-    weights_of: Callable[[Any], list[Any]],
-) -> Any:
+    model: Model,
+    step: Function,
+    args: tuple[Structure, ...],
+    optimizers: Sequence[KerasOptimizer],
+    weights_of: Callable[[Model], list[Variable]],
+) -> Structure:
     """Runs the training step of a guarded model, and puts weights back if it was skipped.
 
     Args:
@@ -189,15 +203,12 @@ def run_guarded(
         )
     skipped = tf.reduce_any([tf.not_equal(*each) for each in zip(counters, counts, strict=True)])
 
-    def put_back() -> Any:
+    def put_back() -> Tensor:
         for weight, value in zip(weights, before, strict=True):
             weight.assign(value, read_value=False)
         return tf.constant(True)
 
-    if tf.executing_eagerly():
-        if bool(skipped):
-            put_back()
-    elif in_xla():
+    if in_xla():
         # A branch would copy each of them.
         for weight, value in zip(weights, before, strict=True):
             weight.assign(tf.where(skipped, value, weight), read_value=False)
@@ -206,7 +217,7 @@ def run_guarded(
     return result
 
 
-def _build(model: Any, args: tuple[Any, ...]) -> None:
+def _build(model: Model, args: tuple[Structure, ...]) -> None:
     """Makes the weights of a model as its first step would; tf_keras makes them no earlier."""
     batch = args[0] if args else None
     inputs = batch[0] if isinstance(batch, tuple) and batch else batch
@@ -215,7 +226,7 @@ def _build(model: Any, args: tuple[Any, ...]) -> None:
         tf.function(lambda: (model(inputs), None)[1], autograph=False).get_concrete_function()
 
 
-def _of_this_replica(variable: Any) -> Any:
+def _of_this_replica(variable: Variable) -> tf.Variable:
     """The TensorFlow variable behind one of Keras 3 or tf_keras; of replicas, that of this one."""
     variable = getattr(variable, "_value", getattr(variable, "_variable", variable))
     if not tf.distribute.has_strategy():

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from lossscale import registry
 from lossscale.common.checks import flat_list, scaled_value
 from lossscale.common.private_names import do_not_convert
 from lossscale.errors import GradientsError, UnsupportedError
+from lossscale.framework_types import Gradient, Loss, Structure, Tensor, Variable
 from lossscale.tensorflow import overflow_check, replicas, scaling
 from lossscale.tensorflow.apply_or_skip import apply_or_skip, run_guarded
 from lossscale.tensorflow.tracing import translated
+
+if TYPE_CHECKING:
+    from lossscale.tensorflow.overflow_tracker import OverflowTracker
 
 
 class TensorFlowOperations:
@@ -30,17 +33,19 @@ class TensorFlowOperations:
     run_guarded = staticmethod(run_guarded)
     eager_scope = staticmethod(tf.init_scope)
     # Defined by a subclass: whether a value is a variable.
-    is_variable: Callable[[Any], bool]
+    is_variable: Callable[[object], bool]
 
     @staticmethod
-    def new_overflow_tracker() -> Any:
+    def new_overflow_tracker() -> OverflowTracker:
         """Returns what tracks overflows for a monitor."""
         if not tf.executing_eagerly():
             raise UnsupportedError(
                 "LossScaleMonitor does not work in graphs of TensorFlow 1. Leave out "
                 "tf.compat.v1.disable_eager_execution(), or the monitor."
             )
-        return registry.package("lossscale.tensorflow.overflow_tracker").OverflowTracker()
+        from lossscale.tensorflow.overflow_tracker import OverflowTracker
+
+        return OverflowTracker()
 
     def check_context(self) -> None:
         """Raises under a strategy that does not work, and between the replicas of one."""
@@ -48,20 +53,25 @@ class TensorFlowOperations:
         replicas.check_strategy()
         replicas.check_replica_context()
 
-    def runs_now(self, gradients: Sequence[Any]) -> bool:
+    def runs_now(self, gradients: Sequence[Gradient]) -> bool:
         """Whether the step is taken eagerly, by one replica."""
         return tf.executing_eagerly() and not tf.distribute.has_strategy()
 
     @do_not_convert
-    def flat_variables(self, variables: Any) -> list[Any]:
+    def flat_variables(self, variables: Structure) -> list[Variable]:
         """Returns a list of variables from one variable or a nest of them."""
         return flat_list(variables, tf.nest.flatten, self.is_variable)
 
 
 @do_not_convert
 def recorded(
-    loss: Any, variables: Any, scale: Callable[[Any], Any], *, tape: Any = None, watch: Any = ()
-) -> tuple[Any, Any, Any]:
+    loss: Loss,
+    variables: Structure | Callable[[], Structure],
+    scale: Callable[[Loss], Loss],
+    *,
+    tape: tf.GradientTape | None = None,
+    watch: Sequence[Variable] = (),
+) -> tuple[tf.GradientTape, Tensor, Structure]:
     """Runs a loss under a tape and scales it there.
 
     Args:

@@ -8,17 +8,19 @@ each element is checked.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from lossscale.common.sizes import MOST_JOINED, SMALL, grouped_by_size
+from lossscale.framework_types import Gradient, Scalar, Tensor
 from lossscale.rules import GradientStats, StatsRequest
 from lossscale.tensorflow.scaling import quotient_of, real_parts, unscaled, widened
 from lossscale.tensorflow.tracing import in_xla
 
 
-def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool = True) -> Any:
+def all_finite(
+    gradients: Sequence[Gradient], scale: Scalar | None = None, powers_of_two: bool = True
+) -> Tensor:
     """Whether every element of every gradient is finite after unscaling.
 
     Args:
@@ -47,14 +49,17 @@ def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool 
         # Joining tensors pays only if there are few elements in all, so that the branch below is
         # not needed: with sums and a branch, a step with many small tensors took 1.2 times as long.
         small, large = [], parts
-    looked_at = [_as_one(group) for group in small]
+    looked_at = [
+        tf.concat([tf.reshape(p, [-1]) for p in group], 0) if len(group) > 1 else group[0]
+        for group in small
+    ]
     if compiled:
         # XLA would convert these again for the sum, which is slower than checking each element
         # on the way.
         looked_at += [part for part in large if part.op.type == "Cast"]
         large = [part for part in large if part.op.type != "Cast"]
 
-    def each_finite(parts: list[Any]) -> list[Any]:
+    def each_finite(parts: list[Tensor]) -> list[Tensor]:
         results = parts if scale is None else unscaled(parts, scale, powers_of_two)
         return [tf.reduce_all(tf.math.is_finite(result)) for result in results]
 
@@ -66,14 +71,14 @@ def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool 
             # A scale below 1 makes numbers larger.
             fits = tf.logical_and(fits, tf.logical_not(scale < 1.0))
 
-        def ask_again() -> Any:
+        def ask_again() -> Tensor:
             return _in_turn(each_finite, large) if compiled else _all_true(each_finite(large))
 
         verdicts.append(tf.cond(fits, lambda: tf.constant(True), ask_again))
     return _all_true(verdicts)
 
 
-def _in_turn(each_finite: Callable[[list[Any]], list[Any]], parts: list[Any]) -> Any:
+def _in_turn(each_finite: Callable[[list[Tensor]], list[Tensor]], parts: list[Tensor]) -> Tensor:
     # XLA would need memory for a copy of every tensor here, and reserves it in each step.
     finite = tf.constant(True)
     for part in parts:
@@ -83,19 +88,13 @@ def _in_turn(each_finite: Callable[[list[Any]], list[Any]], parts: list[Any]) ->
     return finite
 
 
-def _all_true(verdicts: list[Any]) -> Any:
+def _all_true(verdicts: list[Tensor]) -> Tensor:
     return verdicts[0] if len(verdicts) == 1 else tf.reduce_all(tf.stack(verdicts))
 
 
-def _as_one(parts: list[Any]) -> Any:
-    if len(parts) == 1:
-        return parts[0]
-    return tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
-
-
-def _sums(parts: list[Any]) -> Any:
+def _sums(parts: list[Tensor]) -> Tensor:
     """Whether the sum of each tensor is finite: a boolean scalar tensor."""
-    sums: dict[Any, list[Any]] = {}
+    sums: dict[tf.DType, list[Tensor]] = {}
     for part in parts:
         sums.setdefault(part.dtype, []).append(tf.reduce_sum(part))
     finite = [tf.math.is_finite(tf.stack(totals)) for totals in sums.values()]
@@ -104,9 +103,9 @@ def _sums(parts: list[Any]) -> Any:
 
 def gradient_stats(
     needs: StatsRequest,
-    finite: Any,
-    gradients: Sequence[Any],
-    scale: Any,
+    finite: Scalar,
+    gradients: Sequence[Gradient],
+    scale: Scalar,
     *,
     are_scaled: bool,
     are_shared: bool = False,
@@ -122,8 +121,12 @@ def gradient_stats(
         are_shared: Whether all replicas have the same gradients, already summed.
     """
 
-    def together(value: Any, reduce: Any) -> Any:
-        return value if are_shared else _over_replicas(value, reduce)
+    def together(value: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        replica = tf.distribute.get_replica_context()
+        if are_shared or replica is None or replica.num_replicas_in_sync == 1:
+            return value
+        # Strategies reduce by sums and means only.
+        return reduce(replica.all_gather(value[tf.newaxis], axis=0))
 
     parts = [tf.abs(widened(p)) for gradient in gradients for p in real_parts(gradient)]
     largest = None
@@ -136,7 +139,7 @@ def gradient_stats(
         return GradientStats(finite, largest)
     scaled = parts if are_scaled else [part * tf.cast(scale, part.dtype) for part in parts]
 
-    def count_from(edge: float) -> Any:
+    def count_from(edge: float) -> Tensor:
         numbers = [tf.math.count_nonzero(part >= edge, dtype=tf.float32) for part in scaled]
         return together(tf.add_n([tf.constant(0.0), *numbers]), tf.reduce_sum)
 
@@ -144,12 +147,3 @@ def gradient_stats(
     sizes = [tf.size(part, tf.int64) for part in parts]
     elements = tf.cast(tf.add_n([tf.constant(0, tf.int64), *sizes]), tf.float32)
     return GradientStats(finite, largest, counts, together(elements, tf.reduce_sum))
-
-
-def _over_replicas(value: Any, reduce: Any) -> Any:
-    """Reduces a scalar of each replica to the maximum or the sum."""
-    replica = tf.distribute.get_replica_context()
-    if replica is None or replica.num_replicas_in_sync == 1:
-        return value
-    # Strategies reduce by sums and means only.
-    return reduce(replica.all_gather(value[tf.newaxis], axis=0))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import tensorflow as tf
 
 from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
+from lossscale.framework_types import Array, Gradient, Tensor, Variable
 from lossscale.monitoring.recorder import SkippedStep
 from lossscale.tensorflow.scaling import real_parts
 
@@ -34,14 +32,14 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
         self._is_shared = step.is_shared
         self._scale.assign(tf.cast(step.scale, tf.float32))
         if step.finite is not True:
-            tf.cond(step.finite, _nothing, lambda: self._track_skip(step))
+            tf.cond(step.finite, lambda: tf.constant(False), lambda: self._track_skip(step))
 
-    def _track_skip(self, step: CheckedStep) -> Any:
+    def _track_skip(self, step: CheckedStep) -> Tensor:
         gradients = self._unscaled_by_row(step)
         self._nonfinite.assign(tf.stack([_nonfinite(gradient) for gradient in gradients]))
         self._skip_step.assign(tf.cast(step.number, tf.int64))
         self._skip_scale.assign(tf.cast(step.scale, tf.float32))
-        return _nothing()
+        return tf.constant(False)
 
     def read(self, after: int, until: int) -> tuple[float, SkippedStep | None]:
         skip = None
@@ -53,7 +51,7 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
         return float(_copies(self._scale)[0]), skip
 
 
-def _variable(name: str, dtype: Any, shape: tuple[int, ...]) -> Any:
+def _variable(name: str, dtype: tf.DType, shape: tuple[int, ...]) -> Variable:
     return tf.Variable(
         tf.zeros(shape, dtype),
         trainable=False,
@@ -63,18 +61,14 @@ def _variable(name: str, dtype: Any, shape: tuple[int, ...]) -> Any:
     )
 
 
-def _copies(variable: Any) -> Any:
+def _copies(variable: Variable) -> Array:
     """The values of this process's copies of a variable, in one NumPy array."""
     return np.stack([copy.numpy() for copy in getattr(variable, "values", (variable,))])
 
 
-def _nothing() -> Any:
-    return tf.constant(False)
-
-
-def _nonfinite(gradient: Any) -> Any:
+def _nonfinite(gradient: Gradient) -> Tensor:
     """Returns the numbers of infinite elements and of NaN, int64 of shape (2,)."""
-    tests: tuple[Callable[[Any], Any], ...] = (tf.math.is_inf, tf.math.is_nan)
+    tests = (tf.math.is_inf, tf.math.is_nan)
     counts = tf.zeros(2, tf.int64)
     for part in real_parts(gradient):
         counts += tf.stack([tf.math.count_nonzero(test(part), dtype=tf.int64) for test in tests])

@@ -6,11 +6,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import tensorflow as tf
 
 from lossscale.common.private_names import private_module, private_name
+from lossscale.framework_types import Function, Tensor
 
 Trackable: Any = private_name(
     "tensorflow",
@@ -22,7 +25,7 @@ DelegatingTrackableMixin: Any = private_name(
     "__internal__.tracking.DelegatingTrackableMixin",
     "be one node in a checkpoint with the inner optimizer",
 )
-strategy_supports_no_merge_call: Any = private_name(
+strategy_supports_no_merge_call: Callable[[], bool] = private_name(
     "tensorflow",
     "__internal__.distribute.strategy_supports_no_merge_call",
     "see whether replicas can meet inside of a branch",
@@ -31,16 +34,20 @@ strategy_supports_no_merge_call: Any = private_name(
 )
 _AUTOGRAPH = "__internal__.autograph"
 _TRANSLATE = "translate what users wrote where they called this library"
-tf_convert: Any = private_name("tensorflow", f"{_AUTOGRAPH}.tf_convert", _TRANSLATE)
-control_status_ctx: Any = private_name("tensorflow", f"{_AUTOGRAPH}.control_status_ctx", _TRANSLATE)
-is_in_xla: Any = private_name(
+tf_convert: Callable[..., Function] = private_name(
+    "tensorflow", f"{_AUTOGRAPH}.tf_convert", _TRANSLATE
+)
+control_status_ctx: Callable[[], object] = private_name(
+    "tensorflow", f"{_AUTOGRAPH}.control_status_ctx", _TRANSLATE
+)
+is_in_xla: Callable[[tf.Graph], bool] = private_name(
     "tensorflow.python.ops.control_flow_util",
     "GraphOrParentsInXlaContext",
     "see whether a function that is being traced will be compiled",
     # Without the name, XLA gets a branch as graphs do, which is only slower.
     fallback=lambda graph: False,
 )
-xla_optimization_barrier: Any = private_name(
+xla_optimization_barrier: Callable[[list[Tensor]], list[Tensor]] = private_name(
     "tensorflow.compiler.tf2xla.ops.gen_xla_ops",
     "xla_optimization_barrier",
     "keep XLA from taking a fixed scale together with a learning rate",
@@ -49,7 +56,7 @@ xla_optimization_barrier: Any = private_name(
 )
 
 
-def own_loss_scales() -> Any:
+def own_loss_scales() -> ModuleType:
     """Returns the module with which tf.compat.v1's loss scale optimizer reads its argument."""
     return private_module(
         "tensorflow.python.training.experimental.loss_scale",
@@ -57,7 +64,7 @@ def own_loss_scales() -> Any:
     )
 
 
-def as_one_operation(branch: Any) -> Any:
+def as_one_operation(branch: Tensor) -> Tensor:
     """Keeps TensorFlow from rewriting a branch to a switch for each tensor that enters it.
 
     A step has hundreds of these tensors, and one operation costs less. But it runs on one device,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
 from lossscale.common.private_names import do_not_convert
 from lossscale.errors import ArgumentError, GradientsError
+from lossscale.framework_types import Scalar, Variable
 
 _SUPPORTED_STRATEGIES = (
     tf.distribute.MirroredStrategy,
@@ -45,7 +44,7 @@ def check_strategy() -> None:
 
 
 @do_not_convert
-def current_location() -> tuple[Any, tuple[int, ...]]:
+def current_location() -> tuple[tf.Graph | None, tuple[int, ...]]:
     """The graph being traced, None in eager mode, and the replica; outside of one, all replicas."""
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     replica = tf.distribute.get_replica_context()
@@ -74,7 +73,7 @@ def check_replica_context() -> None:
         )
 
 
-def all_replicas_finite(finite: Any) -> Any:
+def all_replicas_finite(finite: Scalar) -> Scalar:
     """Whether the gradients are finite on every replica.
 
     Keras sums them inside the inner optimizer, after the check, so that one replica does not see
@@ -94,7 +93,7 @@ def all_replicas_finite(finite: Any) -> Any:
     return replica.all_reduce(tf.distribute.ReduceOp.SUM, overflowed) < 0.5
 
 
-def is_on_host(variable: Any) -> bool:
+def is_on_host(variable: Variable) -> bool:
     """Whether the host reads a variable without waiting for a device."""
     # That of a graph may be placed nowhere yet.
     kind = variable.device.rpartition("device:")[2]

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
+from lossscale.framework_types import Array, Gradient, Scalar, Structure, Tensor
 from lossscale.tensorflow.private_names import xla_optimization_barrier
 from lossscale.tensorflow.tracing import in_xla
 
 
-def stored(gradient: Any) -> Any:
-    """The dense tensor that stores a gradient; the values of `tf.IndexedSlices`."""
-    return tf.convert_to_tensor(
-        gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-    )
-
-
-def real_parts(gradient: Any) -> list[Any]:
+def real_parts(gradient: Gradient) -> list[Tensor]:
     """The tensors of real numbers that a gradient consists of, as they are stored.
 
     Args:
@@ -29,26 +23,27 @@ def real_parts(gradient: Any) -> list[Any]:
     """
     if gradient is None:
         return []
-    values = stored(gradient)
+    is_sparse = isinstance(gradient, tf.IndexedSlices)
+    values = tf.convert_to_tensor(gradient.values if is_sparse else gradient)
     if values.dtype.is_complex:
         return [tf.math.real(values), tf.math.imag(values)]
     return [values] if values.dtype.is_floating else []
 
 
-def widened(tensor: Any) -> Any:
+def widened(tensor: Array) -> Tensor:
     """A tensor in float32 or wider."""
     tensor = tf.convert_to_tensor(tensor)
     wide = tensor.dtype in (tf.float32, tf.float64) or tensor.dtype.is_complex
     return tensor if wide else tf.cast(tensor, tf.float32)
 
 
-def scaled(loss: Any, scale: Any) -> Any:
+def scaled(loss: Array, scale: Scalar) -> Tensor:
     """Multiplies a loss by the scale, in float32 or wider."""
     loss = widened(loss)
     return loss * tf.cast(scale, loss.dtype)
 
 
-def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[Any]:
+def unscaled(gradients: Sequence[Gradient], scale: Scalar, powers_of_two: bool) -> list[Gradient]:
     """Divides gradients by the scale, in float32 or wider.
 
     Args:
@@ -57,13 +52,13 @@ def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[
         powers_of_two: Whether the scale is a power of two. Then XLA multiplies by the reciprocal,
             which is exact and faster; otherwise it divides.
     """
-    divisors: dict[Any, Any] = {}
+    divisors: dict[tf.DType, Tensor] = {}
     compiled = in_xla()
     # Elsewhere the graph optimizer would rewrite (g * r) * lr as g * (r * lr), which is 0 for a
     # large scale and a small learning rate.
     multiplies = compiled and powers_of_two
 
-    def divided(gradient: Any) -> Any:
+    def divided(gradient: Gradient) -> Gradient:
         if gradient is None:
             return None
         if isinstance(gradient, tf.IndexedSlices):
@@ -82,7 +77,7 @@ def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[
     return [divided(gradient) for gradient in gradients]
 
 
-def _not_constant(divisor: Any) -> Any:
+def _not_constant(divisor: Tensor) -> Tensor:
     """The same scalar, hidden from constant folding, which would merge it with other constants."""
     if tf.executing_eagerly() or tf.get_static_value(divisor) is None:
         return divisor
@@ -94,21 +89,21 @@ def _not_constant(divisor: Any) -> Any:
 class Quotient(NamedTuple):
     """The scaled gradient and the divisor that an unscaled gradient was computed from."""
 
-    scaled: Any
-    scale: Any
+    scaled: Tensor
+    scale: Scalar
     powers_of_two: bool
 
 
-def _quotients(tensor: Any) -> Any:
+def _quotients(tensor: Tensor) -> dict[str, Quotient]:
     """The unscaled gradients of a tensor's graph, by name."""
     # Stored in the graph, so that they are freed with it.
-    collection = tensor.graph.get_collection_ref("lossscale_quotients")
+    collection: list[dict[str, Quotient]] = tensor.graph.get_collection_ref("lossscale_quotients")
     if not collection:
         collection.append({})
     return collection[0]
 
 
-def quotient_of(gradient: Any) -> Any:
+def quotient_of(gradient: Gradient) -> Quotient | None:
     """The scaled gradient and the divisor of an unscaled one; under XLA only."""
     if not isinstance(gradient, tf.Tensor) or not in_xla():
         return None
@@ -118,7 +113,7 @@ def quotient_of(gradient: Any) -> Any:
     return _quotients(gradient).get(gradient.name)
 
 
-def flat_gradients(gradients: Any) -> list[Any]:
+def flat_gradients(gradients: Structure) -> list[Gradient]:
     """The gradients in a nested structure, without None; per-replica values are unpacked."""
     return [
         gradient

@@ -7,10 +7,10 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
+from lossscale.framework_types import Function, Operation, Scalar, Tensor
 from lossscale.tensorflow.private_names import control_status_ctx, is_in_xla, tf_convert
 
 
@@ -21,7 +21,7 @@ def in_xla() -> bool:
     return bool(is_in_xla(tf.compat.v1.get_default_graph()))
 
 
-def translated(function: Callable[..., Any], *, by_default: bool = False) -> Any:
+def translated(function: Function, *, by_default: bool = False) -> Function:
     """Returns a callable of the user's, with Python branches on tensors in it turned into graphs.
 
     AutoGraph translates what it meets in a translated function, and ours are none
@@ -36,7 +36,7 @@ def translated(function: Callable[..., Any], *, by_default: bool = False) -> Any
     return tf_convert(function, control_status_ctx(), convert_by_default=by_default)
 
 
-def grouped(*results: Any) -> Any:
+def grouped(*results: object) -> Operation:
     """Returns one operation that waits for all of these; None in eager mode.
 
     Args:
@@ -47,7 +47,7 @@ def grouped(*results: Any) -> Any:
     return tf.group(*_in_graph(results))
 
 
-def after(results: Any, value: Callable[[], Any]) -> Any:
+def after(results: object, value: Callable[[], Scalar]) -> Scalar:
     """Returns the value of a callable, in a graph as a tensor that waits for `results`."""
     earlier = [] if tf.executing_eagerly() else _in_graph(results)
     if not earlier:
@@ -56,7 +56,7 @@ def after(results: Any, value: Callable[[], Any]) -> Any:
         return tf.identity(value())
 
 
-def where(condition: Any, one: Any, other: Any) -> Any:
+def where(condition: Scalar, one: Scalar, other: Scalar) -> Tensor:
     """Like `tf.where` for scalars; adds no operation to a graph if the condition is a constant."""
     dtype = next((value.dtype for value in (one, other) if tf.is_tensor(value)), None)
     one, other = (tf.convert_to_tensor(value, dtype) for value in (one, other))
@@ -67,7 +67,7 @@ def where(condition: Any, one: Any, other: Any) -> Any:
     return tf.raw_ops.Select(condition=condition, x=one, y=other)
 
 
-def _in_graph(results: Any) -> list[Any]:
+def _in_graph(results: object) -> list[Operation]:
     local_results = tf.distribute.get_strategy().experimental_local_results
     return [
         part
