@@ -13,12 +13,14 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lossscale.checks import checked_count
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError, first_line
+from lossscale.framework_types import Array
 from lossscale.monitoring.explanation import LARGEST, Cause, Explanation
 
 TOLERANCE = 0.1
@@ -42,6 +44,8 @@ _SAME = 0.01
 """Float32 gradients whose difference between two loss scales is larger depend on the scale."""
 _RANDOM = "the loss draws different random numbers in each pass"
 
+Batch = TypeVar("Batch", contravariant=True)
+
 
 class Pass(NamedTuple):
     """The result of a forward and a backward pass.
@@ -56,25 +60,25 @@ class Pass(NamedTuple):
     """
 
     loss: float
-    gradients: Mapping[str, Any]
+    gradients: Mapping[str, NDArray[np.float32] | None]
     targets_fit: bool = True
 
 
-class GradientFunction(Protocol):
+class GradientFunction(Protocol[Batch]):
     """Computes the gradients of a loss on a batch.
 
     It leaves the model, its optimizer and the framework's random states unchanged, bit for bit,
     also if the model raises. Each call draws the same random numbers, in float16 those of float32.
     """
 
-    def __call__(self, batch: Any, scale: float, half: bool) -> Pass:
+    def __call__(self, batch: Batch, scale: float, half: bool) -> Pass:
         """Computes a pass in float16 or float32 of the loss, which is multiplied by `scale`."""
 
-    def explain(self, batch: Any, scale: float, half: bool) -> Explanation:
+    def explain(self, batch: Batch, scale: float, half: bool) -> Explanation:
         """Explains why such a pass is not finite."""
 
 
-def checked_loss(loss: Any, is_tensor: Callable[[Any], bool]) -> Any:
+def checked_loss(loss: Array, is_tensor: Callable[[Array], bool]) -> Array:
     """Returns what a loss function returned, after checking that it is a loss."""
     wanted = "`loss_fn` must return the loss, a floating-point tensor with one element."
     if not is_tensor(loss):
@@ -90,7 +94,7 @@ def checked_loss(loss: Any, is_tensor: Callable[[Any], bool]) -> Any:
     return loss
 
 
-def known_size(tensor: Any) -> int | None:
+def known_size(tensor: Array) -> int | None:
     """The number of elements; None if a graph of TensorFlow knows it only when it runs."""
     try:
         return int(math.prod(tensor.shape))
@@ -105,8 +109,8 @@ _Key = tuple[str, int]
 class _Passes(NamedTuple):
     """A pass on each batch; `gradients` has those that are not None."""
 
-    losses: Any
-    gradients: Mapping[_Key, Any]
+    losses: NDArray[np.float64]
+    gradients: Mapping[_Key, NDArray[np.float64]]
     targets_fit: bool
 
 
@@ -195,7 +199,9 @@ class Measurement:
         return max((each.excess_error(0) for each in self.ranked), default=0.0)
 
 
-def measure(run: GradientFunction, batches: Iterable[Any], max_batches: int = 2) -> Measurement:
+def measure(
+    run: GradientFunction[Batch], batches: Iterable[Batch], max_batches: int = 2
+) -> Measurement:
     """Measures a loss; the worst of all batches counts.
 
     Args:
@@ -223,13 +229,13 @@ def measure(run: GradientFunction, batches: Iterable[Any], max_batches: int = 2)
     return _Batches(run, taken).measured()
 
 
-class _Batches:
+class _Batches(Generic[Batch]):
     """The passes on all batches, and the errors of their gradients at the scales that were tried.
 
     A gradient is known by its name and the number of the batch.
     """
 
-    def __init__(self, run: GradientFunction, batches: Sequence[Any]) -> None:
+    def __init__(self, run: GradientFunction[Batch], batches: Sequence[Batch]) -> None:
         self._run, self._batches = run, batches
         self._errors: dict[int, dict[_Key, float]] = {}
         self._passes = self._reference_exponent = 0

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from lossscale.checks import checked_count
 from lossscale.errors import ArgumentError, ArgumentTypeError, TrainingHaltedError
+from lossscale.framework_types import Function
 from lossscale.monitoring.explanation import Cause, Explanation
 from lossscale.monitoring.record import NonfiniteTensor, StepRecord, is_lowest, skip_reason
 from lossscale.packages import warn
@@ -28,7 +29,7 @@ class MonitorSettings:
     on_floor: str = "warn"
     append: bool = False
     explain: int = 0
-    loss_fn: Callable[..., Any] | None = None
+    loss_fn: Function | None = None
 
     def __post_init__(self) -> None:
         # open() accepts an int, and would write to that file descriptor.

@@ -89,6 +89,8 @@ class Monitor(LoopMonitor):
         (8.0, 4.0, 'overflow', 'weight (2 inf)')
     """
 
+    _explainer: _Explainer | None = None
+
     def __init__(
         self,
         optimizer: Optimizer | torch.amp.GradScaler,
