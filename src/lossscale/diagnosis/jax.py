@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, TypeGuard
 
 import jax
@@ -123,14 +123,29 @@ class JaxGradientFunction:
     def _function(
         self, batch: ArrayTree, half: bool
     ) -> tuple[Callable[[Arrays, ArrayLike], Computed], Arrays, Key]:
-        """Returns a function of arrays and a scale, the arrays, and a key of the function."""
+        """Returns what computes the loss and its gradients, its arrays, and a key of it."""
         leaves, structure = jax.tree.flatten((self._params, batch))
         # Other leaves, such as the functions in a model of Equinox, are a part of what is compiled.
         arrays = {
             n: leaf if half else _widened(leaf) for n, leaf in enumerate(leaves) if _is_array(leaf)
         }
         rest = [None if n in arrays else leaf for n, leaf in enumerate(leaves)]
-        compute = functools.partial(self._compute, half, structure, rest)
+        of_params = len(jax.tree.leaves(self._params))
+        dtype = jnp.float16 if half else jnp.float32
+
+        def compute(arrays: Arrays, scale: ArrayLike) -> Computed:
+            def loss_of(trained: Arrays) -> jax.Array:
+                given = {**arrays, **trained}
+                filled = [given.get(n, leaf) for n, leaf in enumerate(rest)]
+                params, batch = jax.tree.unflatten(structure, filled)
+                loss: Leaf = checked_loss(self._loss_fn(params, batch, dtype), _is_array)
+                wide = jnp.promote_types(loss.dtype, jnp.float32)
+                return jnp.asarray(loss).reshape(()).astype(wide)
+
+            trained = {n: each for n, each in arrays.items() if n < of_params and is_gradient(each)}
+            loss, pull = jax.vjp(loss_of, trained)
+            return loss, pull(jnp.asarray(scale, loss.dtype))[0]
+
         return compute, arrays, (half, structure, str(rest))
 
     # JAX computes constants with NumPy, which warns of an overflow.
@@ -170,29 +185,6 @@ class JaxGradientFunction:
         paths = [path for path, leaf in named_leaves(self._params) if _is_array(leaf)]
         named = zip(paths, gradients.values(), strict=True)
         return {path: gradient for path, gradient in named if path in self._owned}
-
-    def _compute(
-        self,
-        half: bool,
-        structure: PyTreeDef,
-        rest: Sequence[object],
-        arrays: Arrays,
-        scale: ArrayLike,
-    ) -> Computed:
-        """Returns the loss and its gradients."""
-        dtype = jnp.float16 if half else jnp.float32
-
-        def loss_of(trained: Arrays) -> jax.Array:
-            given = {**arrays, **trained}
-            filled = [given.get(n, leaf) for n, leaf in enumerate(rest)]
-            params, batch = jax.tree.unflatten(structure, filled)
-            loss: Leaf = checked_loss(self._loss_fn(params, batch, dtype), _is_array)
-            return jnp.asarray(loss).reshape(()).astype(jnp.promote_types(loss.dtype, jnp.float32))
-
-        of_params = structure.children()[0].num_leaves
-        trained = {n: each for n, each in arrays.items() if n < of_params and is_gradient(each)}
-        loss, pull = jax.vjp(loss_of, trained)
-        return loss, pull(jnp.asarray(scale, loss.dtype))[0]
 
 
 def explain(

@@ -33,6 +33,8 @@ from lossscale.monitoring.origins import Watched, explain_pass, facts_in_float16
 _NARROW = ("float16", "bfloat16")
 _WIDER = ("float32", "float64", "bfloat16")
 
+LossFn: TypeAlias = Callable[[Model, Structure], Tensor]
+"""A loss of a model and a batch."""
 Scope: TypeAlias = contextlib.AbstractContextManager[object]
 """A scope of names for operations."""
 Forward: TypeAlias = Callable[[Sequence[Tensor]], tuple[Tensor, list[Tensor]]]
@@ -58,7 +60,7 @@ class KerasGradientFunction:
     def __init__(
         self,
         model: Model,
-        loss_fn: Callable[[Model, Structure], Tensor] | None = None,
+        loss_fn: LossFn | None = None,
         parameters: Iterable[Variable] | None = None,
     ) -> None:
         _check_arguments(model, loss_fn)
@@ -245,12 +247,6 @@ class KerasGradientFunction:
     @contextlib.contextmanager
     def _in_precision(self, half: bool) -> Iterator[list[Tensor]]:
         """Lets the model compute in float32 or float16 within it; yields its variables' values."""
-        with _as_it_was(self._model), _drawn_in_float32():
-            self._set_precision(half)
-            yield [_value(variable, half) for variable in self._variables]
-
-    def _set_precision(self, half: bool) -> None:
-        """Lets the model compute in float32 or in float16, past the tracking of Keras."""
         policy = keras.DTypePolicy("mixed_float16" if half else "float32")
         layers = self._casts
         if not half:
@@ -259,14 +255,17 @@ class KerasGradientFunction:
                 for layer in self._model._flatten_layers()
                 if layer.compute_dtype in _NARROW and layer.quantization_mode is None
             ]
-        for layer in layers:
-            layer.__dict__["_dtype_policy"] = policy
         loss = getattr(self._model, "_compile_loss", None)
-        if loss is not None:
-            # A fresh copy, which is built on its first call.
-            self._model.__dict__["_compile_loss"] = type(loss)(
-                loss._user_loss, loss._user_loss_weights, output_names=loss.output_names
-            )
+        with _as_it_was(self._model), _drawn_in_float32():
+            # Past the tracking of Keras.
+            for layer in layers:
+                layer.__dict__["_dtype_policy"] = policy
+            if loss is not None:
+                # A fresh copy, which is built on its first call.
+                self._model.__dict__["_compile_loss"] = type(loss)(
+                    loss._user_loss, loss._user_loss_weights, output_names=loss.output_names
+                )
+            yield [_value(variable, half) for variable in self._variables]
 
 
 # --- What differs between backends ----------------------------------------------------------------

@@ -270,7 +270,7 @@ class _Batches(Generic[Batch]):
             return self._found(overflows_at="the loss", explanation=self._explained())
         self._errors[0] = _errors(wide, narrow)
         found = self._backward()
-        least = _ROUNDING * _largest(self._reference)
+        least = _ROUNDING * self._largest()
         measured = [g for g in found.gradients if g.errors and g.largest > least]
         wrong = [g.name for g in measured if g.is_wrong]
         is_right = all(min(g.errors.values()) <= TOLERANCE for g in measured)
@@ -307,7 +307,7 @@ class _Batches(Generic[Batch]):
         self._at(second)
         if unknown := self._correct_reference():
             return self._found(unknown=unknown)
-        if not _largest(self._reference):
+        if not self._largest():
             return self._found(unknown="every gradient is 0")
         predicted = self._predicted()
         self._try_higher(NOISE)
@@ -330,10 +330,14 @@ class _Batches(Generic[Batch]):
         sizes = (
             size
             for key, gradient in self._reference.gradients.items()
-            for size in [float(np.abs(gradient).max(initial=0))]
+            for size in [_size(gradient)]
             if not _is_wide(size, {e: each.get(key, math.inf) for e, each in self._errors.items()})
         )
         return _predicted_highest(max(sizes, default=0.0))
+
+    def _largest(self) -> float:
+        """The largest magnitude in all gradients of the reference."""
+        return max(map(_size, self._reference.gradients.values()))
 
     def _explained(self, *, half: bool = True, exponent: int = 0) -> Explanation | None:
         """Explains why no loss scale makes a pass finite; None if that is not found out."""
@@ -349,8 +353,7 @@ class _Batches(Generic[Batch]):
     def _found(self, **fields: Any) -> Measurement:
         largest: dict[str, float] = {}
         for (name, _), gradient in self._reference.gradients.items():
-            size = float(np.abs(gradient).max(initial=0))
-            largest[name] = max(size, largest.get(name, 0.0))
+            largest[name] = max(_size(gradient), largest.get(name, 0.0))
         errors: dict[str, dict[int, float]] = {name: {} for name in largest}
         for exponent, each in sorted(self._errors.items()):
             for (name, _), error in each.items():
@@ -407,7 +410,7 @@ class _Batches(Generic[Batch]):
         )
         if not is_doubtful:
             return ""
-        exponent = max(_predicted_highest(_largest(wide)) - MARGIN, _SECOND)
+        exponent = max(_predicted_highest(self._largest()) - MARGIN, _SECOND)
         raised = self._pass(exponent, half=False)
         if (abs(raised.losses - wide.losses) > _SAME * abs(wide.losses)).any():
             return _RANDOM
@@ -436,7 +439,7 @@ class _Batches(Generic[Batch]):
         while True:
             gradients = self._reference.gradients
             waiting = [
-                _predicted_highest(float(np.abs(gradients[name]).max())) - 1
+                _predicted_highest(_size(gradients[name])) - 1
                 for name, error in self._best().items()
                 if error >= error_from
             ]
@@ -521,9 +524,9 @@ def _is_finite(found: _Passes) -> bool:
     return all(np.isfinite(each).all() for each in (found.losses, *found.gradients.values()))
 
 
-def _largest(found: _Passes) -> float:
-    """The largest magnitude in all gradients."""
-    return max(float(np.abs(gradient).max(initial=0)) for gradient in found.gradients.values())
+def _size(gradient: NDArray[np.float64]) -> float:
+    """The largest magnitude in a gradient."""
+    return float(np.abs(gradient).max(initial=0))
 
 
 def _predicted_highest(largest: float) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from lossscale.errors import first_line
-from lossscale.monitoring.explanation import Cause, Explanation, Facts, explained
+from lossscale.monitoring.explanation import Cause, Explanation, Facts, explained, is_broken
 from lossscale.monitoring.record import is_lowest
 from lossscale.monitoring.recorder import StepStats
 from lossscale.packages import warn
@@ -78,8 +77,3 @@ class Explainer:
             facts = Facts(why_not=f"the loss was {loss:g}, and is finite when repeated{later}")
         facts = facts._replace(loss=loss, scale=stats.scale, is_later=not skipped)
         return stats._replace(explanation=self.write(stats.step, facts, skipped=skipped))
-
-
-def is_broken(loss: float | None) -> bool:
-    """Whether a loss is known, and not finite."""
-    return loss is not None and not math.isfinite(loss)
