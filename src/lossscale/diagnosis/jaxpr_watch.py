@@ -19,15 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from lossscale.framework_types import Array
 from lossscale.jax.apply_or_skip import ArrayTree, bind
 from lossscale.monitoring.explanation import FailedOperation, Origin
-from lossscale.monitoring.origins import (
-    Call,
-    Evaluated,
-    Evaluation,
-    Origins,
-    Watched,
-    is_float,
-    line_of,
-)
+from lossscale.monitoring.origins import Call, Evaluation, Value, Watched, is_float, line_of
 
 _TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "rematted_computation"}
 _DERIVED = {"div", "rsqrt", "sqrt", "cbrt", "log", "log1p", "pow", "integer_pow"}
@@ -60,60 +52,54 @@ class JaxprWatch:
 
     def __call__(self, scale: float) -> Watched:
         """Evaluates it, and returns the origins of what is not finite."""
-        named = list(zip(self._names, self._arrays, strict=True))
-        weights = {id(array): name for (name, is_weight), array in named if is_weight}
+        named = [(array, *name) for array, name in zip(self._arrays, self._names, strict=True)]
+        weights = {id(array): name for array, name, is_weight in named if is_weight}
         self._evaluation = Evaluation(lambda value: weights.get(id(value), ""))
         # The equation that is evaluated, after those that call it.
         self._nested: list[JaxprEqn] = []
         self._derived: dict[FailedOperation, str] = {}
         origin_of = self._evaluation.origin_of
-        origins = [origin_of(array, name, is_weight=kind) for (name, kind), array in named]
-        given = [*self._arrays, np.float32(scale)]
+        inputs = [(array, origin_of(array, name, is_weight=kind)) for array, name, kind in named]
         try:
             # These would raise what is to be explained.
             with jax.debug_nans(False), jax.debug_infs(False):
-                values, (loss, *gradients) = self._evaluate(self.closed, given, [*origins, None])
+                given = [*inputs, (np.float32(scale), None)]
+                (loss, origin), *gradients = self._evaluate(self.closed, given)
         except Exception as error:
             return self._evaluation.watched_until(error)
-        first = next((each for each in gradients if each and not each.is_mask), None)
-        if loss is None and first and first.failed and first not in self._evaluation.absorbed:
+        first = next((each for _, each in gradients if each and not each.is_mask), None)
+        if origin is None and first and first.failed and first not in self._evaluation.absorbed:
             # The forward pass is finite, so it is a part of a derivative.
             operation = self._derived[first.failed]
             first = Origin(first.failed._replace(operation=operation, in_backward=True))
-        return self._evaluation.watched(values[:1], loss, first)
+        return self._evaluation.watched([loss], origin, first)
 
-    def _evaluate(
-        self, closed: ClosedJaxpr, arguments: Sequence[Array], origins: Origins
-    ) -> Evaluated:
-        """Returns the outputs of a jaxpr, and the origins of those that are not finite."""
-        jaxpr = closed.jaxpr
-        inputs = [*jaxpr.constvars, *jaxpr.invars]
+    def _evaluate(self, closed: ClosedJaxpr, given: Sequence[Value]) -> list[Value]:
+        """Returns the outputs of a jaxpr."""
+        jaxpr, constants = closed.jaxpr, self._evaluation.constants
         origin_of = self._evaluation.origin_of
-        values = dict(zip(inputs, [*closed.consts, *arguments], strict=True))
-        known = dict(zip(inputs, [*map(origin_of, closed.consts), *origins], strict=True))
-        constants = self._evaluation.constants
         constants.update((id(each), each) for each in closed.consts)
+        inputs = [*((each, origin_of(each)) for each in closed.consts), *given]
+        known: dict[Var, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
 
-        def read(atoms: Sequence[Var | Literal]) -> Evaluated:
-            for atom in atoms:
-                if isinstance(atom, Literal):
-                    values[id(atom)] = constants[id(atom.val)] = atom.val
-                    known[id(atom)] = origin_of(atom.val)
-            keys = [id(atom) if isinstance(atom, Literal) else atom for atom in atoms]
-            return [values[key] for key in keys], [known[key] for key in keys]
+        def read(atom: Var | Literal) -> Value:
+            if not isinstance(atom, Literal):
+                return known[atom]
+            constants[id(atom.val)] = atom.val
+            return atom.val, origin_of(atom.val)
 
         for equation in jaxpr.eqns:
-            given, taken = read(equation.invars)
             self._nested.append(equation)
-            made, found = self._inner(equation, given, taken) or self._bound(jaxpr, given, taken)
+            arguments = list(map(read, equation.invars))
+            made = self._inner(equation, arguments)
+            made = self._bound(jaxpr, equation, arguments) if made is None else made
+            known.update(zip(equation.outvars, made, strict=True))
             self._nested.pop()
-            values.update(zip(equation.outvars, made, strict=True))
-            known.update(zip(equation.outvars, found, strict=True))
-        return read(jaxpr.outvars)
+        return list(map(read, jaxpr.outvars))
 
-    def _bound(self, jaxpr: Jaxpr, given: Sequence[Array], taken: Origins) -> Evaluated:
+    def _bound(self, jaxpr: Jaxpr, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
         """Evaluates an equation that calls nothing."""
-        equation = self._nested[-1]
+        given, taken = [value for value, _ in inputs], [origin for _, origin in inputs]
         made = bind(jaxpr, equation, given)
         literals = [atom.val for atom in equation.invars if isinstance(atom, Literal)]
         name = equation.primitive.name
@@ -129,39 +115,37 @@ class JaxprWatch:
         for origin in found:
             if origin and origin.failed and origin.failed not in self._derived:
                 self._derived[origin.failed] = _derived(jaxpr, equation)
-        return made, found
+        return list(zip(made, found, strict=True))
 
-    def _inner(
-        self, equation: JaxprEqn, given: Sequence[Array], taken: Origins
-    ) -> Evaluated | None:
+    def _inner(self, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value] | None:
         """Evaluates what an equation calls; None if it calls nothing."""
         if equation.primitive.name == "while":
-            return self._loop(equation.params, given, taken)
+            return self._loop(equation.params, inputs)
         if equation.primitive.name == "cond":
             branches = equation.params["branches"]
-            chosen = branches[int(np.clip(int(given[0]), 0, len(branches) - 1))]
-            return self._evaluate(chosen, given[1:], taken[1:])
+            chosen = branches[int(np.clip(int(inputs[0][0]), 0, len(branches) - 1))]
+            return self._evaluate(chosen, inputs[1:])
         called = _called(equation)
-        return None if called is None else self._evaluate(called, given, taken)
+        return None if called is None else self._evaluate(called, inputs)
 
-    def _loop(self, params: Mapping[str, Any], given: Sequence[Array], taken: Origins) -> Evaluated:
+    def _loop(self, params: Mapping[str, Any], inputs: Sequence[Value]) -> list[Value]:
         """Evaluates a `while`."""
         tests, constants = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        carry, origins = given[constants:], taken[constants:]
+        carry = list(inputs[constants:])
         select: ClosedJaxpr | None = None
 
-        def evaluated(name: str, part: slice) -> Evaluated:
-            return self._evaluate(params[name], [*given[part], *carry], [*taken[part], *origins])
+        def evaluated(name: str, part: slice) -> list[Value]:
+            return self._evaluate(params[name], [*inputs[part], *carry])
 
         while np.any(test := np.asarray(evaluated("cond_jaxpr", slice(tests))[0][0])):
-            new, found = evaluated("body_jaxpr", slice(tests, constants))
+            new = evaluated("body_jaxpr", slice(tests, constants))
             # Within `vmap`, each row has a test.
             if test.ndim:
-                select = select or jax.make_jaxpr(_select)(test, new, carry)
-                both = [None, *found, *origins]
-                new, found = self._evaluate(select, [test, *new, *carry], both)
-            carry, origins = new, found
-        return carry, origins
+                arrays = [[array for array, _ in each] for each in (new, carry)]
+                select = select or jax.make_jaxpr(_select)(test, *arrays)
+                new = self._evaluate(select, [(test, None), *new, *carry])
+            carry = new
+        return carry
 
 
 def _called(equation: JaxprEqn) -> ClosedJaxpr | None:

@@ -284,9 +284,7 @@ def _wide_copy(model: Module) -> Module:
 
 
 def _is_narrow(value: object) -> TypeGuard[Tensor]:
-    if not isinstance(value, Tensor):
-        return False
-    return value.is_floating_point() and value.dtype.itemsize < 4
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize < 4
 
 
 def _widened(value: T) -> T | Tensor:

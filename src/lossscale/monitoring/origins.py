@@ -50,8 +50,8 @@ _SINGULAR = ("div", "reciprocal", "inv", "sqrt", "log", "pow", "acos", "asin", "
 
 Origins: TypeAlias = Sequence[Origin | None]
 """Of several arrays: None for each that is finite, or that the program has set."""
-Evaluated: TypeAlias = tuple[Sequence[Array], Origins]
-"""Arrays, and their origins."""
+Value: TypeAlias = tuple[Array, Origin | None]
+"""An array and its origin."""
 
 
 class UnrepeatableError(RuntimeError):
