@@ -248,13 +248,7 @@ class KerasGradientFunction:
     def _in_precision(self, half: bool) -> Iterator[list[Tensor]]:
         """Lets the model compute in float32 or float16 within it; yields its variables' values."""
         policy = keras.DTypePolicy("mixed_float16" if half else "float32")
-        layers = self._casts
-        if not half:
-            layers = [
-                layer
-                for layer in self._model._flatten_layers()
-                if layer.compute_dtype in _NARROW and layer.quantization_mode is None
-            ]
+        layers = self._casts if half else _in_dtypes(_NARROW, self._model._flatten_layers())
         loss = getattr(self._model, "_compile_loss", None)
         with _as_it_was(self._model), _drawn_in_float32():
             # Past the tracking of Keras.
@@ -351,9 +345,12 @@ def _cast_to_float16(model: Model) -> list[Layer]:
     # In a loaded model, each layer stores its dtype.
     if not any(layer.weights for layer in innermost):
         found = list(visit(model, True))
-    return [
-        each for each in found if each.compute_dtype in _WIDER and each.quantization_mode is None
-    ]
+    return _in_dtypes(_WIDER, found)
+
+
+def _in_dtypes(dtypes: tuple[str, ...], layers: Iterable[Layer]) -> list[Layer]:
+    """Those layers that compute in one of some dtypes, and are not quantized."""
+    return [e for e in layers if e.compute_dtype in dtypes and e.quantization_mode is None]
 
 
 def _value(variable: Variable, half: bool) -> Tensor:

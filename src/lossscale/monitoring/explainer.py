@@ -72,7 +72,7 @@ class Explainer:
         except Exception as error:
             line = f"{type(error).__name__}: {first_line(error, 200)}"
             facts = Facts(why_not=f"the pass cannot be repeated ({line})")
-        if is_broken(loss) and not facts.why_not and (facts.is_finite or facts.in_backward):
+        if facts._replace(loss=loss).is_loss_broken:
             later = " with the weights after the step" if not skipped else ""
             facts = Facts(why_not=f"the loss was {loss:g}, and is finite when repeated{later}")
         facts = facts._replace(loss=loss, scale=stats.scale, is_later=not skipped)

@@ -153,7 +153,8 @@ class Evaluation:
             # What is added in float32 is not rounded to 0.
             is_rounded = not call.in_backward and any(map(_is_float16, given[:1]))
             numbers = call.numbers if is_rounded else ()
-            for each in (*numbers, *filter(_is_number, constant)):
+            scalars = (each for each in constant if is_float(each) and np.ndim(each) == 0)
+            for each in (*numbers, *scalars):
                 if 0 < abs(float(each)) < _SMALL:
                     self.small[call.module] = abs(float(each))
         self._in_float16 |= any(map(_is_float16, made))
@@ -321,7 +322,7 @@ class Evaluation:
             is_cast=is_cast,
             maker=self._makers.get(self.key_of(given[-1]), "") if is_cast else "",
             is_narrow=is_narrow,
-            divisor=self._divisor(call, given),
+            divisor=self._divisor(call, given) if divides and not call.in_backward else 0.0,
             weight="" if weight is None else self._parameter(weight),
             largest_weight=0.0 if weight is None else largest(self.on_host(weight)),
             in_float16=self._in_float16,
@@ -335,9 +336,7 @@ class Evaluation:
         return self._name_of(value) or (known[0] if known else "")
 
     def _divisor(self, call: Call, given: Sequence[Array]) -> float:
-        """The number that a call divides by; 0 if it is none, or several."""
-        if not any(part in call.name.lower() for part in _DIVIDING) or call.in_backward:
-            return 0.0
+        """The number that a call divides by; 0 if there are several."""
         divisors: list[Array] = [*call.numbers, *map(self.on_host, filter(is_float, given[1:2]))]
         return abs(float(divisors[0])) if len(divisors) == 1 and np.size(divisors[0]) == 1 else 0.0
 
@@ -380,11 +379,6 @@ def _is_float16(value: object) -> bool:
 def is_float(value: object) -> bool:
     """Whether a value is an array of floating-point numbers."""
     return re.search(r"float\d\d|'float'", _dtype(value)) is not None
-
-
-def _is_number(value: Array) -> bool:
-    """Whether a value is a floating-point array without dimensions."""
-    return is_float(value) and np.ndim(value) == 0
 
 
 def line_of(frames: Iterable[tuple[str, int, str]]) -> str:
