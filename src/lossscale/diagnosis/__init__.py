@@ -19,7 +19,7 @@ __all__ = ["diagnose", "explain"]
 
 def diagnose(
     model: Model,
-    x: Structure,
+    x: Structure | Iterable[Structure],
     y: Structure = None,
     *,
     sample_weight: Structure = None,

@@ -424,8 +424,7 @@ class _Batches(Generic[Batch]):
             lower = _errors(raised, self._pass(exponent - 2, half=False))
             if all(lower[name] <= TOLERANCE for name in changed):
                 self._reference, self._reference_exponent = raised, exponent
-                tried = list(self._errors)
-                self._errors.clear()
+                tried, self._errors = self._errors, {}
                 for each in tried:
                     self._at(each)
                 return ""
