@@ -397,7 +397,8 @@ def line_of(frames: Iterable[tuple[str, int, str]]) -> str:
         if file.startswith(_HERE):
             return "loss"
         if "site-packages" not in file:
-            names = [name for name in function.split(".<locals>.") if name[0] != "<"]
+            # TensorFlow has no name for a lambda that it traces as a function.
+            names = [name for name in function.split(".<locals>.") if name and name[0] != "<"]
             place = f"line {line}"
             return f"{names[-1]}, {place}" if names else f"{place} of {os.path.basename(file)}"
     return ""
