@@ -1,6 +1,7 @@
 """`lossscale.diagnosis.explain`: the causes of faults in Keras models, and what it leaves alone."""
 
 import math
+import re
 import types
 
 import numpy as np
@@ -304,3 +305,14 @@ def test_shapes_that_a_graph_does_not_know_beforehand():
 
     for each in (loss_fn, without_rank):
         assert explain(after_a_large_layer(), x, y, loss_fn=each).module == "large"
+
+
+@pytest.mark.skipif(cases.BACKEND != "tensorflow", reason="other graphs have names for it")
+def test_a_lambda_that_is_traced_as_a_function_is_known_by_its_line():
+    import tensorflow as tf
+
+    many = tf.function(lambda h: h * 6e4)
+    x, y = np.ones((4, 8), np.float32), np.ones((4, 1), np.float32)
+    found = explain(after_a_large_layer(many), x, y)
+    assert (found.cause, found.operation) == (Cause.FORWARD_OVERFLOW, "Mul")
+    assert re.fullmatch(r"line \d+ of test_explain.py", found.module)

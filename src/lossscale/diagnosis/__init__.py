@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lossscale.checks import checked_scale
 from lossscale.errors import ArgumentTypeError
+from lossscale.framework_types import Model, Structure, Tensor, Variable
 
 if TYPE_CHECKING:
     from lossscale.diagnosis.report import Report
@@ -17,13 +18,13 @@ __all__ = ["diagnose", "explain"]
 
 
 def diagnose(
-    model: Any,
-    x: Any,
-    y: Any = None,
+    model: Model,
+    x: Structure | Iterable[Structure],
+    y: Structure = None,
     *,
-    sample_weight: Any = None,
-    loss_fn: Callable[[Any, Any], Any] | None = None,
-    parameters: Iterable[Any] | None = None,
+    sample_weight: Structure = None,
+    loss_fn: Callable[[Model, Structure], Tensor] | None = None,
+    parameters: Iterable[Variable] | None = None,
     max_batches: int = 2,
     batch_size: int = 32,
 ) -> Report:
@@ -80,13 +81,13 @@ def diagnose(
 
 
 def explain(
-    model: Any,
-    x: Any,
-    y: Any = None,
+    model: Model,
+    x: Structure,
+    y: Structure = None,
     *,
-    sample_weight: Any = None,
-    loss_fn: Callable[[Any, Any], Any] | None = None,
-    parameters: Iterable[Any] | None = None,
+    sample_weight: Structure = None,
+    loss_fn: Callable[[Model, Structure], Tensor] | None = None,
+    parameters: Iterable[Variable] | None = None,
     scale: float = 2.0**15,
 ) -> Explanation:
     """Explains why a step on a batch would be skipped: the first operation that is not finite.
@@ -132,7 +133,7 @@ def explain(
     return run.explain(batch, checked_scale("scale", scale))
 
 
-def _check_is_keras(model: Any, name: str) -> None:
+def _check_is_keras(model: object, name: str) -> None:
     keras = sys.modules.get("keras")
     if keras is not None and keras.__version__ >= "3" and isinstance(model, keras.Model):
         return

@@ -10,15 +10,20 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from lossscale.monitoring.explanation import Origin
-from lossscale.monitoring.origins import Call, Evaluation, Watched, line_of
+from lossscale.framework_types import Scalar, Structure, Tensor
+from lossscale.monitoring.origins import Call, Evaluation, Value, Watched, line_of
 
 _BACKWARD = "gradient_tape/"
 _NARROW = (tf.float16, tf.bfloat16, tf.float32)
+
+Graph: TypeAlias = Any
+"""A `tf.Graph`."""
+Operation: TypeAlias = Any
+"""A `tf.Operation`."""
 
 
 class GraphWatch:
@@ -33,8 +38,8 @@ class GraphWatch:
 
     def __init__(
         self,
-        compute: Callable[[Any, Any], Any],
-        arrays: Any,
+        compute: Callable[[Structure, Scalar], Structure],
+        arrays: Structure,
         names: Sequence[tuple[str, bool]],
         plain: Callable[[str], str],
     ) -> None:
@@ -59,65 +64,51 @@ class GraphWatch:
         weights = {id(each): name for each, name, is_weight in named if is_weight}
         self._evaluation = Evaluation(lambda value: weights.get(id(value), ""))
         origin_of = self._evaluation.origin_of
-        origins = [origin_of(each, name, is_weight=kind) for each, name, kind in named]
-        given, origins = [tf.constant(scale, tf.float32), *read], [None, *origins]
+        inputs = [(each, origin_of(each, name, is_weight=kind)) for each, name, kind in named]
+        given = [(tf.constant(scale, tf.float32), None), *inputs]
         try:
-            values, (loss, *gradients) = self._evaluate(graph, given, origins, self._outputs)
+            (loss, origin), *gradients = self._evaluate(graph, given, self._outputs)
         except Exception as error:
             return self._evaluation.watched_until(error)
-        first = next((each for each in gradients if each and not each.is_mask), None)
-        return self._evaluation.watched(values[:1], loss, first)
+        first = next((each for _, each in gradients if each and not each.is_mask), None)
+        return self._evaluation.watched([loss], origin, first)
 
     def _evaluate(
         self,
-        graph: Any,
-        given: Sequence[Any],
-        origins: Sequence[Origin | None],
-        outputs: Sequence[Any],
-        callers: Sequence[Any] = (),
-    ) -> tuple[list[Any], list[Origin | None]]:
-        """Returns outputs of a graph, and the origins of those that are not finite."""
-        inputs = [each.ref() for each in graph.inputs]
-        values = dict(zip(inputs, given, strict=True))
-        known = dict(zip(inputs, origins, strict=True))
+        graph: Graph,
+        given: Sequence[Value],
+        outputs: Sequence[Tensor],
+        callers: Sequence[Operation] = (),
+    ) -> list[Value]:
+        """Returns outputs of a graph."""
+        known = dict(zip([each.ref() for each in graph.inputs], given, strict=True))
         waiting = _needed(graph, outputs)
         # More than once: the derivative of a loop gives it inputs that come after it.
         while waiting:
             later = []
             for operation in waiting:
                 read = [each.ref() for each in operation.inputs]
-                if not values.keys() >= set(read):
+                if not known.keys() >= set(read):
                     later.append(operation)
                     continue
-                given, taken = [values[key] for key in read], [known[key] for key in read]
-                made, found = self._called([*callers, operation], given, taken)
-                results = [each.ref() for each in operation.outputs]
-                values.update(zip(results, made, strict=True))
-                known.update(zip(results, found, strict=True))
+                made = self._called([*callers, operation], [known[key] for key in read])
+                known.update(zip([each.ref() for each in operation.outputs], made, strict=True))
             waiting = later
-        keys = [each.ref() for each in outputs]
-        return [values[key] for key in keys], [known[key] for key in keys]
+        return [known[each.ref()] for each in outputs]
 
-    def _called(
-        self, nested: Sequence[Any], given: Sequence[Any], taken: Sequence[Origin | None]
-    ) -> tuple[Sequence[Any], Sequence[Origin | None]]:
-        """Returns the results of an operation, which comes after its callers, and their origins."""
+    def _called(self, nested: Sequence[Operation], inputs: Sequence[Value]) -> Sequence[Value]:
+        """Returns the results of an operation, which comes after its callers."""
+        if (inner := self._inner(nested, inputs)) is not None:
+            return inner
         operation = nested[-1]
-        if inner := _INNER.get(operation.type):
-
-            def evaluate(name: str, given: Any, taken: Any) -> Any:
-                graph = operation.graph._get_function(name).graph
-                return self._evaluate(graph, given, taken, graph.outputs, nested)
-
-            made, found = inner(operation, evaluate, given, taken)
-            return made, found
+        given, taken = [value for value, _ in inputs], [origin for _, origin in inputs]
         made = _computed(operation, given)
-        if any(each.dtype == tf.variant for each in made) or operation.type.startswith("MaxPool"):
+        is_list = any(each.dtype == tf.variant for each in made)
+        found = next(filter(None, taken), None)
+        if found and (is_list or operation.type.startswith("MaxPool")):
             # A list of tensors has numbers only once they are taken out of it, and the largest of
             # several NaN is the lowest number.
-            found = [next(filter(None, taken), None)] * len(made)
-            if any(found):
-                return made, found
+            return [(each, found) for each in made]
         in_backward = nested[0] in self._backward
         module = self._plain(_module(operation.name)) or line_of(
             [(each.filename, each.lineno, each.name) for each in reversed(operation.traceback)]
@@ -130,10 +121,38 @@ class GraphWatch:
             False,
             lambda change: _computed(operation, list(map(change, given)), wide=True),
         )
-        return made, self._evaluation.origins(call, given, taken, made)
+        return list(zip(made, self._evaluation.origins(call, given, taken, made), strict=True))
+
+    def _inner(
+        self, nested: Sequence[Operation], inputs: Sequence[Value]
+    ) -> Sequence[Value] | None:
+        """Evaluates the graphs that an operation calls; None if it calls none."""
+        attribute = nested[-1].get_attr
+
+        def evaluate(name: str, inputs: Sequence[Value]) -> list[Value]:
+            graph = nested[-1].graph._get_function(name).graph
+            return self._evaluate(graph, inputs, graph.outputs, nested)
+
+        match nested[-1].type.removeprefix("Stateless").removeprefix("Stateful"):
+            case "PartitionedCall":
+                return evaluate(attribute("f").name, inputs)
+            case "If":
+                branch = attribute("then_branch" if bool(inputs[0][0]) else "else_branch")
+                return evaluate(branch.name, inputs[1:])
+            case "Case":
+                branches, number = attribute("branches"), int(inputs[0][0])
+                # As documented, what is out of range is the last one.
+                chosen = branches[number if 0 <= number < len(branches) else -1]
+                return evaluate(chosen.name, inputs[1:])
+            case "While":
+                test, body = attribute("cond").name, attribute("body").name
+                while bool(evaluate(test, inputs)[0][0]):
+                    inputs = evaluate(body, inputs)
+                return inputs
+        return None
 
 
-def _needed(graph: Any, outputs: Sequence[Any]) -> list[Any]:
+def _needed(graph: Graph, outputs: Sequence[Tensor]) -> list[Operation]:
     """The operations of a graph that compute its outputs, in the order of the program."""
     needed, waiting = {each.op for each in graph.inputs}, [each.op for each in outputs]
     while waiting:
@@ -145,44 +164,10 @@ def _needed(graph: Any, outputs: Sequence[Any]) -> list[Any]:
     return [each for each in graph.get_operations() if each in needed]
 
 
-# --- What an operation calls --------------------------------------------------------------------
-
-
-def _call(operation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
-    return evaluate(operation.get_attr("f").name, given, taken)
-
-
-def _if(operation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
-    branch = operation.get_attr("then_branch" if bool(given[0]) else "else_branch")
-    return evaluate(branch.name, given[1:], taken[1:])
-
-
-def _case(operation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
-    branches, number = operation.get_attr("branches"), int(given[0])
-    # As documented, what is out of range is the last one.
-    chosen = branches[number if 0 <= number < len(branches) else -1]
-    return evaluate(chosen.name, given[1:], taken[1:])
-
-
-def _while(operation: Any, evaluate: Any, given: Any, taken: Any) -> Any:
-    test, body = operation.get_attr("cond").name, operation.get_attr("body").name
-    while bool(evaluate(test, given, taken)[0][0]):
-        given, taken = evaluate(body, given, taken)
-    return given, taken
-
-
-_INNER: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), _call),
-    **dict.fromkeys(("If", "StatelessIf"), _if),
-    **dict.fromkeys(("Case", "StatelessCase"), _case),
-    **dict.fromkeys(("While", "StatelessWhile"), _while),
-}
-
-
 # --- Operations ---------------------------------------------------------------------------------
 
 
-def _computed(operation: Any, given: Sequence[Any], *, wide: bool = False) -> list[Any]:
+def _computed(operation: Operation, given: Sequence[Tensor], *, wide: bool = False) -> list[Tensor]:
     """The results of an operation, which may be computed in float64."""
     if operation.type in ("CheckNumerics", "CheckNumericsV2"):
         # It would raise what is to be explained.
@@ -190,14 +175,14 @@ def _computed(operation: Any, given: Sequence[Any], *, wide: bool = False) -> li
     if operation.type == "Const":
         return [tf.constant(tf.make_ndarray(operation.get_attr("value")))]
 
-    def wider(dtype: Any) -> Any:
+    def wider(dtype: tf.DType) -> tf.DType:
         return tf.float64 if wide and dtype in _NARROW else dtype
 
     inputs = [
         tf.cast(each, wider(t.dtype)) if t.dtype.is_floating else each
         for each, t in zip(given, operation.inputs, strict=True)
     ]
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, object] = {}
     inferred = set()
     for argument in operation.op_def.input_arg:
         inferred |= {argument.type_attr, argument.number_attr, argument.type_list_attr}
@@ -226,7 +211,7 @@ def _module(path: str) -> str:
     return path.removeprefix(_BACKWARD).rpartition("/")[0]
 
 
-def _derived(operation: Any) -> str:
+def _derived(operation: Operation) -> str:
     """The name of the operation that an operation of the backward pass belongs to."""
     forward = _module(operation.name)
     with contextlib.suppress(KeyError, ValueError):

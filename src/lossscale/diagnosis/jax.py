@@ -7,28 +7,43 @@ from __future__ import annotations
 
 import functools
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import PyTreeDef
+from jax.typing import ArrayLike
+from numpy.typing import NDArray
 
 from lossscale.checks import checked_scale
 from lossscale.diagnosis.jaxpr_watch import JaxprWatch
 from lossscale.diagnosis.measurement import Pass, checked_loss, measure
 from lossscale.diagnosis.report import Report
 from lossscale.errors import ArgumentError, ArgumentTypeError, first_names
+from lossscale.jax.apply_or_skip import ArrayTree
 from lossscale.monitoring.explanation import Explanation, Facts, explained
 from lossscale.monitoring.origins import explain_pass, facts_in_float16
 from lossscale.optax.gating import is_gradient
 from lossscale.optax.overflow_tracking import named_leaves
 
+LossFn: TypeAlias = Callable[[ArrayTree, ArrayTree, Any], ArrayLike]
+"""A loss of the parameters, of a batch, and of a dtype."""
+Leaf: TypeAlias = jax.Array | NDArray[np.generic] | np.generic
+"""An array of a tree of the user's."""
+Arrays: TypeAlias = Mapping[int, Leaf]
+"""Arrays by their number among the leaves of the parameters and a batch."""
+Computed: TypeAlias = tuple[jax.Array, dict[int, jax.Array]]
+"""The loss, and its gradients by the number of the parameter."""
+Key: TypeAlias = tuple[bool, PyTreeDef, str]
+"""What a compiled function depends on: whether it is in float16, and all that is not an array."""
+
 
 def diagnose(
-    loss_fn: Callable[[Any, Any, Any], Any],
-    params: Any,
-    batches: Iterable[Any],
+    loss_fn: LossFn,
+    params: ArrayTree,
+    batches: Iterable[ArrayTree],
     *,
     parameters: Iterable[str] | None = None,
     max_batches: int = 2,
@@ -85,12 +100,14 @@ def diagnose(
 class JaxGradientFunction:
     """The passes of a loss; see `lossscale.diagnosis.measurement.GradientFunction`."""
 
-    def __init__(self, params: Any, loss_fn: Any, parameters: Iterable[str] | None = None) -> None:
+    def __init__(
+        self, params: ArrayTree, loss_fn: LossFn, parameters: Iterable[str] | None = None
+    ) -> None:
         self._params, self._loss_fn = params, loss_fn
         self._owned = _checked_names(params, parameters)
-        self._compiled: dict[Any, Any] = {}
+        self._compiled: dict[Key, Callable[[Arrays, ArrayLike], Computed]] = {}
 
-    def __call__(self, batch: Any, scale: float, half: bool) -> Pass:
+    def __call__(self, batch: ArrayTree, scale: float, half: bool) -> Pass:
         """Computes a pass."""
         compute, arrays, key = self._function(batch, half)
         if key not in self._compiled:
@@ -99,24 +116,41 @@ class JaxGradientFunction:
             _check_dtypes(str(function.trace(arrays, scale).jaxpr), half)
             self._compiled[key] = function
         loss, gradients = self._compiled[key](arrays, scale)
-        gradients = self._owned_ones(gradients)
-        found = {path: np.asarray(each).astype(np.float32) for path, each in gradients.items()}
+        owned = self._owned_ones(gradients)
+        found = {path: np.asarray(each).astype(np.float32) for path, each in owned.items()}
         return Pass(float(loss), found)
 
-    def _function(self, batch: Any, half: bool) -> tuple[Any, dict[int, Any], Any]:
-        """Returns a function of arrays and a scale, the arrays, and a key of the function."""
+    def _function(
+        self, batch: ArrayTree, half: bool
+    ) -> tuple[Callable[[Arrays, ArrayLike], Computed], Arrays, Key]:
+        """Returns what computes the loss and its gradients, its arrays, and a key of it."""
         leaves, structure = jax.tree.flatten((self._params, batch))
         # Other leaves, such as the functions in a model of Equinox, are a part of what is compiled.
         arrays = {
             n: leaf if half else _widened(leaf) for n, leaf in enumerate(leaves) if _is_array(leaf)
         }
         rest = [None if n in arrays else leaf for n, leaf in enumerate(leaves)]
-        compute = functools.partial(self._compute, half, structure, rest)
+        of_params = len(jax.tree.leaves(self._params))
+        dtype = jnp.float16 if half else jnp.float32
+
+        def compute(arrays: Arrays, scale: ArrayLike) -> Computed:
+            def loss_of(trained: Arrays) -> jax.Array:
+                given = {**arrays, **trained}
+                filled = [given.get(n, leaf) for n, leaf in enumerate(rest)]
+                params, batch = jax.tree.unflatten(structure, filled)
+                loss: Leaf = checked_loss(self._loss_fn(params, batch, dtype), _is_array)
+                wide = jnp.promote_types(loss.dtype, jnp.float32)
+                return jnp.asarray(loss).reshape(()).astype(wide)
+
+            trained = {n: each for n, each in arrays.items() if n < of_params and is_gradient(each)}
+            loss, pull = jax.vjp(loss_of, trained)
+            return loss, pull(jnp.asarray(scale, loss.dtype))[0]
+
         return compute, arrays, (half, structure, str(rest))
 
     # JAX computes constants with NumPy, which warns of an overflow.
     @np.errstate(all="ignore")
-    def facts(self, batch: Any, scale: float, half: bool = True) -> Facts:
+    def facts(self, batch: ArrayTree, scale: float, half: bool = True) -> Facts:
         """Returns what is not finite in a pass, and why."""
         watch = functools.cache(functools.partial(self._watch, batch))
 
@@ -125,14 +159,14 @@ class JaxGradientFunction:
 
         return facts_in_float16(facts) if half else facts(False)
 
-    def explain(self, batch: Any, scale: float, half: bool = True) -> Explanation:
+    def explain(self, batch: ArrayTree, scale: float, half: bool = True) -> Explanation:
         """Explains why a pass is not finite."""
         return explained(self.facts(batch, scale, half))
 
-    def _watch(self, batch: Any, half: bool) -> JaxprWatch:
+    def _watch(self, batch: ArrayTree, half: bool) -> JaxprWatch:
         compute, arrays, _ = self._function(batch, half)
 
-        def owned(arrays: Any, scale: Any) -> Any:
+        def owned(arrays: Arrays, scale: ArrayLike) -> tuple[jax.Array, list[jax.Array]]:
             loss, gradients = compute(arrays, scale)
             return loss, list(self._owned_ones(gradients).values())
 
@@ -146,35 +180,17 @@ class JaxGradientFunction:
         _check_dtypes(str(watch.closed), half)
         return watch
 
-    def _owned_ones(self, gradients: Mapping[int, Any]) -> dict[str, Any]:
+    def _owned_ones(self, gradients: Mapping[int, jax.Array]) -> dict[str, jax.Array]:
         """The gradients of the parameters that are trained, by path."""
         paths = [path for path, leaf in named_leaves(self._params) if _is_array(leaf)]
         named = zip(paths, gradients.values(), strict=True)
         return {path: gradient for path, gradient in named if path in self._owned}
 
-    def _compute(
-        self, half: bool, structure: Any, rest: Sequence[Any], arrays: Mapping[int, Any], scale: Any
-    ) -> Any:
-        """Returns the loss and its gradients."""
-        dtype = jnp.float16 if half else jnp.float32
-
-        def loss_of(trained: Mapping[int, Any]) -> Any:
-            given = {**arrays, **trained}
-            filled = [given.get(n, leaf) for n, leaf in enumerate(rest)]
-            params, batch = jax.tree.unflatten(structure, filled)
-            loss = checked_loss(self._loss_fn(params, batch, dtype), _is_array)
-            return loss.reshape(()).astype(jnp.promote_types(loss.dtype, jnp.float32))
-
-        of_params = structure.children()[0].num_leaves
-        trained = {n: each for n, each in arrays.items() if n < of_params and is_gradient(each)}
-        loss, pull = jax.vjp(loss_of, trained)
-        return loss, pull(jnp.asarray(scale, loss.dtype))[0]
-
 
 def explain(
-    loss_fn: Callable[[Any, Any, Any], Any],
-    params: Any,
-    batch: Any,
+    loss_fn: LossFn,
+    params: ArrayTree,
+    batch: ArrayTree,
     *,
     scale: float = 2.0**15,
     parameters: Iterable[str] | None = None,
@@ -215,7 +231,7 @@ def explain(
     return run.explain(batch, checked_scale("scale", scale))
 
 
-def _checked_names(params: Any, parameters: Any) -> set[str]:
+def _checked_names(params: ArrayTree, parameters: Iterable[str] | None) -> set[str]:
     """The paths of the parameters that are trained."""
     paths = {path for path, leaf in named_leaves(params) if _is_array(leaf)}
     if not paths:
@@ -243,11 +259,11 @@ def _checked_names(params: Any, parameters: Any) -> set[str]:
     return found
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> TypeGuard[Leaf]:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
-def _widened(leaf: Any) -> Any:
+def _widened(leaf: Leaf) -> Leaf:
     narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
     return leaf.astype(jnp.float32) if narrow else leaf
 

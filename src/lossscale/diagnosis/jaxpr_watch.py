@@ -16,9 +16,10 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from lossscale.framework_types import Array
 from lossscale.jax.apply_or_skip import ArrayTree, bind
 from lossscale.monitoring.explanation import FailedOperation, Origin
-from lossscale.monitoring.origins import Call, Evaluation, Watched, is_float, line_of
+from lossscale.monitoring.origins import Call, Evaluation, Value, Watched, is_float, line_of
 
 _TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "rematted_computation"}
 _DERIVED = {"div", "rsqrt", "sqrt", "cbrt", "log", "log1p", "pow", "integer_pow"}
@@ -39,7 +40,7 @@ class JaxprWatch:
 
     def __init__(
         self,
-        compute: Callable[[Any, Any], Any],
+        compute: Callable[[ArrayTree, jax.typing.ArrayLike], ArrayTree],
         arrays: ArrayTree,
         names: Sequence[tuple[str, bool]],
         plain: Callable[[str], str] = str,
@@ -51,77 +52,62 @@ class JaxprWatch:
 
     def __call__(self, scale: float) -> Watched:
         """Evaluates it, and returns the origins of what is not finite."""
-        named = list(zip(self._names, self._arrays, strict=True))
-        weights = {id(array): name for (name, is_weight), array in named if is_weight}
+        named = [(array, *name) for array, name in zip(self._arrays, self._names, strict=True)]
+        weights = {id(array): name for array, name, is_weight in named if is_weight}
         self._evaluation = Evaluation(lambda value: weights.get(id(value), ""))
-        self._callers: list[JaxprEqn] = []
+        # The equation that is evaluated, after those that call it.
+        self._nested: list[JaxprEqn] = []
         self._derived: dict[FailedOperation, str] = {}
         origin_of = self._evaluation.origin_of
-        origins = [origin_of(array, name, is_weight=kind) for (name, kind), array in named]
-        given = [*self._arrays, np.float32(scale)]
+        inputs = [(array, origin_of(array, name, is_weight=kind)) for array, name, kind in named]
         try:
             # These would raise what is to be explained.
             with jax.debug_nans(False), jax.debug_infs(False):
-                values, (loss, *gradients) = self._evaluate(self.closed, given, [*origins, None])
+                given = [*inputs, (np.float32(scale), None)]
+                (loss, origin), *gradients = self._evaluate(self.closed, given)
         except Exception as error:
             return self._evaluation.watched_until(error)
-        first = next((each for each in gradients if each and not each.is_mask), None)
-        if loss is None and first and first.failed and first not in self._evaluation.absorbed:
+        first = next((each for _, each in gradients if each and not each.is_mask), None)
+        if origin is None and first and first.failed and first not in self._evaluation.absorbed:
             # The forward pass is finite, so it is a part of a derivative.
             operation = self._derived[first.failed]
             first = Origin(first.failed._replace(operation=operation, in_backward=True))
-        return self._evaluation.watched(values[:1], loss, first)
+        return self._evaluation.watched([loss], origin, first)
 
-    def _evaluate(
-        self, closed: ClosedJaxpr, arguments: Sequence[Any], origins: Sequence[Origin | None]
-    ) -> tuple[list[Any], list[Origin | None]]:
-        """Returns the outputs of a jaxpr, and the origins of those that are not finite."""
-        jaxpr = closed.jaxpr
-        inputs = [*jaxpr.constvars, *jaxpr.invars]
+    def _evaluate(self, closed: ClosedJaxpr, given: Sequence[Value]) -> list[Value]:
+        """Returns the outputs of a jaxpr."""
+        jaxpr, constants = closed.jaxpr, self._evaluation.constants
         origin_of = self._evaluation.origin_of
-        values = dict(zip(inputs, [*closed.consts, *arguments], strict=True))
-        known = dict(zip(inputs, [*map(origin_of, closed.consts), *origins], strict=True))
-        constants = self._evaluation.constants
         constants.update((id(each), each) for each in closed.consts)
+        inputs = [*((each, origin_of(each)) for each in closed.consts), *given]
+        known: dict[Var, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
 
-        def read(atoms: Sequence[Var | Literal]) -> tuple[list[Any], list[Origin | None]]:
-            for atom in atoms:
-                if isinstance(atom, Literal):
-                    values[id(atom)] = constants[id(atom.val)] = atom.val
-                    known[id(atom)] = origin_of(atom.val)
-            keys = [id(atom) if isinstance(atom, Literal) else atom for atom in atoms]
-            return [values[key] for key in keys], [known[key] for key in keys]
+        def read(atom: Var | Literal) -> Value:
+            if not isinstance(atom, Literal):
+                return known[atom]
+            constants[id(atom.val)] = atom.val
+            return atom.val, origin_of(atom.val)
 
         for equation in jaxpr.eqns:
-            given, taken = read(equation.invars)
-            inner: Any = _INNER.get(equation.primitive.name, _call if _called(equation) else None)
-            if inner is None:
-                made = bind(jaxpr, equation, given)
-                found = self._origins(jaxpr, equation, given, taken, made)
-            else:
-                self._callers.append(equation)
-                made, found = inner(equation, self._evaluate, given, taken)
-                self._callers.pop()
-            values.update(zip(equation.outvars, made, strict=True))
-            known.update(zip(equation.outvars, found, strict=True))
-        return read(jaxpr.outvars)
+            self._nested.append(equation)
+            arguments = list(map(read, equation.invars))
+            made = self._inner(equation, arguments)
+            made = self._bound(jaxpr, equation, arguments) if made is None else made
+            known.update(zip(equation.outvars, made, strict=True))
+            self._nested.pop()
+        return list(map(read, jaxpr.outvars))
 
-    def _origins(
-        self,
-        jaxpr: Jaxpr,
-        equation: JaxprEqn,
-        given: Sequence[Any],
-        taken: Sequence[Origin | None],
-        made: Sequence[Any],
-    ) -> list[Origin | None]:
-        nested = [*self._callers, equation]
+    def _bound(self, jaxpr: Jaxpr, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+        """Evaluates an equation that calls nothing."""
+        given, taken = [value for value, _ in inputs], [origin for _, origin in inputs]
+        made = bind(jaxpr, equation, given)
         literals = [atom.val for atom in equation.invars if isinstance(atom, Literal)]
         name = equation.primitive.name
         call = Call(
             name,
             name,
-            self._plain(_module(nested)),
-            "transpose(" in _scopes(nested),
+            self._plain(_module(self._nested)),
+            "transpose(" in _scopes(self._nested),
             any(map(self._evaluation.origin_of, literals)),
             lambda change: _widened(equation, list(map(change, given))),
         )
@@ -129,64 +115,57 @@ class JaxprWatch:
         for origin in found:
             if origin and origin.failed and origin.failed not in self._derived:
                 self._derived[origin.failed] = _derived(jaxpr, equation)
-        return found
+        return list(zip(made, found, strict=True))
+
+    def _inner(self, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value] | None:
+        """Evaluates what an equation calls; None if it calls nothing."""
+        if equation.primitive.name == "while":
+            return self._loop(equation.params, inputs)
+        if equation.primitive.name == "cond":
+            branches = equation.params["branches"]
+            chosen = branches[int(np.clip(int(inputs[0][0]), 0, len(branches) - 1))]
+            return self._evaluate(chosen, inputs[1:])
+        called = _called(equation)
+        return None if called is None else self._evaluate(called, inputs)
+
+    def _loop(self, params: Mapping[str, Any], inputs: Sequence[Value]) -> list[Value]:
+        """Evaluates a `while`."""
+        tests, constants = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        carry = list(inputs[constants:])
+        select: ClosedJaxpr | None = None
+
+        def evaluated(name: str, part: slice) -> list[Value]:
+            return self._evaluate(params[name], [*inputs[part], *carry])
+
+        while np.any(test := np.asarray(evaluated("cond_jaxpr", slice(tests))[0][0])):
+            new = evaluated("body_jaxpr", slice(tests, constants))
+            # Within `vmap`, each row has a test.
+            if test.ndim:
+                arrays = [[array for array, _ in each] for each in (new, carry)]
+                select = select or jax.make_jaxpr(_select)(test, *arrays)
+                new = self._evaluate(select, [(test, None), *new, *carry])
+            carry = new
+        return carry
 
 
-# --- What an equation calls ---------------------------------------------------------------------
-
-
-def _called(equation: JaxprEqn) -> Any:
+def _called(equation: JaxprEqn) -> ClosedJaxpr | None:
     """The jaxpr that an equation calls with its inputs; None if it calls none."""
     for value in equation.params.values():
-        closed = value if hasattr(value, "consts") else None
-        if closed is None and hasattr(value, "eqns") and not value.constvars:
-            closed = ClosedJaxpr(value, [])
-        if closed is not None and len(closed.jaxpr.invars) == len(equation.invars):
+        is_open = isinstance(value, Jaxpr) and not value.constvars
+        closed = ClosedJaxpr(value, []) if is_open else value
+        if isinstance(closed, ClosedJaxpr) and len(closed.jaxpr.invars) == len(equation.invars):
             return closed
     return None
 
 
-def _call(equation: JaxprEqn, evaluate: Any, given: Any, taken: Any) -> Any:
-    return evaluate(_called(equation), given, taken)
-
-
-def _branch(equation: JaxprEqn, evaluate: Any, given: Any, taken: Any) -> Any:
-    branches = equation.params["branches"]
-    chosen = branches[int(np.clip(int(given[0]), 0, len(branches) - 1))]
-    return evaluate(chosen, given[1:], taken[1:])
-
-
-def _while(equation: JaxprEqn, evaluate: Any, given: Any, taken: Any) -> Any:
-    params = equation.params
-    tests, constants = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    carry, origins = given[constants:], taken[constants:]
-    select: Any = None
-
-    def evaluated(name: str, part: slice) -> Any:
-        return evaluate(params[name], [*given[part], *carry], [*taken[part], *origins])
-
-    while np.any(test := np.asarray(evaluated("cond_jaxpr", slice(tests))[0][0])):
-        new, found = evaluated("body_jaxpr", slice(tests, constants))
-        # Within `vmap`, each row has a test.
-        if test.ndim:
-            select = select or jax.make_jaxpr(_select)(test, new, carry)
-            both = [None, *found, *origins]
-            new, found = evaluate(select, [test, *new, *carry], both)
-        carry, origins = new, found
-    return carry, origins
-
-
-def _select(test: Any, new: Any, old: Any) -> Any:
+def _select(test: jax.Array, new: ArrayTree, old: ArrayTree) -> ArrayTree:
     """The results for the rows of a batch for which a test is true, and the old ones for others."""
 
-    def chosen(one: Any, other: Any) -> Any:
+    def chosen(one: Array, other: Array) -> jax.Array:
         shape = test.shape + (1,) * (jnp.ndim(one) - test.ndim)
         return jnp.where(test.reshape(shape), one, other)
 
     return jax.tree.map(chosen, new, old)
-
-
-_INNER: dict[str, Callable[..., Any]] = {"cond": _branch, "while": _while}
 
 
 # --- Names --------------------------------------------------------------------------------------
@@ -227,7 +206,7 @@ def _derived(jaxpr: Jaxpr, equation: JaxprEqn) -> str:
     return f"backward of {found.primitive.name}"
 
 
-def _widened(equation: JaxprEqn, given: Sequence[Any]) -> list[Any]:
+def _widened(equation: JaxprEqn, given: Sequence[Array]) -> list[Array]:
     """The results of an equation in float64."""
 
     def wider(value: object) -> object:

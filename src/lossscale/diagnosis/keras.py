@@ -13,16 +13,18 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
+from numpy.typing import NDArray
 
 from lossscale.checks import checked_count, checked_parameters
 from lossscale.common.monkeypatch import replace
 from lossscale.common.overflow_tracker import unique_names
 from lossscale.diagnosis.measurement import Pass, checked_loss, known_size
 from lossscale.errors import ArgumentError
+from lossscale.framework_types import Array, Layer, Model, Scalar, Structure, Tensor, Variable
 from lossscale.keras import backends
 from lossscale.keras.private_names import random_functions
 from lossscale.monitoring.explanation import Explanation, Facts, Origin, explained
@@ -30,6 +32,15 @@ from lossscale.monitoring.origins import Watched, explain_pass, facts_in_float16
 
 _NARROW = ("float16", "bfloat16")
 _WIDER = ("float32", "float64", "bfloat16")
+
+LossFn: TypeAlias = Callable[[Model, Structure], Tensor]
+"""A loss of a model and a batch."""
+Scope: TypeAlias = contextlib.AbstractContextManager[object]
+"""A scope of names for operations."""
+Forward: TypeAlias = Callable[[Sequence[Tensor]], tuple[Tensor, list[Tensor]]]
+"""Computes the loss of the trained variables' values, and for each target whether it fits."""
+Computed: TypeAlias = tuple[Tensor, Sequence[Tensor | None], list[Tensor]]
+"""The loss, its gradients, and for each target whether its output's dtype holds it."""
 
 
 class KerasGradientFunction:
@@ -46,7 +57,12 @@ class KerasGradientFunction:
         ArgumentError: If its loss is not known, or it has no variables.
     """
 
-    def __init__(self, model: Any, loss_fn: Any = None, parameters: Any = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        loss_fn: LossFn | None = None,
+        parameters: Iterable[Variable] | None = None,
+    ) -> None:
         _check_arguments(model, loss_fn)
         # Refuses unsupported backends.
         backends.load()
@@ -58,13 +74,13 @@ class KerasGradientFunction:
         self._casts = _cast_to_float16(model)
         how = "mixed_float16" if self._casts else "its own float16"
         self.setting = f"Keras on {keras.backend.backend()}, {how}"
-        self._computations: dict[bool, Any] = {}
+        self._computations: dict[bool, Callable[..., Computed]] = {}
 
-    def __call__(self, batch: Any, scale: float, half: bool) -> Pass:
+    def __call__(self, batch: Structure, scale: float, half: bool) -> Pass:
         """Computes a pass."""
         if half not in self._computations:
             # Another object in each precision, or jit would take the trace of the other one.
-            compute: Any = functools.partial(self._compute)
+            compute: Callable[..., Computed] = functools.partial(self._compute)
             if keras.backend.backend() == "jax":
                 import jax
 
@@ -73,19 +89,18 @@ class KerasGradientFunction:
                 compute = jax.jit(compute, compiler_options=exactly)
             self._computations[half] = compute
         with self._in_precision(half) as values:
-            parts = (*batch, None, None)[:3]
-            loss, gradients, fits = self._computations[half](values, parts, np.float32(scale))
-        found = dict(zip(self._names, map(_on_host, gradients), strict=True))
+            loss, gradients, fits = self._computations[half]((values, batch), np.float32(scale))
+        found = {
+            name: None if gradient is None else _on_host(gradient)
+            for name, gradient in zip(self._names, gradients, strict=True)
+        }
         return Pass(float(_on_host(loss)), found, all(map(_on_host, fits)))
 
     # JAX computes constants with NumPy, which warns of an overflow.
     @np.errstate(all="ignore")
-    def facts(self, batch: Any, scale: float, half: bool = True) -> Facts:
+    def facts(self, batch: Structure, scale: float, half: bool = True) -> Facts:
         """Returns what is not finite in a pass, and why."""
-        batch = keras.tree.map_structure(
-            lambda each: None if each is None else keras.ops.convert_to_tensor(each),
-            (*batch, None, None)[:3],
-        )
+        batch = _mapped(keras.ops.convert_to_tensor, Batch(*batch))
         watch = functools.cache(functools.partial(self._watch, batch))
 
         def facts(half: bool) -> Facts:
@@ -95,13 +110,13 @@ class KerasGradientFunction:
 
         return facts_in_float16(facts) if half else facts(False)
 
-    def explain(self, batch: Any, scale: float, half: bool = True) -> Explanation:
+    def explain(self, batch: Structure, scale: float, half: bool = True) -> Explanation:
         """Explains why a pass is not finite."""
         return explained(self.facts(batch, scale, half))
 
-    def _watch(self, batch: Any, half: bool) -> Callable[[float], Watched]:
-        make: Any
-        scope: Any
+    def _watch(self, batch: Batch, half: bool) -> Callable[[float], Watched]:
+        make: Callable[..., Callable[[float], Watched]]
+        scope: Callable[[str], Scope]
         if keras.backend.backend() == "jax":
             import jax
 
@@ -116,7 +131,7 @@ class KerasGradientFunction:
             make, scope = graph_watch.GraphWatch, tf.name_scope
         paths: list[str] = []
 
-        def numbered(path: str) -> Any:
+        def numbered(path: str) -> Scope:
             paths.append(path)
             return scope(f"layer>{len(paths) - 1}>")
 
@@ -124,21 +139,15 @@ class KerasGradientFunction:
             numbers = re.findall(r"layer>(\d+)>", path)
             return paths[int(numbers[-1])] if numbers else path
 
-        def compute(arrays: Any, scale: Any) -> Any:
-            return self._compute(arrays[0], arrays[1], scale)
-
         with self._in_precision(half) as values, self._layers_within(numbered):
-            found: Callable[[float], Watched] = make(
-                compute, (values, batch), self._names_of(batch), layer_of
-            )
-            return found
+            return make(self._compute, (values, batch), self._names_of(batch), layer_of)
 
     @contextlib.contextmanager
-    def _layers_within(self, scope: Callable[[str], Any]) -> Iterator[None]:
+    def _layers_within(self, scope: Callable[[str], Scope]) -> Iterator[None]:
         """Within it, each call of a layer is within a scope, for its path in the model."""
         call = keras.Layer.__call__
 
-        def called(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        def called(layer: Layer, *args: Any, **kwargs: Any) -> Structure:
             with scope(self._inside(str(layer.path or layer.name))):
                 return call(layer, *args, **kwargs)
 
@@ -146,7 +155,7 @@ class KerasGradientFunction:
             replace(stack, keras.Layer, "__call__", called)
             yield
 
-    def _on_torch(self, batch: Any, scale: float, half: bool) -> Facts:
+    def _on_torch(self, batch: Batch, scale: float, half: bool) -> Facts:
         import torch
 
         from lossscale.torch.repeated_step import examined
@@ -177,11 +186,11 @@ class KerasGradientFunction:
                 wide = in_float32 if half else None
                 return examined(watch, outer, first, scale, in_float32=wide)
 
-    def _names_of(self, batch: Any) -> list[tuple[str, bool]]:
+    def _names_of(self, batch: Batch) -> list[tuple[str, bool]]:
         """The names of all variables and of the arrays in a batch; whether each is a variable."""
         inputs = [
             (f"{name}/{number}" if number else name, False)
-            for name, part in zip(("x", "y", "sample_weight"), batch, strict=True)
+            for name, part in batch._asdict().items()
             for number, each in enumerate(keras.tree.flatten(part))
             if each is not None
         ]
@@ -190,24 +199,22 @@ class KerasGradientFunction:
     def _inside(self, path: str) -> str:
         return path.removeprefix(f"{self._model.name}/")
 
-    def _compute(self, values: Sequence[Any], batch: Any, scale: Any) -> Any:
-        """Returns the loss, its gradients, and whether all targets fit into the outputs' dtypes."""
-        count = len(self._trained)
+    def _compute(self, arrays: tuple[list[Tensor], Structure], scale: Scalar) -> Computed:
+        """Returns what all backends compute for the variables' values and a batch."""
+        (values, batch), count = arrays, len(self._trained)
 
-        def forward(trained: Sequence[Any]) -> tuple[Any, list[Any]]:
+        def forward(trained: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
             return self._forward([*trained, *values[count:]], batch)
 
         return _DERIVE[keras.backend.backend()](forward, values[:count], scale)
 
-    def _forward(self, values: Sequence[Any], batch: Any) -> tuple[Any, list[Any]]:
+    def _forward(self, values: Sequence[Tensor], batch: Structure) -> tuple[Tensor, list[Tensor]]:
         """Returns the loss, in float32, and for each target whether its output's dtype holds it."""
         scope = keras.StatelessScope(collect_losses=True, initialize_variables=False)
         for variable, value in zip(self._variables, values, strict=True):
             # Assigned after construction, which would round the value to the variable's dtype.
             scope.add_update((variable, value))
-        x, y, sample_weight = keras.tree.map_structure(
-            lambda array: None if array is None else keras.ops.convert_to_tensor(array), batch
-        )
+        x, y, sample_weight = _mapped(keras.ops.convert_to_tensor, Batch(*batch))
         with scope:
             fits = []
             if self._loss_fn is not None:
@@ -228,7 +235,7 @@ class KerasGradientFunction:
         loss = checked_loss(loss, keras.ops.is_tensor)
         return keras.ops.reshape(keras.ops.cast(loss, "float32"), ()), fits
 
-    def _check_targets(self, y: Any) -> None:
+    def _check_targets(self, y: Structure) -> None:
         is_own = type(self._model).compute_loss is not keras.Model.compute_loss
         losses = getattr(self._model._compile_loss, "_user_loss", None)
         if y is None and not is_own and any(keras.tree.flatten(losses)):
@@ -238,36 +245,27 @@ class KerasGradientFunction:
             )
 
     @contextlib.contextmanager
-    def _in_precision(self, half: bool) -> Iterator[list[Any]]:
+    def _in_precision(self, half: bool) -> Iterator[list[Tensor]]:
         """Lets the model compute in float32 or float16 within it; yields its variables' values."""
-        with _as_it_was(self._model), _drawn_in_float32():
-            self._set_precision(half)
-            yield [_value(variable, half) for variable in self._variables]
-
-    def _set_precision(self, half: bool) -> None:
-        """Lets the model compute in float32 or in float16, past the tracking of Keras."""
         policy = keras.DTypePolicy("mixed_float16" if half else "float32")
-        layers = self._casts
-        if not half:
-            layers = [
-                layer
-                for layer in self._model._flatten_layers()
-                if layer.compute_dtype in _NARROW and layer.quantization_mode is None
-            ]
-        for layer in layers:
-            vars(layer)["_dtype_policy"] = policy
+        layers = self._casts if half else _in_dtypes(_NARROW, self._model._flatten_layers())
         loss = getattr(self._model, "_compile_loss", None)
-        if loss is not None:
-            # A fresh copy, which is built on its first call.
-            vars(self._model)["_compile_loss"] = type(loss)(
-                loss._user_loss, loss._user_loss_weights, output_names=loss.output_names
-            )
+        with _as_it_was(self._model), _drawn_in_float32():
+            # Past the tracking of Keras.
+            for layer in layers:
+                layer.__dict__["_dtype_policy"] = policy
+            if loss is not None:
+                # A fresh copy, which is built on its first call.
+                self._model.__dict__["_compile_loss"] = type(loss)(
+                    loss._user_loss, loss._user_loss_weights, output_names=loss.output_names
+                )
+            yield [_value(variable, half) for variable in self._variables]
 
 
 # --- What differs between backends ----------------------------------------------------------------
 
 
-def _derive_on_jax(forward: Any, values: Sequence[Any], scale: Any) -> Any:
+def _derive_on_jax(forward: Forward, values: Sequence[Tensor], scale: Scalar) -> Computed:
     import jax
     import jax.numpy as jnp
 
@@ -275,10 +273,10 @@ def _derive_on_jax(forward: Any, values: Sequence[Any], scale: Any) -> Any:
     return loss, pull(jnp.float32(scale))[0], fits
 
 
-def _derive_on_tensorflow(forward: Any, values: Sequence[Any], scale: Any) -> Any:
+def _derive_on_tensorflow(forward: Forward, values: Sequence[Tensor], scale: Scalar) -> Computed:
     import tensorflow as tf
 
-    def rows(gradient: Any) -> Any:
+    def rows(gradient: Tensor | None) -> Tensor | None:
         """Returns slices summed for each row that is in them, as a step computes them."""
         if not isinstance(gradient, tf.IndexedSlices):
             return gradient
@@ -292,7 +290,7 @@ def _derive_on_tensorflow(forward: Any, values: Sequence[Any], scale: Any) -> An
     return loss, list(map(rows, gradients)), fits
 
 
-def _derive_on_torch(forward: Any, values: Sequence[Any], scale: Any) -> Any:
+def _derive_on_torch(forward: Forward, values: Sequence[Tensor], scale: Scalar) -> Computed:
     import torch
 
     # The states of its random numbers stay, so that each pass draws the same ones.
@@ -301,7 +299,7 @@ def _derive_on_torch(forward: Any, values: Sequence[Any], scale: Any) -> Any:
         # `grad`.
         values = [value.detach().requires_grad_() for value in values]
         loss, fits = forward(values)
-        gradients: Any = [None] * len(values)
+        gradients: Sequence[Tensor | None] = [None] * len(values)
         if loss.requires_grad:
             by = torch.as_tensor(scale, dtype=loss.dtype, device=loss.device)
             gradients = torch.autograd.grad(loss, values, by, allow_unused=True)
@@ -315,7 +313,7 @@ _DERIVE = {"jax": _derive_on_jax, "tensorflow": _derive_on_tensorflow, "torch": 
 # --- Precision ------------------------------------------------------------------------------------
 
 
-def _cast_to_float16(model: Any) -> list[Any]:
+def _cast_to_float16(model: Model) -> list[Layer]:
     """Returns the layers that compute in float16 only once the model trains in it.
 
     The list is empty if a layer does so already; otherwise it has the layers that did not ask for a
@@ -324,14 +322,14 @@ def _cast_to_float16(model: Any) -> list[Any]:
     if any(layer.compute_dtype == "float16" for layer in model._flatten_layers()):
         return []
 
-    def asks(layer: Any) -> bool:
+    def asks(layer: Layer) -> bool:
         created = getattr(getattr(layer, "_auto_config", None), "config", None)
         if created is None:
             # An argument was an object. Layers created without a dtype share the policy object.
             return layer._dtype_policy is not model._dtype_policy
         return created.get("dtype") is not None
 
-    def visit(layer: Any, everything: bool) -> Iterator[Any]:
+    def visit(layer: Layer, everything: bool) -> Iterator[Layer]:
         parts = list(layer._flatten_layers(include_self=False, recursive=False))
         is_of_keras = type(layer).__module__.partition(".")[0] == "keras"
         if layer is model or (parts and (hasattr(layer, "train_step") or not is_of_keras)):
@@ -347,12 +345,15 @@ def _cast_to_float16(model: Any) -> list[Any]:
     # In a loaded model, each layer stores its dtype.
     if not any(layer.weights for layer in innermost):
         found = list(visit(model, True))
-    return [
-        each for each in found if each.compute_dtype in _WIDER and each.quantization_mode is None
-    ]
+    return _in_dtypes(_WIDER, found)
 
 
-def _value(variable: Any, half: bool) -> Any:
+def _in_dtypes(dtypes: tuple[str, ...], layers: Iterable[Layer]) -> list[Layer]:
+    """Those layers that compute in one of some dtypes, and are not quantized."""
+    return [e for e in layers if e.compute_dtype in dtypes and e.quantization_mode is None]
+
+
+def _value(variable: Variable, half: bool) -> Tensor:
     """The value of a variable; in float32 at least, except for a pass in float16."""
     value = keras.ops.convert_to_tensor(variable.value)
     return value if half or _dtype(value) not in _NARROW else keras.ops.cast(value, "float32")
@@ -369,16 +370,16 @@ def _drawn_in_float32() -> Iterator[None]:
     def wide(dtype: str) -> str:
         return "float32" if dtype in _NARROW else dtype
 
-    def in_float32(draw: Callable[..., Any]) -> Callable[..., Any]:
-        def drawn(*args: Any, dtype: Any = None, **kwargs: Any) -> Any:
-            dtype = keras.backend.standardize_dtype(dtype)
-            return keras.ops.cast(draw(*args, dtype=wide(dtype), **kwargs), dtype)
+    def in_float32(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def drawn(*args: Any, dtype: object = None, **kwargs: Any) -> Tensor:
+            name = keras.backend.standardize_dtype(dtype)
+            return keras.ops.cast(draw(*args, dtype=wide(name), **kwargs), name)
 
         return drawn
 
     drop = random_functions.dropout
 
-    def dropout(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def dropout(inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         dtype = _dtype(inputs)
         dropped = drop(keras.ops.cast(inputs, wide(dtype)), *args, **kwargs)
         return keras.ops.cast(dropped, dtype)
@@ -391,7 +392,7 @@ def _drawn_in_float32() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: Any) -> Iterator[None]:
+def _as_it_was(model: Model) -> Iterator[None]:
     """After it, each layer has the attributes that it had before, past the tracking of Keras."""
     before = [(vars(layer), dict(vars(layer))) for layer in model._flatten_layers()]
     try:
@@ -406,7 +407,7 @@ def _as_it_was(model: Any) -> Iterator[None]:
 # --- Checks ---------------------------------------------------------------------------------------
 
 
-def _check_arguments(model: Any, loss_fn: Any) -> None:
+def _check_arguments(model: Model, loss_fn: object) -> None:
     """Checks that the loss is known, and that there are variables to train."""
     # That of a guarded model wraps its own.
     train_step = getattr(inspect.unwrap(model.train_step), "__func__", None)
@@ -431,17 +432,13 @@ def _check_arguments(model: Any, loss_fn: Any) -> None:
         )
 
 
-def _dtype(tensor: Any) -> str:
+def _dtype(tensor: Tensor) -> str:
     return str(keras.backend.standardize_dtype(tensor.dtype))
 
 
-def _on_host(tensor: Any) -> Any:
-    """A tensor as a NumPy array of float32, None for None."""
-    return (
-        None
-        if tensor is None
-        else np.asarray(keras.ops.convert_to_numpy(tensor)).astype(np.float32)
-    )
+def _on_host(tensor: Tensor) -> NDArray[np.float32]:
+    """A tensor as a NumPy array of float32."""
+    return np.asarray(keras.ops.convert_to_numpy(tensor)).astype(np.float32)
 
 
 # --- Batches --------------------------------------------------------------------------------------
@@ -450,12 +447,14 @@ def _on_host(tensor: Any) -> Any:
 class Batch(NamedTuple):
     """A batch of one Keras training step: arrays in the structures of the model's inputs."""
 
-    x: Any
-    y: Any = None
-    sample_weight: Any = None
+    x: Structure
+    y: Structure = None
+    sample_weight: Structure = None
 
 
-def batches_of(x: Any, y: Any, sample_weight: Any, batch_size: int) -> Iterable[Batch]:
+def batches_of(
+    x: Structure, y: Structure, sample_weight: Structure, batch_size: int
+) -> Iterable[Batch]:
     """Returns batches of the arguments of `diagnose`, which describes them.
 
     Returns:
@@ -497,11 +496,11 @@ def _picked(data: Batch, batch_size: int) -> Iterator[Batch]:
         yield _mapped(functools.partial(_rows_of, rows), data)
 
 
-def _rows_of(rows: Any, array: Any) -> Any:
+def _rows_of(rows: NDArray[np.int64], array: Array) -> Array:
     return _narrowed(array[rows])
 
 
-def one_batch(*batch: Any) -> Batch:
+def one_batch(*batch: Structure) -> Batch:
     """Returns a batch, given as one argument or in parts.
 
     Raises:
@@ -516,7 +515,7 @@ def one_batch(*batch: Any) -> Batch:
     return _mapped(lambda leaf: _narrowed(np.asarray(leaf)), Batch(*parts))
 
 
-def _mapped(function: Callable[[Any], Any], batch: Batch) -> Batch:
+def _mapped(function: Callable[[Array], Array], batch: Batch) -> Batch:
     """Applies a function to each array of a batch."""
     mapped: Batch = keras.tree.map_structure(
         lambda leaf: None if leaf is None else function(leaf), batch
@@ -524,7 +523,7 @@ def _mapped(function: Callable[[Any], Any], batch: Batch) -> Batch:
     return mapped
 
 
-def _narrowed(array: Any) -> Any:
+def _narrowed(array: Array) -> Array:
     """A float64 array as float32, as `fit` of Keras makes it; other arrays unchanged."""
     with np.errstate(over="ignore", invalid="ignore"):
         return array.astype(np.float32) if array.dtype == np.float64 else array

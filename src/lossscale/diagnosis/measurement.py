@@ -13,12 +13,14 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lossscale.checks import checked_count
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError, first_line
+from lossscale.framework_types import Array
 from lossscale.monitoring.explanation import LARGEST, Cause, Explanation
 
 TOLERANCE = 0.1
@@ -42,6 +44,8 @@ _SAME = 0.01
 """Float32 gradients whose difference between two loss scales is larger depend on the scale."""
 _RANDOM = "the loss draws different random numbers in each pass"
 
+Batch = TypeVar("Batch", contravariant=True)
+
 
 class Pass(NamedTuple):
     """The result of a forward and a backward pass.
@@ -56,25 +60,25 @@ class Pass(NamedTuple):
     """
 
     loss: float
-    gradients: Mapping[str, Any]
+    gradients: Mapping[str, NDArray[np.float32] | None]
     targets_fit: bool = True
 
 
-class GradientFunction(Protocol):
+class GradientFunction(Protocol[Batch]):
     """Computes the gradients of a loss on a batch.
 
     It leaves the model, its optimizer and the framework's random states unchanged, bit for bit,
     also if the model raises. Each call draws the same random numbers, in float16 those of float32.
     """
 
-    def __call__(self, batch: Any, scale: float, half: bool) -> Pass:
+    def __call__(self, batch: Batch, scale: float, half: bool) -> Pass:
         """Computes a pass in float16 or float32 of the loss, which is multiplied by `scale`."""
 
-    def explain(self, batch: Any, scale: float, half: bool) -> Explanation:
+    def explain(self, batch: Batch, scale: float, half: bool) -> Explanation:
         """Explains why such a pass is not finite."""
 
 
-def checked_loss(loss: Any, is_tensor: Callable[[Any], bool]) -> Any:
+def checked_loss(loss: Array, is_tensor: Callable[[Array], bool]) -> Array:
     """Returns what a loss function returned, after checking that it is a loss."""
     wanted = "`loss_fn` must return the loss, a floating-point tensor with one element."
     if not is_tensor(loss):
@@ -90,7 +94,7 @@ def checked_loss(loss: Any, is_tensor: Callable[[Any], bool]) -> Any:
     return loss
 
 
-def known_size(tensor: Any) -> int | None:
+def known_size(tensor: Array) -> int | None:
     """The number of elements; None if a graph of TensorFlow knows it only when it runs."""
     try:
         return int(math.prod(tensor.shape))
@@ -105,8 +109,8 @@ _Key = tuple[str, int]
 class _Passes(NamedTuple):
     """A pass on each batch; `gradients` has those that are not None."""
 
-    losses: Any
-    gradients: Mapping[_Key, Any]
+    losses: NDArray[np.float64]
+    gradients: Mapping[_Key, NDArray[np.float64]]
     targets_fit: bool
 
 
@@ -195,7 +199,9 @@ class Measurement:
         return max((each.excess_error(0) for each in self.ranked), default=0.0)
 
 
-def measure(run: GradientFunction, batches: Iterable[Any], max_batches: int = 2) -> Measurement:
+def measure(
+    run: GradientFunction[Batch], batches: Iterable[Batch], max_batches: int = 2
+) -> Measurement:
     """Measures a loss; the worst of all batches counts.
 
     Args:
@@ -223,13 +229,13 @@ def measure(run: GradientFunction, batches: Iterable[Any], max_batches: int = 2)
     return _Batches(run, taken).measured()
 
 
-class _Batches:
+class _Batches(Generic[Batch]):
     """The passes on all batches, and the errors of their gradients at the scales that were tried.
 
     A gradient is known by its name and the number of the batch.
     """
 
-    def __init__(self, run: GradientFunction, batches: Sequence[Any]) -> None:
+    def __init__(self, run: GradientFunction[Batch], batches: Sequence[Batch]) -> None:
         self._run, self._batches = run, batches
         self._errors: dict[int, dict[_Key, float]] = {}
         self._passes = self._reference_exponent = 0
@@ -264,7 +270,7 @@ class _Batches:
             return self._found(overflows_at="the loss", explanation=self._explained())
         self._errors[0] = _errors(wide, narrow)
         found = self._backward()
-        least = _ROUNDING * _largest(self._reference)
+        least = _ROUNDING * self._largest()
         measured = [g for g in found.gradients if g.errors and g.largest > least]
         wrong = [g.name for g in measured if g.is_wrong]
         is_right = all(min(g.errors.values()) <= TOLERANCE for g in measured)
@@ -301,7 +307,7 @@ class _Batches:
         self._at(second)
         if unknown := self._correct_reference():
             return self._found(unknown=unknown)
-        if not _largest(self._reference):
+        if not self._largest():
             return self._found(unknown="every gradient is 0")
         predicted = self._predicted()
         self._try_higher(NOISE)
@@ -324,10 +330,14 @@ class _Batches:
         sizes = (
             size
             for key, gradient in self._reference.gradients.items()
-            for size in [float(np.abs(gradient).max(initial=0))]
+            for size in [_size(gradient)]
             if not _is_wide(size, {e: each.get(key, math.inf) for e, each in self._errors.items()})
         )
         return _predicted_highest(max(sizes, default=0.0))
+
+    def _largest(self) -> float:
+        """The largest magnitude in all gradients of the reference."""
+        return max(map(_size, self._reference.gradients.values()))
 
     def _explained(self, *, half: bool = True, exponent: int = 0) -> Explanation | None:
         """Explains why no loss scale makes a pass finite; None if that is not found out."""
@@ -343,8 +353,7 @@ class _Batches:
     def _found(self, **fields: Any) -> Measurement:
         largest: dict[str, float] = {}
         for (name, _), gradient in self._reference.gradients.items():
-            size = float(np.abs(gradient).max(initial=0))
-            largest[name] = max(size, largest.get(name, 0.0))
+            largest[name] = max(_size(gradient), largest.get(name, 0.0))
         errors: dict[str, dict[int, float]] = {name: {} for name in largest}
         for exponent, each in sorted(self._errors.items()):
             for (name, _), error in each.items():
@@ -401,7 +410,7 @@ class _Batches:
         )
         if not is_doubtful:
             return ""
-        exponent = max(_predicted_highest(_largest(wide)) - MARGIN, _SECOND)
+        exponent = max(_predicted_highest(self._largest()) - MARGIN, _SECOND)
         raised = self._pass(exponent, half=False)
         if (abs(raised.losses - wide.losses) > _SAME * abs(wide.losses)).any():
             return _RANDOM
@@ -415,8 +424,7 @@ class _Batches:
             lower = _errors(raised, self._pass(exponent - 2, half=False))
             if all(lower[name] <= TOLERANCE for name in changed):
                 self._reference, self._reference_exponent = raised, exponent
-                tried = list(self._errors)
-                self._errors.clear()
+                tried, self._errors = self._errors, {}
                 for each in tried:
                     self._at(each)
                 return ""
@@ -430,7 +438,7 @@ class _Batches:
         while True:
             gradients = self._reference.gradients
             waiting = [
-                _predicted_highest(float(np.abs(gradients[name]).max())) - 1
+                _predicted_highest(_size(gradients[name])) - 1
                 for name, error in self._best().items()
                 if error >= error_from
             ]
@@ -515,9 +523,9 @@ def _is_finite(found: _Passes) -> bool:
     return all(np.isfinite(each).all() for each in (found.losses, *found.gradients.values()))
 
 
-def _largest(found: _Passes) -> float:
-    """The largest magnitude in all gradients."""
-    return max(float(np.abs(gradient).max(initial=0)) for gradient in found.gradients.values())
+def _size(gradient: NDArray[np.float64]) -> float:
+    """The largest magnitude in a gradient."""
+    return float(np.abs(gradient).max(initial=0))
 
 
 def _predicted_highest(largest: float) -> int:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import numpy
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import Module, Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -28,19 +31,21 @@ from lossscale.torch.ranks import is_spread
 from lossscale.torch.repeated_step import check_model_and_loss, explain, needs_autocast
 from lossscale.torch.scaling import real_parts, scaled, widened
 
-LossFn = Callable[[Any, Any], Any]
+LossFn: TypeAlias = Callable[[Any, Any], Tensor]
+"""A loss of a model, which may be of a class of the user's, and of a batch of any kind."""
 
 _NARROW = (torch.float16, torch.bfloat16)
+T = TypeVar("T")
 _WHOLE_LAYERS = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "rnn")
 """Random operations that compute more than random numbers, so they must run in float16."""
 
 
 def diagnose(
-    model: torch.nn.Module,
+    model: Module,
     loss_fn: LossFn,
     batches: Iterable[Any],
     *,
-    parameters: Iterable[torch.nn.Parameter] | None = None,
+    parameters: Iterable[Parameter] | None = None,
     max_batches: int = 2,
 ) -> Report:
     """Measures how accurate a PyTorch model's gradients are in float16, and which rule they need.
@@ -100,7 +105,9 @@ class TorchGradientFunction:
         setting: The format that the model computes in, in words.
     """
 
-    def __init__(self, model: torch.nn.Module, loss_fn: LossFn, parameters: Any = None) -> None:
+    def __init__(
+        self, model: Module, loss_fn: LossFn, parameters: Iterable[Parameter] | None = None
+    ) -> None:
         _check_arguments(model, loss_fn)
         self._model, self._loss_fn = model, loss_fn
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -112,7 +119,7 @@ class TorchGradientFunction:
         casting = "autocast to float16" if self._casts else "its own float16"
         self.setting = f"PyTorch, {self._device}, {casting}"
 
-    def __call__(self, batch: Any, scale: float, half: bool) -> Pass:
+    def __call__(self, batch: object, scale: float, half: bool) -> Pass:
         """Computes a pass."""
         tensors = *self._model.parameters(), *self._model.buffers()
         if not half and any(map(_is_narrow, tensors)):
@@ -121,14 +128,14 @@ class TorchGradientFunction:
                 return self._pass(tree_map(_widened, batch), scale, half, widen=True)
         return self._pass(batch, scale, half)
 
-    def explain(self, batch: Any, scale: float, half: bool = True) -> Explanation:
+    def explain(self, batch: object, scale: float, half: bool = True) -> Explanation:
         """Explains why a pass is not finite."""
         dtype = torch.float16 if half else None
         with _as_it_was(self._model), _casting_to(dtype), _DrawnInFloat32():
             given = self._model, self._loss_fn, copy.deepcopy(batch)
             return explain(*given, parameters=self._parameters, scale=scale)
 
-    def _pass(self, batch: Any, scale: float, half: bool, *, widen: bool = False) -> Pass:
+    def _pass(self, batch: object, scale: float, half: bool, *, widen: bool = False) -> Pass:
         dtype = torch.float16 if half else None
         model = _wide_copy(self._model) if widen else self._model
         with _as_it_was(model), _casting_to(dtype), _DrawnInFloat32():
@@ -136,10 +143,10 @@ class TorchGradientFunction:
             torch.clear_autocast_cache()
             mine = copy.deepcopy(batch)
             with torch.autocast(self._device, dtype, enabled=half and self._casts):
-                loss = checked_loss(self._loss_fn(model, mine), torch.is_tensor)
+                loss: Tensor = checked_loss(self._loss_fn(model, mine), torch.is_tensor)
             by_name = {_plain(name): each for name, each in model.named_parameters()}
             chosen = [by_name[name] for name in self._names]
-            gradients: Sequence[torch.Tensor | None] = [None] * len(chosen)
+            gradients: Sequence[Tensor | None] = [None] * len(chosen)
             # PyTorch recommends the backward pass outside of autocast.
             with torch.autocast(self._device, enabled=False):
                 if loss.requires_grad and chosen:
@@ -150,7 +157,7 @@ class TorchGradientFunction:
             return Pass(float(loss.detach()), on_host)
 
 
-def _check_arguments(model: torch.nn.Module, loss_fn: object) -> None:
+def _check_arguments(model: Module, loss_fn: object) -> None:
     """Checks that there is a model whose parameters are here, and a function."""
     check_model_and_loss(model, loss_fn)
     if any(is_spread(parameter) or parameter.is_meta for parameter in model.parameters()):
@@ -164,7 +171,7 @@ def _check_arguments(model: torch.nn.Module, loss_fn: object) -> None:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
+def _as_it_was(model: Module) -> Iterator[None]:
     """Within it, a model trains uncompiled, with the same random numbers each time.
 
     After it, the model is unchanged. Parameters are restored as well:
@@ -205,7 +212,7 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
                     tensor.copy_(value)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
@@ -246,7 +253,7 @@ class _DrawnInFloat32(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: object, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    ) -> object:
         given = args, kwargs or {}
         dtypes = [getattr(each, "dtype", each) for each in tree_leaves(given)]
         narrow = [each for each in dtypes if each in _NARROW]
@@ -259,7 +266,7 @@ class _DrawnInFloat32(TorchDispatchMode):
             return torch.float32 if is_dtype else _widened(value)
 
         def rounded(value: object) -> object:
-            if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
+            if isinstance(value, Tensor) and value.dtype == torch.float32:
                 return value.to(narrow[-1])
             return value
 
@@ -268,7 +275,7 @@ class _DrawnInFloat32(TorchDispatchMode):
         return args[0].copy_(drawn) if func._schema.is_mutable else tree_map(rounded, drawn)
 
 
-def _wide_copy(model: torch.nn.Module) -> torch.nn.Module:
+def _wide_copy(model: Module) -> Module:
     """A copy of a model in float32 at least."""
     wide = copy.deepcopy(model)
     for tensor in (*wide.parameters(), *wide.buffers()):
@@ -276,17 +283,15 @@ def _wide_copy(model: torch.nn.Module) -> torch.nn.Module:
     return wide
 
 
-def _is_narrow(value: object) -> TypeGuard[torch.Tensor]:
-    if not isinstance(value, torch.Tensor):
-        return False
-    return value.is_floating_point() and value.dtype.itemsize < 4
+def _is_narrow(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize < 4
 
 
-def _widened(value: Any) -> Any:
+def _widened(value: T) -> T | Tensor:
     return value.float() if _is_narrow(value) else value
 
 
-def _on_host(gradient: torch.Tensor | None) -> numpy.ndarray[Any, Any] | None:
+def _on_host(gradient: Tensor | None) -> NDArray[numpy.float32] | None:
     """A gradient as a NumPy array of float32; of a sparse gradient, the rows that it has."""
     return None if gradient is None else widened(*real_parts(gradient)).cpu().numpy()
 

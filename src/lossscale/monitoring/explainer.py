@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from lossscale.errors import first_line
-from lossscale.monitoring.explanation import Cause, Explanation, Facts, explained
+from lossscale.monitoring.explanation import Cause, Explanation, Facts, explained, is_broken
 from lossscale.monitoring.record import is_lowest
 from lossscale.monitoring.recorder import StepStats
 from lossscale.packages import warn
@@ -73,13 +72,8 @@ class Explainer:
         except Exception as error:
             line = f"{type(error).__name__}: {first_line(error, 200)}"
             facts = Facts(why_not=f"the pass cannot be repeated ({line})")
-        if is_broken(loss) and not facts.why_not and (facts.is_finite or facts.in_backward):
+        if facts._replace(loss=loss).is_loss_broken:
             later = " with the weights after the step" if not skipped else ""
             facts = Facts(why_not=f"the loss was {loss:g}, and is finite when repeated{later}")
         facts = facts._replace(loss=loss, scale=stats.scale, is_later=not skipped)
         return stats._replace(explanation=self.write(stats.step, facts, skipped=skipped))
-
-
-def is_broken(loss: float | None) -> bool:
-    """Whether a loss is known, and not finite."""
-    return loss is not None and not math.isfinite(loss)

@@ -32,6 +32,7 @@ _FINITE_AGAIN = (
     ", such as a penalty on gradients or weights. explain(model, loss_fn, batch) sees such a part"
 )
 _OF_OUTPUTS = "gradient of the outputs"
+_NO_LOWER = "the rule lets the scale fall no lower; {} does"
 # Those whose derivatives float16 can hold, such as 1 / epsilon**2.
 _ADVISED_EPSILON = {"div": 4e-3, "reciprocal": 4e-3, "rsqrt": 1e-3, "pow": 4e-3}
 _ADVISED_EPSILON |= {"digamma": 4e-3, "polygamma": 4e-2}
@@ -309,7 +310,12 @@ class Facts(NamedTuple):
     def is_loss_broken(self) -> bool:
         """Whether the loss is not finite, and the pass through the model is."""
         is_outside = not self.why_not and (self.in_backward or self.is_finite)
-        return is_outside and self.loss is not None and not math.isfinite(self.loss)
+        return is_outside and is_broken(self.loss)
+
+
+def is_broken(loss: float | None) -> bool:
+    """Whether a loss is known, and not finite."""
+    return loss is not None and not math.isfinite(loss)
 
 
 def most_halvings(scale: float) -> int:
@@ -341,7 +347,17 @@ def explained(facts: Facts) -> Explanation:
         >>> str(explained(Facts(Origin(failed))).cause)
         'forward overflow'
     """
-    told = _told(facts)
+    if facts.is_loss_broken:
+        told = _of_broken_loss(facts)
+    elif facts.gradients is not None:
+        told = _of_gradients(facts, facts.gradients)
+    elif facts.origin is not None:
+        told = _of_origin(facts.origin, facts)
+    else:
+        at = scale_in_words(facts.scale)
+        finite = f"the forward and the backward pass are finite at a scale of {at}"
+        why_not = facts.why_not or (_FINITE_AGAIN if facts.is_repeated else finite)
+        told = Explanation(Cause.UNKNOWN, f"not explained: {why_not}")
     reason, advice = told.reason, told.advice
     if facts.calls > 1 and not (facts.is_finite or facts.is_loss_broken):
         reason = f"in call {facts.call} of {facts.calls} of the model, {reason}"
@@ -352,20 +368,6 @@ def explained(facts: Facts) -> Explanation:
         hidden = _of_origin(facts.hidden, Facts())
         advice += f". Besides, {hidden.reason}{_HIDES}: {hidden.advice}"
     return dataclasses.replace(told, reason=reason, advice=advice)
-
-
-def _told(facts: Facts) -> Explanation:
-    """Writes the part of an explanation that depends on the kind of the facts."""
-    if facts.is_loss_broken:
-        return _of_broken_loss(facts)
-    if facts.gradients is not None:
-        return _of_gradients(facts, facts.gradients)
-    if facts.origin is not None:
-        return _of_origin(facts.origin, facts)
-    at = scale_in_words(facts.scale)
-    finite = f"the forward and the backward pass are finite at a scale of {at}"
-    why_not = facts.why_not or (_FINITE_AGAIN if facts.is_repeated else finite)
-    return Explanation(Cause.UNKNOWN, f"not explained: {why_not}")
 
 
 def _of_broken_loss(facts: Facts) -> Explanation:
@@ -389,7 +391,7 @@ def _of_gradients(facts: Facts, found: GradientCounts) -> Explanation:
     advice = "a lower scale helps, or outputs in float32"
     if facts.is_lowest:
         # How much lower is not known.
-        advice = _lower_than_the_rule(SMALLEST)
+        advice = _NO_LOWER.format(_rule_down_to(SMALLEST))
     if facts.is_lowest and facts.scale <= SMALLEST:
         advice = "no scale helps: return the outputs in float32, or make the loss smaller"
     return Explanation(Cause.SCALE, reason, advice, _OF_OUTPUTS, in_backward=True, halvings=1)
@@ -437,21 +439,17 @@ def _of_scale(facts: Facts, failed: FailedOperation) -> tuple[Cause, str, str]:
     )
     if last != failed.where:
         reason += f"; the last to overflow is {last}"
-    parts = []
-    if halvings >= _MANY_HALVINGS and low < _LOW:
-        parts.append(f"look for a reason why the gradient is so large at {last}")
-    if low < 1:
-        rule = f"DynamicScale(min_scale={scale_in_words(low)})"
-        parts.append(f"use a rule with such a scale, as {rule}")
-    if not parts:
-        falls = "this is normal: the scale falls by itself"
-        parts.append(_lower_than_the_rule(low) if facts.is_lowest else falls)
-    return Cause.SCALE, reason, ", or ".join(parts)
+    is_strange = halvings >= _MANY_HALVINGS and low < _LOW
+    parts = [f"look for a reason why the gradient is so large at {last}"] if is_strange else []
+    parts += [f"use a rule with such a scale, as {_rule_down_to(low)}"] if low < 1 else []
+    advice = "this is normal: the scale falls by itself"
+    if facts.is_lowest:
+        advice = _NO_LOWER.format(_rule_down_to(low))
+    return Cause.SCALE, reason, ", or ".join(parts) or advice
 
 
-def _lower_than_the_rule(scale: float) -> str:
-    lower = f"DynamicScale(min_scale={scale_in_words(scale)})"
-    return f"the rule lets the scale fall no lower; {lower} does"
+def _rule_down_to(scale: float) -> str:
+    return f"DynamicScale(min_scale={scale_in_words(scale)})"
 
 
 def _meaning(facts: Facts, failed: FailedOperation) -> tuple[Cause, str, str]:
@@ -495,11 +493,9 @@ def _meaning(facts: Facts, failed: FailedOperation) -> tuple[Cause, str, str]:
         least = _rounded_up(failed.divisor * (failed.largest_result or 0.0) / limit)
         return cause, reason, f"{advice}, or divide by {least} or more"
     # Divided by a small number, most likely.
-    parts = [part for part in _SINGULAR if part != "pow"]
-    parts += ["pow", "gamma"] if failed.largest_input <= 1 else []
-    if any(part in failed.operation.lower() for part in parts):
-        advice = _about_epsilon(failed)
-    return cause, reason, advice
+    parts = ["gamma", *_SINGULAR] if failed.largest_input <= 1 else _SINGULAR.keys() - {"pow"}
+    is_near_zero = any(part in failed.operation.lower() for part in parts)
+    return cause, reason, _about_epsilon(failed) if is_near_zero else advice
 
 
 def _in_float32(failed: FailedOperation) -> str:

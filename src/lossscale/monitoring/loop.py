@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 from lossscale.errors import ArgumentError
+from lossscale.framework_types import Scalar
+from lossscale.monitoring.explainer import Explainer
 from lossscale.monitoring.explanation import Explanation
 from lossscale.monitoring.record import StepRecord
 from lossscale.monitoring.recorder import Recorder, StepStats
@@ -23,14 +25,14 @@ class LoopMonitor:
         start: Number of steps before the first monitored one.
     """
 
-    _explainer: Any = None
+    _explainer: Explainer | None = None
 
     def __init__(self, recorder: Recorder, start: int) -> None:
         self._recorder = recorder
         self._last_read = self._position = start
         self._is_first = True
         self._is_closed = False
-        self._unread: tuple[Read, Any] | None = None
+        self._unread: tuple[Read, Scalar | None] | None = None
         recorder.open()
 
     @property
@@ -41,7 +43,7 @@ class LoopMonitor:
     @property
     def explanation(self) -> Explanation | None:
         """The explanation of the last step that was explained, or None."""
-        return getattr(self._explainer, "last", None)
+        return None if self._explainer is None else self._explainer.last
 
     def close(self) -> None:
         """Records the last step if it was not sampled.
@@ -65,7 +67,7 @@ class LoopMonitor:
                 "same `path`, pass append=True."
             )
 
-    def _add_steps(self, steps: int, read: Read, loss: Any) -> None:
+    def _add_steps(self, steps: int, read: Read, loss: Scalar | None) -> None:
         """Counts steps, and reads the last one if it is to be sampled.
 
         Args:
@@ -81,7 +83,7 @@ class LoopMonitor:
         else:
             self._unread = read, loss
 
-    def _sample(self, read: Read, loss: Any) -> None:
+    def _sample(self, read: Read, loss: Scalar | None) -> None:
         self._unread = None
         stats = read(self._last_read)
         if stats is None:

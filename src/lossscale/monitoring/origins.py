@@ -8,11 +8,13 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lossscale.errors import LossScaleError, first_line
+from lossscale.framework_types import Array
 from lossscale.monitoring.explanation import (
     LARGEST,
     LARGEST_OF_FLOAT64,
@@ -44,6 +46,12 @@ _GROWING = ("exp", "sinh", "cosh", "prod", "mul", "square")
 _DIVIDING = ("div", "rem", "mod")
 _SINGULAR = ("div", "reciprocal", "inv", "sqrt", "log", "pow", "acos", "asin", "atanh")
 """Parts of the names of operations that may have no finite result for finite numbers."""
+
+
+Origins: TypeAlias = Sequence[Origin | None]
+"""Of several arrays: None for each that is finite, or that the program has set."""
+Value: TypeAlias = tuple[Array, Origin | None]
+"""An array and its origin."""
 
 
 class UnrepeatableError(RuntimeError):
@@ -97,8 +105,8 @@ class Call(NamedTuple):
     module: str
     in_backward: bool
     sets: bool
-    widened: Callable[[Callable[[Any], Any]], Sequence[Any]]
-    numbers: Sequence[Any] = ()
+    widened: Callable[[Callable[[Array], Array]], Sequence[Array]]
+    numbers: Sequence[float] = ()
 
 
 class Evaluation:
@@ -114,21 +122,21 @@ class Evaluation:
         first: The first origin that is an operation; None if there is none.
     """
 
-    def __init__(self, name_of: Callable[[Any], str]) -> None:
+    def __init__(self, name_of: Callable[[Array], str]) -> None:
         self._name_of, self._in_float16 = name_of, False
         self._makers: dict[int, str] = {}
         # The parameters that a value has the numbers of, such as the transpose of one in float16.
-        self._same_as: dict[int, tuple[str, Any]] = {}
+        self._same_as: dict[int, tuple[str, Array]] = {}
         # What is wrong because of an overflow, what it would be without one, and the origin of it.
-        self._overflows: dict[int, tuple[Any, Any, Origin]] = {}
+        self._overflows: dict[int, tuple[Array, Array, Origin]] = {}
         self._hidden: Origin | None = None
-        self.constants: dict[int, Any] = {}
+        self.constants: dict[int, Array] = {}
         self.small: dict[str, float] = {}
         self.absorbed: set[Origin] = set()
         self.first: Origin | None = None
 
     def origins(
-        self, call: Call, given: Sequence[Any], taken: Sequence[Origin | None], made: Sequence[Any]
+        self, call: Call, given: Sequence[Array], taken: Origins, made: Sequence[Array]
     ) -> list[Origin | None]:
         """Returns the origins of the results of a call that are not finite.
 
@@ -145,7 +153,8 @@ class Evaluation:
             # What is added in float32 is not rounded to 0.
             is_rounded = not call.in_backward and any(map(_is_float16, given[:1]))
             numbers = call.numbers if is_rounded else ()
-            for each in (*numbers, *filter(_is_number, constant)):
+            scalars = (each for each in constant if is_float(each) and np.ndim(each) == 0)
+            for each in (*numbers, *scalars):
                 if 0 < abs(float(each)) < _SMALL:
                     self.small[call.module] = abs(float(each))
         self._in_float16 |= any(map(_is_float16, made))
@@ -177,7 +186,7 @@ class Evaluation:
             self.remember(one, other, overflows[0])
         return found
 
-    def hidden_in(self, outputs: Iterable[Any]) -> Origin | None:
+    def hidden_in(self, outputs: Iterable[Array]) -> Origin | None:
         """The origin of an overflow that makes outputs wrong; None if there is none."""
         for each in outputs:
             entry = self._overflows.get(self.key_of(each))
@@ -186,7 +195,7 @@ class Evaluation:
         return self._hidden
 
     def watched(
-        self, outputs: Iterable[Any], loss: Origin | None, gradients: Origin | None = None
+        self, outputs: Iterable[Array], loss: Origin | None, gradients: Origin | None = None
     ) -> Watched:
         """Returns the origins of outputs and of a gradient, with what else was seen."""
         return Watched(loss, gradients, self.hidden_in(outputs), self.small)
@@ -199,7 +208,7 @@ class Evaluation:
         loss, gradients = (None, self.first) if in_backward else (self.first, None)
         return Watched(loss, gradients, small=self.small)
 
-    def origin_of(self, value: Any, name: str = "", *, is_weight: bool = False) -> Origin | None:
+    def origin_of(self, value: Array, name: str = "", *, is_weight: bool = False) -> Origin | None:
         """Returns the origin of a value that a pass starts with; None if it is finite."""
         if not any(self.flags_of(value)):
             return None
@@ -209,51 +218,51 @@ class Evaluation:
 
     # What arrays of other libraries than NumPy override.
 
-    def key_of(self, value: Any) -> int:
+    def key_of(self, value: Array) -> int:
         """The key of a value, which no other has while it lives."""
         return id(value)
 
-    def on_host(self, value: Any) -> Any:
+    def on_host(self, value: Array) -> NDArray[np.float64]:
         """A value as a NumPy array of float64."""
         return np.asarray(value, np.float64)
 
-    def flags_of(self, value: Any) -> Flags:
+    def flags_of(self, value: Array) -> Flags:
         """The kinds of non-finite numbers in a value."""
         if not is_float(value):
             return Flags()
         array = np.asarray(value)
         return Flags(bool(np.isnan(array).any()), bool(np.isinf(array).any()))
 
-    def without_overflow(self, value: Any) -> Any:
+    def without_overflow(self, value: Array) -> Array:
         """A value as it would be without the overflows that it was computed from, in float64."""
         entry = self._overflows.get(self.key_of(value))
         return entry[1] if entry else value
 
-    def rounded(self, other: Any, like: Any) -> Any:
+    def rounded(self, other: Array, like: Array) -> Array:
         """A value in float64, rounded as another one is if its dtype can hold it."""
         other, dtype = np.asarray(other, np.float64), np.asarray(like).dtype
         with np.errstate(over="ignore"):
             narrow = other.astype(dtype).astype(np.float64)
         return np.where(np.isfinite(narrow), narrow, other)
 
-    def is_wrong(self, one: Any, other: Any, tolerance: float = 0.0) -> bool:
+    def is_wrong(self, one: Array, other: Array, tolerance: float = 0.0) -> bool:
         """Whether a value differs from another one by more than a share of its largest number."""
         one, other = self.on_host(one), self.on_host(other)
         same = (one == other) | (np.isnan(one) & np.isnan(other))
         difference = np.where(same, 0, np.nan_to_num(np.abs(one - other), nan=np.inf))
         return bool(difference.max(initial=0) > tolerance * largest(other))
 
-    def remember(self, one: Any, other: Any, origin: Origin) -> None:
+    def remember(self, one: Array, other: Array, origin: Origin) -> None:
         """Remembers what a value would be without an overflow."""
         self._overflows[self.key_of(one)] = one, other, origin
 
-    def forget(self, value: Any) -> None:
+    def forget(self, value: Array) -> None:
         """Forgets it: a new value is there."""
         self._overflows.pop(self.key_of(value), None)
 
     def _made_wrong(
-        self, origin: Origin, call: Call, made: Sequence[Any], is_finite: bool
-    ) -> list[tuple[Any, Any]]:
+        self, origin: Origin, call: Call, made: Sequence[Array], is_finite: bool
+    ) -> list[tuple[Array, Array]]:
         """Returns the results that an overflow makes wrong, each with what it is without one."""
         wrong = []
         if is_finite:
@@ -275,9 +284,9 @@ class Evaluation:
     def _origin(
         self,
         call: Call,
-        given: Sequence[Any],
+        given: Sequence[Array],
         infinite: Sequence[tuple[Origin, Flags]],
-        results: Sequence[Any],
+        results: Sequence[Array],
         made: Flags,
     ) -> Origin:
         """The origin of a result that is not finite, of which it has the flags."""
@@ -313,7 +322,7 @@ class Evaluation:
             is_cast=is_cast,
             maker=self._makers.get(self.key_of(given[-1]), "") if is_cast else "",
             is_narrow=is_narrow,
-            divisor=self._divisor(call, given),
+            divisor=self._divisor(call, given) if divides and not call.in_backward else 0.0,
             weight="" if weight is None else self._parameter(weight),
             largest_weight=0.0 if weight is None else largest(self.on_host(weight)),
             in_float16=self._in_float16,
@@ -321,16 +330,14 @@ class Evaluation:
         is_beyond = any(origin.is_beyond for origin, _ in infinite)
         return Origin(failed, is_beyond=is_beyond)
 
-    def _parameter(self, value: Any) -> str:
+    def _parameter(self, value: Array) -> str:
         """The name of the parameter that has the numbers of a value; "" if none has."""
         known = self._same_as.get(self.key_of(value))
         return self._name_of(value) or (known[0] if known else "")
 
-    def _divisor(self, call: Call, given: Sequence[Any]) -> float:
-        """The number that a call divides by; 0 if it is none, or several."""
-        if not any(part in call.name.lower() for part in _DIVIDING) or call.in_backward:
-            return 0.0
-        divisors = [*call.numbers, *map(self.on_host, filter(is_float, given[1:2]))]
+    def _divisor(self, call: Call, given: Sequence[Array]) -> float:
+        """The number that a call divides by; 0 if there are several."""
+        divisors: list[Array] = [*call.numbers, *map(self.on_host, filter(is_float, given[1:2]))]
         return abs(float(divisors[0])) if len(divisors) == 1 and np.size(divisors[0]) == 1 else 0.0
 
     def _in_float64(self, call: Call, meets_zero: bool) -> float | None:
@@ -361,22 +368,17 @@ def _passed_on(call: Call, taken: Sequence[tuple[Origin, Flags]], made: Flags) -
     return None
 
 
-def _dtype(value: Any) -> str:
+def _dtype(value: object) -> str:
     return str(getattr(value, "dtype", type(value)))
 
 
-def _is_float16(value: Any) -> bool:
+def _is_float16(value: object) -> bool:
     return re.search(r"\bfloat16", _dtype(value)) is not None
 
 
-def is_float(value: Any) -> bool:
+def is_float(value: object) -> bool:
     """Whether a value is an array of floating-point numbers."""
     return re.search(r"float\d\d|'float'", _dtype(value)) is not None
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a value is a floating-point array without dimensions."""
-    return is_float(value) and np.ndim(value) == 0
 
 
 def line_of(frames: Iterable[tuple[str, int, str]]) -> str:
@@ -395,13 +397,14 @@ def line_of(frames: Iterable[tuple[str, int, str]]) -> str:
         if file.startswith(_HERE):
             return "loss"
         if "site-packages" not in file:
-            names = [name for name in function.split(".<locals>.") if name[0] != "<"]
+            # TensorFlow has no name for a lambda that it traces as a function.
+            names = [name for name in function.split(".<locals>.") if name and name[0] != "<"]
             place = f"line {line}"
             return f"{names[-1]}, {place}" if names else f"{place} of {os.path.basename(file)}"
     return ""
 
 
-def largest(array: Any) -> float:
+def largest(array: NDArray[np.float64]) -> float:
     """The largest finite magnitude in an array; 0 if there is none."""
     return float(np.abs(np.nan_to_num(array, nan=0, posinf=0, neginf=0)).max(initial=0))
 

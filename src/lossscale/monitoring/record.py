@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-import math
 import operator
 import os
 from typing import Any, NamedTuple
 
 from lossscale.errors import ArgumentError
-from lossscale.monitoring.explanation import Explanation
+from lossscale.monitoring.explanation import Explanation, is_broken
 from lossscale.rules import ScaleRule
 
 
@@ -102,7 +101,7 @@ class StepRecord:
         JSON has no infinity and no NaN, so such a loss is the string "inf", "-inf" or "nan".
         """
         fields = self.to_dict()
-        if self.loss is not None and not math.isfinite(self.loss):
+        if is_broken(self.loss):
             fields["loss"] = str(self.loss)
         return json.dumps(fields, allow_nan=False)
 
@@ -165,7 +164,7 @@ def skip_reason(rule: ScaleRule, scale: float, loss: float | None) -> SkipReason
         >>> skip_reason(DynamicScale(), 32768.0, loss=0.3)
         <SkipReason.OVERFLOW: 'overflow'>
     """
-    if loss is not None and not math.isfinite(loss):
+    if is_broken(loss):
         return SkipReason.LOSS
     if is_lowest(rule, scale):
         return SkipReason.FLOOR

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lossscale.checks import checked_count
 from lossscale.errors import ArgumentError, ArgumentTypeError, TrainingHaltedError
-from lossscale.monitoring.explanation import Cause, Explanation
+from lossscale.framework_types import Function
+from lossscale.monitoring.explanation import Cause, Explanation, is_broken
 from lossscale.monitoring.record import NonfiniteTensor, StepRecord, is_lowest, skip_reason
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule
@@ -28,7 +28,7 @@ class MonitorSettings:
     on_floor: str = "warn"
     append: bool = False
     explain: int = 0
-    loss_fn: Callable[..., Any] | None = None
+    loss_fn: Function | None = None
 
     def __post_init__(self) -> None:
         # open() accepts an int, and would write to that file descriptor.
@@ -144,33 +144,29 @@ class Recorder:
         Raises:
             TrainingHaltedError: If an alarm ends training, after the record is written.
         """
-        skip = stats.last_skip
+        skip, why = stats.last_skip, stats.explanation
+        nonfinite: tuple[NonfiniteTensor, ...] = ()
         if skip is not None and skip.step < stats.step:
-            self._record(stats, skip)
-            skip = None
-        if stats.skipped:
-            known = SkippedStep(0, 0.0) if skip is None else skip
-            why = known.explanation or stats.explanation
-            skip = known._replace(step=stats.step, scale=stats.scale, explanation=why)
-        self._record(stats, skip if stats.skipped else None)
-
-    def _record(self, stats: StepStats, skip: SkippedStep | None) -> None:
-        """Adds the record of the last step, or of an earlier skipped one."""
-        last = SkippedStep(stats.step, stats.scale, explanation=stats.explanation)
-        step, scale, nonfinite, explanation = skip or last
-        is_last = step == stats.step
-        loss = stats.loss if is_last else None
-        record = StepRecord(
-            step,
-            scale,
-            skip is not None,
-            next_scale=stats.next_scale if is_last else None,
-            loss=loss,
-            reason=None if skip is None else skip_reason(self._rule, scale, loss),
+            step, scale, tensors, cause = skip
+            earlier = StepRecord(step, scale, True, nonfinite=tensors, explanation=cause)
+            self._add(earlier, stats.steps_skipped)
+        elif skip is not None and stats.skipped:
+            nonfinite, why = skip.nonfinite, skip.explanation or why
+        last = StepRecord(
+            stats.step,
+            stats.scale,
+            stats.skipped,
+            stats.next_scale,
+            stats.loss,
             nonfinite=nonfinite,
-            steps_skipped=stats.steps_skipped,
-            explanation=explanation,
+            explanation=why,
         )
+        self._add(last, stats.steps_skipped)
+
+    def _add(self, record: StepRecord, steps_skipped: int) -> None:
+        """Completes a record, and passes it on."""
+        reason = skip_reason(self._rule, record.scale, record.loss) if record.skipped else None
+        record = dataclasses.replace(record, reason=reason, steps_skipped=steps_skipped)
         self.last_record = record
         self._write(record)
         if self.settings.log is not None:
@@ -195,7 +191,7 @@ class Recorder:
     # --- The alarms ---------------------------------------------------------------------------
 
     def _raise_alarms(self, record: StepRecord) -> None:
-        if record.loss is not None and not math.isfinite(record.loss):
+        if is_broken(record.loss):
             found = record.explanation
             # Otherwise the monitor has said more.
             if not self._warned_of_loss and (found is None or found.cause is Cause.UNKNOWN):

@@ -201,6 +201,8 @@ class Monitor(LoopMonitor):
 
         if _any_deleted((params, batch)):
             return Facts(why_not="a step to which `params` or `batch` was donated overwrote it")
+        # Only a monitor that has one explains steps.
+        assert self._loss_fn is not None
         return JaxGradientFunction(params, self._loss_fn).facts(batch, scale)
 
     def _arrays_of(self, opt_state: ArrayTree) -> _Watched:

@@ -17,8 +17,8 @@ from lossscale.checks import checked_count
 from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.monitoring.explainer import Explainer, is_broken
-from lossscale.monitoring.explanation import Cause, Explanation, Facts, explained
+from lossscale.monitoring.explainer import Explainer
+from lossscale.monitoring.explanation import Cause, Explanation, Facts, explained, is_broken
 from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, SkippedStep, StepStats
 from lossscale.packages import warn
@@ -91,6 +91,7 @@ class Monitor(LoopMonitor, Observer):
     """
 
     is_monitor = reads_skips = True
+    _explainer: _Explainer | None = None
 
     def __init__(
         self,
