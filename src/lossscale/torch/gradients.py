@@ -21,7 +21,6 @@ from lossscale.torch.ranks import ParameterInfo, largest_and_added, local
 from lossscale.torch.scaling import CPU, real_parts, scalar, unscaled, widened
 
 _DTYPE, _GRAD = operator.attrgetter("dtype"), operator.attrgetter("grad")
-_START = Tensor.data_ptr
 _PLAIN_TYPES = frozenset({Tensor, Parameter})
 _IN_PLACE = frozenset({torch.float32, torch.float64, torch.bfloat16})
 
@@ -89,17 +88,16 @@ def collect(
             dtypes = set(map(_DTYPE, grads))
         if len(dtypes) == 1 and dtypes <= _IN_PLACE and not share_memory(grads, info):
             return Gradients(grads, [grads], [grads])
-    owning = [p for p in info.parameters if p.grad is not None]
     if not allow_float16:
-        for parameter in owning:
+        for parameter in info.parameters:
             _check_can_be_widened(parameter)
-    given = _grouped([_dense(each, allow_float16, sums) for each in owning])
+    given = _all_dense(info, allow_float16, sums)
     if share_memory([tensor for group in given.dense_groups for tensor in group], info):
         with torch.enable_grad():
-            for parameter in owning:
-                assert parameter.grad is not None
-                parameter.grad = parameter.grad.clone()
-        given = _grouped([_dense(each, allow_float16, sums) for each in owning])
+            for parameter in info.parameters:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
+        given = _all_dense(info, allow_float16, sums)
     return given
 
 
@@ -107,7 +105,7 @@ def lie_as_before(info: ranks.ParameterInfo) -> bool:
     """Whether all gradients lie where they were found to share no memory."""
     try:
         with ranks.UNSEEN():
-            return info.places == list(map(_START, map(_GRAD, info.parameters)))
+            return info.places == list(map(Tensor.data_ptr, map(_GRAD, info.parameters)))
     except (RuntimeError, TypeError):
         # One is sparse, or None.
         return False
@@ -121,7 +119,7 @@ def share_memory(tensors: Sequence[Tensor], info: ParameterInfo) -> bool:
     """
     with ranks.UNSEEN():
         try:
-            starts = list(map(_START, tensors))
+            starts = list(map(Tensor.data_ptr, tensors))
         except RuntimeError:
             # A sparse one has no memory of its own: its values have.
             return True
@@ -159,10 +157,15 @@ def _grouped(pairs: Pairs) -> Gradients:
     )
 
 
-def _dense(parameter: Tensor, allow_float16: bool, sums: bool) -> tuple[Tensor, Tensor]:
+def _all_dense(info: ParameterInfo, allow_float16: bool, sums: bool) -> Gradients:
+    owning = [(p, gradient) for p in info.parameters if (gradient := p.grad) is not None]
+    return _grouped([_dense(p, gradient, allow_float16, sums) for p, gradient in owning])
+
+
+def _dense(
+    parameter: Tensor, gradient: Tensor, allow_float16: bool, sums: bool
+) -> tuple[Tensor, Tensor]:
     """The gradient of a parameter, and the dense tensor of real numbers that it is stored in."""
-    gradient = parameter.grad
-    assert gradient is not None
     if gradient.dtype in ranks.HALF and not allow_float16:
         parameter.grad = gradient = gradient.to(parameter.dtype)
     if ranks.is_part_of_sum(gradient):
@@ -180,9 +183,7 @@ def _dense(parameter: Tensor, allow_float16: bool, sums: bool) -> tuple[Tensor, 
 
 
 def _check_can_be_widened(parameter: Tensor) -> None:
-    gradient = parameter.grad
-    assert gradient is not None
-    dtype = gradient.dtype
+    dtype = None if parameter.grad is None else parameter.grad.dtype
     if dtype not in ranks.HALF:
         return
     if parameter.dtype == dtype:
@@ -219,13 +220,12 @@ def grad_norm(
     device = gradients.device
     if not info.groups:
         norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
-    else:
-        squares = scalar(0.0, device, torch.float64)
-        owners = [gradient for group in gradients.owners for gradient in group]
-        for gradient, part in zip(owners, norms, strict=True):
-            squares += part.to(device, torch.float64) ** 2 / info.copies(gradient)
-        norm = ranks.added(squares, info.groups).sqrt()
-    return norm
+        return norm
+    squares = scalar(0.0, device, torch.float64)
+    owners = [gradient for group in gradients.owners for gradient in group]
+    for gradient, part in zip(owners, norms, strict=True):
+        squares += part.to(device, torch.float64) ** 2 / info.copies(gradient)
+    return ranks.added(squares, info.groups).sqrt()
 
 
 def coefficient(norm: Tensor, clip_norm: float) -> Tensor:
@@ -285,7 +285,11 @@ def unscale_and_check_(
         if divide or recheck:
             _change(torch._foreach_div_ if divide else torch._foreach_mul_, group, multiplier)
             multiplier = scalar(1.0, device)
-        _check_and_multiply_(group, by_device[device], multiplier)
+        if device.type == "cpu" or group[0].dtype in _OF_THE_KERNEL:
+            _change(_kernel, group, by_device[device], multiplier)
+        else:
+            _check_largest(group, by_device[device], 1.0)
+            _change(torch._foreach_mul_, group, multiplier)
     return by_device
 
 
@@ -299,14 +303,6 @@ def unscale_(gradients: Gradients, factor: Factor, *, divide: bool = False) -> N
     for group in gradients.dense_groups:
         multiply = torch._foreach_div_ if divide else torch._foreach_mul_
         _change(multiply, group, factor(group[0].device))
-
-
-def _check_and_multiply_(group: list[Tensor], found: Tensor, factor: Tensor) -> None:
-    if found.device.type == "cpu" or group[0].dtype in _OF_THE_KERNEL:
-        _change(_kernel, group, found, factor)
-        return
-    _check_largest(group, found, 1.0)
-    _change(torch._foreach_mul_, group, factor)
 
 
 def _change(kernel: Callable[..., object], group: list[Tensor], *arguments: Tensor) -> None:
