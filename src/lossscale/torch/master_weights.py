@@ -295,7 +295,7 @@ class MasterWeights(OuterOptimizer):
                 yield
         finally:
             self._is_stepping = False
-            moved, others = Pairs(), Pairs()
+            stepped = Pairs()
             for pair, gradient, version in zip(pairs, gradients, self._versions, strict=True):
                 parameter, master = pair
                 if master.grad is not gradient:
@@ -303,13 +303,12 @@ class MasterWeights(OuterOptimizer):
                 has_moved = gradient is not None or master.grad is not None
                 master.grad, master.requires_grad = None, False
                 if has_moved or master._version != version:
-                    moved.append(pair)
+                    stepped.append(pair)
                     self.inner_optimizer.state.setdefault(parameter, {})[_KEY] = master
                 elif parameter.requires_grad:
                     # Old optimizers write to `data`, of which no graph takes notice.
-                    others.append((parameter.data, master))
-            _round(moved)
-            _round(others)
+                    stepped.append((parameter.data, master))
+            _round(stepped)
             self._remember()
 
     @contextlib.contextmanager

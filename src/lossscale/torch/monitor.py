@@ -117,9 +117,8 @@ class Monitor(LoopMonitor):
         names = _names(watched, model)
         self._tracker = OverflowTracker()
         self._tracker.build(list(names), list(names.values()))
-        self._scale = float(
-            watched.get_scale() if isinstance(watched, GradScaler) else watched.loss_scale
-        )
+        now = self._stats()
+        self._scale = now.scale
         self._model = model if isinstance(model, Module) else None
         if self._model is not None:
             warn_of_float16_statistics(self._model)
@@ -130,7 +129,7 @@ class Monitor(LoopMonitor):
                 "`explain` needs the model, a torch.nn.Module. "
                 f"Received: model={model!r} of type {type(model).__name__}."
             )
-        super().__init__(Recorder(settings, watched.rule), self._steps_so_far())
+        super().__init__(Recorder(settings, watched.rule), now.step)
         if settings.explain and self._model is not None:
             calls = CallRecorder(self._model, limit)
             self._explainer = _Explainer(calls, settings.explain, watched.rule)
@@ -258,16 +257,11 @@ class Monitor(LoopMonitor):
     def _stats(self) -> StepStats:
         watched = self._watched
         if isinstance(watched, GradScaler):
-            scale = watched.get_scale()
-            return StepStats(self._steps, scale, scale, self._skips, self._skipped)
-        scale = float(watched.loss_scale)
-        return StepStats(
-            int(watched.iterations),
-            scale,
-            scale,
-            int(watched.steps_skipped),
-            bool(watched.last_step_skipped),
-        )
+            scale, skips, skipped = watched.get_scale(), self._skips, self._skipped
+        else:
+            scale, skips = float(watched.loss_scale), int(watched.steps_skipped)
+            skipped = bool(watched.last_step_skipped)
+        return StepStats(self._steps_so_far(), scale, scale, skips, skipped)
 
 
 class OverflowTracker(overflow_tracker.OverflowTracker):

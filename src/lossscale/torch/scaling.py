@@ -33,7 +33,7 @@ def uncompiled(method: _Function) -> _Function:
             return disabled(*args, **kwargs)
         return method(*args, **kwargs)
 
-    return called  # type: ignore[return-value]
+    return called  # type: ignore[return-value]  # it has the signature of the method
 
 
 def scalar(value: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -45,18 +45,12 @@ def scalar(value: float, device: torch.device, dtype: torch.dtype = torch.float3
 def filled(number: Tensor) -> Callable[[torch.device], Tensor]:
     """Returns what makes a scalar tensor of the CPU on a device, without a copy, which waits."""
 
-    def on(device: torch.device) -> Tensor:
-        # A list for a tensor with dimensions.
-        return scalar(number.tolist(), device, number.dtype)  # type: ignore[arg-type]
-
-    return on
+    return lambda device: scalar(number.item(), device, number.dtype)
 
 
 def read(tensor: Tensor) -> float:
     """Reads a number from a tensor; see `read_all`."""
-    _check_readable(tensor)
-    number: float = tensor.item()
-    return number
+    return float(read_all(tensor))
 
 
 def read_all(tensor: Tensor) -> Tensor:
@@ -65,22 +59,18 @@ def read_all(tensor: Tensor) -> Tensor:
     Raises:
         UnsupportedError: While a CUDA graph is captured.
     """
-    _check_readable(tensor)
-    return tensor.cpu()
-
-
-def is_captured(tensor: Tensor) -> bool:
-    """Whether a CUDA graph records what is computed with a tensor."""
-    return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def _check_readable(tensor: Tensor) -> None:
     if is_captured(tensor):
         raise UnsupportedError(
             "step() cannot run while a CUDA graph is captured: the host reads from the GPU whether "
             "to skip the step. Make the optimizer with decide='device', or capture backward() and "
             "call step() after the graph."
         )
+    return tensor.cpu()
+
+
+def is_captured(tensor: Tensor) -> bool:
+    """Whether a CUDA graph records what is computed with a tensor."""
+    return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def stored(gradient: Tensor) -> Tensor:

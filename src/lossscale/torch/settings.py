@@ -7,7 +7,7 @@ import functools
 import inspect
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -102,27 +102,25 @@ class InnerSettings(Wrapper):
             # The inner optimizer calls its hooks, once for each step that it takes.
             return getattr(self.inner_optimizer, name)
         try:
-            found = super().__getattr__(name)
+            value = super().__getattr__(name)
         except UnknownSettingError:
             if hasattr(type(self), name):
                 # A property of this class has raised it.
                 raise
             self._check_no_setting(name)
             raise
-        is_method = inspect.ismethod(found) or inspect.isfunction(found)
-        return self._guarded(name, found) if is_method else found
+        if not (inspect.ismethod(value) or inspect.isfunction(value)):
+            return value
 
-    def _guarded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the inner optimizer that first checks that `.grad` is unscaled."""
-
-        @functools.wraps(method)
+        @functools.wraps(value)
         def guarded(*args: Any, **kwargs: Any) -> Any:
+            """First checks that `.grad` is unscaled."""
             self._check_unscaled(name)
-            return method(*args, **kwargs)
+            return value(*args, **kwargs)
 
         return guarded
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         inner = self.__dict__.get("_inner")
         own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
         # Schedulers replace `step`, a method, by one that counts its calls.
