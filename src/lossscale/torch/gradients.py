@@ -239,9 +239,9 @@ _OF_THE_KERNEL = frozenset({torch.float32, torch.float64, torch.float16})
 """The dtypes that the kernel supports on every accelerator."""
 
 
-def _in_two_passes(tensors: Sequence[Tensor], found: Tensor, factor: Tensor) -> None:
+def _in_two_passes(tensors: Sequence[Tensor], overflow: Tensor, factor: Tensor) -> None:
     for tensor in tensors:
-        found.copy_(torch.maximum(found, (~torch.isfinite(tensor).all()).to(found.dtype)))
+        overflow.copy_(torch.maximum(overflow, (~torch.isfinite(tensor).all()).to(overflow.dtype)))
         tensor.mul_(factor)
 
 
@@ -336,10 +336,10 @@ def check_quotients(gradients: Gradients, divisor: Factor) -> dict[torch.device,
     return by_device
 
 
-def _check_largest(group: list[Tensor], found: Tensor, divisor: Tensor | float) -> None:
+def _check_largest(group: list[Tensor], overflow: Tensor, divisor: Tensor | float) -> None:
     # The largest magnitude of finite numbers is finite in any dtype.
     largest = widened(torch.stack(torch._foreach_norm(group, float("inf")))) / divisor
-    torch.maximum(found, largest.isfinite().all().logical_not().to(found), out=found)
+    torch.maximum(overflow, largest.isfinite().all().logical_not().to(overflow), out=overflow)
 
 
 def any_overflow(overflows: Iterable[Tensor], device: torch.device = CPU) -> Tensor:
@@ -349,10 +349,11 @@ def any_overflow(overflows: Iterable[Tensor], device: torch.device = CPU) -> Ten
         overflows: float32 scalar tensors, 1 or 0.
         device: Where the result, 0, is if there are none.
     """
-    found = list(overflows)
-    for other in found[1:]:
-        found[0] = torch.maximum(found[0], other.to(found[0].device))
-    return found[0] if found else scalar(0.0, device)
+    flags = list(overflows)
+    joined = flags[0] if flags else scalar(0.0, device)
+    for flag in flags[1:]:
+        joined = torch.maximum(joined, flag.to(joined.device))
+    return joined
 
 
 def all_finite(

@@ -212,10 +212,10 @@ class Monitor(LoopMonitor):
             if self._tracker.last_step <= last_read:
                 return now._replace(scale=scale)
             last_scale, skip = self._tracker.read(min(last_read, now.step - 1), now.step)
-            found = {} if self._explainer is None else self._explainer.read(now.step)
+            explanations = {} if self._explainer is None else self._explainer.read(now.step)
             if skip is not None:
-                skip = skip._replace(explanation=found.get(skip.step))
-            why = found.get(now.step)
+                skip = skip._replace(explanation=explanations.get(skip.step))
+            why = explanations.get(now.step)
             return now._replace(scale=last_scale, last_skip=skip, explanation=why)
 
         if now.step > self._position:
@@ -361,13 +361,13 @@ class _Explainer(Explainer):
         left, rule: As for `Explainer`.
 
     Attributes:
-        found: The explanations since the last sample, and the last one, by the number of the step.
+        explanations: Those since the last sample, and the last one, by the number of the step.
     """
 
     def __init__(self, calls: CallRecorder, left: int, rule: ScaleRule) -> None:
         super().__init__(left, rule)
         self.calls = calls
-        self.found: dict[int, Explanation] = {}
+        self.explanations: dict[int, Explanation] = {}
         # The number of the step that is not over, whether it was skipped, and what is known of it.
         self._pending: tuple[int, bool, Facts] | None = None
         self._losses = _Losses()
@@ -399,7 +399,7 @@ class _Explainer(Explainer):
             number, skipped, facts = pending
             if loss is not None and not is_broken(facts.loss):
                 facts = facts._replace(loss=float(loss))
-            self.found = {number: self.write(number, facts, skipped=skipped)}
+            self.explanations = {number: self.write(number, facts, skipped=skipped)}
         if not decided:
             return
         self.calls.reset()
@@ -418,11 +418,12 @@ class _Explainer(Explainer):
             loss = losses.known()
             if self.wants(loss, skipped=False):
                 facts = Facts(loss=loss, why_not=_TOO_LATE)
-                self.found[number] = found = self.write(number, facts, skipped=False)
+                explanation = self.write(number, facts, skipped=False)
+                self.explanations[number] = explanation
                 # Of the sampled one, the record warns.
                 if number != step:
-                    warn(f"The loss of step {number} is {loss:g}. {found.text}")
-        return self.found
+                    warn(f"The loss of step {number} is {loss:g}. {explanation.text}")
+        return self.explanations
 
 
 def _checked(optimizer: object) -> LossScaleOptimizer | GradScaler:

@@ -41,8 +41,8 @@ class OuterOptimizer(Optimizer):
         raise NotImplementedError
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for each in self.optimizers:
-            zero_grad(each, set_to_none)
+        for optimizer in self.optimizers:
+            zero_grad(optimizer, set_to_none)
 
 
 class OptimizerList(OuterOptimizer):
@@ -62,8 +62,8 @@ class OptimizerList(OuterOptimizer):
         if not optimizers:
             raise ArgumentError("The list of optimizers to wrap is empty.")
         owner: dict[int, int] = {}
-        for number, each in enumerate(optimizers):
-            for index, group in enumerate(each.param_groups):
+        for number, optimizer in enumerate(optimizers):
+            for index, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
                     first = owner.setdefault(id(parameter), number)
                     if first != number:
@@ -104,8 +104,8 @@ class OptimizerList(OuterOptimizer):
 
     def __getattr__(self, name: str) -> Any:
         """Returns a method such as `train`, called on all optimizers that have it."""
-        having = [each for each in self.__dict__.get("optimizers", ()) if hasattr(each, name)]
-        methods = [getattr(each, name) for each in having]
+        parts = self.__dict__.get("optimizers", ())
+        methods = [getattr(part, name) for part in parts if hasattr(part, name)]
         if name.startswith("_") or not methods or not all(map(callable, methods)):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -116,8 +116,8 @@ class OptimizerList(OuterOptimizer):
         return call_all
 
     def _step(self, closure: object, **more: Any) -> None:
-        for each in self.optimizers:
-            each.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise UnsupportedError(
@@ -127,7 +127,7 @@ class OptimizerList(OuterOptimizer):
 
     def described(self) -> str:
         """The optimizers and their numbers, for messages."""
-        return ", ".join(f"{i} is {type(each).__name__}" for i, each in enumerate(self.optimizers))
+        return ", ".join(f"{i} is {type(part).__name__}" for i, part in enumerate(self.optimizers))
 
     def state_dict(self) -> dict[str, Any]:
         for hook in self._optimizer_state_dict_pre_hooks.values():
@@ -148,21 +148,21 @@ class OptimizerList(OuterOptimizer):
                 "The parameter groups of the state dictionary do not match the optimizers'. "
                 f"Expected groups with {sizes} parameters. Received: {theirs}."
             )
-        before = [each.state_dict() for each in self.optimizers]
+        before = [optimizer.state_dict() for optimizer in self.optimizers]
         try:
-            for number, each in enumerate(self.optimizers):
-                mine = [groups.pop(0) for _ in each.param_groups]
+            for number, optimizer in enumerate(self.optimizers):
+                mine = [groups.pop(0) for _ in optimizer.param_groups]
                 own = [key for group in mine for key in group["params"]]
                 # State that belongs to no parameter was saved with the number of its optimizer.
                 named = {key: key for key in own} | {
                     key: key[1] for key in state if isinstance(key, tuple) and key[0] == number
                 }
                 others = state_dict.get("others", {}).get(number, {})
-                found = {name: state[key] for key, name in named.items() if key in state}
-                each.load_state_dict({**others, "state": found, "param_groups": mine})
+                states = {name: state[key] for key, name in named.items() if key in state}
+                optimizer.load_state_dict({**others, "state": states, "param_groups": mine})
         except BaseException:
-            for each, saved_before in zip(self.optimizers, before, strict=True):
-                each.load_state_dict(saved_before)
+            for optimizer, saved_before in zip(self.optimizers, before, strict=True):
+                optimizer.load_state_dict(saved_before)
             raise
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -173,21 +173,21 @@ def joined(state_dicts: Sequence[Any]) -> dict[str, Any]:
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     others: dict[int, dict[str, Any]] = {}
-    for number, each in enumerate(state_dicts):
-        if not isinstance(each, dict) or not {"state", "param_groups"} <= each.keys():
+    for number, saved in enumerate(state_dicts):
+        if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
             raise StateDictError(
                 f"The state of optimizer {number} must have 'state' and 'param_groups'. Received: "
-                f"{reprlib.repr(each)}. Save what state_dict() returns."
+                f"{reprlib.repr(saved)}. Save what state_dict() returns."
             )
         first = sum(len(group["params"]) for group in groups)
-        own = [key for group in each["param_groups"] for key in group["params"]]
+        own = [key for group in saved["param_groups"] for key in group["params"]]
         place = {key: first + index for index, key in enumerate(own)}
-        state.update({place.get(key, (number, key)): v for key, v in each["state"].items()})
+        state.update({place.get(key, (number, key)): v for key, v in saved["state"].items()})
         groups += [
             {**group, "params": [place[key] for key in group["params"]]}
-            for group in each["param_groups"]
+            for group in saved["param_groups"]
         ]
-        others[number] = {k: v for k, v in each.items() if k not in ("state", "param_groups")}
+        others[number] = {k: v for k, v in saved.items() if k not in ("state", "param_groups")}
     more = {"others": others} if any(others.values()) else {}
     return {**more, "state": state, "param_groups": groups}
 
@@ -200,7 +200,7 @@ def with_parts(inner: Optimizer) -> list[Optimizer]:
 
 def parts_of(inner: Optimizer) -> list[Optimizer]:
     """The optimizers that update parameters: those that others step, or the one optimizer."""
-    return [each for each in with_parts(inner) if not isinstance(each, OuterOptimizer)]
+    return [part for part in with_parts(inner) if not isinstance(part, OuterOptimizer)]
 
 
 def zero_grad(optimizer: Optimizer, set_to_none: bool) -> None:

@@ -149,10 +149,10 @@ class CallRecorder:
         self._draws = True
         self._handles = [
             handle
-            for each in _called_ones(self._model)
+            for module in _called_ones(self._model)
             for handle in (
-                each.register_forward_pre_hook(Hook(self._called), with_kwargs=True),
-                each.register_forward_hook(Hook(self._returned)),
+                module.register_forward_pre_hook(Hook(self._called), with_kwargs=True),
+                module.register_forward_hook(Hook(self._returned)),
             )
         ]
         self.reset()
@@ -324,7 +324,7 @@ def _called_ones(model: Module) -> list[Module]:
     """The outermost modules in a model that can be called: itself, unless it has no `forward`."""
     owner = getattr(type(model).forward, "__module__", "")
     if owner.startswith(("torch.nn.modules.module", "lightning.", "pytorch_lightning.")):
-        return [each for child in model.children() for each in _called_ones(child)]
+        return [module for child in model.children() for module in _called_ones(child)]
     return [model]
 
 

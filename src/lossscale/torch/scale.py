@@ -290,8 +290,8 @@ class DeviceLossScale(LossScale):
             # Two kernels in the place of some twenty operators on scalars.
             state = self.state
             numbers = rule.growth_factor, rule.backoff_factor, rule.growth_interval
-            found = cast(Tensor, overflow)
-            torch._amp_update_scale_(state.scale, state.good_steps, found, *numbers)
+            flag = cast(Tensor, overflow)
+            torch._amp_update_scale_(state.scale, state.good_steps, flag, *numbers)
             state.scale.clamp_(rule.min_scale, rule.ceiling)
             self._versions = self._versions_now()
             self._fill_scales()

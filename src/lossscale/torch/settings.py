@@ -150,7 +150,7 @@ def check_inner(inner: object, is_one_of_several: bool = False) -> None:
             f"{inner!r} of type {type(inner).__name__}.{hint} An example is "
             "torch.optim.AdamW(model.parameters())."
         )
-    if any(fused.takes_a_scaler(each.step) for each in with_parts(inner)):
+    if any(fused.takes_a_scaler(part.step) for part in with_parts(inner)):
         raise UnsupportedError(
             f"{type(inner).__name__}.step takes a `grad_scaler`, which PyTorch has deprecated: a "
             "step is skipped here. Remove the argument; a fused kernel reads the attributes "
@@ -185,7 +185,7 @@ def check_processes(inner: Optimizer, process_group: object) -> None:
             )
     # By who calls: nothing else shows that only a part of the parameters is given.
     callers = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
-    if process_group is None and any("zero_redundancy_optimizer" in each for each in callers):
+    if process_group is None and any("zero_redundancy_optimizer" in file for file in callers):
         raise UnsupportedError(
             "A LossScaleOptimizer inside a ZeroRedundancyOptimizer cannot see overflows of other "
             "processes. Wrap the ZeroRedundancyOptimizer, or make the LossScaleOptimizer with "

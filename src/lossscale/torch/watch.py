@@ -111,9 +111,9 @@ class Watch(TorchDispatchMode):
         unnamed = Origin(FailedOperation("an operation", in_backward=self.in_backward))
         for tensor in tensors:
             if not is_finite(tensor):
-                found = self._origins.get(_key(tensor), unnamed)
-                if masks or not found.is_mask:
-                    return found
+                origin = self._origins.get(_key(tensor), unnamed)
+                if masks or not origin.is_mask:
+                    return origin
         return None
 
     def restore(self) -> None:
@@ -159,8 +159,8 @@ class Watch(TorchDispatchMode):
         )
         given = [before.get(id(tensor), tensor) for tensor in inputs]
         taken = [self._origins.get(_key(tensor)) for tensor in inputs]
-        found = self.evaluation.origins(call, given, taken, made)
-        for tensor, origin in zip(made, found, strict=True):
+        origins = self.evaluation.origins(call, given, taken, made)
+        for tensor, origin in zip(made, origins, strict=True):
             if origin is not None:
                 self._origins[_key(tensor)] = origin
             # Some operations return views, of which only another one may be not finite.
@@ -309,8 +309,8 @@ def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]
         hasattr(value, "__dataclass_fields__") and not isinstance(value, type)
     ):
         items = vars(value).items()
-    for key, each in items:
-        yield from named_tensors(each, f"{name}.{key}".lstrip("."))
+    for key, item in items:
+        yield from named_tensors(item, f"{name}.{key}".lstrip("."))
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
