@@ -11,7 +11,7 @@ from lossscale.packages import warn
 from lossscale.torch.scale import saved_as
 
 
-def as_torchs(saved: Any) -> dict[str, Any]:
+def as_torchs(saved: object) -> dict[str, Any]:
     """Renames the keys of any gradient scaler's dictionary to PyTorch's; warns of lost values."""
     if not isinstance(saved, Mapping) or not saved:
         raise StateDictError(

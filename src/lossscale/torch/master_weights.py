@@ -351,14 +351,14 @@ class MasterWeights(OuterOptimizer):
                     "that one to a gradient scaler."
                 )
 
-        refuse.of_lossscale = _REFUSES  # type: ignore[attr-defined]
+        refuse.of_lossscale = _REFUSES  # type: ignore[attr-defined]  # of a function
         # Lookahead has no hooks.
         if hasattr(self.inner_optimizer, _HOOKS[0]):
             self.inner_optimizer.register_step_pre_hook(refuse)
 
     # --- The methods of an optimizer ------------------------------------------------------------
 
-    def _step(self, closure: Callable[[], Any] | None, **more: Any) -> Any:
+    def _step(self, closure: Callable[[], object] | None, **more: Any) -> object:
         inner = self.inner_optimizer
         if closure is not None:
             more["closure"] = functools.partial(self._evaluate, closure)
@@ -380,7 +380,7 @@ class MasterWeights(OuterOptimizer):
             hook(inner, (), more)
         return returned
 
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+    def _evaluate(self, closure: Callable[[], object]) -> object:
         """Evaluates a closure with rounded parameters, as they are at this point of a step."""
         _round(self._pairs)
         for parameter, master in self._pairs:

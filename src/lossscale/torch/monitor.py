@@ -327,7 +327,7 @@ class _Losses:
         self.are_float16 = False
 
     # A pass that is repeated copies what a model reaches, such as its monitor; events cannot be.
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[_Losses], tuple[()]]:
         return _Losses, ()
 
     @uncompiled
@@ -440,7 +440,7 @@ def _checked(optimizer: object) -> LossScaleOptimizer | GradScaler:
     return optimizer
 
 
-def _names(watched: LossScaleOptimizer | GradScaler, model: Any) -> dict[Tensor, str]:
+def _names(watched: LossScaleOptimizer | GradScaler, model: object) -> dict[Tensor, str]:
     """Returns the names of the parameters.
 
     Args:

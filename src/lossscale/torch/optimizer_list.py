@@ -25,7 +25,7 @@ class OuterOptimizer(Optimizer):
     optimizers: list[Optimizer]
 
     @uncompiled
-    def step(self, closure: Callable[[], Any] | None = None, **more: Any) -> Any:
+    def step(self, closure: Callable[[], object] | None = None, **more: Any) -> Any:
         for hook in list(self._optimizer_step_pre_hooks.values()):
             hook(self, (), {})
         returned = self._step(closure, **more)
@@ -34,9 +34,9 @@ class OuterOptimizer(Optimizer):
         return returned
 
     # PyTorch's own wrapper around a `step` would call global hooks for this one, too.
-    step.hooked = True  # type: ignore[attr-defined]
+    step.hooked = True  # type: ignore[attr-defined]  # of a function
 
-    def _step(self, closure: Callable[[], Any] | None, **more: Any) -> Any:
+    def _step(self, closure: Callable[[], object] | None, **more: Any) -> object:
         """Steps the others."""
         raise NotImplementedError
 
@@ -80,17 +80,17 @@ class OptimizerList(OuterOptimizer):
     # Groups, state and defaults belong to the optimizers, and cannot be set here.
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # only read
         """The defaults that all optimizers have, by the first: schedulers read momentum here."""
         first, *others = (each.defaults for each in self.optimizers)
         return {k: v for k, v in first.items() if all(k in other for other in others)}
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # only read
         return [group for each in self.optimizers for group in each.param_groups]
 
     @property
-    def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
+    def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]  # only read
         """The states of all optimizers, by parameter; each can be changed, the mapping cannot."""
         return types.MappingProxyType(
             {key: state for each in self.optimizers for key, state in each.state.items()}
@@ -170,7 +170,7 @@ class OptimizerList(OuterOptimizer):
 
 def joined(state_dicts: Sequence[Any]) -> dict[str, Any]:
     """Joins the state dictionaries of several optimizers to that of one with all groups."""
-    state: dict[Any, Any] = {}
+    state: dict[object, object] = {}
     groups: list[dict[str, Any]] = []
     others: dict[int, dict[str, Any]] = {}
     for number, saved in enumerate(state_dicts):

@@ -116,7 +116,7 @@ def _tensors(state: ScaleState, device: torch.device) -> ScaleState:
     )
 
 
-def _number(value: Any) -> Any:
+def _number(value: float | Tensor) -> float:
     return value.item() if torch.is_tensor(value) else value
 
 
@@ -156,7 +156,7 @@ class LossScale:
 
     def _make(self, devices: Sequence[torch.device]) -> None:
         """Makes the state, the counts and the values that others see."""
-        self.state: Any = self.first
+        self.state: ScaleState = self.first
         self.counts = self.start
         self._numbers = numpy.zeros(len(self.names))
         # Tensors, because compiled code is recompiled for each Python number in a group.
@@ -285,10 +285,9 @@ class DeviceLossScale(LossScale):
             copy.copy_(scale)
 
     def update(self, stats: GradientStats, overflow: Flag | None = None) -> None:
-        rule: Any = self.rule
         if self._versions == self._versions_now():
             # Two kernels in the place of some twenty operators on scalars.
-            state = self.state
+            rule, state = cast(DynamicScale, self.rule), self.state
             numbers = rule.growth_factor, rule.backoff_factor, rule.growth_interval
             flag = cast(Tensor, overflow)
             torch._amp_update_scale_(state.scale, state.good_steps, flag, *numbers)
@@ -298,7 +297,7 @@ class DeviceLossScale(LossScale):
             return
         if stats.finite is None:
             stats = stats._replace(finite=overflow == 0)
-        after = rule.update(self.state, stats, xp=torch)
+        after = self.rule.update(self.state, stats, xp=torch)
         if after is not self.state:
             for tensor, value in zip(self.state, after, strict=True):
                 tensor.copy_(value)
@@ -327,7 +326,7 @@ def is_torchs(rule: ScaleRule) -> TypeGuard[DynamicScale]:
     return type(rule) is DynamicScale and rule.overflows_before_backoff == 1
 
 
-def _moves_as_torch(rule: ScaleRule, state: Any) -> bool:
+def _moves_as_torch(rule: ScaleRule, state: ScaleState) -> bool:
     """Whether PyTorch's kernel and a clamp move a scale to the same bits as the rule.
 
     The kernel knows no limits, and waits until the interval is reached exactly. The rule leaves a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,23 +17,24 @@ WIDE = (torch.float32, torch.float64)
 """The dtypes of real numbers in which gradients are unscaled."""
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-def uncompiled(method: _Function) -> _Function:
+def uncompiled(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Keeps a method out of compiled code, which would be recompiled for each number it reads.
 
     `torch.compiler.disable` alone would also slow down calls outside compiled code.
     """
-    disabled: Any = torch.compiler.disable(method)
+    disabled: Callable[_P, _R] = torch.compiler.disable(method)
 
     @functools.wraps(method)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if torch.compiler.is_compiling():
             return disabled(*args, **kwargs)
         return method(*args, **kwargs)
 
-    return called  # type: ignore[return-value]  # it has the signature of the method
+    return called
 
 
 def scalar(value: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

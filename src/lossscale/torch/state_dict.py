@@ -71,7 +71,7 @@ def with_numbers(saved: Mapping[str, Any], scale: LossScale, factor: float) -> d
 
 
 def without_numbers(
-    state_dict: Any, scale: LossScale, inner: Optimizer
+    state_dict: object, scale: LossScale, inner: Optimizer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits what `with_numbers` returned: the optimizer's dictionary, and the checked values.
 
@@ -185,7 +185,7 @@ def restore(scale: LossScale, numbers: dict[str, float]) -> None:
     scale.restore(state, Counts(made, skipped, bool(numbers.get("last_step_skipped"))))
 
 
-def _restored(rule: ScaleRule, state: Any, saved: Mapping[str, Any]) -> Any:
+def _restored(rule: ScaleRule, state: ScaleState, saved: Mapping[str, Any]) -> ScaleState:
     """Returns a state with saved numbers, moved into the range of the rule.
 
     Args:
@@ -199,7 +199,7 @@ def _restored(rule: ScaleRule, state: Any, saved: Mapping[str, Any]) -> Any:
     asked = type(state)(
         *(type(now)(saved.get(field, now)) for field, now in state._asdict().items())
     )
-    restored = rule.restored(asked)
+    restored: ScaleState = rule.restored(asked)
     if rule.is_dynamic and restored.scale != asked.scale:
         warn(
             f"The saved loss scale, {asked.scale!r}, is outside the range of {rule}. Training "
@@ -292,7 +292,7 @@ def scaler_state(rule: ScaleRule, state: ScaleState, steps_skipped: int) -> dict
 
 
 def read_scaler_state(
-    saved: Any, rule: ScaleRule, state: ScaleState
+    saved: object, rule: ScaleRule, state: ScaleState
 ) -> tuple[ScaleRule, ScaleState, int | None]:
     """Reads a state dictionary for a scaler with a rule and a state.
 
