@@ -62,9 +62,11 @@ def steps_as_torch(inner: Optimizer) -> bool:
     counts = hasattr(replaced, "_wrapped_by_lr_sched") or hasattr(replaced, "_with_counter")
     if not counts:
         return False
-    # PyTorch 2.4 keeps the counted method only in the closure.
     counted = getattr(replaced, "__wrapped__", None)
-    return (counted or inspect.getclosurevars(replaced).nonlocals.get("func")) is own
+    if counted is None:
+        # PyTorch 2.4 keeps the method only in the closure.
+        counted = inspect.getclosurevars(replaced).nonlocals.get("func")
+    return counted is own
 
 
 def _steps_of_torch() -> list[Callable[..., object]]:

@@ -402,6 +402,10 @@ def measure(
         gradients: Tensors or None.
         scale: The loss scale of the step, float32 scalar tensor.
         are_scaled: Whether the gradients still have to be divided by it.
+
+    Returns:
+        float32 tensor: the largest magnitude, unscaled; the number of elements; and for each edge
+        in `counts_from` the number of elements whose scaled magnitude reaches it.
     """
     parts = [widened(p) for gradient in gradients for p in real_parts(gradient) if p.numel()]
     device = parts[0].device if parts else CPU

@@ -381,16 +381,18 @@ class _Explainer(Explainer):
 
     def decided(self, step: int, skipped: bool, groups: Groups, scale: Tensor | float) -> None:
         """Called with the decision on a step, before its gradients are applied."""
-        before = self._pending if self._pending and self._pending[0] == step else None
-        is_explained = before and explained(before[2]).cause is not Cause.UNKNOWN
-        loss, is_narrow = self._losses.known(), self._losses.are_float16
+        number, was_skipped, facts = self._pending or (None, False, Facts())
+        is_same_step = number == step
         # Of several optimizers, the first that skips explains the step, if it can.
-        if is_explained or not self.wants(loss, skipped=skipped):
+        if is_same_step and explained(facts).cause is not Cause.UNKNOWN:
+            return
+        loss, is_narrow = self._losses.known(), self._losses.are_float16
+        if not self.wants(loss, skipped=skipped):
             return
         parameters = (parameter for group in groups for parameter in group["params"])
         facts = self.calls.explain(float(scale), parameters, is_broken(loss))
         facts = facts._replace(loss=loss, is_loss_float16=is_narrow, scale=float(scale))
-        self._pending = step, skipped or bool(before and before[1]), facts
+        self._pending = step, skipped or (is_same_step and was_skipped), facts
 
     def ended(self, step: int, loss: Tensor | float | None, decided: bool) -> None:
         """Called after each step, or part of one, with the loss that the program passes."""

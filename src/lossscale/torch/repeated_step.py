@@ -417,7 +417,7 @@ def _examined_backwards(
         of_outputs = Facts(gradients=_counted(last), hidden=hidden, scale=scale, halvings=1)
         if not of_outputs.is_scaled:
             return of_outputs
-        # At a lower scale they are finite, and something else may not be.
+        # At a lower scale they are finite, and something behind them may not be, at any scale.
         last = [(output, torch.nan_to_num(gradient)) for output, gradient in last]
     finite = [pair for pair in earlier if is_finite(pair[1])]
     facts = examined(watch, last, roots, scale, masks=masks, earlier=finite)

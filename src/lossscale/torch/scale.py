@@ -159,7 +159,8 @@ class LossScale:
         self.state: ScaleState = self.first
         self.counts = self.start
         self._numbers = numpy.zeros(len(self.names))
-        # Tensors, because compiled code is recompiled for each Python number in a group.
+        # Tensors, because compiled code is recompiled for each Python number in a group. They share
+        # the memory of an array, which is compared at once.
         tensors = torch.from_numpy(self._numbers).unbind()
         self.live: dict[str, Tensor] = dict(zip(self.names, tensors, strict=True))
         self._fill_live()
@@ -252,7 +253,7 @@ class DeviceLossScale(LossScale):
     def _make(self, devices: Sequence[torch.device]) -> None:
         self.home = devices[0]
         self.state = _tensors(self.first, self.home)
-        # A step adds the second to the first: 1, and whether it was skipped.
+        # A step adds the second to the first: 1, and whether it was skipped. The counts are parts.
         self._counted = scalar(0, self.home, torch.int64).repeat(2)
         self._added = scalar(True, self.home, torch.bool).repeat(2)
         counted = self._counted[0], self._counted[1]
@@ -308,7 +309,7 @@ class DeviceLossScale(LossScale):
 
     def count(self, skipped: Flag) -> None:
         """Counts a step in place; `skipped` is a float32 scalar tensor, 1 or 0."""
-        # All counts are tensors here.
+        # All counts are tensors here, and this one is a part of `_added`.
         cast(Tensor, self.counts.last_step_skipped).copy_(cast(Tensor, skipped))
         self._counted.add_(self._added)
 
@@ -355,6 +356,8 @@ class SkipCount:
     def __init__(self, skipped: int = 0) -> None:
         self._made, self._skipped = 0, skipped
         self._last: Flag = False
+        # Flags that were not read yet, and on the device of a CUDA graph the numbers of steps and
+        # of skipped steps in its replays.
         self._flags: list[Tensor] = []
         self._replayed: Tensor | None = None
 
@@ -376,8 +379,7 @@ class SkipCount:
             return before
         before = before if flag is True else before.to(flag.device)
         joined = torch.ones_like(before) if flag is True else torch.maximum(before, flag)
-        self._add(joined)
-        self._add(-before)
+        self._add(joined - before)
         return joined
 
     def _add(self, flag: Flag) -> None:

@@ -87,10 +87,12 @@ def without_numbers(
             )
         state_dict = joined(state_dict)
     known = state_dict if isinstance(state_dict, Mapping) else {}
+    # The optimizer has a format of its own, in which the values have a key of theirs.
     if isinstance(known.get(_PREFIX), Mapping):
         of_inner = {name: value for name, value in known.items() if name != _PREFIX}
         return of_inner, checked_numbers(known[_PREFIX], scale)
     if not known.get("param_groups"):
+        # A state of such an optimizer that was saved without the values.
         if known and "param_groups" not in inner.state_dict():
             return dict(known), {}
         keys = list(known) if isinstance(state_dict, Mapping) else state_dict
