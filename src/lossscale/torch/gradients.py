@@ -6,6 +6,7 @@ are unscaled in place: the values that can be read are those that are applied.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -22,6 +23,7 @@ from lossscale.torch.scaling import CPU, real_parts, scalar, unscaled, widened
 
 _DTYPE, _GRAD = operator.attrgetter("dtype"), operator.attrgetter("grad")
 _PLAIN_TYPES = frozenset({Tensor, Parameter})
+_ONE = functools.partial(scalar, 1.0)
 _IN_PLACE = frozenset({torch.float32, torch.float64, torch.bfloat16})
 
 IN_FLOAT32 = (
@@ -273,6 +275,9 @@ def unscale_and_check_(
         By device, whether any number was infinite or NaN: float32 scalar tensor, 1 or 0. Empty if
         there was none to check.
     """
+    if divide or recheck:
+        unscale_(gradients, factor, divide=divide)
+        factor = _ONE
     by_device: dict[torch.device, Tensor] = {}
     for group in gradients.dense_groups:
         device = group[0].device
@@ -281,21 +286,17 @@ def unscale_and_check_(
                 by_device[device] = found
             else:
                 by_device[device] = torch.zeros((), dtype=torch.float32, device=device)
-        multiplier = factor(device)
-        if divide or recheck:
-            _change(torch._foreach_div_ if divide else torch._foreach_mul_, group, multiplier)
-            multiplier = scalar(1.0, device)
         if device.type == "cpu" or group[0].dtype in _OF_THE_KERNEL:
-            _change(_kernel, group, by_device[device], multiplier)
+            _change(_kernel, group, by_device[device], factor(device))
         else:
             _check_largest(group, by_device[device], 1.0)
-            _change(torch._foreach_mul_, group, multiplier)
+            _change(torch._foreach_mul_, group, factor(device))
     return by_device
 
 
 def check(gradients: Gradients) -> dict[torch.device, Tensor]:
     """Checks gradients as `unscale_and_check_` does, and changes none."""
-    return unscale_and_check_(gradients, lambda device: scalar(1.0, device))
+    return unscale_and_check_(gradients, _ONE)
 
 
 def unscale_(gradients: Gradients, factor: Factor, *, divide: bool = False) -> None:

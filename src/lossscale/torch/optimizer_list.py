@@ -205,9 +205,7 @@ def parts_of(inner: Optimizer) -> list[Optimizer]:
 
 def zero_grad(optimizer: Optimizer, set_to_none: bool) -> None:
     """Calls `zero_grad` of an optimizer, which may take no arguments."""
-    own, plain = optimizer.zero_grad, Optimizer.zero_grad
-    is_plain = type(optimizer).zero_grad is plain and "zero_grad" not in vars(optimizer)
-    if is_plain or not set_to_none or takes(own, "set_to_none"):
-        own(set_to_none=set_to_none)
+    if not set_to_none or takes(optimizer.zero_grad, "set_to_none"):
+        optimizer.zero_grad(set_to_none=set_to_none)
     else:
-        own()
+        optimizer.zero_grad()
