@@ -46,15 +46,8 @@ class ShardedGradScaler(GradScaler):
     ) -> None:
         if process_group is None and distributed.is_available() and distributed.is_initialized():
             process_group = distributed.group.WORLD
-        super().__init__(
-            device,
-            init_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            enabled,
-            process_group=process_group,
-        )
+        numbers = init_scale, growth_factor, backoff_factor, growth_interval
+        super().__init__(device, *numbers, enabled, process_group=process_group)
 
 
 _PLACES: dict[str, type[GradScaler]] = {

@@ -450,9 +450,7 @@ class MasterWeights(OuterOptimizer):
             state = {k: dict(v) if isinstance(v, dict) else v for k, v in rest["state"].items()}
             saved = {k: v.pop(_KEY) for k, v in state.items() if isinstance(v, dict) and _KEY in v}
             loaded |= {p: saved[key] for key, p in self._keyed(rest) if key in saved}
-            rest["state"] = {
-                key: entry for key, entry in state.items() if entry or key not in saved
-            }
+            rest["state"] = {key: v for key, v in state.items() if v or key not in saved}
         for parameter, master in loaded.items():
             if getattr(master, "shape", None) != parameter.shape:
                 raise StateDictError(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 from lossscale.checks import checked_parameters, checked_scale
 from lossscale.errors import ArgumentTypeError, first_line
@@ -147,14 +148,10 @@ class CallRecorder:
         self._parameters = list(self._model.parameters())
         # Whether the last call drew from Python's or NumPy's generator.
         self._draws = True
-        self._handles = [
-            handle
-            for module in _called_ones(self._model)
-            for handle in (
-                module.register_forward_pre_hook(Hook(self._called), with_kwargs=True),
-                module.register_forward_hook(Hook(self._returned)),
-            )
-        ]
+        self._handles: list[RemovableHandle] = []
+        for module in _called_ones(self._model):
+            before = module.register_forward_pre_hook(Hook(self._called), with_kwargs=True)
+            self._handles += before, module.register_forward_hook(Hook(self._returned))
         self.reset()
 
     def close(self) -> None:

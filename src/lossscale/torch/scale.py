@@ -111,9 +111,8 @@ def update_on_host(rule: ScaleRule, state: ScaleState, stats: GradientStats) -> 
 def _tensors(state: ScaleState, device: torch.device) -> ScaleState:
     # PyTorch's kernel takes a count of 32 bits.
     kinds = {bool: torch.bool, int: torch.int32}
-    return type(state)(
-        *(scalar(value, device, kinds.get(type(value), torch.float32)) for value in state)
-    )
+    values = (scalar(value, device, kinds.get(type(value), torch.float32)) for value in state)
+    return type(state)(*values)
 
 
 def _number(value: float | Tensor) -> float:

@@ -198,9 +198,8 @@ def _restored(rule: ScaleRule, state: ScaleState, saved: Mapping[str, Any]) -> S
     if "scale" in saved and "overflows" in state._fields:
         # A scale that was saved without a count of overflows begins with none.
         saved = {"overflows": 0, **saved}
-    asked = type(state)(
-        *(type(now)(saved.get(field, now)) for field, now in state._asdict().items())
-    )
+    values = (type(now)(saved.get(field, now)) for field, now in state._asdict().items())
+    asked = type(state)(*values)
     restored: ScaleState = rule.restored(asked)
     if rule.is_dynamic and restored.scale != asked.scale:
         warn(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import traceback
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy
@@ -148,15 +150,9 @@ class Watch(TorchDispatchMode):
         made = list(tensors_in(result))
         self._made.update(map(_key, made))
         numbers = [value for value in args if type(value) in (int, float)]
-        call = Call(
-            name,
-            shown,
-            module,
-            self.in_backward,
-            not all(map(math.isfinite, numbers)),
-            lambda change: _widened(func, (args, kwargs), before, change),
-            numbers,
-        )
+        sets = not all(map(math.isfinite, numbers))
+        widened = functools.partial(_widened, func, (args, kwargs), before)
+        call = Call(name, shown, module, self.in_backward, sets, widened, numbers)
         given = [before.get(id(tensor), tensor) for tensor in inputs]
         taken = [self._origins.get(_key(tensor)) for tensor in inputs]
         origins = self.evaluation.origins(call, given, taken, made)
@@ -305,9 +301,7 @@ def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]
         items = value.items()
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
-    elif isinstance(value, _HOLDERS) or (
-        hasattr(value, "__dataclass_fields__") and not isinstance(value, type)
-    ):
+    elif isinstance(value, _HOLDERS) or (is_dataclass(value) and not isinstance(value, type)):
         items = vars(value).items()
     for key, item in items:
         yield from named_tensors(item, f"{name}.{key}".lstrip("."))
