@@ -153,12 +153,11 @@ class OptimizerList(OuterOptimizer):
             for number, optimizer in enumerate(self.optimizers):
                 mine = [groups.pop(0) for _ in optimizer.param_groups]
                 own = [key for group in mine for key in group["params"]]
+                states = {key: state[key] for key in own if key in state}
                 # State that belongs to no parameter was saved with the number of its optimizer.
-                named = {key: key for key in own} | {
-                    key: key[1] for key in state if isinstance(key, tuple) and key[0] == number
-                }
+                loose = [key for key in state if isinstance(key, tuple) and key[0] == number]
+                states |= {key[1]: state[key] for key in loose}
                 others = state_dict.get("others", {}).get(number, {})
-                states = {name: state[key] for key, name in named.items() if key in state}
                 optimizer.load_state_dict({**others, "state": states, "param_groups": mine})
         except BaseException:
             for optimizer, saved_before in zip(self.optimizers, before, strict=True):

@@ -169,16 +169,16 @@ class ParameterInfo:
         layout = getattr(gradient, "device_mesh", None), getattr(gradient, "placements", None)
         if layout in self._copies:
             return self._copies[layout]
-        own = _derived([gradient])
-        following = [group for group in self.groups if group in self._derived]
-        different = math.prod(group.size() for group in own)
+        sharded = _derived([gradient])
+        parts = math.prod(group.size() for group in sharded)
+        derived = [group for group in self.groups if group in self._derived]
         for group in self.groups:
-            if group not in following and not _is_in_any(group, following):
-                along = [*own, *_groups_along(gradient, replicated=True)]
-                within = [part.size() for part in along if _is_in_any(part, [group])]
-                different *= group.size() // math.prod(within)
-        counted = math.prod(group.size() for group in self.groups)
-        self._copies[layout] = counted // different
+            if group not in derived and not _is_in_any(group, derived):
+                # Each process has another part, except along the dimensions of the mesh.
+                along = [*sharded, *_groups_along(gradient, replicated=True)]
+                within = [other.size() for other in along if _is_in_any(other, [group])]
+                parts *= group.size() // math.prod(within)
+        self._copies[layout] = math.prod(group.size() for group in self.groups) // parts
         return self._copies[layout]
 
 
