@@ -34,8 +34,8 @@ IN_FLOAT32 = (
 """What to do about float16 parameters, for messages."""
 
 
-Pairs: TypeAlias = list[tuple[Tensor, Tensor]]
-"""Gradients, each with the dense tensor of real numbers that it is stored in."""
+Pair: TypeAlias = tuple[Tensor, Tensor]
+"""A gradient, with the dense tensor of real numbers that it is stored in."""
 Factor: TypeAlias = Callable[[torch.device], Tensor]
 """Returns a float32 scalar tensor on a device."""
 
@@ -61,7 +61,7 @@ class Gradients(NamedTuple):
 
 
 def collect(
-    info: ranks.ParameterInfo,
+    info: ParameterInfo,
     grads: list[Tensor] | None = None,
     *,
     allow_float16: bool = False,
@@ -103,7 +103,7 @@ def collect(
     return given
 
 
-def lie_as_before(info: ranks.ParameterInfo) -> bool:
+def lie_as_before(info: ParameterInfo) -> bool:
     """Whether all gradients lie where they were found to share no memory."""
     try:
         with ranks.UNSEEN():
@@ -147,8 +147,8 @@ def of_tensors(tensors: Iterable[Tensor]) -> Gradients:
     return _grouped([(tensor, tensor) for tensor in tensors])
 
 
-def _grouped(pairs: Pairs) -> Gradients:
-    groups: dict[tuple[torch.device, torch.dtype], Pairs] = {}
+def _grouped(pairs: list[Pair]) -> Gradients:
+    groups: dict[tuple[torch.device, torch.dtype], list[Pair]] = {}
     for gradient, values in pairs:
         if values.is_floating_point() and values.numel():
             groups.setdefault((values.device, values.dtype), []).append((gradient, values))
@@ -164,9 +164,7 @@ def _all_dense(info: ParameterInfo, allow_float16: bool, sums: bool) -> Gradient
     return _grouped([_dense(p, gradient, allow_float16, sums) for p, gradient in owning])
 
 
-def _dense(
-    parameter: Tensor, gradient: Tensor, allow_float16: bool, sums: bool
-) -> tuple[Tensor, Tensor]:
+def _dense(parameter: Tensor, gradient: Tensor, allow_float16: bool, sums: bool) -> Pair:
     """The gradient of a parameter, and the dense tensor of real numbers that it is stored in."""
     if gradient.dtype in ranks.HALF and not allow_float16:
         parameter.grad = gradient = gradient.to(parameter.dtype)
@@ -205,7 +203,7 @@ def _check_can_be_widened(parameter: Tensor) -> None:
 
 
 def grad_norm(
-    gradients: Gradients, info: ranks.ParameterInfo, dtype: torch.dtype | None = None
+    gradients: Gradients, info: ParameterInfo, dtype: torch.dtype | None = None
 ) -> Tensor:
     """The 2-norm of all gradients together: a float32 or float64 scalar tensor.
 

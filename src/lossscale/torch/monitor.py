@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
 
 import numpy
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lossscale.checks import checked_count
@@ -122,7 +123,7 @@ class Monitor(LoopMonitor):
         self._model = model if isinstance(model, Module) else None
         if self._model is not None:
             warn_of_float16_statistics(self._model)
-        self._finite = {name for name, _ in self._buffers(True)}
+        self._finite = set(self._buffers(True))
         limit = checked_count("explain_bytes", explain_bytes)
         if settings.explain and self._model is None:
             raise ArgumentTypeError(
@@ -232,15 +233,14 @@ class Monitor(LoopMonitor):
             self._explainer.calls.close()
         super().close()
 
-    def _buffers(self, finite: bool) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of the model that are finite, or those that are not."""
-        for name, buffer in () if self._model is None else self._model.named_buffers():
-            if not torch.nn.parameter.is_lazy(buffer) and is_finite(buffer) == finite:
-                yield name, buffer
+    def _buffers(self, finite: bool) -> list[str]:
+        """The names of the buffers of the model that are finite, or of those that are not."""
+        named = () if self._model is None else self._model.named_buffers()
+        return [name for name, b in named if not is_lazy(b) and is_finite(b) == finite]
 
     def _warn_of_buffers(self) -> None:
         """Warns, once, if a skipped step has left a buffer that is not finite any more."""
-        spoiled = [name for name, _ in self._buffers(False) if name in self._finite]
+        spoiled = [name for name in self._buffers(False) if name in self._finite]
         if spoiled:
             self._finite = set()
             warn(

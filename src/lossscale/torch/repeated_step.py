@@ -355,7 +355,7 @@ def _check_repeatable(model: Module) -> None:
 
 
 def _repeated(
-    model: Module, call: _Call, scale: float, trained: set[int], is_broken: bool = False
+    model: Module, call: _Call, scale: float, trained: set[int], is_broken: bool
 ) -> Facts:
     """Repeats a call, and returns what is not finite in it.
 

@@ -104,10 +104,9 @@ class InnerSettings(Wrapper):
         try:
             value = super().__getattr__(name)
         except UnknownSettingError:
-            if hasattr(type(self), name):
-                # A property of this class has raised it.
-                raise
-            self._check_no_setting(name)
+            # Otherwise a property of this class has raised it.
+            if not hasattr(type(self), name):
+                self._check_no_setting(name)
             raise
         if not (inspect.ismethod(value) or inspect.isfunction(value)):
             return value
