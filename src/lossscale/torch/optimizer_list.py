@@ -23,6 +23,8 @@ class OuterOptimizer(Optimizer):
     """
 
     optimizers: list[Optimizer]
+    # Defined by each subclass: steps the others.
+    _step: Callable[..., object]
 
     @uncompiled
     def step(self, closure: Callable[[], object] | None = None, **more: Any) -> Any:
@@ -35,10 +37,6 @@ class OuterOptimizer(Optimizer):
 
     # PyTorch's own wrapper around a `step` would call global hooks for this one, too.
     step.hooked = True  # type: ignore[attr-defined]  # of a function
-
-    def _step(self, closure: Callable[[], object] | None, **more: Any) -> object:
-        """Steps the others."""
-        raise NotImplementedError
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for optimizer in self.optimizers:
