@@ -28,7 +28,7 @@ from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
 from lossscale.torch.ranks import local
 from lossscale.torch.repeated_step import DEFAULT_BYTES, CallRecorder
-from lossscale.torch.scaling import CPU, real_parts, uncompiled
+from lossscale.torch.scaling import CPU, is_captured, real_parts, uncompiled
 from lossscale.torch.settings import warn_of_float16_statistics
 from lossscale.torch.watch import is_finite
 
@@ -335,14 +335,12 @@ class _Losses:
         """Sends a loss to the host; waits for nothing, and raises nothing."""
         with contextlib.suppress(Exception):
             loss = torch.as_tensor(loss)
-            is_captured = loss.is_cuda and torch.cuda.is_current_stream_capturing()
-            if is_captured or loss.device.type not in ("cpu", "cuda"):
+            if is_captured(loss) or loss.device.type not in ("cpu", "cuda"):
                 return
             self.are_float16 |= loss.dtype == torch.float16
             loss = loss.detach() if loss.numel() == 1 else loss.detach().float().sum()
             # Behind all that the device has to do before the decision, for which the host waits.
-            stream = torch.cuda.current_stream(loss.device) if loss.is_cuda else None
-            event = None if stream is None else stream.record_event()
+            event = torch.cuda.current_stream(loss.device).record_event() if loss.is_cuda else None
             self.held.append((loss.to(CPU, non_blocking=True), event))
 
     def known(self) -> float | None:
