@@ -128,7 +128,7 @@ tests/conformance/test_promises.py -k torch-native-host
     torch LossScaleOptimizer.load_state_dict: state_dicts.restore(scale, numbers) -> pass
     torch LossScale.update: self.number != before -> False
 tests/conformance/test_promises.py -k torch-native-device
-    torch attributes: each.found_inf = found_inf -> pass
+    torch attributes: optimizer.found_inf = found_inf -> pass
 tests/conformance/test_promises.py -k 'optax-native-jit and makes_infinite'
     optax may_be_below_one: rule.lowest_scale is None or rule.lowest_scale < 1.0 -> False
 tests/conformance/test_random_programs.py
@@ -289,7 +289,7 @@ tests/frameworks/jax/test_leaves.py tests/frameworks/jax/test_loops.py
 tests/frameworks/torch/test_steps.py
     torch makes_state: any(p.grad is not None for p in lacking) -> False
         -k on_a_skip
-    torch attributes: vars(each).pop -> vars(each).setdefault  -k raises
+    torch attributes: vars(optimizer).pop -> vars(optimizer).setdefault  -k raises
     torch GradientRecord.are_scaled: any(as_they_were) and not all(as_they_were) -> False
         -k gradients_of_some
 tests/frameworks/torch/test_monitor.py

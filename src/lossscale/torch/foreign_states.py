@@ -11,24 +11,24 @@ from lossscale.packages import warn
 from lossscale.torch.scale import saved_as
 
 
-def as_torchs(found: Any) -> dict[str, Any]:
+def as_torchs(saved: object) -> dict[str, Any]:
     """Renames the keys of any gradient scaler's dictionary to PyTorch's; warns of lost values."""
-    if not isinstance(found, Mapping) or not found:
+    if not isinstance(saved, Mapping) or not saved:
         raise StateDictError(
             "A scaler's state must be a dictionary, as state_dict() returns it. Received: "
-            f"{found!r}. A disabled scaler saves an empty one: make this scaler with "
+            f"{saved!r}. A disabled scaler saves an empty one: make this scaler with "
             "enabled=False, or do not load it."
         )
-    scalers = [key for key in found if str(key).startswith("loss_scaler")]
+    scalers = [key for key in saved if str(key).startswith("loss_scaler")]
     if len(scalers) > 1:
         raise StateDictError(
             f"This state of Apex has {len(scalers)} loss scalers, and a GradScaler has one scale. "
             f"Load one of them: {', '.join(f'state[{key!r}]' for key in scalers)}."
         )
-    found = found[scalers[0]] if scalers else found
+    saved = saved[scalers[0]] if scalers else saved
     # DeepSpeed pickles the scaler object.
-    found = found if isinstance(found, Mapping) else getattr(found, "__dict__", {"": found})
-    lost = {name: found[name] for name in _HYSTERESIS if found.get(name, 1) != 1}
+    saved = saved if isinstance(saved, Mapping) else getattr(saved, "__dict__", {"": saved})
+    lost = {name: saved[name] for name in _HYSTERESIS if saved.get(name, 1) != 1}
     if lost:
         warn(
             "The scaler that wrote this state has hysteresis "
@@ -36,17 +36,17 @@ def as_torchs(found: Any) -> dict[str, Any]:
             "loaded: its scale falls only after some overflows. A rule that allows one is "
             "rule=lossscale.DynamicScale(overflows_before_backoff=2)."
         )
-    if "cur_scale" in found:
-        return _of_deepspeed(found)
-    renamed = next((names for names in _OF_OTHERS if set(names) <= set(found)), None)
+    if "cur_scale" in saved:
+        return _of_deepspeed(saved)
+    renamed = next((names for names in _OF_OTHERS if set(names) <= set(saved)), None)
     if renamed is not None:
-        return {new: found[old] for old, new in zip(renamed, _NAMES, strict=True)}
-    if "scale" not in found and "_growth_tracker" not in found:
+        return {new: saved[old] for old, new in zip(renamed, _NAMES, strict=True)}
+    if "scale" not in saved and "_growth_tracker" not in saved:
         raise StateDictError(
             "This is not the state of a gradient scaler: it has neither 'scale' nor "
-            f"'_growth_tracker'. Its keys: {', '.join(map(repr, found))}."
+            f"'_growth_tracker'. Its keys: {', '.join(map(repr, saved))}."
         )
-    return dict(found)
+    return dict(saved)
 
 
 _NAMES = "scale", "_growth_tracker"
@@ -59,13 +59,13 @@ _OF_OTHERS = (
 _HYSTERESIS = "hysteresis_tracker", "delayed_shift"
 
 
-def _of_deepspeed(found: Mapping[str, Any]) -> dict[str, Any]:
-    values = {"scale": found["cur_scale"]}
-    if "scale_window" in found:
-        window, factor = found["scale_window"], found["scale_factor"]
+def _of_deepspeed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    values = {"scale": saved["cur_scale"]}
+    if "scale_window" in saved:
+        window, factor = saved["scale_window"], saved["scale_factor"]
         values["growth_interval"], values["growth_factor"] = window, factor
         values["backoff_factor"] = 1.0 / factor
-        values["_growth_tracker"] = (found["cur_iter"] - found["last_overflow_iter"] - 1) % window
+        values["_growth_tracker"] = (saved["cur_iter"] - saved["last_overflow_iter"] - 1) % window
     return values
 
 

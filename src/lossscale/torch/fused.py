@@ -62,9 +62,11 @@ def steps_as_torch(inner: Optimizer) -> bool:
     counts = hasattr(replaced, "_wrapped_by_lr_sched") or hasattr(replaced, "_with_counter")
     if not counts:
         return False
-    # PyTorch 2.4 keeps the counted method only in the closure.
     counted = getattr(replaced, "__wrapped__", None)
-    return (counted or inspect.getclosurevars(replaced).nonlocals.get("func")) is own
+    if counted is None:
+        # PyTorch 2.4 keeps the method only in the closure.
+        counted = inspect.getclosurevars(replaced).nonlocals.get("func")
+    return counted is own
 
 
 def _steps_of_torch() -> list[Callable[..., object]]:
@@ -93,19 +95,19 @@ def attributes(
     """
     # Removed afterwards, because the next caller of `step` may set none.
     try:
-        for each in optimizers:
+        for optimizer in optimizers:
             if grad_scale is not None:
-                own = getattr(each, "grad_scale", None)
-                each.grad_scale = grad_scale if own is None else grad_scale * own
+                own = getattr(optimizer, "grad_scale", None)
+                optimizer.grad_scale = grad_scale if own is None else grad_scale * own
             if found_inf is not None:
-                each.found_inf = found_inf
+                optimizer.found_inf = found_inf
                 # An optimizer of the user's may read both.
-                each.grad_scale = getattr(each, "grad_scale", None)
+                optimizer.grad_scale = getattr(optimizer, "grad_scale", None)
         yield
     finally:
-        for each in optimizers:
+        for optimizer in optimizers:
             for name in ("grad_scale", "found_inf"):
-                vars(each).pop(name, None)
+                vars(optimizer).pop(name, None)
 
 
 def is_dummy_step(optimizer: Optimizer) -> bool:
@@ -128,17 +130,17 @@ def makes_state(optimizers: Iterable[Optimizer]) -> bool:
 
     SGD's momentum would be uninitialized memory. Without momentum it has no state.
     """
-    for each in optimizers:
-        if not isinstance(each, FUSED):
+    for optimizer in optimizers:
+        if not isinstance(optimizer, FUSED):
             continue
-        is_sgd = isinstance(each, torch.optim.SGD)
-        states, parameters = each.state.items(), ranks.parameters_of(each)
+        is_sgd = isinstance(optimizer, torch.optim.SGD)
+        states, parameters = optimizer.state.items(), ranks.parameters_of(optimizer)
         made = [p for p, s in states if (s.get("momentum_buffer") is not None if is_sgd else s)]
         # As after the first step. The rest takes five times as long.
         if len(made) == len(parameters) and all(map(operator.is_, made, parameters)):
             continue
         ids = set(map(id, made))
-        for group in each.param_groups:
+        for group in optimizer.param_groups:
             lacking = (p for p in group["params"] if id(p) not in ids)
             if (not is_sgd or group["momentum"]) and any(p.grad is not None for p in lacking):
                 return True

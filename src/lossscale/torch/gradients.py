@@ -6,6 +6,7 @@ are unscaled in place: the values that can be read are those that are applied.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -21,8 +22,8 @@ from lossscale.torch.ranks import ParameterInfo, largest_and_added, local
 from lossscale.torch.scaling import CPU, real_parts, scalar, unscaled, widened
 
 _DTYPE, _GRAD = operator.attrgetter("dtype"), operator.attrgetter("grad")
-_START = Tensor.data_ptr
 _PLAIN_TYPES = frozenset({Tensor, Parameter})
+_ONE = functools.partial(scalar, 1.0)
 _IN_PLACE = frozenset({torch.float32, torch.float64, torch.bfloat16})
 
 IN_FLOAT32 = (
@@ -33,8 +34,8 @@ IN_FLOAT32 = (
 """What to do about float16 parameters, for messages."""
 
 
-Pairs: TypeAlias = list[tuple[Tensor, Tensor]]
-"""Gradients, each with the dense tensor of real numbers that it is stored in."""
+Pair: TypeAlias = tuple[Tensor, Tensor]
+"""A gradient, with the dense tensor of real numbers that it is stored in."""
 Factor: TypeAlias = Callable[[torch.device], Tensor]
 """Returns a float32 scalar tensor on a device."""
 
@@ -60,7 +61,7 @@ class Gradients(NamedTuple):
 
 
 def collect(
-    info: ranks.ParameterInfo,
+    info: ParameterInfo,
     grads: list[Tensor] | None = None,
     *,
     allow_float16: bool = False,
@@ -89,25 +90,24 @@ def collect(
             dtypes = set(map(_DTYPE, grads))
         if len(dtypes) == 1 and dtypes <= _IN_PLACE and not share_memory(grads, info):
             return Gradients(grads, [grads], [grads])
-    owning = [p for p in info.parameters if p.grad is not None]
     if not allow_float16:
-        for parameter in owning:
+        for parameter in info.parameters:
             _check_can_be_widened(parameter)
-    given = _grouped([_dense(each, allow_float16, sums) for each in owning])
+    given = _all_dense(info, allow_float16, sums)
     if share_memory([tensor for group in given.dense_groups for tensor in group], info):
         with torch.enable_grad():
-            for parameter in owning:
-                assert parameter.grad is not None
-                parameter.grad = parameter.grad.clone()
-        given = _grouped([_dense(each, allow_float16, sums) for each in owning])
+            for parameter in info.parameters:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
+        given = _all_dense(info, allow_float16, sums)
     return given
 
 
-def lie_as_before(info: ranks.ParameterInfo) -> bool:
+def lie_as_before(info: ParameterInfo) -> bool:
     """Whether all gradients lie where they were found to share no memory."""
     try:
         with ranks.UNSEEN():
-            return info.places == list(map(_START, map(_GRAD, info.parameters)))
+            return info.places == list(map(Tensor.data_ptr, map(_GRAD, info.parameters)))
     except (RuntimeError, TypeError):
         # One is sparse, or None.
         return False
@@ -121,7 +121,7 @@ def share_memory(tensors: Sequence[Tensor], info: ParameterInfo) -> bool:
     """
     with ranks.UNSEEN():
         try:
-            starts = list(map(_START, tensors))
+            starts = list(map(Tensor.data_ptr, tensors))
         except RuntimeError:
             # A sparse one has no memory of its own: its values have.
             return True
@@ -147,8 +147,8 @@ def of_tensors(tensors: Iterable[Tensor]) -> Gradients:
     return _grouped([(tensor, tensor) for tensor in tensors])
 
 
-def _grouped(pairs: Pairs) -> Gradients:
-    groups: dict[tuple[torch.device, torch.dtype], Pairs] = {}
+def _grouped(pairs: list[Pair]) -> Gradients:
+    groups: dict[tuple[torch.device, torch.dtype], list[Pair]] = {}
     for gradient, values in pairs:
         if values.is_floating_point() and values.numel():
             groups.setdefault((values.device, values.dtype), []).append((gradient, values))
@@ -159,10 +159,13 @@ def _grouped(pairs: Pairs) -> Gradients:
     )
 
 
-def _dense(parameter: Tensor, allow_float16: bool, sums: bool) -> tuple[Tensor, Tensor]:
+def _all_dense(info: ParameterInfo, allow_float16: bool, sums: bool) -> Gradients:
+    owning = [(p, gradient) for p in info.parameters if (gradient := p.grad) is not None]
+    return _grouped([_dense(p, gradient, allow_float16, sums) for p, gradient in owning])
+
+
+def _dense(parameter: Tensor, gradient: Tensor, allow_float16: bool, sums: bool) -> Pair:
     """The gradient of a parameter, and the dense tensor of real numbers that it is stored in."""
-    gradient = parameter.grad
-    assert gradient is not None
     if gradient.dtype in ranks.HALF and not allow_float16:
         parameter.grad = gradient = gradient.to(parameter.dtype)
     if ranks.is_part_of_sum(gradient):
@@ -180,9 +183,7 @@ def _dense(parameter: Tensor, allow_float16: bool, sums: bool) -> tuple[Tensor, 
 
 
 def _check_can_be_widened(parameter: Tensor) -> None:
-    gradient = parameter.grad
-    assert gradient is not None
-    dtype = gradient.dtype
+    dtype = None if parameter.grad is None else parameter.grad.dtype
     if dtype not in ranks.HALF:
         return
     if parameter.dtype == dtype:
@@ -202,7 +203,7 @@ def _check_can_be_widened(parameter: Tensor) -> None:
 
 
 def grad_norm(
-    gradients: Gradients, info: ranks.ParameterInfo, dtype: torch.dtype | None = None
+    gradients: Gradients, info: ParameterInfo, dtype: torch.dtype | None = None
 ) -> Tensor:
     """The 2-norm of all gradients together: a float32 or float64 scalar tensor.
 
@@ -219,13 +220,12 @@ def grad_norm(
     device = gradients.device
     if not info.groups:
         norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
-    else:
-        squares = scalar(0.0, device, torch.float64)
-        owners = [gradient for group in gradients.owners for gradient in group]
-        for gradient, part in zip(owners, norms, strict=True):
-            squares += part.to(device, torch.float64) ** 2 / info.copies(gradient)
-        norm = ranks.added(squares, info.groups).sqrt()
-    return norm
+        return norm
+    squares = scalar(0.0, device, torch.float64)
+    owners = [gradient for group in gradients.owners for gradient in group]
+    for gradient, part in zip(owners, norms, strict=True):
+        squares += part.to(device, torch.float64) ** 2 / info.copies(gradient)
+    return ranks.added(squares, info.groups).sqrt()
 
 
 def coefficient(norm: Tensor, clip_norm: float) -> Tensor:
@@ -239,9 +239,9 @@ _OF_THE_KERNEL = frozenset({torch.float32, torch.float64, torch.float16})
 """The dtypes that the kernel supports on every accelerator."""
 
 
-def _in_two_passes(tensors: Sequence[Tensor], found: Tensor, factor: Tensor) -> None:
+def _in_two_passes(tensors: Sequence[Tensor], overflow: Tensor, factor: Tensor) -> None:
     for tensor in tensors:
-        found.copy_(torch.maximum(found, (~torch.isfinite(tensor).all()).to(found.dtype)))
+        overflow.copy_(torch.maximum(overflow, (~torch.isfinite(tensor).all()).to(overflow.dtype)))
         tensor.mul_(factor)
 
 
@@ -273,6 +273,9 @@ def unscale_and_check_(
         By device, whether any number was infinite or NaN: float32 scalar tensor, 1 or 0. Empty if
         there was none to check.
     """
+    if divide or recheck:
+        unscale_(gradients, factor, divide=divide)
+        factor = _ONE
     by_device: dict[torch.device, Tensor] = {}
     for group in gradients.dense_groups:
         device = group[0].device
@@ -281,17 +284,17 @@ def unscale_and_check_(
                 by_device[device] = found
             else:
                 by_device[device] = torch.zeros((), dtype=torch.float32, device=device)
-        multiplier = factor(device)
-        if divide or recheck:
-            _change(torch._foreach_div_ if divide else torch._foreach_mul_, group, multiplier)
-            multiplier = scalar(1.0, device)
-        _check_and_multiply_(group, by_device[device], multiplier)
+        if device.type == "cpu" or group[0].dtype in _OF_THE_KERNEL:
+            _change(_kernel, group, by_device[device], factor(device))
+        else:
+            _check_largest(group, by_device[device], 1.0)
+            _change(torch._foreach_mul_, group, factor(device))
     return by_device
 
 
 def check(gradients: Gradients) -> dict[torch.device, Tensor]:
     """Checks gradients as `unscale_and_check_` does, and changes none."""
-    return unscale_and_check_(gradients, lambda device: scalar(1.0, device))
+    return unscale_and_check_(gradients, _ONE)
 
 
 def unscale_(gradients: Gradients, factor: Factor, *, divide: bool = False) -> None:
@@ -299,14 +302,6 @@ def unscale_(gradients: Gradients, factor: Factor, *, divide: bool = False) -> N
     for group in gradients.dense_groups:
         multiply = torch._foreach_div_ if divide else torch._foreach_mul_
         _change(multiply, group, factor(group[0].device))
-
-
-def _check_and_multiply_(group: list[Tensor], found: Tensor, factor: Tensor) -> None:
-    if found.device.type == "cpu" or group[0].dtype in _OF_THE_KERNEL:
-        _change(_kernel, group, found, factor)
-        return
-    _check_largest(group, found, 1.0)
-    _change(torch._foreach_mul_, group, factor)
 
 
 def _change(kernel: Callable[..., object], group: list[Tensor], *arguments: Tensor) -> None:
@@ -340,10 +335,10 @@ def check_quotients(gradients: Gradients, divisor: Factor) -> dict[torch.device,
     return by_device
 
 
-def _check_largest(group: list[Tensor], found: Tensor, divisor: Tensor | float) -> None:
+def _check_largest(group: list[Tensor], overflow: Tensor, divisor: Tensor | float) -> None:
     # The largest magnitude of finite numbers is finite in any dtype.
     largest = widened(torch.stack(torch._foreach_norm(group, float("inf")))) / divisor
-    torch.maximum(found, largest.isfinite().all().logical_not().to(found), out=found)
+    torch.maximum(overflow, largest.isfinite().all().logical_not().to(overflow), out=overflow)
 
 
 def any_overflow(overflows: Iterable[Tensor], device: torch.device = CPU) -> Tensor:
@@ -353,10 +348,11 @@ def any_overflow(overflows: Iterable[Tensor], device: torch.device = CPU) -> Ten
         overflows: float32 scalar tensors, 1 or 0.
         device: Where the result, 0, is if there are none.
     """
-    found = list(overflows)
-    for other in found[1:]:
-        found[0] = torch.maximum(found[0], other.to(found[0].device))
-    return found[0] if found else scalar(0.0, device)
+    flags = list(overflows)
+    joined = flags[0] if flags else scalar(0.0, device)
+    for flag in flags[1:]:
+        joined = torch.maximum(joined, flag.to(joined.device))
+    return joined
 
 
 def all_finite(
@@ -405,6 +401,10 @@ def measure(
         gradients: Tensors or None.
         scale: The loss scale of the step, float32 scalar tensor.
         are_scaled: Whether the gradients still have to be divided by it.
+
+    Returns:
+        float32 tensor: the largest magnitude, unscaled; the number of elements; and for each edge
+        in `counts_from` the number of elements whose scaled magnitude reaches it.
     """
     parts = [widened(p) for gradient in gradients for p in real_parts(gradient) if p.numel()]
     device = parts[0].device if parts else CPU

@@ -9,6 +9,7 @@ from typing import Any
 from torch import distributed
 
 from lossscale.common.monkeypatch import Installation, replace
+from lossscale.torch import ranks
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.settings import DEFAULTS
 
@@ -41,19 +42,12 @@ class ShardedGradScaler(GradScaler):
         growth_factor: float = DEFAULTS.growth_factor,
         growth_interval: int = DEFAULTS.growth_interval,
         enabled: bool = True,
-        process_group: Any = None,
+        process_group: ranks.Groups = None,
     ) -> None:
         if process_group is None and distributed.is_available() and distributed.is_initialized():
             process_group = distributed.group.WORLD
-        super().__init__(
-            device,
-            init_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            enabled,
-            process_group=process_group,
-        )
+        numbers = init_scale, growth_factor, backoff_factor, growth_interval
+        super().__init__(device, *numbers, enabled, process_group=process_group)
 
 
 _PLACES: dict[str, type[GradScaler]] = {

@@ -14,10 +14,11 @@ import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy
 import torch
+from torch import Tensor
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -25,6 +26,11 @@ from lossscale.common.monkeypatch import replace
 from lossscale.errors import first_line
 from lossscale.monitoring.origins import UnrepeatableError
 from lossscale.torch.watch import Watch, named_tensors
+
+Known: TypeAlias = dict[int, Any]
+"""What is in place of an object, by its id, as `copy.deepcopy` takes it."""
+RandomStates: TypeAlias = tuple[Tensor, list[Tensor], tuple[tuple[Any, ...], Any] | None]
+"""The states of PyTorch's generators, and those of Python and NumPy or None."""
 
 _NAMES: dict[type, tuple[str, ...]] = {
     Module: ("__dict__",),
@@ -44,14 +50,14 @@ _WAIT = 10
 
 
 @contextlib.contextmanager
-def isolated(model: Module, given: dict[str, Any]) -> Iterator[tuple[Watch, dict[int, Any]]]:
+def isolated(model: Module, given: dict[str, Any]) -> Iterator[tuple[Watch, Known]]:
     """Within it, the model has copies of all that a forward pass may write to.
 
     In place of the parameters it has aliases, without hooks and `.grad`. Tensors in attributes and
     arguments get aliases, too, whose memory the watch restores. Yields the watch, and what is in
-    place of an object by its id.
+    place of each object.
     """
-    known: dict[int, Any] = {id(m): m for m in model.modules()}
+    known: Known = {id(m): m for m in model.modules()}
     known |= {id(p): p.data.requires_grad_(p.requires_grad) for p in model.parameters()}
     known |= {id(b): b.detach().clone() for b in model.buffers()}
     tensors = {n: known[id(t)] for n, t in (*model.named_parameters(), *model.named_buffers())}
@@ -82,11 +88,7 @@ def isolated(model: Module, given: dict[str, Any]) -> Iterator[tuple[Watch, dict
         for owner, name, value in places:
             what = f"an attribute of {type(owner).__name__}"
             object.__setattr__(owner, name, copied(value, known, what))
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            stack.enter_context(eager_passes(model))
-            stack.enter_context(_taking_nothing())
+        with warnings.catch_warnings(action="ignore"), eager_passes(model), _taking_nothing():
             yield watch, known
     finally:
         for place in places:
@@ -100,8 +102,8 @@ def _taking_nothing() -> Iterator[None]:
     """Within it, this thread takes nothing that the program would miss, and waits not for long."""
     here, wait = threading.get_ident(), threading.Condition.wait
 
-    def or_refused(take: Callable[..., Any]) -> Callable[..., Any]:
-        def taken(*args: Any, **kwargs: Any) -> Any:
+    def or_refused(take: Callable[..., object]) -> Callable[..., object]:
+        def taken(*args: Any, **kwargs: Any) -> object:
             if threading.get_ident() == here:
                 raise UnrepeatableError("the forward pass takes from a queue, or what is like one")
             return take(*args, **kwargs)
@@ -124,10 +126,10 @@ def _taking_nothing() -> Iterator[None]:
 
 def _places(model: Module) -> Iterator[tuple[object, str, object]]:
     """The attributes of the modules, and of the functions in them, with their values."""
-    left: list[object] = list(model.modules())
+    owners: list[object] = list(model.modules())
     seen: set[int] = set()
-    while left:
-        owner = left.pop()
+    while owners:
+        owner = owners.pop()
         owner = owner.__func__ if isinstance(owner, types.MethodType) else owner
         owner = vars(owner)["__wrapped__"] if _is_of_accelerate(owner) else owner
         names = next((names for kind, names in _NAMES.items() if isinstance(owner, kind)), ())
@@ -139,12 +141,12 @@ def _places(model: Module) -> Iterator[tuple[object, str, object]]:
             with contextlib.suppress(ValueError):
                 value = getattr(owner, name)
                 yield owner, name, value
-                left += value.values() if isinstance(value, dict) else [value]
+                owners += value.values() if isinstance(value, dict) else [value]
         if isinstance(owner, types.FunctionType):
-            left += [*(owner.__closure__ or ()), *(owner.__defaults__ or ())]
+            owners += [*(owner.__closure__ or ()), *(owner.__defaults__ or ())]
 
 
-def copied(value: Any, known: dict[int, Any], what: str) -> Any:
+def copied(value: Any, known: Known, what: str) -> Any:
     """A copy of a value; in place of objects in it come those that are known by their ids."""
     try:
         return copy.deepcopy(value, known)
@@ -158,10 +160,8 @@ def eager_passes(model: Module) -> Iterator[None]:
 
     Compiled modules call no hooks. The caller restores the attributes of the modules.
     """
-    with contextlib.ExitStack() as stack:
-        # Tensors of inference mode cannot be differentiated.
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
+    # Tensors of inference mode cannot be differentiated.
+    with contextlib.ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
         # Reentrant checkpointing would call `backward` within the backward pass, which
         # `torch.autograd.grad` refuses. The gradients are the same without it.
         called = staticmethod(lambda function, preserve, *args: function(*args))
@@ -182,7 +182,7 @@ def _is_of_accelerate(value: object) -> bool:
     return type(value).__module__ == "accelerate.utils.operations"
 
 
-def _is_torchs(hook: Any) -> bool:
+def _is_torchs(hook: object) -> bool:
     """Whether a hook is a part of the model, such as that of a spectral norm."""
     hook = hook.func if isinstance(hook, functools.partial) else hook
     return str(getattr(hook, "__module__", "")).startswith("torch.")
@@ -191,8 +191,8 @@ def _is_torchs(hook: Any) -> bool:
 # --- Generators of random numbers ---------------------------------------------------------------
 
 
-def random_states(*, of_host: bool = True) -> tuple[Any, Any, Any]:
-    """The states of PyTorch's generators, and those of Python and NumPy or None."""
+def random_states(*, of_host: bool = True) -> RandomStates:
+    """The states of the generators that a pass may draw from; `of_host`: also those of the host."""
     return (
         torch.get_rng_state(),
         # On a device it is the host that has the state, so nothing waits.
@@ -201,9 +201,10 @@ def random_states(*, of_host: bool = True) -> tuple[Any, Any, Any]:
     )
 
 
-def set_random_states(states: tuple[Any, Any, Any]) -> None:
-    torch.set_rng_state(states[0])
-    torch.cuda.set_rng_state_all(states[1])
-    if states[2] is not None:
-        random.setstate(states[2][0])
-        numpy.random.set_state(states[2][1])
+def set_random_states(states: RandomStates) -> None:
+    of_cpu, of_devices, of_host = states
+    torch.set_rng_state(of_cpu)
+    torch.cuda.set_rng_state_all(of_devices)
+    if of_host is not None:
+        random.setstate(of_host[0])
+        numpy.random.set_state(of_host[1])

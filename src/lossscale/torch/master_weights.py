@@ -190,14 +190,14 @@ class MasterWeights(OuterOptimizer):
         is_own = name.startswith("_") and not name.startswith("_optimizer_")
         if is_own or "inner_optimizer" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        found = getattr(self.inner_optimizer, name)
-        if not inspect.ismethod(found):
-            return found
+        value = getattr(self.inner_optimizer, name)
+        if not inspect.ismethod(value):
+            return value
 
-        @functools.wraps(found)
+        @functools.wraps(value)
         def with_masters(*args: Any, **kwargs: Any) -> Any:
             with self._stepping():
-                return found(*args, **kwargs)
+                return value(*args, **kwargs)
 
         return with_masters
 
@@ -295,7 +295,7 @@ class MasterWeights(OuterOptimizer):
                 yield
         finally:
             self._is_stepping = False
-            moved, others = Pairs(), Pairs()
+            stepped = Pairs()
             for pair, gradient, version in zip(pairs, gradients, self._versions, strict=True):
                 parameter, master = pair
                 if master.grad is not gradient:
@@ -303,13 +303,12 @@ class MasterWeights(OuterOptimizer):
                 has_moved = gradient is not None or master.grad is not None
                 master.grad, master.requires_grad = None, False
                 if has_moved or master._version != version:
-                    moved.append(pair)
+                    stepped.append(pair)
                     self.inner_optimizer.state.setdefault(parameter, {})[_KEY] = master
                 elif parameter.requires_grad:
                     # Old optimizers write to `data`, of which no graph takes notice.
-                    others.append((parameter.data, master))
-            _round(moved)
-            _round(others)
+                    stepped.append((parameter.data, master))
+            _round(stepped)
             self._remember()
 
     @contextlib.contextmanager
@@ -352,14 +351,14 @@ class MasterWeights(OuterOptimizer):
                     "that one to a gradient scaler."
                 )
 
-        refuse.of_lossscale = _REFUSES  # type: ignore[attr-defined]
+        refuse.of_lossscale = _REFUSES  # type: ignore[attr-defined]  # of a function
         # Lookahead has no hooks.
         if hasattr(self.inner_optimizer, _HOOKS[0]):
             self.inner_optimizer.register_step_pre_hook(refuse)
 
     # --- The methods of an optimizer ------------------------------------------------------------
 
-    def _step(self, closure: Callable[[], Any] | None, **more: Any) -> Any:
+    def _step(self, closure: Callable[[], object] | None, **more: Any) -> object:
         inner = self.inner_optimizer
         if closure is not None:
             more["closure"] = functools.partial(self._evaluate, closure)
@@ -381,7 +380,7 @@ class MasterWeights(OuterOptimizer):
             hook(inner, (), more)
         return returned
 
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+    def _evaluate(self, closure: Callable[[], object]) -> object:
         """Evaluates a closure with rounded parameters, as they are at this point of a step."""
         _round(self._pairs)
         for parameter, master in self._pairs:
@@ -406,7 +405,7 @@ class MasterWeights(OuterOptimizer):
         added = param_group["params"]
         param_group["params"] = added = [added] if torch.is_tensor(added) else list(added)
         # With named parameters they are pairs.
-        tensors = [each[1] if isinstance(each, tuple) else each for each in added]
+        tensors = [item[1] if isinstance(item, tuple) else item for item in added]
         _check_can_have_masters(self.inner_optimizer, tensors)
         self.inner_optimizer.add_param_group(param_group)
         self._prepare()
@@ -448,10 +447,10 @@ class MasterWeights(OuterOptimizer):
         pairs, rest = self._prepare(), dict(state_dict)
         loaded = dict(zip((p for p, _ in pairs), rest.pop(_KEY, ()), strict=False))
         if "state" in rest:
-            kept = {k: dict(v) if isinstance(v, dict) else v for k, v in rest["state"].items()}
-            found = {k: v.pop(_KEY) for k, v in kept.items() if isinstance(v, dict) and _KEY in v}
-            loaded |= {p: found[key] for key, p in self._keyed(rest) if key in found}
-            rest["state"] = {key: value for key, value in kept.items() if value or key not in found}
+            state = {k: dict(v) if isinstance(v, dict) else v for k, v in rest["state"].items()}
+            saved = {k: v.pop(_KEY) for k, v in state.items() if isinstance(v, dict) and _KEY in v}
+            loaded |= {p: saved[key] for key, p in self._keyed(rest) if key in saved}
+            rest["state"] = {key: v for key, v in state.items() if v or key not in saved}
         for parameter, master in loaded.items():
             if getattr(master, "shape", None) != parameter.shape:
                 raise StateDictError(
@@ -497,11 +496,11 @@ def _reversed(pairs: Pairs) -> Pairs:
 
 def _with_held(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizer, and those that it holds, as Lookahead does."""
-    found = [optimizer]
-    for each in found:
-        held = (value for value in vars(each).values() if hasattr(value, "param_groups"))
-        found += [value for value in held if all(value is not other for other in found)]
-    return found
+    optimizers = [optimizer]
+    for holder in optimizers:
+        held = (value for value in vars(holder).values() if hasattr(value, "param_groups"))
+        optimizers += [value for value in held if all(value is not other for other in optimizers)]
+    return optimizers
 
 
 def _receive_float32(parameter: Tensor) -> None:
@@ -536,8 +535,8 @@ def _by_kind(pairs: Pairs) -> Iterable[Pairs]:
 def _master_of(parameter: Tensor, master: Tensor | None) -> Tensor:
     """The master of a parameter that may have been moved or replaced."""
     # Optimizers that share a parameter share its master.
-    others = (each._masters.get(parameter) for each in _sharing)
-    master = next((each for each in others if each is not None), None) if master is None else master
+    shared = (owner._masters.get(parameter) for owner in _sharing)
+    master = next((m for m in shared if m is not None), None) if master is None else master
     if master is None or master.shape != parameter.shape or master.is_meta:
         master = parameter.detach().float()
     if master.device == parameter.device and isinstance(master, Parameter):
@@ -595,10 +594,10 @@ def _merged(pairs: Pairs, waits: bool = False) -> Iterator[tuple[Pairs, list[Ten
 
 def _is_same(first: Tensor, second: Tensor) -> bool:
     """Whether tensors have the same bits; compared eight bytes at a time, which is faster."""
-    flat = [each.reshape(-1).view(torch.int16) for each in (first, second)]
+    flat = [tensor.reshape(-1).view(torch.int16) for tensor in (first, second)]
     whole = flat[0].numel() // 4 * 4 if all(t.storage_offset() % 4 == 0 for t in flat) else 0
-    words = (each[:whole].view(torch.int64) for each in flat)
-    rest = (each[whole:] for each in flat)
+    words = (tensor[:whole].view(torch.int64) for tensor in flat)
+    rest = (tensor[whole:] for tensor in flat)
     return bool(torch.equal(*words)) and bool(torch.equal(*rest))
 
 

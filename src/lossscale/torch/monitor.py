@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
 
 import numpy
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lossscale.checks import checked_count
@@ -28,7 +29,7 @@ from lossscale.torch.observers import Decided, Observer, Stepper
 from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
 from lossscale.torch.ranks import local
 from lossscale.torch.repeated_step import DEFAULT_BYTES, CallRecorder
-from lossscale.torch.scaling import CPU, real_parts, uncompiled
+from lossscale.torch.scaling import CPU, is_captured, real_parts, uncompiled
 from lossscale.torch.settings import warn_of_float16_statistics
 from lossscale.torch.watch import is_finite
 
@@ -121,20 +122,19 @@ class Monitor(LoopMonitor, Observer):
         names = _names(watched, model)
         self._tracker = OverflowTracker()
         self._tracker.build(list(names), list(names.values()))
-        self._scale = float(
-            watched.get_scale() if isinstance(watched, GradScaler) else watched.loss_scale
-        )
+        now = self._stats()
+        self._scale = now.scale
         self._model = model if isinstance(model, Module) else None
         if self._model is not None:
             warn_of_float16_statistics(self._model)
-        self._finite = {name for name, _ in self._buffers(True)}
+        self._finite = set(self._buffers(True))
         limit = checked_count("explain_bytes", explain_bytes)
         if settings.explain and self._model is None:
             raise ArgumentTypeError(
                 "`explain` needs the model, a torch.nn.Module. "
                 f"Received: model={model!r} of type {type(model).__name__}."
             )
-        super().__init__(Recorder(settings, watched.rule), self._steps_so_far())
+        super().__init__(Recorder(settings, watched.rule), now.step)
         if settings.explain and self._model is not None:
             calls = CallRecorder(self._model, limit)
             self._explainer = _Explainer(calls, settings.explain, watched.rule)
@@ -207,10 +207,10 @@ class Monitor(LoopMonitor, Observer):
             if self._tracker.last_step <= last_read:
                 return now._replace(scale=scale)
             last_scale, skip = self._tracker.read(min(last_read, now.step - 1), now.step)
-            found = {} if self._explainer is None else self._explainer.read(now.step)
+            explanations = {} if self._explainer is None else self._explainer.read(now.step)
             if skip is not None:
-                skip = skip._replace(explanation=found.get(skip.step))
-            why = found.get(now.step)
+                skip = skip._replace(explanation=explanations.get(skip.step))
+            why = explanations.get(now.step)
             return now._replace(scale=last_scale, last_skip=skip, explanation=why)
 
         if now.step > self._position:
@@ -226,15 +226,14 @@ class Monitor(LoopMonitor, Observer):
             self._explainer.calls.close()
         super().close()
 
-    def _buffers(self, finite: bool) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of the model that are finite, or those that are not."""
-        for name, buffer in () if self._model is None else self._model.named_buffers():
-            if not torch.nn.parameter.is_lazy(buffer) and is_finite(buffer) == finite:
-                yield name, buffer
+    def _buffers(self, finite: bool) -> list[str]:
+        """The names of the buffers of the model that are finite, or of those that are not."""
+        named = () if self._model is None else self._model.named_buffers()
+        return [name for name, b in named if not is_lazy(b) and is_finite(b) == finite]
 
     def _warn_of_buffers(self) -> None:
         """Warns, once, if a skipped step has left a buffer that is not finite any more."""
-        spoiled = [name for name, _ in self._buffers(False) if name in self._finite]
+        spoiled = [name for name in self._buffers(False) if name in self._finite]
         if spoiled:
             self._finite = set()
             warn(
@@ -251,16 +250,11 @@ class Monitor(LoopMonitor, Observer):
     def _stats(self) -> StepStats:
         watched = self._watched
         if isinstance(watched, GradScaler):
-            scale = watched.get_scale()
-            return StepStats(self._steps, scale, scale, self._skips, self._skipped)
-        scale = float(watched.loss_scale)
-        return StepStats(
-            int(watched.iterations),
-            scale,
-            scale,
-            int(watched.steps_skipped),
-            bool(watched.last_step_skipped),
-        )
+            scale, skips, skipped = watched.get_scale(), self._skips, self._skipped
+        else:
+            scale, skips = float(watched.loss_scale), int(watched.steps_skipped)
+            skipped = bool(watched.last_step_skipped)
+        return StepStats(self._steps_so_far(), scale, scale, skips, skipped)
 
 
 class OverflowTracker(overflow_tracker.OverflowTracker):
@@ -326,7 +320,7 @@ class _Losses:
         self.are_float16 = False
 
     # A pass that is repeated copies what a model reaches, such as its monitor; events cannot be.
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[_Losses], tuple[()]]:
         return _Losses, ()
 
     @uncompiled
@@ -334,14 +328,12 @@ class _Losses:
         """Sends a loss to the host; waits for nothing, and raises nothing."""
         with contextlib.suppress(Exception):
             loss = torch.as_tensor(loss)
-            is_captured = loss.is_cuda and torch.cuda.is_current_stream_capturing()
-            if is_captured or loss.device.type not in ("cpu", "cuda"):
+            if is_captured(loss) or loss.device.type not in ("cpu", "cuda"):
                 return
             self.are_float16 |= loss.dtype == torch.float16
             loss = loss.detach() if loss.numel() == 1 else loss.detach().float().sum()
             # Behind all that the device has to do before the decision, for which the host waits.
-            stream = torch.cuda.current_stream(loss.device) if loss.is_cuda else None
-            event = None if stream is None else stream.record_event()
+            event = torch.cuda.current_stream(loss.device).record_event() if loss.is_cuda else None
             self.held.append((loss.to(CPU, non_blocking=True), event))
 
     def known(self) -> float | None:
@@ -360,13 +352,13 @@ class _Explainer(Explainer):
         left, rule: As for `Explainer`.
 
     Attributes:
-        found: The explanations since the last sample, and the last one, by the number of the step.
+        explanations: Those since the last sample, and the last one, by the number of the step.
     """
 
     def __init__(self, calls: CallRecorder, left: int, rule: ScaleRule) -> None:
         super().__init__(left, rule)
         self.calls = calls
-        self.found: dict[int, Explanation] = {}
+        self.explanations: dict[int, Explanation] = {}
         # The number of the step that is not over, whether it was skipped, and what is known of it.
         self._pending: tuple[int, bool, Facts] | None = None
         self._losses = _Losses()
@@ -380,16 +372,18 @@ class _Explainer(Explainer):
 
     def decided(self, step: int, skipped: bool, groups: Groups, scale: Tensor | float) -> None:
         """Called with the decision on a step, before its gradients are applied."""
-        before = self._pending if self._pending and self._pending[0] == step else None
-        is_explained = before and explained(before[2]).cause is not Cause.UNKNOWN
-        loss, is_narrow = self._losses.known(), self._losses.are_float16
+        number, was_skipped, facts = self._pending or (None, False, Facts())
+        is_same_step = number == step
         # Of several optimizers, the first that skips explains the step, if it can.
-        if is_explained or not self.wants(loss, skipped=skipped):
+        if is_same_step and explained(facts).cause is not Cause.UNKNOWN:
+            return
+        loss, is_narrow = self._losses.known(), self._losses.are_float16
+        if not self.wants(loss, skipped=skipped):
             return
         parameters = (parameter for group in groups for parameter in group["params"])
         facts = self.calls.explain(float(scale), parameters, is_broken(loss))
         facts = facts._replace(loss=loss, is_loss_float16=is_narrow, scale=float(scale))
-        self._pending = step, skipped or bool(before and before[1]), facts
+        self._pending = step, skipped or (is_same_step and was_skipped), facts
 
     def ended(self, step: int, loss: Tensor | float | None, decided: bool) -> None:
         """Called after each step, or part of one, with the loss that the program passes."""
@@ -398,7 +392,7 @@ class _Explainer(Explainer):
             number, skipped, facts = pending
             if loss is not None and not is_broken(facts.loss):
                 facts = facts._replace(loss=float(loss))
-            self.found = {number: self.write(number, facts, skipped=skipped)}
+            self.explanations = {number: self.write(number, facts, skipped=skipped)}
         if not decided:
             return
         self.calls.reset()
@@ -417,11 +411,12 @@ class _Explainer(Explainer):
             loss = losses.known()
             if self.wants(loss, skipped=False):
                 facts = Facts(loss=loss, why_not=_TOO_LATE)
-                self.found[number] = found = self.write(number, facts, skipped=False)
+                explanation = self.write(number, facts, skipped=False)
+                self.explanations[number] = explanation
                 # Of the sampled one, the record warns.
                 if number != step:
-                    warn(f"The loss of step {number} is {loss:g}. {found.text}")
-        return self.found
+                    warn(f"The loss of step {number} is {loss:g}. {explanation.text}")
+        return self.explanations
 
 
 def _checked(optimizer: object) -> LossScaleOptimizer | GradScaler:
@@ -438,7 +433,7 @@ def _checked(optimizer: object) -> LossScaleOptimizer | GradScaler:
     return optimizer
 
 
-def _names(watched: LossScaleOptimizer | GradScaler, model: Any) -> dict[Tensor, str]:
+def _names(watched: LossScaleOptimizer | GradScaler, model: object) -> dict[Tensor, str]:
     """Returns the names of the parameters.
 
     Args:

@@ -23,9 +23,11 @@ class OuterOptimizer(Optimizer):
     """
 
     optimizers: list[Optimizer]
+    # Defined by each subclass: steps the others.
+    _step: Callable[..., object]
 
     @uncompiled
-    def step(self, closure: Callable[[], Any] | None = None, **more: Any) -> Any:
+    def step(self, closure: Callable[[], object] | None = None, **more: Any) -> Any:
         for hook in list(self._optimizer_step_pre_hooks.values()):
             hook(self, (), {})
         returned = self._step(closure, **more)
@@ -34,15 +36,11 @@ class OuterOptimizer(Optimizer):
         return returned
 
     # PyTorch's own wrapper around a `step` would call global hooks for this one, too.
-    step.hooked = True  # type: ignore[attr-defined]
-
-    def _step(self, closure: Callable[[], Any] | None, **more: Any) -> Any:
-        """Steps the others."""
-        raise NotImplementedError
+    step.hooked = True  # type: ignore[attr-defined]  # of a function
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for each in self.optimizers:
-            zero_grad(each, set_to_none)
+        for optimizer in self.optimizers:
+            zero_grad(optimizer, set_to_none)
 
 
 class OptimizerList(OuterOptimizer):
@@ -62,8 +60,8 @@ class OptimizerList(OuterOptimizer):
         if not optimizers:
             raise ArgumentError("The list of optimizers to wrap is empty.")
         owner: dict[int, int] = {}
-        for number, each in enumerate(optimizers):
-            for index, group in enumerate(each.param_groups):
+        for number, optimizer in enumerate(optimizers):
+            for index, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
                     first = owner.setdefault(id(parameter), number)
                     if first != number:
@@ -80,17 +78,17 @@ class OptimizerList(OuterOptimizer):
     # Groups, state and defaults belong to the optimizers, and cannot be set here.
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # only read
         """The defaults that all optimizers have, by the first: schedulers read momentum here."""
         first, *others = (each.defaults for each in self.optimizers)
         return {k: v for k, v in first.items() if all(k in other for other in others)}
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # only read
         return [group for each in self.optimizers for group in each.param_groups]
 
     @property
-    def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
+    def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]  # only read
         """The states of all optimizers, by parameter; each can be changed, the mapping cannot."""
         return types.MappingProxyType(
             {key: state for each in self.optimizers for key, state in each.state.items()}
@@ -104,8 +102,8 @@ class OptimizerList(OuterOptimizer):
 
     def __getattr__(self, name: str) -> Any:
         """Returns a method such as `train`, called on all optimizers that have it."""
-        having = [each for each in self.__dict__.get("optimizers", ()) if hasattr(each, name)]
-        methods = [getattr(each, name) for each in having]
+        parts = self.__dict__.get("optimizers", ())
+        methods = [getattr(part, name) for part in parts if hasattr(part, name)]
         if name.startswith("_") or not methods or not all(map(callable, methods)):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -116,8 +114,8 @@ class OptimizerList(OuterOptimizer):
         return call_all
 
     def _step(self, closure: object, **more: Any) -> None:
-        for each in self.optimizers:
-            each.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise UnsupportedError(
@@ -127,7 +125,7 @@ class OptimizerList(OuterOptimizer):
 
     def described(self) -> str:
         """The optimizers and their numbers, for messages."""
-        return ", ".join(f"{i} is {type(each).__name__}" for i, each in enumerate(self.optimizers))
+        return ", ".join(f"{i} is {type(part).__name__}" for i, part in enumerate(self.optimizers))
 
     def state_dict(self) -> dict[str, Any]:
         for hook in self._optimizer_state_dict_pre_hooks.values():
@@ -148,21 +146,20 @@ class OptimizerList(OuterOptimizer):
                 "The parameter groups of the state dictionary do not match the optimizers'. "
                 f"Expected groups with {sizes} parameters. Received: {theirs}."
             )
-        before = [each.state_dict() for each in self.optimizers]
+        before = [optimizer.state_dict() for optimizer in self.optimizers]
         try:
-            for number, each in enumerate(self.optimizers):
-                mine = [groups.pop(0) for _ in each.param_groups]
+            for number, optimizer in enumerate(self.optimizers):
+                mine = [groups.pop(0) for _ in optimizer.param_groups]
                 own = [key for group in mine for key in group["params"]]
+                states = {key: state[key] for key in own if key in state}
                 # State that belongs to no parameter was saved with the number of its optimizer.
-                named = {key: key for key in own} | {
-                    key: key[1] for key in state if isinstance(key, tuple) and key[0] == number
-                }
+                loose = [key for key in state if isinstance(key, tuple) and key[0] == number]
+                states |= {key[1]: state[key] for key in loose}
                 others = state_dict.get("others", {}).get(number, {})
-                found = {name: state[key] for key, name in named.items() if key in state}
-                each.load_state_dict({**others, "state": found, "param_groups": mine})
+                optimizer.load_state_dict({**others, "state": states, "param_groups": mine})
         except BaseException:
-            for each, saved_before in zip(self.optimizers, before, strict=True):
-                each.load_state_dict(saved_before)
+            for optimizer, saved_before in zip(self.optimizers, before, strict=True):
+                optimizer.load_state_dict(saved_before)
             raise
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -170,24 +167,24 @@ class OptimizerList(OuterOptimizer):
 
 def joined(state_dicts: Sequence[Any]) -> dict[str, Any]:
     """Joins the state dictionaries of several optimizers to that of one with all groups."""
-    state: dict[Any, Any] = {}
+    state: dict[object, object] = {}
     groups: list[dict[str, Any]] = []
     others: dict[int, dict[str, Any]] = {}
-    for number, each in enumerate(state_dicts):
-        if not isinstance(each, dict) or not {"state", "param_groups"} <= each.keys():
+    for number, saved in enumerate(state_dicts):
+        if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
             raise StateDictError(
                 f"The state of optimizer {number} must have 'state' and 'param_groups'. Received: "
-                f"{reprlib.repr(each)}. Save what state_dict() returns."
+                f"{reprlib.repr(saved)}. Save what state_dict() returns."
             )
         first = sum(len(group["params"]) for group in groups)
-        own = [key for group in each["param_groups"] for key in group["params"]]
+        own = [key for group in saved["param_groups"] for key in group["params"]]
         place = {key: first + index for index, key in enumerate(own)}
-        state.update({place.get(key, (number, key)): v for key, v in each["state"].items()})
+        state.update({place.get(key, (number, key)): v for key, v in saved["state"].items()})
         groups += [
             {**group, "params": [place[key] for key in group["params"]]}
-            for group in each["param_groups"]
+            for group in saved["param_groups"]
         ]
-        others[number] = {k: v for k, v in each.items() if k not in ("state", "param_groups")}
+        others[number] = {k: v for k, v in saved.items() if k not in ("state", "param_groups")}
     more = {"others": others} if any(others.values()) else {}
     return {**more, "state": state, "param_groups": groups}
 
@@ -200,14 +197,12 @@ def with_parts(inner: Optimizer) -> list[Optimizer]:
 
 def parts_of(inner: Optimizer) -> list[Optimizer]:
     """The optimizers that update parameters: those that others step, or the one optimizer."""
-    return [each for each in with_parts(inner) if not isinstance(each, OuterOptimizer)]
+    return [part for part in with_parts(inner) if not isinstance(part, OuterOptimizer)]
 
 
 def zero_grad(optimizer: Optimizer, set_to_none: bool) -> None:
     """Calls `zero_grad` of an optimizer, which may take no arguments."""
-    own, plain = optimizer.zero_grad, Optimizer.zero_grad
-    is_plain = type(optimizer).zero_grad is plain and "zero_grad" not in vars(optimizer)
-    if is_plain or not set_to_none or takes(own, "set_to_none"):
-        own(set_to_none=set_to_none)
+    if not set_to_none or takes(optimizer.zero_grad, "set_to_none"):
+        optimizer.zero_grad(set_to_none=set_to_none)
     else:
-        own()
+        optimizer.zero_grad()

@@ -16,7 +16,7 @@ import itertools
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
@@ -54,19 +54,15 @@ def local(tensor: MaybeTensor) -> MaybeTensor:
     """
     if not is_spread(tensor):
         return tensor
-    return cast(MaybeTensor, _arrived(tensor._local_tensor))
+    part = tensor._local_tensor
+    # An asynchronous collective returns a tensor that must be waited for.
+    return cast(MaybeTensor, part.wait() if hasattr(part, "wait") else part)
 
 
 def is_spread(tensor: object) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor."""
     spread = _dtensor()
     return spread is not None and isinstance(tensor, spread)
-
-
-def _arrived(tensor: Tensor) -> Tensor:
-    # An asynchronous collective returns a tensor that must be waited for.
-    wait: Callable[[], Tensor] | None = getattr(tensor, "wait", None)
-    return tensor if wait is None else wait()
 
 
 def is_part_of_sum(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -173,16 +169,16 @@ class ParameterInfo:
         layout = getattr(gradient, "device_mesh", None), getattr(gradient, "placements", None)
         if layout in self._copies:
             return self._copies[layout]
-        own = _derived([gradient])
-        following = [group for group in self.groups if _is_one_of(group, self._derived)]
-        different = math.prod(group.size() for group in own)
+        sharded = _derived([gradient])
+        parts = math.prod(group.size() for group in sharded)
+        derived = [group for group in self.groups if group in self._derived]
         for group in self.groups:
-            if not _is_one_of(group, following) and not _is_in_any(group, following):
-                along = [*own, *_groups_along(gradient, replicated=True)]
-                within = [part.size() for part in along if _is_in_any(part, [group])]
-                different *= group.size() // math.prod(within)
-        counted = math.prod(group.size() for group in self.groups)
-        self._copies[layout] = counted // different
+            if group not in derived and not _is_in_any(group, derived):
+                # Each process has another part, except along the dimensions of the mesh.
+                along = [*sharded, *_groups_along(gradient, replicated=True)]
+                within = [other.size() for other in along if _is_in_any(other, [group])]
+                parts *= group.size() // math.prod(within)
+        self._copies[layout] = math.prod(group.size() for group in self.groups) // parts
         return self._copies[layout]
 
 
@@ -221,7 +217,8 @@ def groups_of(tensors: Iterable[Tensor], process_group: Groups = None) -> tuple[
     Source: `DTensor` and `DeviceMesh`, https://docs.pytorch.org/docs/stable/distributed.tensor.html
     """
     tensors = list(tensors)
-    if process_group is None and any(map(_is_of_fsdp1, tensors)):
+    of_fsdp1 = any(getattr(tensor, "_fsdp_flattened", False) for tensor in tensors)
+    if process_group is None and of_fsdp1 and has_others():
         raise UnsupportedError(
             "A parameter is sharded by FullyShardedDataParallel, which hides its process group. "
             "The processes must skip a step together. Pass the group that the model was sharded "
@@ -241,25 +238,15 @@ def _is_in_any(group: Group, others: Sequence[Group]) -> bool:
 
 def _derived(tensors: Iterable[Tensor]) -> tuple[Group, ...]:
     """The groups of every mesh dimension that a tensor is sharded over."""
-    spread = _dtensor()
     groups: list[Group] = []
     seen: set[tuple[object, object]] = set()
-    if spread is None:
-        return ()
-    for tensor in tensors:
-        if not isinstance(tensor, spread):
-            continue
+    for tensor in () if _dtensor() is None else filter(is_spread, tensors):
         layout = tensor.device_mesh, tensor.placements
         # Reading a mesh is slow, and most parameters of a model share one layout.
-        if layout in seen:
-            continue
-        seen.add(layout)
-        groups += [group for group in _groups_along(tensor) if not _is_one_of(group, groups)]
+        if layout not in seen:
+            seen.add(layout)
+            groups += [group for group in _groups_along(tensor) if group not in groups]
     return tuple(groups)
-
-
-def _is_of_fsdp1(tensor: Tensor) -> bool:
-    return getattr(tensor, "_fsdp_flattened", False) and has_others()
 
 
 def _groups_along(tensor: Tensor, *, replicated: bool = False) -> list[Group]:
@@ -273,10 +260,6 @@ def _groups_along(tensor: Tensor, *, replicated: bool = False) -> list[Group]:
         for dimension, placement in enumerate(placements)
         if placement.is_replicate() == replicated and mesh.size(dimension) > 1
     ]
-
-
-def _is_one_of(group: Group, others: Sequence[Group]) -> bool:
-    return any(group is other for other in others)
 
 
 def _checked(process_group: Any) -> tuple[Group, ...]:
@@ -325,12 +308,12 @@ def agreed(
         (tensor(1.), tensor(1.))
     """
     scaled = torch.full_like(overflow, float(is_scaled))
-    found = torch.stack([overflow if has_gradients else overflow - 1, scaled])
+    numbers = torch.stack([overflow if has_gradients else overflow - 1, scaled])
     for group in groups:
-        sent = found.to(_device(found, group), copy=True)
+        sent = numbers.to(_device(numbers, group), copy=True)
         distributed.all_reduce(sent, op=distributed.ReduceOp.MAX, group=group)
-        found = sent.to(found.device)
-    return found[0], found[1]
+        numbers = sent.to(numbers.device)
+    return numbers[0], numbers[1]
 
 
 def added(numbers: Tensor, groups: Sequence[Group]) -> Tensor:
@@ -378,13 +361,12 @@ def of_last_joiner(
     sent = torch.tensor([is_last, *numbers.values()], dtype=torch.float64, device=device)
     of_all = [torch.empty_like(sent) for _ in range(group.size())]
     distributed.all_gather(of_all, sent, group=group)
-    found = next(rest for last, *rest in map(Tensor.tolist, of_all) if last)
-    return dict(zip(numbers, found, strict=True))
+    of_last = next(rest for is_it, *rest in map(Tensor.tolist, of_all) if is_it)
+    return dict(zip(numbers, of_last, strict=True))
 
 
-def _device(found: Tensor, group: Group) -> torch.device:
+def _device(numbers: Tensor, group: Group) -> torch.device:
     """The device that a group sends from: not the CPU if gradients are only offloaded there."""
-    served = {device.type: device for device in group._device_types}
-    return (
-        found.device if not served or found.device.type in served else next(iter(served.values()))
-    )
+    served = group._device_types
+    own = [device for device in served if device.type == numbers.device.type]
+    return served[0] if served and not own else numbers.device

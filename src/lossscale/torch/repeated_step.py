@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 from lossscale.checks import checked_parameters, checked_scale
 from lossscale.errors import ArgumentTypeError, first_line
 from lossscale.monitoring.explanation import Explanation, Facts, GradientCounts, explained
 from lossscale.monitoring.origins import UnrepeatableError, Watched, explain_pass
 from lossscale.torch.buffers import Hook, innermost
-from lossscale.torch.isolation import copied, isolated, random_states, set_random_states
+from lossscale.torch.isolation import Known, copied, isolated, random_states, set_random_states
 from lossscale.torch.ranks import is_spread
 from lossscale.torch.scaling import scaled
 from lossscale.torch.watch import Watch, is_finite, largest, tensors_in
@@ -78,13 +79,12 @@ def explain(
     """
     check_model_and_loss(model, loss_fn)
     scale = checked_scale("scale", scale)
-    if why := _refusal(model):
-        return explained(Facts(why_not=why))
     device = next((p.device.type for p in model.parameters()), "cpu")
     casts = needs_autocast(model)
     all_trained = (p for p in model.parameters() if p.requires_grad)
-    trained = checked_parameters(parameters, all_trained)
     try:
+        _check_repeatable(model)
+        trained = checked_parameters(parameters, all_trained)
         with torch.inference_mode(False), isolated(model, {"batch": batch}) as (watch, known):
             batch = copied(batch, known, "batch")
             if not model.training:
@@ -102,13 +102,13 @@ def explain(
                     )
                 output = scaled(loss.reshape(()), 1.0)
             roots = [known[id(p)] for p in trained]
-            found = examined(watch, [(output, torch.full_like(output, scale))], roots, scale)
-            if found.is_finite and not _depend([output], set(map(id, roots))):
+            facts = examined(watch, [(output, torch.full_like(output, scale))], roots, scale)
+            if facts.is_finite and not _depend([output], set(map(id, roots))):
                 why = "the loss is finite, and no trained parameter has a gradient of it"
-                found = Facts(why_not=why)
+                facts = Facts(why_not=why)
     except UnrepeatableError as error:
-        found = Facts(why_not=str(error))
-    return explained(found)
+        facts = Facts(why_not=str(error))
+    return explained(facts)
 
 
 def needs_autocast(model: Module) -> bool:
@@ -148,14 +148,10 @@ class CallRecorder:
         self._parameters = list(self._model.parameters())
         # Whether the last call drew from Python's or NumPy's generator.
         self._draws = True
-        self._handles = [
-            handle
-            for each in _called_ones(self._model)
-            for handle in (
-                each.register_forward_pre_hook(Hook(self._called), with_kwargs=True),
-                each.register_forward_hook(Hook(self._returned)),
-            )
-        ]
+        self._handles: list[RemovableHandle] = []
+        for module in _called_ones(self._model):
+            before = module.register_forward_pre_hook(Hook(self._called), with_kwargs=True)
+            self._handles += before, module.register_forward_hook(Hook(self._returned))
         self.reset()
 
     def close(self) -> None:
@@ -177,7 +173,9 @@ class CallRecorder:
             self._made += 1
             with contextlib.suppress(Exception):
                 call = _Call(model, args, kwargs, self._draws)
-                if call.repeats(self._calls):
+                in_backward = torch._C._current_graph_task_id() != -1
+                if in_backward and any(call.ids == other.ids for other in self._calls):
+                    # A checkpoint repeats a call.
                     self._made -= 1
                 elif self._has_room(_STATE_BYTES + sum(map(_size, call.given))):
                     self._now = call
@@ -193,12 +191,12 @@ class CallRecorder:
             self._draws = pickle.dumps(call.random[2]) != pickle.dumps(random_states()[2])
         with contextlib.suppress(Exception):
             # A hook of a leaf, such as a parameter that is returned, would stay for later steps.
-            found = enumerate(tensors_in(output))
-            outputs = {id(t): (n, t) for n, t in found if t.grad_fn is not None}
+            returned = enumerate(tensors_in(output))
+            outputs = {id(t): (_size(t), n, t) for n, t in returned if t.grad_fn is not None}
             # The small ones first: one may be the loss.
-            for number, tensor in sorted(outputs.values(), key=lambda each: _size(each[1])):
+            for size, number, tensor in sorted(outputs.values(), key=operator.itemgetter(0)):
                 # The gradient needs the same room.
-                if self._has_room(2 * _size(tensor)):
+                if self._has_room(2 * size):
                     call.outputs[number] = tensor.detach()
                     tensor.register_hook(functools.partial(_keep, call.gradients, number))
 
@@ -219,58 +217,64 @@ class CallRecorder:
             parameters: The parameters of the optimizer that has decided.
             is_broken: Whether the loss is not finite: outputs without gradients count then, too.
         """
-        worst, found = (False, 0, False), Facts(is_repeated=True)
         try:
-            if why := _refusal(self._model) or self._why_not(is_broken):
-                return Facts(why_not=why)
-            trained = set(map(id, parameters))
-            for number, call in enumerate(self._calls, start=1):
-                if not (call.gradients or is_broken):
-                    continue
-                one = _repeated(self._model, call, scale, trained, is_broken)
-                if one.is_finite:
-                    continue
-                one = one._replace(call=number, calls=self._made)
-                if not one.in_backward:
-                    return one
-                # What this call takes may have got NaN from it, as the state of a recurrence.
-                from_here = one.failed and any(t.grad_fn is not None for t in call.given)
-                # How many halvings outputs in float16 need is not known.
-                rank = not one.is_scaled, one.halvings or 0, not one.failed
-                if rank > worst or (from_here and not found.failed):
-                    worst, found = rank, one
+            _check_repeatable(self._model)
+            self._check_calls(is_broken)
+            return self._worst(scale, set(map(id, parameters)), is_broken)
         except UnrepeatableError as error:
             return Facts(why_not=str(error))
         except KeyboardInterrupt:
             raise
         # A model may raise anything, and training has to continue.
         except BaseException as error:
-            line = first_line(error, 200)
-            why = f"the pass cannot be repeated ({type(error).__name__}: {line})"
-            return Facts(why_not=why)
+            what = f"{type(error).__name__}: {first_line(error, 200)}"
+            return Facts(why_not=f"the pass cannot be repeated ({what})")
         finally:
             torch.clear_autocast_cache()
-        if found.is_finite and not self._has_room(0):
-            return Facts(why_not=f"{self._too_large()}, and the others are finite")
-        return found
 
-    def _too_large(self) -> str:
-        return f"the calls of the model need more than explain_bytes={self._limit} of Monitor"
-
-    def _why_not(self, is_broken: bool) -> str:
-        if not any(is_broken or each.gradients for each in self._calls):
-            if not self._has_room(0):
-                return self._too_large()
-            return (
+    def _check_calls(self, is_broken: bool) -> None:
+        if not any(is_broken or call.gradients for call in self._calls):
+            self._check_room()
+            raise UnrepeatableError(
                 "the model that Monitor has was not called in this step as model(...), outside of "
                 "compiled code, or no gradient reached what it returned. It must be what the loop "
                 "calls"
             )
         if self._weights != self._versions():
-            return "another optimizer has changed the weights since the forward pass"
-        if any(each.versions != list(map(_VERSION, each.given)) for each in self._calls):
-            return "the arguments of the model were written to after its call"
-        return ""
+            raise UnrepeatableError(
+                "another optimizer has changed the weights since the forward pass"
+            )
+        if any(call.versions != list(map(_VERSION, call.given)) for call in self._calls):
+            raise UnrepeatableError("the arguments of the model were written to after its call")
+
+    def _check_room(self, besides: str = "") -> None:
+        if not self._has_room(0):
+            raise UnrepeatableError(
+                f"the calls of the model need more than explain_bytes={self._limit} of Monitor"
+                f"{besides}"
+            )
+
+    def _worst(self, scale: float, trained: set[int], is_broken: bool) -> Facts:
+        """Repeats the calls; the first that fails explains the step, or else the worst gradient."""
+        worst, worst_rank = Facts(is_repeated=True), (False, 0, False)
+        for number, call in enumerate(self._calls, start=1):
+            if not (call.gradients or is_broken):
+                continue
+            facts = _repeated(self._model, call, scale, trained, is_broken)
+            if facts.is_finite:
+                continue
+            facts = facts._replace(call=number, calls=self._made)
+            if not facts.in_backward:
+                return facts
+            # What this call takes may have got NaN from it, as the state of a recurrence.
+            from_here = facts.failed and any(t.grad_fn is not None for t in call.given)
+            # How many halvings outputs in float16 need is not known.
+            rank = not facts.is_scaled, facts.halvings or 0, not facts.failed
+            if rank > worst_rank or (from_here and not worst.failed):
+                worst, worst_rank = facts, rank
+        if worst.is_finite:
+            self._check_room(", and the others are finite")
+        return worst
 
 
 class _Call:
@@ -285,6 +289,7 @@ class _Call:
             args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
         self.args, self.kwargs = args, kwargs
         self.given = list(tensors_in((self.args, self.kwargs)))
+        self.ids = list(map(id, (module, *self.given)))
         self.versions = list(map(_VERSION, self.given))
         # Those of the host only if need be: it takes as long as the rest.
         self.random = random_states(of_host=draws)
@@ -295,19 +300,28 @@ class _Call:
         self.outputs: dict[int, Tensor] = {}
         self.gradients: dict[int, Tensor] = {}
 
-    def repeats(self, calls: list[_Call]) -> bool:
-        """Whether a checkpoint repeats one of the calls, in the backward pass."""
-        if torch._C._current_graph_task_id() == -1:
-            return False
-        here = [self.module, *self.given]
-        return any(list(map(id, here)) == list(map(id, [e.module, *e.given])) for e in calls)
+    def repeated(self, watch: Watch, known: Known) -> list[Tensor]:
+        """Repeats its forward pass, and returns the tensors that it returns.
+
+        Args:
+            watch: Watches it.
+            known: What is in place of the objects that it uses.
+        """
+        args, kwargs = copied((self.args, self.kwargs), known, "an argument")
+        set_random_states(self.random)
+        with contextlib.ExitStack() as stack:
+            for device, enabled, dtype in self.casting:
+                stack.enter_context(torch.autocast(device, dtype, enabled=enabled))
+            torch.clear_autocast_cache()
+            stack.enter_context(watch.forward())
+            return list(tensors_in(self.module(*args, **kwargs)))
 
 
 def _called_ones(model: Module) -> list[Module]:
     """The outermost modules in a model that can be called: itself, unless it has no `forward`."""
     owner = getattr(type(model).forward, "__module__", "")
     if owner.startswith(("torch.nn.modules.module", "lightning.", "pytorch_lightning.")):
-        return [each for child in model.children() for each in _called_ones(child)]
+        return [module for child in model.children() for module in _called_ones(child)]
     return [model]
 
 
@@ -323,23 +337,25 @@ def _keep(gradients: dict[int, Tensor], number: int, gradient: Tensor) -> None:
         gradients[number] = gradient if before is None else before + gradient
 
 
-def _refusal(model: Module) -> str:
-    """Returns why a model cannot be repeated; "" if it can be tried."""
+def _check_repeatable(model: Module) -> None:
     names = {type(module).__name__ for module in model.modules()}
     if "FullyShardedDataParallel" in names or any(map(is_spread, model.parameters())):
-        return "the model is sharded, and its processes communicate in the forward pass"
+        raise UnrepeatableError(
+            "the model is sharded, and its processes communicate in the forward pass"
+        )
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        return "a part of the model is a ScriptModule, whose operations have no modules"
+        raise UnrepeatableError(
+            "a part of the model is a ScriptModule, whose operations have no modules"
+        )
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return "the step is captured in a CUDA graph"
-    return ""
+        raise UnrepeatableError("the step is captured in a CUDA graph")
 
 
 # --- The repeated pass --------------------------------------------------------------------------
 
 
 def _repeated(
-    model: Module, call: _Call, scale: float, trained: set[int], is_broken: bool = False
+    model: Module, call: _Call, scale: float, trained: set[int], is_broken: bool
 ) -> Facts:
     """Repeats a call, and returns what is not finite in it.
 
@@ -353,105 +369,112 @@ def _repeated(
     leaves = {id(t): t for t in (*model.parameters(), *call.given) if t.requires_grad}
     of_optimizer = [key for key, leaf in leaves.items() if _depend([leaf], trained)]
     with isolated(model, _named(call.module, call.args, call.kwargs)) as (watch, known):
-        args, kwargs = copied((call.args, call.kwargs), known, "an argument")
         # It may have copies of the parameters in another precision.
         roots = [known[key] for key in of_optimizer or leaves]
-        set_random_states(call.random)
-        with contextlib.ExitStack() as stack:
-            for device, enabled, dtype in call.casting:
-                stack.enter_context(torch.autocast(device, dtype, enabled=enabled))
-            torch.clear_autocast_cache()
-            stack.enter_context(watch.forward())
-            returned = list(tensors_in(call.module(*args, **kwargs)))
-        pairs = {n: (returned[n], call.gradients[n]) for n in call.outputs if n in call.gradients}
-        depends = _depend([output for output, _ in pairs.values()], set(map(id, roots)))
+        returned = call.repeated(watch, known)
+        numbers = [number for number in call.outputs if number in call.gradients]
+        pairs = [(returned[number], call.gradients[number]) for number in numbers]
+        depends = _depend([output for output, _ in pairs], set(map(id, roots)))
         if not (depends or is_broken):
             return Facts()
-        # Those that another output was computed from, such as the logits of a loss.
-        edges = _edges(output for output, _ in pairs.values())
-        inner: list[Pair] = []
-        outer: list[Pair] = []
-        for pair in pairs.values():
-            is_inner = (pair[0].grad_fn, pair[0].output_nr) in edges
-            (inner if is_inner else outer).append(pair)
-        # A NaN of the program makes the loss NaN, and an infinity may be a mask.
-        outputs = [output for output, _ in outer]
-        masks = any(bool(output.isnan().any()) for output in outputs)
-        origin = watch.origin(outputs, masks=masks)
-        if any(_differ(returned[n], call.outputs[n]) for n in pairs):
+        if any(_differ(returned[number], call.outputs[number]) for number in numbers):
             raise UnrepeatableError(
                 "the model returns something else when the pass is repeated. It draws random "
                 "numbers of its own, keeps a state, or has hooks that change results"
             )
         if is_broken:
             # Such as a penalty without gradients.
-            masks = any(bool(each.isnan().any()) for each in returned)
-            if (origin := watch.origin(returned, masks=masks)) or not depends:
+            origin = watch.origin(returned, masks=_has_nan(returned))
+            if origin is not None or not depends:
                 return explain_pass(lambda _: watch.evaluation.watched(returned, origin), scale)
-        of_outputs = None
-        if origin is None and not all(is_finite(gradient) for _, gradient in outer):
-            counts, hidden = _counted(outer), watch.evaluation.hidden_in(outputs)
-            of_outputs = Facts(gradients=counts, hidden=hidden, scale=scale, halvings=1)
-            if not of_outputs.is_scaled:
-                return of_outputs
-            # At a lower scale they are finite, and something else may not be.
-            outer = [(output, torch.nan_to_num(gradient)) for output, gradient in outer]
-        finite = [pair for pair in inner if is_finite(pair[1])]
-        found = examined(watch, outer, roots, scale, masks=masks, inner=finite)
-        if found.is_finite and len(finite) < len(inner):
-            return Facts(gradients=_counted(inner), scale=scale, halvings=1)
-        never_finite = found.in_backward and not found.is_scaled
-        return found if of_outputs is None or never_finite else of_outputs
+        return _examined_backwards(watch, pairs, roots, scale)
+
+
+def _examined_backwards(
+    watch: Watch, pairs: Sequence[Pair], roots: Sequence[Tensor], scale: float
+) -> Facts:
+    """Returns what is not finite in outputs of a model, in their gradients, or behind them.
+
+    Args:
+        watch: Has watched the forward pass.
+        pairs: The outputs, each with the sum of its gradients in the step.
+        roots: The tensors to differentiate by.
+        scale: The loss scale.
+    """
+    # Another output may have been computed from one, as a loss from the logits.
+    edges = _edges(output for output, _ in pairs)
+    last = [pair for pair in pairs if (pair[0].grad_fn, pair[0].output_nr) not in edges]
+    earlier = [pair for pair in pairs if (pair[0].grad_fn, pair[0].output_nr) in edges]
+    outputs = [output for output, _ in last]
+    # A NaN of the program makes the loss NaN, and an infinity may be a mask.
+    masks = _has_nan(outputs)
+    of_outputs = None
+    if not watch.origin(outputs, masks=masks) and not all(is_finite(g) for _, g in last):
+        hidden = watch.evaluation.hidden_in(outputs)
+        of_outputs = Facts(gradients=_counted(last), hidden=hidden, scale=scale, halvings=1)
+        if not of_outputs.is_scaled:
+            return of_outputs
+        # At a lower scale they are finite, and something behind them may not be, at any scale.
+        last = [(output, torch.nan_to_num(gradient)) for output, gradient in last]
+    finite = [pair for pair in earlier if is_finite(pair[1])]
+    facts = examined(watch, last, roots, scale, masks=masks, earlier=finite)
+    if facts.is_finite and len(finite) < len(earlier):
+        return Facts(gradients=_counted(earlier), scale=scale, halvings=1)
+    never_finite = facts.in_backward and not facts.is_scaled
+    return facts if of_outputs is None or never_finite else of_outputs
 
 
 def examined(
     watch: Watch,
-    outer: Sequence[Pair],
+    pairs: Sequence[Pair],
     roots: Sequence[Tensor],
     scale: float,
     *,
     masks: bool = True,
-    inner: Sequence[Pair] = (),
+    earlier: Sequence[Pair] = (),
     in_float32: Callable[[float], Watched] | None = None,
 ) -> Facts:
     """Returns what is not finite in outputs, or in their gradients.
 
     Args:
         watch: Has watched the forward pass.
-        outer: The outputs, each with its gradient.
+        pairs: The outputs, each with its gradient.
         roots: The tensors to differentiate by.
         scale: The loss scale.
         masks: As for `Watch.origin`: a mask makes no loss infinite.
-        inner: What they were computed from, each with the sum of its gradients.
+        earlier: What they were computed from, each with the sum of its gradients.
         in_float32: As for `explain_pass`.
     """
-    outputs = [output for output, _ in outer]
-    pairs = [pair for pair in (*outer, *inner) if pair[0].requires_grad]
+    outputs = [output for output, _ in pairs]
+    differentiable = [pair for pair in (*pairs, *earlier) if pair[0].requires_grad]
 
     def watched(lower: float) -> Watched:
         origin = watch.origin(outputs, masks=masks)
-        if origin is not None or not pairs or not roots:
+        if origin is not None or not differentiable or not roots:
             return watch.evaluation.watched(outputs, origin)
-        derived, by = zip(*((out, total * (lower / scale)) for out, total in pairs), strict=True)
+        derived = [output for output, _ in differentiable]
+        totals = [total * (lower / scale) for _, total in differentiable]
         watch.in_backward = True
-        with contextlib.ExitStack() as stack:
-            for out, total in zip(derived, by, strict=True):
+        # Anomaly detection would raise what is to be explained.
+        with contextlib.ExitStack() as stack, torch.autograd.set_detect_anomaly(False), watch:
+            for output, total in zip(derived, totals, strict=True):
                 # In place of the sum of it and of what comes from other outputs.
-                stack.enter_context(out.register_hook(lambda _, total=total: total))
-            # It would raise what is to be explained.
-            stack.enter_context(torch.autograd.set_detect_anomaly(False))
-            stack.enter_context(watch)
+                stack.enter_context(output.register_hook(lambda _, total=total: total))
             watch.evaluation.first = None
             try:
-                found = torch.autograd.grad(
-                    derived, roots, by, retain_graph=True, allow_unused=True
+                gradients = torch.autograd.grad(
+                    derived, roots, totals, retain_graph=True, allow_unused=True
                 )
             except Exception as error:
                 return watch.evaluation.watched_until(error)
-            first = watch.origin(g for g in found if g is not None)
+            first = watch.origin(g for g in gradients if g is not None)
             return watch.evaluation.watched(outputs, None, first)
 
     return explain_pass(watched, scale, in_float32)
+
+
+def _has_nan(tensors: Iterable[Tensor]) -> bool:
+    return any(bool(tensor.isnan().any()) for tensor in tensors)
 
 
 def _counted(pairs: Iterable[Pair]) -> GradientCounts:
@@ -464,13 +487,13 @@ def _counted(pairs: Iterable[Pair]) -> GradientCounts:
 
 def _edges(tensors: Iterable[Tensor]) -> set[tuple[torch.autograd.graph.Node | None, int]]:
     """What tensors were computed from: the nodes of their graphs, and the numbers of outputs."""
-    found, left = set(), [t.grad_fn for t in tensors if t.grad_fn is not None]
-    while left:
-        for edge in left.pop().next_functions:
-            if edge[0] is not None and edge not in found:
-                found.add(edge)
-                left.append(edge[0])
-    return found
+    edges, nodes = set(), [t.grad_fn for t in tensors if t.grad_fn is not None]
+    while nodes:
+        for edge in nodes.pop().next_functions:
+            if edge[0] is not None and edge not in edges:
+                edges.add(edge)
+                nodes.append(edge[0])
+    return edges
 
 
 def _depend(tensors: Sequence[Tensor], leaves: set[int]) -> bool:

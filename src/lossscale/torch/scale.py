@@ -116,12 +116,11 @@ def update_on_host(rule: ScaleRule, state: ScaleState, stats: GradientStats) -> 
 def _tensors(state: ScaleState, device: torch.device) -> ScaleState:
     # PyTorch's kernel takes a count of 32 bits.
     kinds = {bool: torch.bool, int: torch.int32}
-    return type(state)(
-        *(scalar(value, device, kinds.get(type(value), torch.float32)) for value in state)
-    )
+    values = (scalar(value, device, kinds.get(type(value), torch.float32)) for value in state)
+    return type(state)(*values)
 
 
-def _number(value: Any) -> Any:
+def _number(value: float | Tensor) -> float:
     return value.item() if torch.is_tensor(value) else value
 
 
@@ -161,10 +160,11 @@ class LossScale:
 
     def _make(self, devices: Sequence[torch.device]) -> None:
         """Makes the state, the counts and the values that others see."""
-        self.state: Any = self.first
+        self.state: ScaleState = self.first
         self.counts = self.start
         self._numbers = numpy.zeros(len(self.names))
-        # Tensors, because compiled code is recompiled for each Python number in a group.
+        # Tensors, because compiled code is recompiled for each Python number in a group. They share
+        # the memory of an array, which is compared at once.
         tensors = torch.from_numpy(self._numbers).unbind()
         self.live: dict[str, Tensor] = dict(zip(self.names, tensors, strict=True))
         self._fill_live()
@@ -257,7 +257,7 @@ class DeviceLossScale(LossScale):
     def _make(self, devices: Sequence[torch.device]) -> None:
         self.home = devices[0]
         self.state = _tensors(self.first, self.home)
-        # A step adds the second to the first: 1, and whether it was skipped.
+        # A step adds the second to the first: 1, and whether it was skipped. The counts are parts.
         self._counted = scalar(0, self.home, torch.int64).repeat(2)
         self._added = scalar(True, self.home, torch.bool).repeat(2)
         counted = self._counted[0], self._counted[1]
@@ -290,20 +290,19 @@ class DeviceLossScale(LossScale):
             copy.copy_(scale)
 
     def update(self, stats: GradientStats, overflow: Flag | None = None) -> None:
-        rule: Any = self.rule
         if self._versions == self._versions_now():
             # Two kernels in the place of some twenty operators on scalars.
-            state = self.state
+            rule, state = cast(DynamicScale, self.rule), self.state
             numbers = rule.growth_factor, rule.backoff_factor, rule.growth_interval
-            found = cast(Tensor, overflow)
-            torch._amp_update_scale_(state.scale, state.good_steps, found, *numbers)
+            flag = cast(Tensor, overflow)
+            torch._amp_update_scale_(state.scale, state.good_steps, flag, *numbers)
             state.scale.clamp_(rule.min_scale, rule.ceiling)
             self._versions = self._versions_now()
             self._fill_scales()
             return
         if stats.finite is None:
             stats = stats._replace(finite=overflow == 0)
-        after = rule.update(self.state, stats, xp=torch)
+        after = self.rule.update(self.state, stats, xp=torch)
         if after is not self.state:
             for tensor, value in zip(self.state, after, strict=True):
                 tensor.copy_(value)
@@ -314,7 +313,7 @@ class DeviceLossScale(LossScale):
 
     def count(self, skipped: Flag) -> None:
         """Counts a step in place; `skipped` is a float32 scalar tensor, 1 or 0."""
-        # All counts are tensors here.
+        # All counts are tensors here, and this one is a part of `_added`.
         cast(Tensor, self.counts.last_step_skipped).copy_(cast(Tensor, skipped))
         self._counted.add_(self._added)
 
@@ -332,7 +331,7 @@ def is_torchs(rule: ScaleRule) -> TypeGuard[DynamicScale]:
     return type(rule) is DynamicScale and rule.overflows_before_backoff == 1
 
 
-def _moves_as_torch(rule: ScaleRule, state: Any) -> bool:
+def _moves_as_torch(rule: ScaleRule, state: ScaleState) -> bool:
     """Whether PyTorch's kernel and a clamp move a scale to the same bits as the rule.
 
     The kernel knows no limits, and waits until the interval is reached exactly. The rule leaves a
@@ -361,6 +360,8 @@ class SkipCount:
     def __init__(self, skipped: int = 0) -> None:
         self._made, self._skipped = 0, skipped
         self._last: Flag = False
+        # Flags that were not read yet, and on the device of a CUDA graph the numbers of steps and
+        # of skipped steps in its replays.
         self._flags: list[Tensor] = []
         self._replayed: Tensor | None = None
 
@@ -382,8 +383,7 @@ class SkipCount:
             return before
         before = before if flag is True else before.to(flag.device)
         joined = torch.ones_like(before) if flag is True else torch.maximum(before, flag)
-        self._add(joined)
-        self._add(-before)
+        self._add(joined - before)
         return joined
 
     def _add(self, flag: Flag) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,23 +17,24 @@ WIDE = (torch.float32, torch.float64)
 """The dtypes of real numbers in which gradients are unscaled."""
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-def uncompiled(method: _Function) -> _Function:
+def uncompiled(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Keeps a method out of compiled code, which would be recompiled for each number it reads.
 
     `torch.compiler.disable` alone would also slow down calls outside compiled code.
     """
-    disabled: Any = torch.compiler.disable(method)
+    disabled: Callable[_P, _R] = torch.compiler.disable(method)
 
     @functools.wraps(method)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if torch.compiler.is_compiling():
             return disabled(*args, **kwargs)
         return method(*args, **kwargs)
 
-    return called  # type: ignore[return-value]
+    return called
 
 
 def scalar(value: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -45,18 +46,12 @@ def scalar(value: float, device: torch.device, dtype: torch.dtype = torch.float3
 def filled(number: Tensor) -> Callable[[torch.device], Tensor]:
     """Returns what makes a scalar tensor of the CPU on a device, without a copy, which waits."""
 
-    def on(device: torch.device) -> Tensor:
-        # A list for a tensor with dimensions.
-        return scalar(number.tolist(), device, number.dtype)  # type: ignore[arg-type]
-
-    return on
+    return lambda device: scalar(number.item(), device, number.dtype)
 
 
 def read(tensor: Tensor) -> float:
     """Reads a number from a tensor; see `read_all`."""
-    _check_readable(tensor)
-    number: float = tensor.item()
-    return number
+    return float(read_all(tensor))
 
 
 def read_all(tensor: Tensor) -> Tensor:
@@ -65,22 +60,18 @@ def read_all(tensor: Tensor) -> Tensor:
     Raises:
         UnsupportedError: While a CUDA graph is captured.
     """
-    _check_readable(tensor)
-    return tensor.cpu()
-
-
-def is_captured(tensor: Tensor) -> bool:
-    """Whether a CUDA graph records what is computed with a tensor."""
-    return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def _check_readable(tensor: Tensor) -> None:
     if is_captured(tensor):
         raise UnsupportedError(
             "step() cannot run while a CUDA graph is captured: the host reads from the GPU whether "
             "to skip the step. Make the optimizer with decide='device', or capture backward() and "
             "call step() after the graph."
         )
+    return tensor.cpu()
+
+
+def is_captured(tensor: Tensor) -> bool:
+    """Whether a CUDA graph records what is computed with a tensor."""
+    return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def stored(gradient: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -102,27 +102,24 @@ class InnerSettings(Wrapper):
             # The inner optimizer calls its hooks, once for each step that it takes.
             return getattr(self.inner_optimizer, name)
         try:
-            found = super().__getattr__(name)
+            value = super().__getattr__(name)
         except UnknownSettingError:
-            if hasattr(type(self), name):
-                # A property of this class has raised it.
-                raise
-            self._check_no_setting(name)
+            # Otherwise a property of this class has raised it.
+            if not hasattr(type(self), name):
+                self._check_no_setting(name)
             raise
-        is_method = inspect.ismethod(found) or inspect.isfunction(found)
-        return self._guarded(name, found) if is_method else found
+        if not (inspect.ismethod(value) or inspect.isfunction(value)):
+            return value
 
-    def _guarded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the inner optimizer that first checks that `.grad` is unscaled."""
-
-        @functools.wraps(method)
+        @functools.wraps(value)
         def guarded(*args: Any, **kwargs: Any) -> Any:
+            """First checks that `.grad` is unscaled."""
             self._check_unscaled(name)
-            return method(*args, **kwargs)
+            return value(*args, **kwargs)
 
         return guarded
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         inner = self.__dict__.get("_inner")
         own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
         # Schedulers replace `step`, a method, by one that counts its calls.
@@ -152,7 +149,7 @@ def check_inner(inner: object, is_one_of_several: bool = False) -> None:
             f"{inner!r} of type {type(inner).__name__}.{hint} An example is "
             "torch.optim.AdamW(model.parameters())."
         )
-    if any(fused.takes_a_scaler(each.step) for each in with_parts(inner)):
+    if any(fused.takes_a_scaler(part.step) for part in with_parts(inner)):
         raise UnsupportedError(
             f"{type(inner).__name__}.step takes a `grad_scaler`, which PyTorch has deprecated: a "
             "step is skipped here. Remove the argument; a fused kernel reads the attributes "
@@ -187,7 +184,7 @@ def check_processes(inner: Optimizer, process_group: object) -> None:
             )
     # By who calls: nothing else shows that only a part of the parameters is given.
     callers = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
-    if process_group is None and any("zero_redundancy_optimizer" in each for each in callers):
+    if process_group is None and any("zero_redundancy_optimizer" in file for file in callers):
         raise UnsupportedError(
             "A LossScaleOptimizer inside a ZeroRedundancyOptimizer cannot see overflows of other "
             "processes. Wrap the ZeroRedundancyOptimizer, or make the LossScaleOptimizer with "

@@ -71,7 +71,7 @@ def with_numbers(saved: Mapping[str, Any], scale: LossScale, factor: float) -> d
 
 
 def without_numbers(
-    state_dict: Any, scale: LossScale, inner: Optimizer
+    state_dict: object, scale: LossScale, inner: Optimizer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits what `with_numbers` returned: the optimizer's dictionary, and the checked values.
 
@@ -87,10 +87,12 @@ def without_numbers(
             )
         state_dict = joined(state_dict)
     known = state_dict if isinstance(state_dict, Mapping) else {}
+    # The optimizer has a format of its own, in which the values have a key of theirs.
     if isinstance(known.get(_PREFIX), Mapping):
         of_inner = {name: value for name, value in known.items() if name != _PREFIX}
         return of_inner, checked_numbers(known[_PREFIX], scale)
     if not known.get("param_groups"):
+        # A state of such an optimizer that was saved without the values.
         if known and "param_groups" not in inner.state_dict():
             return dict(known), {}
         keys = list(known) if isinstance(state_dict, Mapping) else state_dict
@@ -118,14 +120,14 @@ def adopt_written(scale: LossScale, inner: Optimizer) -> None:
         ArgumentError: If it is not a number.
     """
     for group in inner.param_groups[:1]:
-        found = scale.foreign_writes()
+        written = scale.foreign_writes()
         for name, tensor in scale.live.items():
             now = group.get(name)
             if now is not tensor and now is not None:
-                found[name] = now
-        if found:
+                written[name] = now
+        if written:
             reserve_names(scale, inner)
-            restore(scale, checked_numbers(found, scale))
+            restore(scale, checked_numbers(written, scale))
 
 
 def take_numbers(scale: LossScale, inner: Optimizer) -> dict[str, float]:
@@ -137,10 +139,10 @@ def take_numbers(scale: LossScale, inner: Optimizer) -> dict[str, float]:
     # The wrapper writes all of them, into the first group.
     together = {_PREFIX, f"{_PREFIX}_iterations", f"{_PREFIX}_steps_skipped"}
     for group in inner.param_groups:
-        found = group.keys() & _names(scale)
-        if found and not together <= found:
+        taken = group.keys() & _names(scale)
+        if taken and not together <= taken:
             raise ArgumentError(
-                f"A parameter group has the keys {sorted(found)}. A state dictionary has the loss "
+                f"A parameter group has the keys {sorted(taken)}. A state dictionary has the loss "
                 "scale by these. Give them other names."
             )
     group = inner.param_groups[0] if inner.param_groups else {}
@@ -152,7 +154,7 @@ def take_numbers(scale: LossScale, inner: Optimizer) -> dict[str, float]:
     return numbers
 
 
-def checked_numbers(found: Mapping[str, Any], scale: LossScale) -> dict[str, float]:
+def checked_numbers(saved: Mapping[str, Any], scale: LossScale) -> dict[str, float]:
     """The numbers of a loss scale in a dictionary, by what they stand for.
 
     Raises:
@@ -160,17 +162,17 @@ def checked_numbers(found: Mapping[str, Any], scale: LossScale) -> dict[str, flo
     """
     checked = {}
     for name, meant in (*scale.names.items(), (_OF_GRADIENTS, "of_gradients")):
-        if found.get(name) is None:
+        if saved.get(name) is None:
             continue
         try:
-            checked[meant] = float(found[name])
+            checked[meant] = float(saved[name])
         except (TypeError, ValueError, OverflowError):
             raise ArgumentError(
-                f"`{name}` in the state must be a number. Received: {found[name]!r} of type "
-                f"{type(found[name]).__name__}."
+                f"`{name}` in the state must be a number. Received: {saved[name]!r} of type "
+                f"{type(saved[name]).__name__}."
             ) from None
         if meant != "scale" and not math.isfinite(checked[meant]):
-            raise ArgumentError(f"`{name}` in the state must be finite. Received: {found[name]!r}.")
+            raise ArgumentError(f"`{name}` in the state must be finite. Received: {saved[name]!r}.")
     return checked
 
 
@@ -185,7 +187,7 @@ def restore(scale: LossScale, numbers: dict[str, float]) -> None:
     scale.restore(state, Counts(made, skipped, bool(numbers.get("last_step_skipped"))))
 
 
-def _restored(rule: ScaleRule, state: Any, saved: Mapping[str, Any]) -> Any:
+def _restored(rule: ScaleRule, state: ScaleState, saved: Mapping[str, Any]) -> ScaleState:
     """Returns a state with saved numbers, moved into the range of the rule.
 
     Args:
@@ -196,10 +198,9 @@ def _restored(rule: ScaleRule, state: Any, saved: Mapping[str, Any]) -> Any:
     if "scale" in saved and "overflows" in state._fields:
         # A scale that was saved without a count of overflows begins with none.
         saved = {"overflows": 0, **saved}
-    asked = type(state)(
-        *(type(now)(saved.get(field, now)) for field, now in state._asdict().items())
-    )
-    restored = rule.restored(asked)
+    values = (type(now)(saved.get(field, now)) for field, now in state._asdict().items())
+    asked = type(state)(*values)
+    restored: ScaleState = rule.restored(asked)
     if rule.is_dynamic and restored.scale != asked.scale:
         warn(
             f"The saved loss scale, {asked.scale!r}, is outside the range of {rule}. Training "
@@ -279,7 +280,7 @@ def scaler_state(rule: ScaleRule, state: ScaleState, steps_skipped: int) -> dict
     # Without factors, PyTorch's class would skip and never lower the scale.
     has_none = rule.checks_gradients and not isinstance(rule, DynamicScale)
     settings = DynamicScale() if has_none else rule
-    found = {
+    saved = {
         "scale": float(state.scale),
         **{name: setting(settings, name) for name in _SETTINGS},
         "_growth_tracker": getattr(state, "good_steps", 0),
@@ -287,17 +288,17 @@ def scaler_state(rule: ScaleRule, state: ScaleState, steps_skipped: int) -> dict
         "steps_skipped": steps_skipped,
     }
     if state._fields != ScaleState._fields:
-        found["rule_state"] = dict(state._asdict())
-    return found
+        saved["rule_state"] = dict(state._asdict())
+    return saved
 
 
 def read_scaler_state(
-    found: Any, rule: ScaleRule, state: ScaleState
+    saved: object, rule: ScaleRule, state: ScaleState
 ) -> tuple[ScaleRule, ScaleState, int | None]:
     """Reads a state dictionary for a scaler with a rule and a state.
 
     Args:
-        found: PyTorch's dictionary, or a part of it; that of an Apex loss scaler, of
+        saved: PyTorch's dictionary, or a part of it; that of an Apex loss scaler, of
             `amp.state_dict()` or of Megatron.
         rule: The rule of the scaler that reads it.
         state: The state of that scaler, for values that the dictionary does not have.
@@ -317,17 +318,17 @@ def read_scaler_state(
         >>> state
         ScaleState(scale=8.0, good_steps=3)
     """
-    values = as_torchs(found)
+    values = as_torchs(saved)
     # Other rules have no such settings.
     if isinstance(rule, DynamicScale):
         rule = with_settings(rule, **{n: values[n] for n in _SETTINGS if n in values})
-    saved = {name: number_of(name, value) for name, value in values.get("rule_state", {}).items()}
+    numbers = {name: number_of(name, value) for name, value in values.get("rule_state", {}).items()}
     # A fixed scale stays as the code says.
     if "scale" in values and rule.is_dynamic:
-        saved["scale"] = number_of("scale", values["scale"])
+        numbers["scale"] = number_of("scale", values["scale"])
     if "_growth_tracker" in values:
-        saved["good_steps"] = whole_number_of("_growth_tracker", values["_growth_tracker"])
-    restored = _restored(rule, state, saved)
+        numbers["good_steps"] = whole_number_of("_growth_tracker", values["_growth_tracker"])
+    restored = _restored(rule, state, numbers)
     skipped = values.get("steps_skipped")
     skipped = None if skipped is None else whole_number_of("steps_skipped", skipped)
     return rule, restored, skipped

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
+import traceback
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import is_dataclass
+from typing import Any
 
 import numpy
 import torch
@@ -27,14 +30,9 @@ _MESSAGES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_me
 _KEY = -1
 """The key of a hook, which a hook of a module, whose own are from 0 on, never has."""
 _HOLDERS = (types.SimpleNamespace, torch.distributions.Distribution)
+# PyTorch's annotation leaves out None, outside of a node.
+_current_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current_autograd_node
 _WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
-
-
-class Place(NamedTuple):
-    """A call of an operation in the forward pass: its module or line, and its name."""
-
-    module: str = ""
-    shown: str = ""
 
 
 class Watch(TorchDispatchMode):
@@ -60,7 +58,8 @@ class Watch(TorchDispatchMode):
         self.evaluation = _Evaluation(lambda t: names.get((_key(t), t.data_ptr()), ""))
         self._calling = [""]
         self._origins: dict[int, Origin] = {}
-        self._places: dict[int, Place] = {}
+        # The module or line, and the name, of what is differentiated, by the number of its node.
+        self._places: dict[int, tuple[str, str]] = {}
         self._first_number = torch._C._autograd._get_sequence_nr()
         self.in_backward = False
         self._made: set[int] = set()
@@ -114,9 +113,9 @@ class Watch(TorchDispatchMode):
         unnamed = Origin(FailedOperation("an operation", in_backward=self.in_backward))
         for tensor in tensors:
             if not is_finite(tensor):
-                found = self._origins.get(_key(tensor), unnamed)
-                if masks or not found.is_mask:
-                    return found
+                origin = self._origins.get(_key(tensor), unnamed)
+                if masks or not origin.is_mask:
+                    return origin
         return None
 
     def restore(self) -> None:
@@ -129,14 +128,18 @@ class Watch(TorchDispatchMode):
                 tensor.data.copy_(value)
 
     def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, _: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: torch._ops.OpOverload,
+        _: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func.namespace in _MESSAGES:
             raise UnrepeatableError("processes communicate in this pass, so it is not repeated")
         name = func._schema.name.partition("::")[2]
         inputs = list(tensors_in((args, kwargs)))
-        place = self._place(name)
+        module, shown = self._place(name)
         before = self._before_writes(func, args, kwargs)
         generator = kwargs.get("generator")
         if generator is not None and generator not in self._generators:
@@ -147,19 +150,13 @@ class Watch(TorchDispatchMode):
         made = list(tensors_in(result))
         self._made.update(map(_key, made))
         numbers = [value for value in args if type(value) in (int, float)]
-        call = Call(
-            name,
-            place.shown,
-            place.module,
-            self.in_backward,
-            not all(map(math.isfinite, numbers)),
-            lambda change: _widened(func, (args, kwargs), before, change),
-            numbers,
-        )
+        sets = not all(map(math.isfinite, numbers))
+        widened = functools.partial(_widened, func, (args, kwargs), before)
+        call = Call(name, shown, module, self.in_backward, sets, widened, numbers)
         given = [before.get(id(tensor), tensor) for tensor in inputs]
         taken = [self._origins.get(_key(tensor)) for tensor in inputs]
-        found = self.evaluation.origins(call, given, taken, made)
-        for tensor, origin in zip(made, found, strict=True):
+        origins = self.evaluation.origins(call, given, taken, made)
+        for tensor, origin in zip(made, origins, strict=True):
             if origin is not None:
                 self._origins[_key(tensor)] = origin
             # Some operations return views, of which only another one may be not finite.
@@ -167,25 +164,30 @@ class Watch(TorchDispatchMode):
                 self._origins.pop(_key(tensor), None)
         return result
 
-    def _place(self, name: str) -> Place:
-        """Returns where an operation, or that of which it is the backward pass, was called."""
-        if self.in_backward:
-            node = torch._C._current_autograd_node()
-            place = self._places.get(-1 if node is None else node._sequence_nr(), Place())
-            is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
-            of = "" if node is None else node.name().split("Backward")[0]
-            return place._replace(
-                shown=f"backward of {of if is_custom else place.shown or of or name}"
-            )
-        # Two calls above this one is what calls the operation.
-        place = Place(self._calling[-1] or line_of(_frames(sys._getframe(2))), name)
-        number = torch._C._autograd._get_sequence_nr() - 1
-        if number >= self._first_number:
-            self._places.setdefault(number, place)
-        return place
+    def _place(self, name: str) -> tuple[str, str]:
+        """Returns the module or line that calls an operation, and the name to show for it.
+
+        In a backward pass, those of the operation that is differentiated.
+        """
+        if not self.in_backward:
+            # Two calls above this one is what calls the operation.
+            calls = traceback.walk_stack(sys._getframe(2))
+            lines = ((f.f_code.co_filename, line, f.f_code.co_qualname) for f, line in calls)
+            place = self._calling[-1] or line_of(lines), name
+            number = torch._C._autograd._get_sequence_nr() - 1
+            if number >= self._first_number:
+                self._places.setdefault(number, place)
+            return place
+        node = _current_node()
+        if node is None:
+            return "", f"backward of {name}"
+        module, shown = self._places.get(node._sequence_nr(), ("", ""))
+        own = node.name().split("Backward")[0]
+        is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
+        return module, f"backward of {own if is_custom else shown or own or name}"
 
     def _before_writes(
-        self, func: torch._ops.OpOverload, args: Any, kwargs: Any
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[int, Tensor]:
         """Copies what an operation writes to; returns the copies by the ids of the tensors."""
         arguments = func._schema.arguments
@@ -257,7 +259,7 @@ class _Evaluation(Evaluation):
 
 def _widened(
     func: torch._ops.OpOverload,
-    arguments: Any,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
     before: Mapping[int, Tensor],
     change: Callable[[Tensor], Tensor],
 ) -> list[Tensor]:
@@ -270,7 +272,7 @@ def _widened(
         change: Returns what is in place of a tensor of floating-point numbers.
     """
 
-    def other(value: Any) -> Any:
+    def other(value: object) -> object:
         if isinstance(value, Tensor):
             was = before.get(id(value), value)
             wide = change(was).double() if was.is_floating_point() else was
@@ -282,13 +284,6 @@ def _widened(
         raise UnrepeatableError("it would draw other random numbers")
     args, kwargs = tree_map(other, arguments)
     return list(tensors_in(func(*args, **kwargs)))
-
-
-def _frames(frame: types.FrameType | None) -> Iterator[tuple[str, int, str]]:
-    """The file, the line and the function of a call and of those that it is in."""
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname
-        frame = frame.f_back
 
 
 # --- Tensors ------------------------------------------------------------------------------------
@@ -306,12 +301,10 @@ def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]
         items = value.items()
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
-    elif isinstance(value, _HOLDERS) or (
-        hasattr(value, "__dataclass_fields__") and not isinstance(value, type)
-    ):
+    elif isinstance(value, _HOLDERS) or (is_dataclass(value) and not isinstance(value, type)):
         items = vars(value).items()
-    for key, each in items:
-        yield from named_tensors(each, f"{name}.{key}".lstrip("."))
+    for key, item in items:
+        yield from named_tensors(item, f"{name}.{key}".lstrip("."))
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
