@@ -262,7 +262,7 @@ class GradScaler(torch.amp.GradScaler):
         # An optimizer that skips by itself is given no second look, for which the host would wait.
         recheck = not _skips_by_itself(optimizer) and self._may_overflow()
         by_device = unscale(
-            info, inv_scale.to, recheck=recheck, found=found_inf, float16=allow_fp16, sums=False
+            info, inv_scale.to, recheck=recheck, into=found_inf, float16=allow_fp16, sums=False
         )
         here = bool(by_device)
         overflow = gradients.any_overflow(by_device.values(), device).to(device)

@@ -257,7 +257,7 @@ def unscale_and_check_(
     *,
     divide: bool = False,
     recheck: bool = False,
-    found: Tensor | None = None,
+    into: Tensor | None = None,
 ) -> dict[torch.device, Tensor]:
     """Checks each number of gradients, and unscales them in place.
 
@@ -267,7 +267,7 @@ def unscale_and_check_(
         divide: Whether they are divided by it instead: by a scale that is no power of two, whose
             reciprocal is not exact.
         recheck: Whether to check what comes out. A scale below 1 makes some infinite.
-        found: A tensor to write into, for the device that it is on.
+        into: A tensor to write to, for the device that it is on.
 
     Returns:
         By device, whether any number was infinite or NaN: float32 scalar tensor, 1 or 0. Empty if
@@ -280,8 +280,8 @@ def unscale_and_check_(
     for group in gradients.dense_groups:
         device = group[0].device
         if device not in by_device:
-            if found is not None and found.device == device:
-                by_device[device] = found
+            if into is not None and into.device == device:
+                by_device[device] = into
             else:
                 by_device[device] = torch.zeros((), dtype=torch.float32, device=device)
         if device.type == "cpu" or group[0].dtype in _OF_THE_KERNEL:

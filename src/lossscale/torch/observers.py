@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -30,7 +30,7 @@ class Decided(NamedTuple):
         divisor: The number to divide the gradients by; None if they are unscaled.
     """
 
-    groups: Sequence[dict[str, Any]]
+    groups: list[dict[str, Any]]
     scale: Tensor | float
     applied: bool
     divisor: Tensor | None

@@ -198,7 +198,7 @@ def unscale(
     divides: bool = False,
     checks: bool = True,
     recheck: bool = False,
-    found: Tensor | None = None,
+    into: Tensor | None = None,
     float16: bool = False,
     sums: bool = True,
 ) -> dict[torch.device, Tensor]:
@@ -206,7 +206,7 @@ def unscale(
 
     Args:
         info: Their parameters.
-        factor, recheck, found: As for `gradients.unscale_and_check_`.
+        factor, recheck, into: As for `gradients.unscale_and_check_`.
         divides: Whether to divide by the factor.
         checks: Whether to check them.
         float16: Whether some may be in float16.
@@ -236,7 +236,7 @@ def unscale(
         gradients.unscale_(given, factor, divide=divides)
         return {}
     by_device = gradients.unscale_and_check_(
-        given, factor, divide=divides, recheck=recheck, found=found
+        given, factor, divide=divides, recheck=recheck, into=into
     )
     if in_graph:
         finite = gradients.all_finite([p.grad for p, _ in in_graph])
