@@ -32,7 +32,10 @@ _NEVER_STEPPED = (
     "GradScaler that steps."
 )
 
-_of_models: weakref.WeakKeyDictionary[Module, BufferGuard] = weakref.WeakKeyDictionary()
+_removals: weakref.WeakKeyDictionary[Module, weakref.finalize[..., Module]] = (
+    weakref.WeakKeyDictionary()
+)
+"""What removes the guard of a model."""
 _number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 """The number that the next operation gets that a backward pass can go through."""
 # Public, but not in the `__all__` of `torch.jit`.
@@ -59,24 +62,25 @@ def guard_model(
         )
     made = BufferGuard(model, names, len(optimizers) > 1)
     unguard_model(model)
-    made.handles = [model.register_forward_pre_hook(Hook(made.check_steps))]
+    handles = [model.register_forward_pre_hook(Hook(made.check_steps))]
     for each in model.modules():
         # A part of the model may be loaded alone.
-        made.handles.append(each.register_load_state_dict_post_hook(Hook(made.loaded)))
-    _of_models[model] = made
-    for stepper in optimizers:
-        handle = stepper._observers.add(made)
-        made.handles.append(handle)
-        # The buffers are not kept longer than the model.
-        weakref.finalize(model, handle.remove).atexit = False
+        handles.append(each.register_load_state_dict_post_hook(Hook(made.loaded)))
+    handles += [stepper._observers.add(made) for stepper in optimizers]
+    # The buffers are not kept longer than the model.
+    _removals[model] = weakref.finalize(model, _remove, handles)
+    _removals[model].atexit = False
 
 
 def unguard_model(model: Module) -> None:
     """Lets the buffers of a model follow all steps again, skipped ones included."""
-    guard = _of_models.pop(model, None)
-    if guard is not None:
-        for handle in guard.handles:
-            handle.remove()
+    if model in _removals:
+        _removals.pop(model)()
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 class BufferGuard(Observer):
@@ -96,7 +100,6 @@ class BufferGuard(Observer):
             chosen = names and {n for n in each._buffers if f"{path}.{n}".lstrip(".") in names}
             self._tables.append((each._buffers, chosen, next(each.parameters(), self._weight)))
         self._modules, self._has_several = weakref.WeakSet(model.modules()), has_several
-        self.handles: list[RemovableHandle] = []
         # After the last step; and before it, if another may come on a loss that is older than it.
         self._saved = _Copy(self._tables)
         self._before: tuple[_Copy, list[Tensor]] | None = None
