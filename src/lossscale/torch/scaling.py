@@ -51,7 +51,9 @@ def filled(number: Tensor) -> Callable[[torch.device], Tensor]:
 
 def read(tensor: Tensor) -> float:
     """Reads a number from a tensor; see `read_all`."""
-    return float(read_all(tensor))
+    _check_readable(tensor)
+    # Not by a copy, which is a launch more.
+    return float(tensor.item())
 
 
 def read_all(tensor: Tensor) -> Tensor:
@@ -60,18 +62,22 @@ def read_all(tensor: Tensor) -> Tensor:
     Raises:
         UnsupportedError: While a CUDA graph is captured.
     """
-    if is_captured(tensor):
-        raise UnsupportedError(
-            "step() cannot run while a CUDA graph is captured: the host reads from the GPU whether "
-            "to skip the step. Make the optimizer with decide='device', or capture backward() and "
-            "call step() after the graph."
-        )
+    _check_readable(tensor)
     return tensor.cpu()
 
 
 def is_captured(tensor: Tensor) -> bool:
     """Whether a CUDA graph records what is computed with a tensor."""
     return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _check_readable(tensor: Tensor) -> None:
+    if is_captured(tensor):
+        raise UnsupportedError(
+            "step() cannot run while a CUDA graph is captured: the host reads from the GPU whether "
+            "to skip the step. Make the optimizer with decide='device', or capture backward() and "
+            "call step() after the graph."
+        )
 
 
 def stored(gradient: Tensor) -> Tensor:
