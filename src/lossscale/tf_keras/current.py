@@ -13,14 +13,17 @@ import tf_keras
 from lossscale.keras_common.optimizer import Slots, slots_in
 from lossscale.old_formats import documented_name, kind_of
 from lossscale.tensorflow.tracing import in_xla, translated
-from lossscale.tf_keras.optimizer import CalledAsWritten, TFKerasCommonOptimizer, dtype_of
+from lossscale.tf_keras.classes import CalledAsWritten, of_family
+from lossscale.tf_keras.optimizer import LossScaleOptimizer, dtype_of
 from lossscale.tf_keras.private_names import LossScaleOptimizerV3
 from lossscale.tf_keras.saving import UNLISTED, LossScaleStore, build_pending, drop_pending
 
 
-class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=CalledAsWritten):
+@of_family
+class CurrentWrapper(LossScaleOptimizer, LossScaleOptimizerV3, metaclass=CalledAsWritten):
     """A wrapper of the optimizers that tf_keras has had since 2.11."""
 
+    _is_of_family = True
     _inner_base = tf_keras.optimizers.Optimizer
     _is_legacy = False
     _are_summed = ("skip_gradients_aggregation", True)
@@ -86,8 +89,8 @@ class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=Cal
         # Kept: tf_keras skips an object with the id of one that it has visited.
         return LossScaleStore(self._own_values, self._set_loaded_values)
 
-    save_own_variables = TFKerasCommonOptimizer._save_inner
-    load_own_variables = TFKerasCommonOptimizer._load_inner
+    save_own_variables = LossScaleOptimizer._save_inner
+    load_own_variables = LossScaleOptimizer._load_inner
 
     def _load_now(self) -> None:
         self._load_pending()

@@ -8,14 +8,17 @@ from typing import Any
 
 import tf_keras
 
-from lossscale.tf_keras.optimizer import CalledAsWritten, TFKerasCommonOptimizer
+from lossscale.tf_keras.classes import CalledAsWritten, of_family
+from lossscale.tf_keras.optimizer import LossScaleOptimizer
 from lossscale.tf_keras.private_names import LegacyLossScaleOptimizer
 from lossscale.tf_keras.saving import build_pending
 
 
-class LegacyWrapper(TFKerasCommonOptimizer, LegacyLossScaleOptimizer, metaclass=CalledAsWritten):
+@of_family
+class LegacyWrapper(LossScaleOptimizer, LegacyLossScaleOptimizer, metaclass=CalledAsWritten):
     """A wrapper of `tf_keras.optimizers.legacy`, the only optimizers before 2.11."""
 
+    _is_of_family = True
     _inner_base = tf_keras.optimizers.legacy.Optimizer
     _is_legacy = True
     _are_summed = ("experimental_aggregate_gradients", False)

@@ -1,15 +1,16 @@
-"""The base class of the wrappers of both families of tf_keras: new optimizers and legacy ones."""
+"""The loss scale optimizer for tf_keras; `current` and `legacy` have what differs by family."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import tensorflow as tf
 import tf_keras
 
+import lossscale.tf_keras.classes as classes
 import lossscale.tf_keras.saving as saving
 from lossscale.common.checks import scaled_value, takes, with_gradient
 from lossscale.errors import ArgumentError
@@ -17,12 +18,12 @@ from lossscale.keras_common.optimizer import KerasCommonOptimizer
 from lossscale.keras_common.scaled_gradients import ScaleLedger
 from lossscale.keras_common.step import Step, StepOperations
 from lossscale.members import VariableList
+from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.rules import GradientStats, ScaleRule
 from lossscale.tensorflow import overflow_check, replicas, tracing
 from lossscale.tensorflow.operations import TensorFlowOperations, recorded
 from lossscale.tensorflow.private_names import DelegatingTrackableMixin
 from lossscale.tf_keras.arguments import check_inner, inner_from_config
-from lossscale.tf_keras.private_names import BaseLossScaleOptimizer
 from lossscale.tf_keras.state import (
     BaseOptimizerNode,
     CheckpointChildren,
@@ -31,6 +32,14 @@ from lossscale.tf_keras.state import (
     TFKerasScaleVariables,
     new_variable,
 )
+
+if TYPE_CHECKING:
+
+    class _OfFamily(Any):
+        """The class of tf_keras that an object has as a base, too."""
+
+else:
+    _OfFamily = object
 
 
 class TensorFlowArrays(TensorFlowOperations, StepOperations):
@@ -56,22 +65,37 @@ class TensorFlowArrays(TensorFlowOperations, StepOperations):
         )
 
 
-_Metaclass: Any = type(BaseLossScaleOptimizer)
+@FrontDoor.register
+class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
+    """The loss scale optimizer around a tf_keras optimizer.
 
+    The class to inherit from; `lossscale.LossScaleOptimizer` creates objects of it. An object
+    belongs to the family of its inner optimizer: it is a `tf_keras.optimizers.Optimizer` or a
+    `tf_keras.optimizers.legacy.Optimizer`, and a `tf_keras.mixed_precision.LossScaleOptimizer`.
 
-class CalledAsWritten(_Metaclass):
-    """The class of our classes: a subclass may be called with any arguments.
+    Args:
+        inner_optimizer: The optimizer to wrap, an instance of either family.
+        dynamic: As for `lossscale.LossScaleOptimizer`, like the arguments below.
+        initial_scale: The first, or the fixed, loss scale.
+        dynamic_growth_steps: The number of finite steps in a row after which the scale doubles.
+        rule: A `ScaleRule`, instead of the three arguments above.
+        name: The optimizer's name.
 
-    tf_keras' own passes the inner optimizer on by position. The type of an optimizer makes those of
-    the other family too.
+    Raises:
+        TypeError: If `inner_optimizer` is not a tf_keras optimizer or already has loss scaling, or
+            an argument has the wrong type.
+        ValueError: If a scale or a number of steps is invalid.
+
+    Examples:
+        >>> optimizer = LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(0.5), initial_scale=8)
+        >>> isinstance(optimizer, tf_keras.optimizers.legacy.Optimizer)
+        True
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return type.__call__(self._public_class(), *args, **kwargs)
-
-
-class TFKerasCommonOptimizer(KerasCommonOptimizer):
-    """The base class of both families: the constructor, the step, and the members to read."""
+    # The public module, which pickles and files name.
+    __module__ = "lossscale.tf_keras"
+    # For `super(self.__class__, self)`, which programs of that time write in subclasses.
+    __class__ = property(lambda self: type(self)._public_class())
 
     _framework: ClassVar[str] = "tf_keras"
     _library = tf_keras
@@ -95,6 +119,15 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     # a variable to the inner optimizer.
 
     _check_inner = staticmethod(check_inner)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        cls = classes.class_for(cls, args, kwargs)
+        made: Self = super().__new__(cls)
+        return made
+
+    @classmethod
+    def _public_class(cls) -> type[Any]:
+        return cls.__mro__[1] if "_is_of_family" in vars(cls) else cls
 
     def _construct(self, inner_optimizer: Any, rule: ScaleRule, name: str | None) -> None:
         replicas.check_strategy()
@@ -422,3 +455,6 @@ def _narrowed(gradient: Any, variable: Any) -> Any:
     if gradient is None or dtype not in (tf.float16, tf.bfloat16) or gradient.dtype != tf.float32:
         return gradient
     return tf.cast(gradient, dtype)
+
+
+classes.register_as(LossScaleOptimizer, "lossscale>LossScaleOptimizer")
