@@ -6,17 +6,19 @@ PyTorch, JAX and Optax have types of their own, which their rooms use instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 Array: TypeAlias = Any
 """An array of any framework or of NumPy, or a number."""
 Tensor: TypeAlias = Any
-"""A tensor of TensorFlow, or of the backend of Keras; a gradient may be `tf.IndexedSlices`."""
+"""A tensor of TensorFlow, or of the backend of Keras."""
+Gradient: TypeAlias = Any
+"""A tensor, or `tf.IndexedSlices`; None for a variable without one."""
 Variable: TypeAlias = Any
-"""A variable of Keras, of tf_keras or of TensorFlow."""
+"""A variable of Keras, of tf_keras or of TensorFlow; in `common`, a parameter of PyTorch too."""
 Scalar: TypeAlias = Any
-"""A number: a 0-d array or tensor, a float or an int."""
+"""A number or a truth value: a 0-d array or tensor, a float, an int or a bool."""
 Loss: TypeAlias = Any
 """A tensor, a number, or a callable that returns one."""
 KerasOptimizer: TypeAlias = Any
@@ -27,12 +29,32 @@ Model: TypeAlias = Any
 """A model of Keras or tf_keras."""
 Strategy: TypeAlias = Any
 """A `tf.distribute.Strategy`."""
+Operation: TypeAlias = Any
+"""What runs something in a graph of TensorFlow, an operation or a tensor; None in eager mode."""
+Store: TypeAlias = Any
+"""A place in a model file, or a dictionary: arrays by name."""
+Node: TypeAlias = Any
+"""An object in a checkpoint of TensorFlow, or None."""
+Tape: TypeAlias = Any
+"""A `tf.GradientTape`, or None."""
+VarList: TypeAlias = Any
+"""One variable, a list of them, or a callable that returns either; None for those of a tape."""
+Dtype: TypeAlias = Any
+"""A dtype of NumPy or of a framework, its name, or None."""
+Initializer: TypeAlias = Any
+"""A first value, or what makes one: a callable, or the name of an initializer of Keras."""
+Class: TypeAlias = Any
+"""A class of a framework, or one of ours that inherits from it."""
 Structure: TypeAlias = Any
-"""Tensors in lists, tuples and dictionaries."""
+"""Tensors or variables in lists, tuples and dictionaries, or a single one."""
 Library: TypeAlias = Any
 """A module whose names are looked up at run time."""
 
-GradsAndVars: TypeAlias = list[tuple[Tensor, Variable]]
+Gradients: TypeAlias = Sequence[Gradient]
+"""A gradient for each variable, in their order."""
+Variables: TypeAlias = Sequence[Variable]
+"""Variables in their order."""
+GradsAndVars: TypeAlias = list[tuple[Gradient, Variable]]
 """A gradient for each variable."""
 Config: TypeAlias = dict[str, Any]
 """The configuration of an object of Keras, as JSON holds it."""

@@ -209,8 +209,8 @@ tests/frameworks/keras/test_training.py
     tensorflow _can_keep_old_values: not getattr(part, 'use_ema', False) -> True  -k xla_function
     tensorflow as_one_operation: len(tf.config.list_logical_devices()) > 1 -> False
         -k one_device
-    keras_common without_overwritten: getattr(variable, 'overwrite_with_gradient', False) -> False
-        -k overwritten
+    keras_common Step.without_overwritten: getattr(variable, 'overwrite_with_gradient', False)
+        -> False  -k overwritten
 tests/frameworks/keras/test_handover.py
     keras_common _Record.is_elsewhere: self.graph is not None and graph is None -> False
         -k groups

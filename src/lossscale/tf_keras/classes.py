@@ -14,13 +14,14 @@ from typing import Any
 
 import tf_keras
 
+import lossscale.framework_types as ft
 from lossscale import registry
 from lossscale.errors import ArgumentTypeError
 from lossscale.tf_keras.private_names import BaseLossScaleOptimizer
 
-_Metaclass: Any = type(BaseLossScaleOptimizer)
+_Metaclass: ft.Class = type(BaseLossScaleOptimizer)
 # The class for the optimizers of each family.
-_families: list[Any] = []
+_families: list[ft.Class] = []
 
 
 class CalledAsWritten(_Metaclass):
@@ -30,17 +31,17 @@ class CalledAsWritten(_Metaclass):
     the other family too.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> ft.KerasOptimizer:
         return type.__call__(self._public_class(), *args, **kwargs)
 
 
-def of_family(cls: type[Any]) -> type[Any]:
+def of_family(cls: ft.Class) -> ft.Class:
     """Adds the class for the optimizers of one family, known by the name of its base class."""
     _families.append(cls)
     return _named_as(cls, cls.__mro__[1])
 
 
-def class_for(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def class_for(cls: ft.Class, args: Sequence[object], kwargs: Mapping[str, Any]) -> ft.Class:
     """Returns the class of the object that a call of `cls` with these arguments makes.
 
     Raises:
@@ -58,7 +59,7 @@ def class_for(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 @functools.cache
-def _subclass(cls: type[Any], family: type[Any]) -> type[Any]:
+def _subclass(cls: ft.Class, family: ft.Class) -> ft.Class:
     """Returns the subclass of `cls` for the optimizers of one family, known by the same name."""
     written = itertools.takewhile(
         lambda base: not base.__module__.startswith("lossscale."), cls.__mro__
@@ -75,7 +76,7 @@ def _subclass(cls: type[Any], family: type[Any]) -> type[Any]:
     return _named_as(type(cls.__name__, (cls, family), {"_is_of_family": True}), cls)
 
 
-def _named_as(made: type[Any], written: type[Any]) -> type[Any]:
+def _named_as(made: ft.Class, written: ft.Class) -> ft.Class:
     """Gives a class the names of its base class, which programs and files name."""
     made.__name__, made.__qualname__ = written.__name__, written.__name__
     made.__module__, made.__doc__ = written.__module__, written.__doc__
@@ -85,7 +86,7 @@ def _named_as(made: type[Any], written: type[Any]) -> type[Any]:
     return made
 
 
-def register_as(cls: type[Any], registered: str) -> None:
+def register_as(cls: ft.Class, registered: str) -> None:
     """Registers a class for tf_keras' files; a name without a package is of no registered class."""
     package, separator, name = registered.rpartition(">")
     if separator:
