@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from conformance.harness import array
+from lossscale.keras_common.optimizer import KerasCommonOptimizer
 
 INF, NAN = float("inf"), float("nan")
 
@@ -29,6 +30,17 @@ def data(rows=64, seed=1):
     """Returns inputs and targets of a learnable regression."""
     x = np.random.default_rng(seed).normal(size=(rows, 4)).astype("float32")
     return x, np.sin(x.sum(axis=1, keepdims=True)).astype("float32")
+
+
+def left_undefined(optimizer):
+    """The hooks and attributes that the base class declares, and this optimizer lacks."""
+    abstract = {
+        name
+        for name in dir(type(optimizer))
+        if getattr(getattr(type(optimizer), name), "__isabstractmethod__", False)
+    }
+    declared = KerasCommonOptimizer.__annotations__
+    return abstract | {name for name in declared if not hasattr(optimizer, name)}
 
 
 class Status(NamedTuple):

@@ -6,7 +6,7 @@ PyTorch, JAX and Optax have types of their own, which their rooms use instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 Array: TypeAlias = Any
@@ -37,6 +37,20 @@ Strategy: TypeAlias = Any
 """A `tf.distribute.Strategy`."""
 Operation: TypeAlias = Any
 """An operation or a tensor of a TensorFlow graph; None in eager mode."""
+Store: TypeAlias = Any
+"""A place in a model file, or a dictionary: arrays by name."""
+Node: TypeAlias = Any
+"""An object in a checkpoint of TensorFlow, or None."""
+Tape: TypeAlias = Any
+"""A `tf.GradientTape`, or None."""
+VarList: TypeAlias = Any
+"""One variable, a list of them, or a callable that returns either; None for those of a tape."""
+Dtype: TypeAlias = Any
+"""A dtype of NumPy or of a framework, its name, or None."""
+Initializer: TypeAlias = Any
+"""A first value, or what makes one: a callable, or the name of an initializer of Keras."""
+Class: TypeAlias = Any
+"""A class of a framework, or one of ours that inherits from it."""
 Structure: TypeAlias = Any
 """Tensors or variables in lists, tuples and dictionaries, or a single one."""
 Library: TypeAlias = Any
@@ -45,6 +59,10 @@ Library: TypeAlias = Any
 RuleState: TypeAlias = Any
 """The state of a rule: a named tuple such as a `ScaleState`, whose first field is `scale`."""
 
+Gradients: TypeAlias = Sequence[Gradient]
+"""A gradient for each variable, in their order."""
+Variables: TypeAlias = Sequence[Variable]
+"""Variables in their order."""
 GradsAndVars: TypeAlias = list[tuple[Gradient, Variable]]
 """A gradient for each variable."""
 Config: TypeAlias = dict[str, Any]

@@ -114,7 +114,7 @@ def test_a_wrapper_is_found_where_its_class_says_and_made_of_few_classes():
         package = importlib.import_module(wrapper.__module__)
         assert wrapper.__module__.count(".") == 1
         assert issubclass(wrapper, getattr(package, wrapper.__qualname__))
-        assert len(ours_in(wrapper)) <= 7
+        assert len(ours_in(wrapper)) <= 5
 
 
 def ours_in(cls):

@@ -86,20 +86,20 @@ tests/conformance/test_subclasses.py
     keras_common KerasCommonOptimizer.__init_subclass__: setattr(cls, name, ...) -> None
 tests/conformance/test_promises.py -k tf_keras-new-function
     keras_common StepOperations.check: not rule.checks_gradients -> False
-    tf_keras TFKerasCommonOptimizer._update_scale:
+    tf_keras LossScaleOptimizer._update_scale:
         results.append(self._steps_skipped.assign_add(...)) -> pass
-    tf_keras TFKerasCommonOptimizer._update_scale: [self._state.update(stats)] -> []
+    tf_keras LossScaleOptimizer._update_scale: [self._state.update(stats)] -> []
 tests/frameworks/tf_keras/test_training.py -k copy
     tf_keras build_pending: shapes != [tuple(each.shape) for each in variables] -> False
     tf_keras build_pending: [next(remaining) for _ in group] -> list(variables)
     tf_keras build_pending: are_found and ... -> False
     tf_keras inner_values: groups or optimizer._pending_groups -> groups
 tests/frameworks/tf_keras/test_training.py -k dropped
-    tf_keras TFKerasCommonOptimizer._prepared: self._pending_values is not None -> False
+    tf_keras LossScaleOptimizer._prepared: self._pending_values is not None -> False
 tests/conformance/test_promises.py -k 'tf_keras-new-eager and loaded'
     tf_keras LossScaleNode._restore_from_tensors: self._extras[name].assign(...) -> tf.no_op()
 tests/conformance/test_promises.py -k tf_keras-legacy-eager
-    tf_keras TFKerasCommonOptimizer._update_scale:
+    tf_keras LossScaleOptimizer._update_scale:
         results.append(self._last_step_skipped.assign(...)) -> pass
 tests/conformance/test_promises.py -k jax-eager
     keras on jax JaxBackend.apply_or_skip: bool(stats.finite) -> True
@@ -209,8 +209,8 @@ tests/frameworks/keras/test_training.py
     tensorflow _can_keep_old_values: not getattr(part, 'use_ema', False) -> True  -k xla_function
     tensorflow as_one_operation: len(tf.config.list_logical_devices()) > 1 -> False
         -k one_device
-    keras_common without_overwritten: getattr(variable, 'overwrite_with_gradient', False) -> False
-        -k overwritten
+    keras_common Step.without_overwritten: getattr(variable, 'overwrite_with_gradient', False)
+        -> False  -k overwritten
 tests/frameworks/keras/test_handover.py
     keras_common _Record.is_elsewhere: self.graph is not None and graph is None -> False
         -k groups

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
+import lossscale.framework_types as ft
 from lossscale import registry
 from lossscale.arguments import check_described
 from lossscale.common.checks import check_not_wrapped
@@ -15,7 +16,7 @@ from lossscale.keras_common.state import deserialized
 from lossscale.old_formats import inner_config
 
 
-def check_inner(inner: Any) -> None:
+def check_inner(inner: object) -> None:
     """Checks that an optimizer can be wrapped.
 
     Raises:
@@ -35,7 +36,7 @@ def check_inner(inner: Any) -> None:
         )
 
 
-def refuse_factor(value: Any) -> None:
+def refuse_factor(value: object) -> None:
     """Raises because Keras' own loss scale is set on an optimizer that scales the loss itself."""
     # The constructor of Keras' own class sets None on the optimizer that it is given.
     error = AlreadyWrappedError if value is None else ArgumentError
@@ -46,7 +47,7 @@ def refuse_factor(value: Any) -> None:
     )
 
 
-def inner_from_config(config: Any, custom_objects: Any) -> Any:
+def inner_from_config(config: Any, custom_objects: dict[str, Any] | None) -> ft.KerasOptimizer:
     """Returns the inner optimizer that a configuration of any release describes.
 
     Args:
@@ -71,7 +72,7 @@ def inner_from_config(config: Any, custom_objects: Any) -> Any:
 
 
 @keras.saving.register_keras_serializable(package="lossscale")  # type: ignore[untyped-decorator]
-def hard_sigmoid(x: Any) -> Any:
+def hard_sigmoid(x: ft.Tensor) -> ft.Tensor:
     """TensorFlow's hard sigmoid: 0.2 x + 0.5, between 0 and 1. Keras 3's is x / 6 + 0.5.
 
     Args:

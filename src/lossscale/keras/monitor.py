@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
 
+import lossscale.framework_types as ft
 from lossscale import callbacks
 from lossscale.monitoring.explanation import Facts
 
@@ -30,20 +31,20 @@ class LossScaleMonitor(callbacks.LossScaleMonitor, keras.callbacks.Callback):
         attributes = vars(self.model)
         step = attributes["train_function"]
 
-        def seen(*given: Any) -> Any:
+        def seen(*given: Any) -> ft.Structure:
             attributes["train_function"] = step
             *state, batches = given
             return step(*state, self._held(batches))
 
         attributes["train_function"] = seen
 
-    def _held(self, batches: Any) -> Any:
+    def _held(self, batches: Iterable[ft.Structure]) -> Iterable[ft.Structure]:
         """Batches of which the last that was taken is held: a list on PyTorch, or an iterator."""
         if isinstance(batches, (list, tuple)):
             self._batch = batches[-1]
             return batches
 
-        def taken() -> Iterator[Any]:
+        def taken() -> Iterator[ft.Structure]:
             for self._batch in batches:
                 yield self._batch
 

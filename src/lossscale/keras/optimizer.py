@@ -7,12 +7,13 @@ backend.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import keras
 import numpy as np
 from keras import ops
 
+import lossscale.framework_types as ft
 import lossscale.keras.backends as backends
 import lossscale.keras.saving as saving
 import lossscale.keras.slots as slots
@@ -27,7 +28,7 @@ from lossscale.keras_common.scaled_gradients import ScaleLedger
 from lossscale.keras_common.step import Step
 from lossscale.members import VariableList
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
-from lossscale.rules import GradientStats, ScaleRule
+from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
 _OWN_ATTRIBUTES = frozenset(
     {"inner_optimizer", "step_counter", "dynamic_scale", "loss_scale_state", "built", "name"}
@@ -77,14 +78,12 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     # Keras would save these a second time.
     _hidden = KerasCommonOptimizer._hidden | {"_inner_parts", "_optimizer"}
     _backend: backends.Backend
-    _state: Any
     # Attributes of Keras' base class.
     built: bool
     _tracker: Any
 
-    _check_inner = staticmethod(check_inner)
-
-    def _construct(self, inner_optimizer: Any, rule: ScaleRule, name: str | None) -> None:
+    def _construct(self, inner: ft.KerasOptimizer, rule: ScaleRule, name: str | None) -> None:
+        check_inner(inner)
         backend, before = backends.load(), set(vars(self))
         backend.check_strategy()
         # Not the constructor of Keras' own class, which would clear the inner optimizer's settings.
@@ -99,12 +98,12 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         # Two variables of Keras' base class have no effect here. A new list, because TensorFlow
         # saves no checkpoint of a list that something was taken out of.
         del self._learning_rate, self._iterations
-        self._variables: Any = []
+        self._variables: list[ft.Variable] = []
         self._tracker = type(self._tracker)(
             {"variables": (lambda value: isinstance(value, keras.Variable), self._variables)}
         )
         self._backend = backend
-        self.inner_optimizer = inner_optimizer
+        self.inner_optimizer = inner
         self._rule = rule
         self._ledger = ScaleLedger(not rule.is_dynamic)
         # Not tracked: tracking would count these variables as the wrapper's own.
@@ -132,7 +131,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self._iterations = steps
         steps.follow()
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(self, variables: ft.Variables) -> None:
         if self.built:
             return
         inner = self.inner_optimizer
@@ -146,21 +145,20 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         saving.load_pending(self, at_build=True)
         self._build_overflow_tracker(self._trainable_variables)
 
-    @no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
-    def _remember_trained(self, variables: list[Any]) -> None:
+    @no_automatic_dependency_tracking
+    def _remember_trained(self, variables: list[ft.Variable]) -> None:
         self._trainable_variables = variables
         self._trainable_variables_indices = {
             self._var_key(variable): index for index, variable in enumerate(variables)
         }
         # An optimizer of several keeps them where TensorFlow's checkpoints do not look.
-        parts = list(getattr(self.inner_optimizer, "optimizers", ()))
-        if parts:
+        if parts := list(getattr(self.inner_optimizer, "optimizers", ())):
             self._inner_parts = parts
 
     # --- What Keras' trainer calls; the documented loop is in the base class ------------------
 
     @do_not_convert
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: ft.Loss) -> ft.Loss:
         """Multiplies the loss by the loss scale; its gradients count as scaled.
 
         Keras' trainer begins a step with it. `apply_gradients` then expects scaled gradients and
@@ -186,7 +184,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         return self._scaled(loss)
 
     @do_not_convert
-    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+    def apply(self, grads: ft.Gradients, trainable_variables: ft.Variables | None = None) -> None:
         """Applies gradients of the scaled loss, or skips the step; updates the loss scale.
 
         The gradients themselves are not changed: on PyTorch, `.grad` can be added to, overwritten
@@ -222,15 +220,15 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self._backend.check_context()
         location = self._backend.current_location()
         self._ledger.check_apply(location)
-        self._step(grads, variables, scaled=True)
+        self._step(Step(grads, variables), scaled=True)
         self._ledger.record_apply(location, with_gradient(grads, variables))
 
     def stateless_apply(
         self,
-        optimizer_variables: Sequence[Any],
-        grads: Sequence[Any],
-        trainable_variables: Sequence[Any],
-    ) -> Any:
+        optimizer_variables: Sequence[ft.Tensor],
+        grads: ft.Gradients,
+        trainable_variables: Sequence[ft.Tensor],
+    ) -> ft.Structure:
         """Applies gradients of the scaled loss without changing any variable.
 
         Args:
@@ -255,12 +253,10 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     def _name_scope(self, name: str | None) -> Any:
         return keras.name_scope(name or self.name)
 
-    def _prepared(
-        self, gradients: Sequence[Any], variables: Sequence[Any], aggregate: bool
-    ) -> tuple[Sequence[Any], Sequence[Any]]:
-        self.build(variables)
-        self.inner_optimizer._check_variables_are_known(variables)
-        return gradients, variables
+    def _prepared(self, step: Step) -> Step:
+        self.build(step.variables)
+        self.inner_optimizer._check_variables_are_known(step.variables)
+        return step
 
     def _apply_inner(self, step: Step) -> None:
         inner, backend = self.inner_optimizer, self._backend
@@ -273,7 +269,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
             else:
                 backend.translated(inner.apply)(gradients, variables)
 
-    def _update_scale(self, stats: GradientStats, state_on_host: Any) -> None:
+    def _update_scale(self, stats: GradientStats, state_on_host: ScaleState | None) -> None:
         if self._backend.update_on_host(self, stats, state_on_host):
             return
         self._state.update(stats)
@@ -287,33 +283,31 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     # --- Gradients of a loss ------------------------------------------------------------------
 
     def _differentiated(
-        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
-    ) -> tuple[list[Any], list[Any]]:
-        return self._backend.differentiate(
-            loss, var_list, self.get_scaled_loss, tape=tape, grad_loss=grad_loss
-        )
+        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor = None, tape: ft.Tape = None
+    ) -> tuple[list[ft.Gradient], list[ft.Variable]]:
+        return self._backend.differentiate(loss, var_list, self.get_scaled_loss, tape, grad_loss)
 
-    def _symbolic(self, loss: Any, params: Sequence[Any]) -> list[Any]:
-        return self._backend.symbolic_gradients(self.get_scaled_loss(loss), params)
+    def _symbolic(self, loss: ft.Tensor, variables: ft.Variables) -> list[ft.Gradient]:
+        return self._backend.symbolic_gradients(loss, variables)
 
     # --- What can be read ---------------------------------------------------------------------
 
     @property
-    def _optimizer(self) -> Any:
+    def _optimizer(self) -> ft.KerasOptimizer:
         # The name of the inner optimizer in tf_keras, which programs read.
         return self.inner_optimizer
 
     @property
-    def dynamic_counter(self) -> Any:
+    def dynamic_counter(self) -> ft.Variable | None:
         return self.step_counter if self.dynamic else None
 
     # It counts every call, also with gradient accumulation, as `steps_skipped` does.
     @property
-    def iterations(self) -> Any:
+    def iterations(self) -> ft.Variable:
         return self._iterations
 
     @iterations.setter
-    def iterations(self, value: Any) -> None:
+    def iterations(self, value: ft.Scalar) -> None:
         self._iterations.assign(value)
         for part in getattr(self.inner_optimizer, "optimizers", ()):
             part._iterations.assign(self.inner_optimizer._iterations)
@@ -334,7 +328,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         """Always None: Keras' own fixed loss scale, which this optimizer replaces."""
         return None
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if "_lock" not in (name, *self.__dict__) and not isinstance(value, keras.Variable):
             # A subclass may set attributes before it calls Keras' constructor, as in TensorFlow.
             object.__setattr__(self, name, value)
@@ -362,10 +356,10 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     # --- Weights and slots; see `slots` -------------------------------------------------------
 
-    def _inner_weights(self) -> list[Any]:
+    def _inner_weights(self) -> list[ft.Variable]:
         return slots.weights_of(self.inner_optimizer)
 
-    def _assign(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+    def _assign(self, variables: ft.Variables, values: Sequence[ft.Array]) -> None:
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
         self._iterations.follow()
@@ -383,13 +377,12 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     def _slots_of_inner(self) -> Slots:
         return slots.slots_of(self.inner_optimizer, self._var_key)
 
-    def _names_of_slot(self, var: Any, slot_name: str) -> set[str]:
+    def _names_of_slot(self, var: ft.Variable, slot_name: str) -> set[str]:
         return slots.names_of(self.inner_optimizer, var, slot_name)
 
-    def _new_slot(self, var: Any, slot_name: str, initializer: Any) -> Any:
-        return self.inner_optimizer.add_variable_from_reference(
-            var, name=slot_name, initializer=initializer
-        )
+    def _new_slot(self, var: ft.Variable, name: str, initializer: ft.Initializer) -> ft.Variable:
+        make = self.inner_optimizer.add_variable_from_reference
+        return make(var, name=name, initializer=initializer)
 
     # --- Files, copies and configurations; see `saving` and `arguments` -----------------------
 
@@ -414,7 +407,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self.__dict__["_restores_plain"] = None
         return saving.checkpoint_children(self, children)
 
-    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+    def _lookup_dependency(self, name: str, cached_dependencies: object = None) -> ft.Node:
         if name == "_iterations" and cached_dependencies:
             return self._iterations
         found = super()._lookup_dependency(name, cached_dependencies)
@@ -423,7 +416,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     _restore_plain = saving.restore_plain
 
-    def _build_alike(self, other: Any) -> None:
+    def _build_alike(self, other: Self) -> None:
         if self.built:
             other.build(self._trainable_variables)
 
@@ -441,5 +434,5 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     _state_class = KerasScaleVariables
 
     @staticmethod
-    def _float32(value: Any) -> Any:
+    def _float32(value: ft.Scalar) -> ft.Tensor:
         return ops.cast(value, "float32")

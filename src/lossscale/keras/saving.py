@@ -17,10 +17,12 @@ from typing import Any
 import keras
 import numpy as np
 
+import lossscale.framework_types as ft
 from lossscale.errors import ArgumentError
 from lossscale.keras.slots import numpy_of
 from lossscale.keras_common.optimizer import check_shapes
 from lossscale.keras_common.state import AttributesOfInner, ValueStore
+from lossscale.members import Wrapper
 from lossscale.old_formats import begins_as_keras_own, kind_of, nadam_product
 from lossscale.packages import warn
 
@@ -40,22 +42,21 @@ class LossScaleStore(ValueStore, keras.losses.Loss):
 # --- The inner optimizer's variables, by number ---------------------------------------------------
 
 
-def is_of_own_class(optimizer: Any, store: Any, values: Sequence[Any]) -> bool:
+def is_of_own_class(optimizer: Wrapper, store: ft.Store, values: Sequence[ft.Array]) -> bool:
     """Whether a place in a file is that of an optimizer of Keras' own class."""
     # Several optimizers in one begin alike.
-    return bool(_count_of_keras_own(values)) and not hasattr(
-        optimizer.inner_optimizer, "optimizers"
-    )
+    are_several = hasattr(optimizer.inner_optimizer, "optimizers")
+    return bool(_count_of_keras_own(values)) and not are_several
 
 
-def load_now(optimizer: Any) -> None:
+def load_now(optimizer: Wrapper) -> None:
     """Sets the inner optimizer's variables from loaded values, if they exist."""
-    count = len(optimizer._pending_values)
+    count = len(optimizer._pending_values or ())
     if optimizer.built or count == len(optimizer.inner_optimizer.variables):
         load_pending(optimizer)
 
 
-def load_pending(optimizer: Any, *, at_build: bool = False) -> None:
+def load_pending(optimizer: Wrapper, *, at_build: bool = False) -> None:
     """Sets the inner optimizer's variables that were loaded before they existed.
 
     If they do not fit, the optimizer is left as if nothing had been loaded.
@@ -69,7 +70,7 @@ def load_pending(optimizer: Any, *, at_build: bool = False) -> None:
     """
     values, optimizer._pending_values = optimizer._pending_values, None
     before, optimizer._values_before_load = optimizer._values_before_load, None
-    if values is None:
+    if values is None or before is None:
         return
     # The first step of a tf.function may build the optimizer. Traced assignments would set these
     # values again on every step.
@@ -88,21 +89,21 @@ def load_pending(optimizer: Any, *, at_build: bool = False) -> None:
                 optimizer._iterations.assign(before["iteration"])
 
 
-def can_load(optimizer: Any, count: int) -> bool:
+def can_load(optimizer: Wrapper, count: int) -> bool:
     """Whether a file with this many arrays can be one of the inner optimizer."""
     inner, ahead = len(optimizer.inner_optimizer.variables), len(_KERAS_OWN_VARIABLES)
     lacking = len(_variables_files_may_lack(optimizer, count, 0, ahead))
     return count in (inner, inner + ahead, inner - lacking, inner + ahead - lacking)
 
 
-def _count_of_keras_own(values: Sequence[Any]) -> int:
+def _count_of_keras_own(values: Sequence[ft.Array]) -> int:
     """The number of arrays that Keras' own class wrote before those of its inner optimizer."""
     # Not by their number: some optimizers (Adafactor) keep arrays that those files lack.
     first = [] if any(len(each.shape) for each in values[:3]) else map(numpy_of, values[:3])
     return len(_KERAS_OWN_VARIABLES) if begins_as_keras_own(list(first)) else 0
 
 
-def load_arrays(optimizer: Any, values: Sequence[Any]) -> bool:
+def load_arrays(optimizer: Wrapper, values: Sequence[ft.Array]) -> bool:
     """Sets the inner optimizer's variables from the arrays of a file.
 
     Returns:
@@ -129,7 +130,7 @@ def load_arrays(optimizer: Any, values: Sequence[Any]) -> bool:
         inner.load_own_variables(numbered)
         return False
     if is_as_keras_loads:
-        check_shapes(inner.variables, [value.shape for value in values])
+        check_shapes(inner.variables, values)
     if own:
         restore_scale(optimizer, own)
     inner.load_own_variables(numbered)
@@ -137,7 +138,7 @@ def load_arrays(optimizer: Any, values: Sequence[Any]) -> bool:
     return True
 
 
-def _variables_files_may_lack(optimizer: Any, count: int, *ahead: int) -> list[int]:
+def _variables_files_may_lack(optimizer: Wrapper, count: int, *ahead: int) -> list[int]:
     inner = optimizer.inner_optimizer
     whole = count in [len(inner.variables) + more for more in ahead]
     if not optimizer.built or whole or hasattr(inner, "optimizers"):
@@ -148,12 +149,12 @@ def _variables_files_may_lack(optimizer: Any, count: int, *ahead: int) -> list[i
 # --- The loss scale and the counters, by name -----------------------------------------------------
 
 
-def own_values(optimizer: Any) -> dict[str, Any]:
+def own_values(optimizer: Wrapper) -> dict[str, Any]:
     """Returns the loss scale, the counters and variables of the user's, by their names in files."""
     return {name: numpy_of(variable) for name, variable in _named(optimizer).items()}
 
 
-def _named(optimizer: Any) -> dict[str, Any]:
+def _named(optimizer: Wrapper) -> dict[str, Any]:
     """Returns the variables of an optimizer that are not the inner one's, by unique names."""
     counters = optimizer._steps_skipped, optimizer._last_step_skipped, optimizer._iterations
     own = {each.name: each for each in (*optimizer._state.variables.values(), *counters)}
@@ -167,10 +168,10 @@ def _named(optimizer: Any) -> dict[str, Any]:
     return named
 
 
-def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
+def set_own_values(optimizer: Wrapper, values: Mapping[str, Any]) -> None:
     """Sets the loss scale and the counters, moved into the range of the rule."""
     named = {name: each for name, each in _named(optimizer).items() if name in values}
-    check_shapes(list(named.values()), [np.shape(values[name]) for name in named])
+    check_shapes(list(named.values()), [values[name] for name in named])
     restore_scale(optimizer, values)
     of_the_rule = optimizer._state.variables.values()
     excluded = {id(variable) for variable in (optimizer._iterations, *of_the_rule)}
@@ -184,7 +185,7 @@ def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
         optimizer._iterations.assign(values["iteration"])
 
 
-def restore_scale(optimizer: Any, values: Mapping[str, Any]) -> None:
+def restore_scale(optimizer: Wrapper, values: Mapping[str, Any]) -> None:
     """Sets the state of the rule from numbers of a file by the names of its variables."""
     state = optimizer._state
     state.write(state.restored(values))
@@ -193,7 +194,7 @@ def restore_scale(optimizer: Any, values: Mapping[str, Any]) -> None:
 # --- Files that lack what an optimizer sets as attributes -----------------------------------------
 
 
-def _places_of_attributes(inner: Any, trained: Sequence[Any]) -> list[int]:
+def _places_of_attributes(inner: ft.KerasOptimizer, trained: ft.Variables) -> list[int]:
     """Returns which of an optimizer's variables its `build` sets as attributes, by their places.
 
     Args:
@@ -205,7 +206,7 @@ def _places_of_attributes(inner: Any, trained: Sequence[Any]) -> list[int]:
     added = {id(variable) for variable in twin.variables}
     track = twin._track_variable
 
-    def track_and_note(variable: Any) -> None:
+    def track_and_note(variable: ft.Variable) -> None:
         added.add(id(variable))
         track(variable)
 
@@ -214,7 +215,9 @@ def _places_of_attributes(inner: Any, trained: Sequence[Any]) -> list[int]:
     return [place for place, variable in enumerate(twin.variables) if id(variable) not in added]
 
 
-def _completed(values: Sequence[Any], lacking: Sequence[int], inner: Any) -> list[Any]:
+def _completed(
+    values: Sequence[ft.Array], lacking: list[int], inner: ft.KerasOptimizer
+) -> list[ft.Array]:
     """Returns the values of a file with those that it lacks.
 
     Args:
@@ -246,7 +249,7 @@ def _completed(values: Sequence[Any], lacking: Sequence[int], inner: Any) -> lis
 # --- TensorFlow's checkpoints ---------------------------------------------------------------------
 
 
-def checkpoint_children(optimizer: Any, children: dict[str, Any]) -> dict[str, Any]:
+def checkpoint_children(optimizer: Wrapper, children: dict[str, Any]) -> dict[str, Any]:
     """Returns what a checkpoint has of an optimizer, by name.
 
     Args:
@@ -263,7 +266,7 @@ def checkpoint_children(optimizer: Any, children: dict[str, Any]) -> dict[str, A
     return {**children, "iteration": optimizer._iterations.value}
 
 
-def lookup(optimizer: Any, name: str, found: Any) -> Any:
+def lookup(optimizer: Wrapper, name: str, found: ft.Node) -> ft.Node:
     """Returns the child of a name in the checkpoint that is being restored, or None.
 
     Args:
@@ -286,7 +289,7 @@ def lookup(optimizer: Any, name: str, found: Any) -> Any:
     return found
 
 
-def restore_plain(optimizer: Any) -> None:
+def restore_plain(optimizer: Wrapper) -> None:
     """Restores what a plain optimizer has in a checkpoint where this optimizer stands."""
     inner, waiting = optimizer.inner_optimizer, optimizer._deferred_dependencies
     for name in list(waiting):

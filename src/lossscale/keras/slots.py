@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import keras
 
+import lossscale.framework_types as ft
 from lossscale.errors import ArgumentError
-from lossscale.keras_common.optimizer import Slots, slots_in
+from lossscale.keras_common.optimizer import Key, Slots, slots_in
+from lossscale.members import Wrapper
 from lossscale.old_formats import kind_of, names_for
 
 
-def weights_of(inner: Any) -> list[Any]:
+def weights_of(inner: ft.KerasOptimizer) -> list[ft.Variable]:
     """Returns the counter of applied steps, then the optimizer's state, without its rate."""
     parts = [inner, *getattr(inner, "optimizers", ())]
     excluded = {id(inner._iterations), *(id(part._learning_rate) for part in parts)}
@@ -20,14 +21,14 @@ def weights_of(inner: Any) -> list[Any]:
     return [inner._iterations, *rest]
 
 
-def names_of(inner: Any, variable: Any, slot_name: str) -> set[str]:
+def names_of(inner: ft.KerasOptimizer, variable: ft.Variable, slot_name: str) -> set[str]:
     """Returns all names of a kind of slot, in the optimizer or the one of several with it."""
     key, parts = inner._var_key(variable), getattr(inner, "optimizers", None) or [inner]
     own = [part for part in parts if key in getattr(part, "_trainable_variables_indices", ())]
     return set(names_for(kind_of(own[0] if own else inner), [slot_name]))
 
 
-def slots_of(inner: Any, key_of: Callable[[Any], Any]) -> Slots:
+def slots_of(inner: ft.KerasOptimizer, key_of: Callable[[ft.Variable], Key]) -> Slots:
     """Yields the slots of an optimizer, or of each of several.
 
     Args:
@@ -40,13 +41,13 @@ def slots_of(inner: Any, key_of: Callable[[Any], Any]) -> Slots:
             yield sorted({_slot_name(references[key], slot) for key, slot in slots.items()}), slots
 
 
-def _slot_name(reference: Any, slot: Any) -> str:
+def _slot_name(reference: ft.Variable, slot: ft.Variable) -> str:
     # After the prefix that Keras' add_variable_from_reference adds to the slot's name.
     path = getattr(reference, "path", None) or str(reference.name).replace(":", "_")
     return str(slot.name).removeprefix(path.replace("/", "_")).lstrip("_")
 
 
-def numpy_of(variable: Any) -> Any:
+def numpy_of(variable: ft.Variable) -> ft.Array:
     """Returns the value of a Keras variable as a new NumPy array."""
     # NumPy 2 warns when it copies a tf.Variable, not when it copies its value.
     return keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(variable))
@@ -55,20 +56,20 @@ def numpy_of(variable: Any) -> Any:
 # Methods of the loss scale optimizer; `lossscale.members` documents them.
 
 
-def get_weights(optimizer: Any) -> list[Any]:
+def get_weights(optimizer: Wrapper) -> list[ft.Array]:
     return [numpy_of(variable) for variable in optimizer.weights]
 
 
 def add_weight(
-    optimizer: Any,
+    optimizer: Wrapper,
     name: str,
-    shape: Any,
-    dtype: Any = None,
-    initializer: Any = "zeros",
+    shape: Iterable[int],
+    dtype: ft.Dtype = None,
+    initializer: ft.Initializer = "zeros",
     trainable: bool | None = None,
-    synchronization: Any = None,
-    aggregation: Any = "none",
-) -> Any:
+    synchronization: object = None,
+    aggregation: object = "none",
+) -> ft.Variable:
     if getattr(synchronization, "name", "AUTO") != "AUTO":
         raise ArgumentError(
             "Keras 3 synchronizes the variables of an optimizer automatically. Leave "

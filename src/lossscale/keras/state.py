@@ -9,6 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
+import lossscale.framework_types as ft
 import lossscale.keras.backends as backends
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
@@ -47,7 +48,7 @@ class KerasScaleVariables(ScaleVariables):
 class OwnVariable(keras.Variable):
     """A scalar variable that every replica updates alike, and that is a number outside of them."""
 
-    def __init__(self, name: str, dtype: str, value: Any) -> None:
+    def __init__(self, name: str, dtype: str, value: ft.Scalar) -> None:
         super().__init__(
             # An initializer of Keras would be looked up by its name, and compute.
             initializer=lambda shape, dtype: np.full(shape, value, dtype),
@@ -58,7 +59,7 @@ class OwnVariable(keras.Variable):
             name=name,
         )
 
-    def _number(self) -> Any:
+    def _number(self) -> ft.Scalar:
         # TensorFlow's mirrored variables are no numbers; a tensor is that of one replica.
         return ops.convert_to_numpy(ops.convert_to_tensor(self)).item()
 
@@ -72,7 +73,7 @@ class OwnVariable(keras.Variable):
         return bool(self._number())
 
 
-def new_variable(name: str, dtype: Any, value: Any) -> OwnVariable:
+def new_variable(name: str, dtype: ft.Dtype, value: ft.Scalar) -> OwnVariable:
     """Returns a new scalar variable of loss scaling.
 
     Args:
@@ -97,20 +98,19 @@ class StepCounter(OwnVariable):
     (all steps), and their difference is the number of skipped steps.
 
     Args:
-        inner_optimizer: The optimizer whose counter is followed.
-        steps_skipped: The number of skipped steps, an integer scalar variable.
+        inner: The optimizer whose counter is followed.
+        skipped: The number of skipped steps, an integer scalar variable.
         when_plain: Called when the counter of an optimizer without loss scaling is restored.
     """
 
     def __init__(
-        self, inner_optimizer: Any, steps_skipped: Any, when_plain: Callable[[], None]
+        self, inner: ft.KerasOptimizer, skipped: ft.Variable, when_plain: Callable[[], None]
     ) -> None:
         super().__init__("iteration", "int", 0)
         self._when_plain = when_plain
-        self._applied = inner_optimizer._iterations
-        self._skipped = steps_skipped
+        self._applied, self._skipped = inner._iterations, skipped
 
-    def assign(self, value: Any) -> Any:
+    def assign(self, value: ft.Scalar) -> ft.Tensor:
         """Sets the number of steps, and the inner optimizer's counter to it minus the skips.
 
         A number below the number of skips lowers that too: no optimizer works with a negative

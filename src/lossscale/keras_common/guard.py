@@ -6,11 +6,12 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
+import lossscale.framework_types as ft
 from lossscale.common.private_names import do_not_convert
 from lossscale.errors import ArgumentTypeError
 from lossscale.keras_common.optimizer import KerasCommonOptimizer
 from lossscale.keras_common.state import parts_of
-from lossscale.members import DocumentedMembers
+from lossscale.members import DocumentedMembers, Wrapper
 from lossscale.packages import warn
 
 Model = TypeVar("Model")
@@ -48,7 +49,7 @@ def guard(model: Model, *optimizers: DocumentedMembers) -> Model:
         >>> model.layers[0].moving_mean.numpy()
         array([0., 0.], dtype=float32)
     """
-    given: Any = model
+    given: ft.Model = model
     if not callable(getattr(given, "train_step", None)) or not hasattr(given, "_flatten_layers"):
         raise ArgumentTypeError(
             "`model` must be a keras.Model or a tf_keras.Model, which has a `train_step`. "
@@ -77,13 +78,13 @@ class GuardedStep:
     An object with the model as an attribute: in a copy of the model it belongs to the copy.
     """
 
-    def __init__(self, model: Any, step: Any, optimizers: Sequence[Any]) -> None:
+    def __init__(self, model: ft.Model, step: ft.Function, optimizers: Sequence[Wrapper]) -> None:
         self.model, self.step, self.optimizers = model, step, tuple(optimizers)
         functools.update_wrapper(self, step, updated=())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> ft.Structure:
         # Looked up in each step: a model may be built and compiled later.
-        found = self.optimizers or _wrappers_of(self.model)
+        found: Sequence[Wrapper] = self.optimizers or _wrappers_of(self.model)
         if not found:
             warn(
                 "A guarded model needs a LossScaleOptimizer, whose skips it follows. Its optimizer "
@@ -98,19 +99,19 @@ class GuardedStep:
         return found[0]._backend.run_guarded(self.model, step, args, found, weights_of)
 
 
-def _wrappers_of(model: Any) -> list[Any]:
+def _wrappers_of(model: ft.Model) -> list[KerasCommonOptimizer]:
     """The loss scale optimizers of a model: the one it is compiled with, and its attributes."""
     attributes = [getattr(model, "optimizer", None), *vars(model).values()]
     found = [each for attribute in attributes for each in parts_of(attribute)]
     return list({id(x): x for x in found if isinstance(x, KerasCommonOptimizer)}.values())
 
 
-def weights_of(model: Any) -> list[Any]:
+def weights_of(model: ft.Model) -> list[ft.Variable]:
     """The weights that layers made as not trainable, and the states of recurrent layers.
 
     Neither frozen weights, nor metrics nor seeds.
     """
-    found: dict[int, Any] = {}
+    found: dict[int, ft.Variable] = {}
     for layer in model._flatten_layers():
         # A metric of tf_keras is a layer. A layer of Keras 3 has the first attribute.
         if not hasattr(layer, "update_state"):
@@ -121,7 +122,7 @@ def weights_of(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def _variables_in(nest: Any) -> Iterator[Any]:
+def _variables_in(nest: ft.Structure) -> Iterator[ft.Variable]:
     if isinstance(nest, (list, tuple)):
         for each in nest:
             yield from _variables_in(each)

@@ -7,16 +7,18 @@ backend, for tf_keras in `tf_keras/optimizer.py`. On TensorFlow both branch in
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import copy
 import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 
+import lossscale.framework_types as ft
 from lossscale.arguments import (
     arguments_from_config,
     check_config,
@@ -34,15 +36,17 @@ from lossscale.common.checks import (
 )
 from lossscale.common.private_names import do_not_convert
 from lossscale.errors import ArgumentError, GradientsError, UnknownSlotError
-from lossscale.keras_common.scaled_gradients import ScaleLedger
-from lossscale.keras_common.state import ScaleVariables, numbered_in, parts_of
-from lossscale.keras_common.step import OverflowCheck, Step, with_overwritten, without_overwritten
+from lossscale.keras_common.scaled_gradients import Location, ScaleLedger
+from lossscale.keras_common.state import AttributesOfInner, ScaleVariables, numbered_in, parts_of
+from lossscale.keras_common.step import OverflowCheck, Step, StepOperations
 from lossscale.members import DocumentedMembers, VariableList
 from lossscale.old_formats import kind_of, names_for
 from lossscale.packages import warn
-from lossscale.rules import DynamicScale, GradientStats, ScaleRule, StatsRequest
+from lossscale.rules import DynamicScale, GradientStats, ScaleRule, ScaleState, StatsRequest
 
-Slots = Iterator[tuple[list[str], dict[Any, Any]]]
+Key: TypeAlias = Any
+"""What an optimizer knows a variable by."""
+Slots = Iterator[tuple[list[str], dict[Key, ft.Variable]]]
 """The names of each kind of slot, and its variables by the key of the reference variable."""
 
 
@@ -56,41 +60,14 @@ _BESIDE = "lossscale."
 
 
 class KerasCommonOptimizer(DocumentedMembers):
-    """The members shared by Keras 3 and tf_keras: the step, settings, slots, copies.
-
-    A subclass for one of them adds its attributes, its step and its files. It defines:
-
-    - `_backend`: operations on arrays and variables, a `Backend` of Keras 3 or `TensorFlowArrays`.
-    - `_check_inner(inner)` checks the optimizer to wrap; `_construct(inner, rule, name)` makes all
-      attributes.
-    - `_prepared(gradients, variables, aggregate)` builds, and returns the gradients to check and
-      their variables; `_update_scale(stats, state_on_host)` updates the loss scale and the
-      counters.
-    - `_apply_inner(step)` has the inner optimizer apply unscaled gradients.
-    - `_differentiated(loss, variables)`: the gradients of a scaled loss, given as a callable, and
-      the variables they belong to; `_symbolic(loss, variables)`: those of a tensor of the function
-      that is being traced.
-    - `_inner_weights()`, `_lasting_variables`: variables as the documents list them, and all that
-      are saved; `_assign(variables, values)` sets them.
-    - `_slots_of_inner()`, `_new_slot(variable, name, initializer)`: the inner optimizer's slots.
-    - `_build_alike(other)` builds a copy for the same variables, which an optimizer knows by
-      identity.
-    - `_inner_values()`: the inner optimizer's variables as arrays; `_set_inner_values(values)`
-      keeps them until the variables exist; `_load_now()` sets `_pending_values` if they exist;
-      `_is_of_own_class(store, values)`: whether a place in a file is that of an optimizer of the
-      framework's own class. `_own_values()`, `_set_own_values(values)`: those of
-      the loss scale and the counters, by name.
-    - For `LossScale` objects of the older API, which may be used without an optimizer: `_arrays()`,
-      what others have as `_backend`; `_new_variable(name, dtype, value)`, `_state_class(rule)`,
-      `_float32(value)`.
-    """
+    """The members shared by Keras 3 and tf_keras: the step, settings, slots, copies."""
 
     # The module `keras` or `tf_keras`.
-    _library: ClassVar[Any]
+    _library: ClassVar[ft.Library]
     # The name of the framework for its monitor and in messages.
     _framework: ClassVar[str]
     # The class of `AttributesOfInner` that it saves.
-    _attributes_of: ClassVar[type[Any]]
+    _attributes_of: ClassVar[ft.Class]
     # The constructor's argument for the inner optimizer.
     _name_of_inner: ClassVar[str] = "inner_optimizer"
     # Keras saves every object that dir() names and that can be saved. The inner optimizer's
@@ -101,46 +78,120 @@ class KerasCommonOptimizer(DocumentedMembers):
         {"inner_optimizer", "_saved_inner", "get_slot_names"}
     )
 
-    _backend: Any
+    # The operations on arrays and variables.
+    _backend: StepOperations
+    # Whether the gradients that come are scaled.
     _ledger: ScaleLedger
+    # The rule's state.
     _state: ScaleVariables
     # A monitor sets it in the instance's dictionary, past attribute tracking: it is not saved.
     _overflow_tracker: ClassVar[Any] = None
-    _warned_at_floor = False
-    _warned_of_float16 = False
+    _warned_at_floor: bool = False
+    _warned_of_float16: bool = False
     # Whether the third positional argument is that of TensorFlow 2.2 to 2.10.
     _takes_third: ClassVar[bool] = False
     # Scalar variables: a number of steps, and a boolean.
-    _steps_skipped: Any
-    _last_step_skipped: Any
+    _steps_skipped: ft.Variable
+    _last_step_skipped: ft.Variable
     # The attributes that the constructor has set. Others that are not a user's have a value in one
     # of our classes.
     _own_names: frozenset[str] = frozenset()
     # For Keras' files: the inner optimizer without its variables, and its parts.
-    _saved_inner: Any = None
-    _inner_parts: Any = ()
+    _saved_inner: AttributesOfInner | None = None
+    _inner_parts: Sequence[ft.KerasOptimizer] = ()
     # By the name of the slot and the key of its variable.
-    _added_slots: dict[tuple[str, Any], Any]
+    _added_slots: dict[tuple[str, Key], ft.Variable]
     # Values of the inner optimizer's variables that were loaded before these exist, those of loss
     # scaling before that, and whether the last ones did not fit.
-    _pending_values: list[Any] | None = None
+    _pending_values: list[ft.Array] | None = None
     _values_before_load: dict[str, Any] | None = None
-    _load_refused = False
+    _load_refused: bool = False
 
     # Where its attributes are in the file that is written or read.
-    _place_of_inner = _SAME_PLACE
+    _place_of_inner: str = _SAME_PLACE
 
-    # Makes the variables of a rule.
-    _state_class: ClassVar[type[Any]]
+    # The inner optimizer of a configuration, given classes by name.
+    _inner_from_config: Callable[[Any, dict[str, Any] | None], ft.KerasOptimizer]
+    # The subclass of `ScaleVariables`, which takes a rule alone.
+    _state_class: ClassVar[ft.Class]
     # Returns a float32 scalar tensor.
-    _float32: Callable[[Any], Any]
-    # The inner optimizer of a configuration.
-    _inner_from_config: Callable[[Any, Any], Any]
+    _float32: Callable[[ft.Scalar], ft.Tensor]
+    # For a `LossScale` of the older API, which may be used without an optimizer: what others have
+    # as `_backend`, and a new variable of a name, a dtype and a value.
+    _arrays: Callable[[], StepOperations]
+    _new_variable: Callable[[str, ft.Dtype, ft.Scalar], ft.Variable]
+
+    # --- What a subclass for one Keras defines ------------------------------------------------
+
+    @abc.abstractmethod
+    def _construct(self, inner: ft.KerasOptimizer, rule: ScaleRule, name: str | None) -> None:
+        """Checks the optimizer to wrap, then makes all attributes."""
+
+    @abc.abstractmethod
+    def _prepared(self, step: Step) -> Step:
+        """Builds; returns the step with the gradients to check."""
+
+    @abc.abstractmethod
+    def _apply_inner(self, step: Step) -> ft.Operation:
+        """Has the inner optimizer apply unscaled gradients."""
+
+    @abc.abstractmethod
+    def _update_scale(self, stats: GradientStats, state_on_host: ScaleState | None) -> object:
+        """Updates the loss scale and the counters."""
+
+    @abc.abstractmethod
+    def _differentiated(
+        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor = None, tape: ft.Tape = None
+    ) -> tuple[list[ft.Gradient], list[ft.Variable]]:
+        """Returns the gradients of the scaled loss, and the variables they belong to."""
+
+    @abc.abstractmethod
+    def _symbolic(self, loss: ft.Tensor, variables: ft.Variables) -> list[ft.Gradient]:
+        """Returns the gradients of a scaled loss that is a tensor of the traced function."""
+
+    @abc.abstractmethod
+    def _inner_weights(self) -> list[ft.Variable]:
+        """The variables of the inner optimizer, as the documents list them."""
+
+    @abc.abstractmethod
+    def _assign(self, variables: ft.Variables, values: Sequence[ft.Array]) -> None:
+        """Sets variables."""
+
+    @abc.abstractmethod
+    def _build_alike(self, other: Self) -> None:
+        """Builds a copy for the same variables, which an optimizer knows by identity."""
+
+    @abc.abstractmethod
+    def _inner_values(self) -> dict[str, Any]:
+        """The inner optimizer's variables as arrays."""
+
+    @abc.abstractmethod
+    def _set_inner_values(self, saved: dict[str, Any], /) -> None:
+        """Sets these, or keeps them until the variables exist."""
+
+    @abc.abstractmethod
+    def _own_values(self) -> dict[str, Any]:
+        """The loss scale and the counters as arrays, by name."""
+
+    @abc.abstractmethod
+    def _set_own_values(self, values: Mapping[str, Any]) -> None:
+        """Sets these, moved into the range of the rule."""
+
+    # Legacy optimizers have none of the rest: they keep slots and files themselves.
+
+    # Yields the inner optimizer's slots.
+    _slots_of_inner: Callable[[], Slots]
+    # Makes a slot of a variable, with a name and a first value.
+    _new_slot: Callable[[ft.Variable, str, ft.Initializer], ft.Variable]
+    # Sets the variables that `_pending_values` are of, if they exist.
+    _load_now: Callable[[], None]
+    # Whether a place in a file, with these arrays, is that of the framework's own class.
+    _is_of_own_class: Callable[[ft.Store, Sequence[ft.Array]], bool]
 
     @checks_keywords("LossScaleOptimizer", ArgumentError)
     def __init__(
         self,
-        inner_optimizer: Any,
+        inner_optimizer: ft.KerasOptimizer,
         dynamic: bool = True,
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
@@ -149,7 +200,6 @@ class KerasCommonOptimizer(DocumentedMembers):
         name: str | None = None,
     ) -> None:
         rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
-        self._check_inner(inner_optimizer)
         early = dict(vars(self))
         self._construct(inner_optimizer, rule, name)
         made = {each for each, value in vars(self).items() if value is not early.get(each, self)}
@@ -183,7 +233,7 @@ class KerasCommonOptimizer(DocumentedMembers):
         return super().__getattr__(name)
 
     @classmethod
-    def _public_class(cls) -> type[Any]:
+    def _public_class(cls) -> ft.Class:
         """The public class, which a module names."""
         return cls
 
@@ -192,46 +242,47 @@ class KerasCommonOptimizer(DocumentedMembers):
         """Whether a subclass overrides a verb."""
         return getattr(cls, verb) is not getattr(KerasCommonOptimizer, verb)
 
-    def _first_state(self) -> Any:
-        return self._state_class(self._rule)
+    def _first_state(self) -> ScaleVariables:
+        state: ScaleVariables = self._state_class(self._rule)
+        return state
 
     # --- The documented loop: scale the loss, unscale the gradients, apply them ---------------
 
     @do_not_convert
-    def get_scaled_loss(self, loss: Any) -> Any:
+    def get_scaled_loss(self, loss: ft.Loss) -> ft.Loss:
         self._ledger.record(self._backend.current_location(), "get_scaled_loss")
         return self._scaled(loss)
 
-    def _scaled(self, loss: Any) -> Any:
+    def _scaled(self, loss: ft.Loss) -> ft.Loss:
         if callable(loss):
             return lambda: self._scaled(loss())
         return self._backend.scaled(loss, self._current_scale())
 
-    def _current_scale(self) -> Any:
+    def _current_scale(self) -> ft.Scalar:
         return self._state.read().scale
 
     @do_not_convert
-    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
+    def get_unscaled_gradients(self, grads: Iterable[ft.Gradient]) -> list[ft.Gradient]:
         gradients = listed(grads)
         number = sum(gradient is not None for gradient in gradients)
         self._ledger.record_unscaled(self._backend.current_location(), number)
         scale = self._current_scale()
         return list(self._backend.unscaled(gradients, scale, self._rule.powers_of_two))
 
-    def _unscaled_by_verb(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def _unscaled_by_verb(self, step: Step) -> list[ft.Gradient]:
         """Unscales gradients by `get_unscaled_gradients`, which a subclass may override."""
-        scaled = without_overwritten(gradients, variables)
-        return with_overwritten(scaled, self.get_unscaled_gradients(scaled), gradients)
+        scaled = step.without_overwritten()
+        return step.with_overwritten(scaled, self.get_unscaled_gradients(scaled))
 
     @do_not_convert
     def apply_gradients(
         self,
-        grads_and_vars: Iterable[tuple[Any, Any]],
+        grads_and_vars: Iterable[tuple[ft.Gradient, ft.Variable]],
         name: str | None = None,
         *third: Any,
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
-    ) -> Any:
+    ) -> ft.Variable | ft.Operation:
         check_named(third[1:] if self._takes_third else third)
         gradients, variables = checked_pairs(grads_and_vars, self._backend.is_variable)
         self._backend.check_context()
@@ -239,45 +290,35 @@ class KerasCommonOptimizer(DocumentedMembers):
         asked = (experimental_aggregate_gradients, not skip_gradients_aggregation, *third)
         aggregate = self._sums_replicas(all(asked))
         with self._ledger.applying(location, updated) as scaled:
-            return self._step(gradients, variables, scaled=scaled, aggregate=aggregate, name=name)
+            return self._step(Step(gradients, variables, None, aggregate, name), scaled)
 
     def _sums_replicas(self, asked: bool) -> bool:
         """Whether gradients are summed over the replicas before the inner optimizer gets them."""
         return asked
 
-    def _step(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        *,
-        scaled: bool,
-        aggregate: bool = True,
-        name: str | None = None,
-    ) -> Any:
+    def _step(self, given: Step, scaled: bool) -> ft.Variable | ft.Operation:
         """Takes a step: checks the gradients, applies them or skips, updates the loss scale.
 
         Args:
-            gradients: Those of this replica; None where there is none.
-            variables: Their variables.
-            scaled: Whether the gradients are those of the scaled loss.
-            aggregate: Whether the gradients of the replicas are summed.
-            name: Name of the operations, or None.
+            given: The gradients, without the scale.
+            scaled: Whether they are those of the scaled loss.
         """
         backend, rule, state = self._backend, self._rule, self._state
         tracker = self._overflow_tracker
         if scaled and (state.decide is not None or self._is_overridden("get_unscaled_gradients")):
             # Code of the user's unscales them, or decides by unscaled ones.
             with self._ledger.own_step(backend.current_location()):
-                gradients, scaled = self._unscaled_by_verb(gradients, variables), False
-        with self._name_scope(name), backend.no_gradients():
-            gradients, variables = self._prepared(gradients, variables, aggregate)
+                unscaled = self._unscaled_by_verb(given)
+                given, scaled = given._replace(gradients=unscaled), False
+        with self._name_scope(given.name), backend.no_gradients():
+            step = self._prepared(given)
             needs_stats = rule.needs != StatsRequest()
-            warns_at_min_scale = self._may_warn_at_floor() and backend.runs_now(gradients)
-            needs_scale = scaled or needs_stats or warns_at_min_scale or tracker is not None
-            scale: Any = self._current_scale() if needs_scale else None
-            step = Step(
-                list(gradients), list(variables), scale if scaled else None, aggregate, name
-            )
+            # A monitor warns itself.
+            warns = tracker is None and not self._warned_at_floor and isinstance(rule, DynamicScale)
+            warns = warns and backend.runs_now(step.gradients)
+            needs_scale = scaled or needs_stats or warns or tracker is not None
+            scale: ft.Scalar = self._current_scale() if needs_scale else None
+            step = step._replace(scale=scale if scaled else None)
 
             if state.decide is not None:
                 check = OverflowCheck(state.decide(step.gradients), step)
@@ -295,34 +336,28 @@ class KerasCommonOptimizer(DocumentedMembers):
                     finite=finite,
                     scale=scale,
                     number=backend.step_number(self.iterations),
-                    is_shared=backend.sums_before_check or not aggregate,
+                    is_shared=backend.sums_before_check or not step.aggregate,
                 )
 
-            def apply(gradients: Sequence[Any], scale: Any) -> Any:
+            def apply(gradients: ft.Gradients, scale: ft.Scalar) -> ft.Operation:
                 # Each replica has its own gradients, and its own copy of the scale.
                 own = step._replace(gradients=list(gradients), scale=scale)
                 unscaled = backend.unscale(own, rule)
                 return self._apply_inner(own._replace(gradients=unscaled, scale=None))
 
-            def update_scale(stats: GradientStats) -> Any:
+            def update_scale(stats: GradientStats) -> object:
                 return self._update_scale(stats, check.state_on_host)
 
             done = backend.apply_or_skip(self, stats, step, apply, update_scale)
-        if warns_at_min_scale and not finite:
+        if warns and not finite:
             self._warned_at_floor = warned_at_floor(rule, float(scale))
         return self._result(done)
 
-    def _name_scope(self, name: str | None) -> contextlib.AbstractContextManager[Any]:
+    def _name_scope(self, name: str | None) -> contextlib.AbstractContextManager[object]:
         """A context that names the operations of a step."""
         return contextlib.nullcontext()
 
-    def _may_warn_at_floor(self) -> bool:
-        """Whether to check a skipped step for the warning at the minimum scale."""
-        # A monitor warns itself.
-        is_said = self._warned_at_floor or self._overflow_tracker is not None
-        return not is_said and isinstance(self._rule, DynamicScale)
-
-    def _result(self, operation: Any) -> Any:
+    def _result(self, operation: ft.Operation) -> ft.Variable | ft.Operation:
         """Returns the value of `apply_gradients`, given the operation of the step."""
         return self.iterations
 
@@ -330,12 +365,12 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     def minimize(
         self,
-        loss: Any,
-        var_list: Any = None,
-        grad_loss: Any = None,
+        loss: ft.Loss,
+        var_list: ft.VarList = None,
+        grad_loss: ft.Tensor = None,
         name: str | None = None,
-        tape: Any = None,
-    ) -> Any:
+        tape: ft.Tape = None,
+    ) -> ft.Variable | ft.Operation:
         location = self._backend.current_location()
         with self._ledger.own_step(location):
             pairs = list(self._computed(loss, var_list, grad_loss, tape))
@@ -343,19 +378,21 @@ class KerasCommonOptimizer(DocumentedMembers):
                 return self._result(None)
             return self._apply_unscaled(location, pairs, name)
 
-    def _computed(self, loss: Any, var_list: Any, grad_loss: Any, tape: Any) -> Iterable[Any]:
+    def _computed(
+        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor, tape: ft.Tape
+    ) -> Iterable[tuple[ft.Gradient, ft.Variable]]:
         """Returns pairs of unscaled gradients and variables."""
         gradients, variables = self._differentiated(loss, var_list, grad_loss, tape)
-        return zip(self._unscaled_by_verb(gradients, variables), variables, strict=True)
+        return zip(self._unscaled_by_verb(Step(gradients, variables)), variables, strict=True)
 
-    def get_gradients(self, loss: Any, params: Any) -> list[Any]:
+    def get_gradients(self, loss: ft.Loss, params: ft.Structure) -> list[ft.Gradient]:
         location = self._backend.current_location()
         params = self._backend.flat_variables(params)
         with self._ledger.own_step(location):
             if callable(loss):
                 gradients, _ = self._differentiated(loss, params)
             else:
-                gradients = self._symbolic(loss, params)
+                gradients = self._symbolic(self.get_scaled_loss(loss), params)
             for gradient, variable in zip(gradients, params, strict=True):
                 if gradient is None:
                     raise GradientsError(
@@ -363,19 +400,19 @@ class KerasCommonOptimizer(DocumentedMembers):
                         "not depend on it, or an operation between them has no gradient. Leave "
                         "the variable out of `params`."
                     )
-            unscaled = self._unscaled_by_verb(gradients, params)
+            unscaled = self._unscaled_by_verb(Step(gradients, params))
         self._ledger.record(location, "get_scaled_loss")
         self._ledger.record_unscaled(location, len(unscaled))
         return unscaled
 
-    def get_updates(self, loss: Any, params: Any) -> list[Any]:
+    def get_updates(self, loss: ft.Loss, params: ft.Structure) -> list[ft.Operation]:
         location = self._backend.current_location()
         with self._ledger.own_step(location):
             gradients = self.get_gradients(loss, params)
             pairs = list(zip(gradients, self._backend.flat_variables(params), strict=True))
             return [self._apply_unscaled(location, pairs, None)]
 
-    def _apply_unscaled(self, location: Any, pairs: list[Any], name: str | None) -> Any:
+    def _apply_unscaled(self, location: Location, pairs: ft.GradsAndVars, name: str | None) -> Any:
         # Also if a subclass unscales without calling the method of this class.
         self._ledger.record_unscaled(location, math.inf)
         named: dict[str, Any] = {} if name is None else {"name": name}
@@ -384,33 +421,28 @@ class KerasCommonOptimizer(DocumentedMembers):
     # --- Members to read ----------------------------------------------------------------------
 
     @property
-    def loss_scale(self) -> Any:
+    def loss_scale(self) -> ft.Tensor:
         self._ledger.is_scale_read = True
         return self._float32(self._current_scale())
 
     @property
-    def steps_skipped(self) -> Any:
+    def steps_skipped(self) -> ft.Tensor:
         return self._backend.read(self._steps_skipped)
 
     @property
-    def last_step_skipped(self) -> Any:
+    def last_step_skipped(self) -> ft.Tensor:
         return self._backend.read(self._last_step_skipped)
 
-    # Of `experimental` it is the loss scale itself, which is called the same way.
-    def _loss_scale(self) -> Any:
-        # Programs for TensorFlow 2.4 call this as well as `loss_scale`.
-        return self._current_scale()
-
-    def _scale_now(self) -> Any:
-        # Not `loss_scale`, whose readers may multiply by it.
-        return self._current_scale()
+    # For `repr`, as whoever reads `loss_scale` may multiply by it. The second name is what programs
+    # for TensorFlow 2.4 call; of `experimental` it is the loss scale itself, called the same way.
+    _scale_now = _loss_scale = _current_scale
 
     def _is_on_host(self) -> bool:
         # Keras computes `iterations` if it accumulates, from a variable beside these.
         variables = [*self._state.variables.values(), self._steps_skipped]
         return all(self._backend.is_on_host(each) for each in variables)
 
-    def _track_overflows(self, variables: Sequence[Any] = ()) -> None:
+    def _track_overflows(self, variables: ft.Variables = ()) -> None:
         """Makes steps track overflows, in functions that are traced from now on.
 
         Args:
@@ -421,13 +453,13 @@ class KerasCommonOptimizer(DocumentedMembers):
         if variables:
             self._build_overflow_tracker(variables)
 
-    def _build_overflow_tracker(self, variables: Sequence[Any]) -> None:
+    def _build_overflow_tracker(self, variables: ft.Variables) -> None:
         if self._overflow_tracker is not None:
             names = [getattr(v, "path", v.name).removesuffix(":0") for v in variables]
             with self._backend.eager_scope():
                 self._overflow_tracker.build(variables, names)
 
-    def _warn_of_float16(self, variables: Iterable[Any]) -> None:
+    def _warn_of_float16(self, variables: ft.Variables) -> None:
         """Warns once if there are float16 variables to train."""
         trained = [each for each in variables if getattr(each, "trainable", True)]
         # In tf_keras, a variable may show the dtype that it is cast to.
@@ -443,11 +475,11 @@ class KerasCommonOptimizer(DocumentedMembers):
     # --- The settings of the inner optimizer -------------------------------------------------
 
     @property
-    def learning_rate(self) -> Any:
+    def learning_rate(self) -> ft.Variable | ft.Tensor | ft.Function:
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
+    def learning_rate(self, value: ft.Scalar | ft.Function) -> None:
         self.inner_optimizer.learning_rate = value
 
     lr = learning_rate
@@ -458,7 +490,12 @@ class KerasCommonOptimizer(DocumentedMembers):
     def weights(self) -> VariableList:
         return VariableList(self._inner_weights())
 
-    def set_weights(self, weights: Sequence[Any]) -> None:
+    @property
+    def _lasting_variables(self) -> VariableList:
+        """All variables that are saved."""
+        return self.variables
+
+    def set_weights(self, weights: Sequence[ft.Array]) -> None:
         values = list(weights)
         weights, everything = self.weights, self._lasting_variables
         if len(values) not in (len(weights), len(everything)):
@@ -468,12 +505,12 @@ class KerasCommonOptimizer(DocumentedMembers):
                 "no state yet: call build(variables) first."
             )
         targets = weights if len(values) == len(weights) else everything
-        check_shapes(targets, [tuple(np.shape(value)) for value in values])
+        check_shapes(targets, values)
         self._assign(targets, values)
         # Moves the scale into the range of the rule.
         self._set_own_values(self._own_values())
 
-    def get_slot(self, var: Any, slot_name: str) -> Any:
+    def get_slot(self, var: ft.Variable, slot_name: str) -> ft.Variable:
         slot = self._find_slot(var, slot_name)
         if slot is None:
             raise UnknownSlotError(
@@ -483,14 +520,14 @@ class KerasCommonOptimizer(DocumentedMembers):
             )
         return slot
 
-    def add_slot(self, var: Any, slot_name: str, initializer: Any = "zeros") -> Any:
+    def add_slot(self, var: ft.Variable, slot_name: str, initializer: Any = "zeros") -> ft.Variable:
         slot = self._find_slot(var, slot_name)
         if slot is None:
             slot = self._new_slot(var, slot_name, initializer)
             self._added_slots[slot_name, self.inner_optimizer._var_key(var)] = slot
         return slot
 
-    def _find_slot(self, var: Any, slot_name: str) -> Any:
+    def _find_slot(self, var: ft.Variable, slot_name: str) -> ft.Variable | None:
         wanted = self._names_of_slot(var, slot_name)
         key = self.inner_optimizer._var_key(var)
         for names, slots in self._slots():
@@ -498,13 +535,13 @@ class KerasCommonOptimizer(DocumentedMembers):
                 return slots[key]
         return None
 
-    def _names_of_slot(self, var: Any, slot_name: str) -> set[str]:
+    def _names_of_slot(self, var: ft.Variable, slot_name: str) -> set[str]:
         """Returns all names of a kind of slot of a variable."""
         return set(names_for(kind_of(self.inner_optimizer), [slot_name]))
 
     def _slots(self) -> Slots:
         yield from self._slots_of_inner()
-        by_name: dict[str, dict[Any, Any]] = {}
+        by_name: dict[str, dict[Key, ft.Variable]] = {}
         for (name, key), slot in self._added_slots.items():
             by_name.setdefault(name, {})[key] = slot
         for name, slots in by_name.items():
@@ -512,7 +549,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     # --- Files: Keras calls these, then walks through the attributes ---------------------------
 
-    def _save_inner(self, store: Any) -> None:
+    def _save_inner(self, store: ft.Store) -> None:
         """Writes the inner optimizer's variables as an optimizer without loss scaling does."""
         self.__dict__["_place_of_inner"] = _SAME_PLACE
         if self._pending_values is None:
@@ -522,7 +559,7 @@ class KerasCommonOptimizer(DocumentedMembers):
         for number, value in enumerate(self._pending_values):
             store[str(number)] = value
 
-    def _load_inner(self, store: Any) -> None:
+    def _load_inner(self, store: ft.Store) -> None:
         """Reads the inner optimizer's variables from a file of any of these optimizers.
 
         Args:
@@ -547,16 +584,16 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     # --- Copies: recreated from configurations and arrays ------------------------------------
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         rebuild, arguments, attributes = self.__reduce__()
-        other = rebuild(*copy.deepcopy(arguments, memo))
+        other: Self = rebuild(*copy.deepcopy(arguments, memo))
         # Before its attributes, which may hold this optimizer.
         memo[id(self)] = other
         self._build_alike(other)
         other.__setstate__(copy.deepcopy(attributes, memo))
         return other
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[ft.Function, tuple[object, ...], dict[str, Any]]:
         inner = self.inner_optimizer
         arguments = (
             self._public_class(),
@@ -590,26 +627,26 @@ class KerasCommonOptimizer(DocumentedMembers):
     # --- Configurations, and the library's registry of classes --------------------------------
 
     def get_config(self) -> dict[str, Any]:
-        name = self._constructor_arguments()["name"]
+        name, described = self._constructor_arguments()["name"], config_from_rule(self._rule)
+        if "rule" in described:
+            described["rule"]["class_name"] = self._registered_name(type(self._rule))
         return {
             **({} if name is None else {"name": name}),
             "inner_optimizer": self._library.optimizers.serialize(self.inner_optimizer),
-            **self._described_rule(),
+            **described,
         }
 
     @classmethod
-    def from_config(
-        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-    ) -> Any:
+    def from_config(cls, config: ft.Config, custom_objects: dict[str, Any] | None = None) -> Self:
         check_config(config)
         rules = cls._with_class_named(config.get("rule"), custom_objects)
         inner, arguments = arguments_from_config(config, rules)
         return cls._made(cls._inner_from_config(inner, custom_objects), **arguments)
 
     @classmethod
-    def _made(cls, inner: Any, **arguments: Any) -> Any:
+    def _made(cls, inner: ft.KerasOptimizer, **arguments: Any) -> Self:
         """Returns an object of this class, or of a user's subclass with another constructor."""
-        made: Any = cls._public_class()
+        made: type[Self] = cls._public_class()
         by_name = {cls._name_of_inner: inner, **arguments}
         try:
             inspect.signature(made.__init__).bind(None, **by_name)
@@ -619,14 +656,8 @@ class KerasCommonOptimizer(DocumentedMembers):
         # As every optimizer of Keras is made of its configuration.
         return made(**by_name)
 
-    def _described_rule(self) -> dict[str, Any]:
-        described = config_from_rule(self._rule)
-        if "rule" in described:
-            described["rule"]["class_name"] = self._registered_name(type(self._rule))
-        return described
-
     @classmethod
-    def _registered_name(cls, named: type[Any]) -> str:
+    def _registered_name(cls, named: ft.Class) -> str:
         """Returns the name by which a configuration can name a class."""
         return str(cls._library.saving.get_registered_name(named))
 
@@ -644,13 +675,13 @@ class KerasCommonOptimizer(DocumentedMembers):
 _VERBS_OF_A_LOSS = ("get_scaled_loss", "get_unscaled_gradients")
 
 
-def _recording(cls: type[Any], name: str) -> Callable[..., Any]:
+def _recording(cls: ft.Class, name: str) -> ft.Function:
     """Wraps a subclass' method that scales a loss, so that its calls are recorded too."""
     rewritten = getattr(cls, name)
     is_inherited = name not in vars(cls)
 
     @functools.wraps(rewritten)
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def noted(self: KerasCommonOptimizer, *args: Any, **kwargs: Any) -> ft.Loss | ft.Gradients:
         # A base class may replace its verb after this class was made.
         verb = getattr(super(cls, self), name) if is_inherited else rewritten.__get__(self)
         location = self._backend.current_location()
@@ -668,18 +699,18 @@ def _recording(cls: type[Any], name: str) -> Callable[..., Any]:
 
 
 def _rebuild(
-    cls: type[Any],
-    inner_class: type[Any],
+    cls: ft.Class,
+    inner_class: ft.Class,
     inner_config: dict[str, Any],
     arguments: dict[str, Any],
-    inner_values: Any,
+    inner_values: dict[str, Any],
     own_values: dict[str, Any],
-) -> Any:
+) -> KerasCommonOptimizer:
     """Returns the optimizer that `__reduce__` described, without the attributes of a user."""
     inner = inner_class.from_config(inner_config)
-    optimizer: Any = cls.__new__(cls, inner)
+    optimizer: KerasCommonOptimizer = cls.__new__(cls, inner)
     # As in any copy, a subclass' constructor is not called: it may take other arguments.
-    ours: Any = next(base for base in cls.__mro__ if base.__module__.startswith("lossscale."))
+    ours = next(base for base in cls.__mro__ if base.__module__.startswith("lossscale."))
     ours.__init__(optimizer, inner, **arguments)
     optimizer._set_own_values(own_values)
     optimizer._set_inner_values(inner_values)
@@ -690,15 +721,15 @@ def _rebuild(
 _rebuild.__module__ = "lossscale.keras_common"
 
 
-def _is_saved(part: Any, library: Any) -> bool:
+def _is_saved(part: object, library: ft.Library) -> bool:
     """Whether Keras 3 or tf_keras saves an attribute beside the variables of its owner."""
     bases = library.optimizers.Optimizer, library.layers.Layer, library.metrics.Metric
     return any(isinstance(each, bases) for each in parts_of(part))
 
 
 def slots_in(
-    optimizer: Any, keys: Sequence[Any], kind: type[Any]
-) -> Iterator[tuple[str, dict[Any, Any]]]:
+    optimizer: ft.KerasOptimizer, keys: Sequence[Key], kind: ft.Class
+) -> Iterator[tuple[str, dict[Key, ft.Variable]]]:
     """Yields the attributes that hold a kind of slot, and its variables by the given keys.
 
     Keras' optimizers keep each kind in a list, with one variable (or None) for every variable they
@@ -718,13 +749,14 @@ def slots_in(
                 yield attribute, slots
 
 
-def check_shapes(variables: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> None:
+def check_shapes(variables: ft.Variables, values: Iterable[ft.Array]) -> None:
     """Checks that arrays fit variables, before any is set.
 
     Raises:
         ArgumentError: If one does not.
     """
-    for variable, shape in zip(variables, shapes, strict=True):
+    for variable, value in zip(variables, values, strict=True):
+        shape = tuple(np.shape(value))
         if tuple(variable.shape) != shape:
             raise ArgumentError(
                 f"The weight {variable.name!r} has the shape {tuple(variable.shape)}. "

@@ -17,14 +17,15 @@ import dataclasses
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
+import lossscale.framework_types as ft
 from lossscale.common.checks import NOT_UNSCALED
 from lossscale.common.private_names import do_not_convert
 from lossscale.errors import GradientsError
 from lossscale.packages import warn
 
-Location = tuple[Any, Sequence[int]]
+Location = tuple[object, Sequence[int]]
 """Where a call is made: the graph being traced or None, and the numbers of the replicas."""
 
 _NOTHING_SCALED = (
@@ -91,23 +92,23 @@ class _Record:
     is_own_step: bool = False
     losses: int = 0
     unscaled: float = 0
-    graph: weakref.ref[Any] | None = None
+    graph: weakref.ref[object] | None = None
     applied_inside: bool = False
-    times: dict[int, tuple[Any, int]] = dataclasses.field(default_factory=dict)
+    times: dict[int, tuple[ft.Variable, int]] = dataclasses.field(default_factory=dict)
     returned: set[tuple[str, bool]] = dataclasses.field(default_factory=set)
     verbs: set[str] = dataclasses.field(default_factory=set)
 
-    def is_elsewhere(self, graph: Any) -> bool:
+    def is_elsewhere(self, graph: object) -> bool:
         """Whether the calls were made in a graph, and neither in this one nor around it."""
         while graph is not None and self.graph is not None and graph is not self.graph():
             graph = getattr(graph, "outer_graph", None)
         return self.graph is not None and graph is None
 
-    def counts(self, variables: Sequence[Any]) -> list[int]:
+    def counts(self, variables: ft.Variables) -> list[int]:
         """How often each variable was applied."""
         return [self.times.get(id(variable), (None, 0))[1] for variable in variables]
 
-    def count(self, variables: Sequence[Any]) -> None:
+    def count(self, variables: ft.Variables) -> None:
         """Counts variables that were applied."""
         for variable, times in zip(variables, self.counts(variables), strict=True):
             # The variable is kept, so that no other one is given its id.
@@ -122,7 +123,7 @@ class ScaleLedger:
     """
 
     # The last call of any optimizer that scaled or unscaled: whose, its verb, and where.
-    _last: ClassVar[tuple[Any, str, weakref.ref[Any] | None] | None] = None
+    _last: ClassVar[tuple[weakref.ref[ScaleLedger], str, weakref.ref[object] | None] | None] = None
 
     def __init__(self, is_fixed: bool) -> None:
         # By replica, because each scales its own loss. Not by thread:
@@ -180,7 +181,7 @@ class ScaleLedger:
         return self._records[location[1][0]].is_own_step
 
     @contextlib.contextmanager
-    def applying(self, location: Location, variables: Sequence[Any]) -> Iterator[bool]:
+    def applying(self, location: Location, variables: ft.Variables) -> Iterator[bool]:
         """A context that applies gradients, and records them unless it raises.
 
         Args:
@@ -213,7 +214,7 @@ class ScaleLedger:
             record.applied_inside = True
 
     def _scaled_or_unscaled(
-        self, record: _Record, location: Location, variables: Sequence[Any]
+        self, record: _Record, location: Location, variables: ft.Variables
     ) -> str | None:
         """Whether gradients are "scaled" or "unscaled"; None if no call decided it.
 
@@ -252,7 +253,7 @@ class ScaleLedger:
         if record.verbs != {"get_scaled_loss"}:
             self._check_scaled(record, "apply", "scale_loss")
 
-    def record_apply(self, location: Location, variables: Sequence[Any]) -> None:
+    def record_apply(self, location: Location, variables: ft.Variables) -> None:
         """Records the end of the step of `apply`."""
         record = self._records[location[1][0]]
         record.unscaled = 0
@@ -290,5 +291,5 @@ class ScaleLedger:
             warn(message)
 
 
-def _reference(graph: Any) -> weakref.ref[Any] | None:
+def _reference(graph: object) -> weakref.ref[object] | None:
     return None if graph is None else weakref.ref(graph)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+import lossscale.framework_types as ft
 from lossscale.errors import ArgumentError
 from lossscale.packages import warn
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
@@ -26,22 +27,22 @@ class ScaleVariables:
     """
 
     # Whether to apply the gradients of a step; None where they need only be finite.
-    decide: Callable[[list[Any]], Any] | None = None
+    decide: Callable[[list[ft.Gradient]], ft.Scalar] | None = None
     # Returns the value of a variable as a tensor that does not change with it.
-    _read: Callable[[Any], Any]
+    _read: Callable[[ft.Variable], ft.Tensor]
     # Sets the state; returns the operation that does it in a graph of TensorFlow.
-    write: Callable[[ScaleState], Any]
+    write: Callable[[ScaleState], ft.Operation]
     # The array functions for `ScaleRule.update`.
-    _namespace: Any
+    _namespace: object
 
-    def __init__(
-        self, rule: ScaleRule, names: dict[str, str], new_variable: Callable[[str, str, Any], Any]
-    ) -> None:
+    def __init__(self, rule: ScaleRule, names: dict[str, str], new_variable: ft.Function) -> None:
         self.rule, self.names, self.variables = rule, names, dict[str, Any]()
         self.first: ScaleState = rule.init()
         for field, name in names.items():
             value = getattr(self.first, field)
-            self.variables[field] = new_variable(name, kind_of_number(value), value)
+            whole = "bool" if isinstance(value, bool) else "int"
+            kind = whole if isinstance(value, int) else "float32"
+            self.variables[field] = new_variable(name, kind, value)
 
     def read(self) -> ScaleState:
         """Returns the state as tensors; of a fixed scale, as Python numbers of the program."""
@@ -52,7 +53,7 @@ class ScaleVariables:
             **{field: self._read(variable) for field, variable in self.variables.items()}
         )
 
-    def update(self, stats: GradientStats) -> Any:
+    def update(self, stats: GradientStats) -> ft.Operation:
         """Updates the state after a step; returns what `write` does, None if nothing changes."""
         before = self.read()
         after = self.rule.update(before, stats, xp=self._namespace)
@@ -80,13 +81,6 @@ class ScaleVariables:
         return state
 
 
-def kind_of_number(value: Any) -> str:
-    """Returns "bool", "int" or "float32", the dtype of the variable for a field of a state."""
-    if isinstance(value, bool):
-        return "bool"
-    return "int" if isinstance(value, int) else "float32"
-
-
 class ValueStore:
     """Values in a model file, by name.
 
@@ -106,12 +100,12 @@ class ValueStore:
         self._read = read
         self._write = write
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: ft.Store) -> None:
         """Writes the values to a place in a file."""
         for name, value in self._read().items():
             store[name] = value
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: ft.Store) -> None:
         """Reads the values; a file of an optimizer without loss scaling has none."""
         values = arrays_in(store)
         if values:
@@ -127,7 +121,7 @@ class AttributesOfInner:
         inner: The inner optimizer.
     """
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: ft.KerasOptimizer) -> None:
         # Without the attributes of a Loss, whose names an optimizer may have.
         self.__inner = inner
 
@@ -146,25 +140,27 @@ class AttributesOfInner:
         return "Optimizer"
 
 
-def parts_of(attribute: Any) -> list[Any]:
+def parts_of(attribute: object) -> list[Any]:
     """The objects in a dictionary, list, tuple or set; of anything else the object itself."""
     if isinstance(attribute, dict):
         return list(attribute.values())
     return list(attribute) if isinstance(attribute, (list, tuple, set)) else [attribute]
 
 
-def _holds_variables_of(found: Any, inner: Any) -> bool:
+def _holds_variables_of(found: object, inner: ft.KerasOptimizer) -> bool:
     """Whether an attribute holds optimizers whose variables the inner one lists, and no others."""
     ids = [_ids_of_variables(each) for each in parts_of(found)]
     return any(ids) and set().union(*ids) <= _ids_of_variables(inner)
 
 
-def _ids_of_variables(owner: Any) -> set[int]:
+def _ids_of_variables(owner: object) -> set[int]:
     variables = getattr(owner, "variables", ())
     return {id(variable) for variable in (variables() if callable(variables) else variables)}
 
 
-def deserialized(library: Any, name: str, config: Any, custom_objects: Any) -> Any:
+def deserialized(
+    library: ft.Library, name: str, config: ft.Config, custom_objects: Mapping[str, Any] | None
+) -> ft.KerasOptimizer:
     """Returns the optimizer of a configuration that is not in its library's own list of names.
 
     Args:
@@ -185,7 +181,7 @@ def deserialized(library: Any, name: str, config: Any, custom_objects: Any) -> A
         ) from error
 
 
-def numbered_in(store: Any) -> list[Any]:
+def numbered_in(store: ft.Store) -> list[ft.Array]:
     """Returns the arrays in a place of a file whose names are their numbers.
 
     Raises:
@@ -201,7 +197,7 @@ def numbered_in(store: Any) -> list[Any]:
     return [arrays[number] for number in numbers]
 
 
-def arrays_in(store: Any) -> dict[str, Any]:
+def arrays_in(store: ft.Store) -> dict[str, ft.Array]:
     """Returns the arrays in a place of a file, by name."""
     # A place in an HDF5 file is no Mapping and yields no items.
     return {key: np.array(store[key]) for key in store.keys()}  # noqa: SIM118

@@ -6,10 +6,12 @@ The step itself is in `optimizer`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import lossscale.framework_types as ft
 from lossscale.common.private_names import do_not_convert
+from lossscale.keras_common.scaled_gradients import Location
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
@@ -26,15 +28,30 @@ class Step(NamedTuple):
         name: Name of the operations, or None.
     """
 
-    gradients: list[Any]
-    variables: list[Any]
-    scale: Any
-    aggregate: bool
-    name: str | None
+    gradients: list[ft.Gradient]
+    variables: list[ft.Variable]
+    scale: ft.Scalar = None
+    aggregate: bool = True
+    name: str | None = None
 
-    def without_overwritten(self) -> list[Any]:
-        """The gradients that the loss scale multiplied, None for others."""
-        return without_overwritten(self.gradients, self.variables)
+    @do_not_convert
+    def without_overwritten(self) -> list[ft.Gradient]:
+        """Returns the gradients that the loss scale multiplied, None for others.
+
+        A variable that Keras overwrites with its gradient (float8 statistics) has no gradient of
+        the loss, so nothing multiplied it.
+        """
+        return [
+            None if getattr(variable, "overwrite_with_gradient", False) else gradient
+            for gradient, variable in zip(self.gradients, self.variables, strict=True)
+        ]
+
+    def with_overwritten(self, scaled: ft.Gradients, unscaled: ft.Gradients) -> list[ft.Gradient]:
+        """Joins the unscaled gradients and those that the loss scale did not multiply."""
+        return [
+            gradient if multiplied is None else divided
+            for multiplied, divided, gradient in zip(scaled, unscaled, self.gradients, strict=True)
+        ]
 
 
 class OverflowCheck(NamedTuple):
@@ -48,7 +65,7 @@ class OverflowCheck(NamedTuple):
             it.
     """
 
-    all_finite: Any
+    all_finite: ft.Scalar
     step: Step
     state_on_host: ScaleState | None = None
 
@@ -63,20 +80,33 @@ class StepOperations:
     #   apply: divides a list of gradients by the scale and applies it;
     #   update_scale: updates the loss scale and the counters, given what the rule sees.
     # Returns the operation that does it in a graph of TensorFlow.
-    apply_or_skip: Callable[..., Any]
+    apply_or_skip: Callable[..., ft.Operation]
+    # Runs the training step of a guarded model, and puts weights back if it was skipped. Takes
+    #   model, step, args: the model, its step, and the arguments of the step;
+    #   optimizers: the loss scale optimizers whose skips count;
+    #   weights_of: returns the weights of the model to put back.
+    # Returns what the step does.
+    run_guarded: Callable[..., ft.Structure]
 
+    # Multiplies a loss by the scale, in float32 or wider.
+    scaled: Callable[[ft.Array, ft.Scalar], ft.Tensor]
     # Divides gradients by the scale, in float32 or wider; sparse stays sparse. The last argument
     # says whether the scale is a power of two.
-    unscaled: Callable[[Sequence[Any], Any, bool], list[Any]]
+    unscaled: Callable[[ft.Gradients, ft.Scalar, bool], ft.Gradients]
     # Returns whether gradients are finite when they are unscaled, a boolean scalar tensor. Takes
     # the same arguments; without a scale they are unscaled already.
-    all_finite: Callable[..., Any]
+    all_finite: Callable[..., ft.Scalar]
     # Returns the current value of a variable, a tensor that does not change with it.
-    read: Callable[[Any], Any]
+    read: Callable[[ft.Variable], ft.Tensor]
     # Whether a variable is in the memory of the host, so that nothing waits to read it.
-    is_on_host: Callable[[Any], bool]
+    is_on_host: Callable[[ft.Variable], bool]
     # Measures gradients.
     gradient_stats: Callable[..., GradientStats]
+    # Returns the gradients in a nest, without None.
+    flat_gradients: Callable[[ft.Structure], list[ft.Gradient]]
+    # Whether a value is a variable; a list of variables from one variable or a nest of them.
+    is_variable: Callable[[object], bool]
+    flat_variables: Callable[[ft.Structure], list[ft.Variable]]
 
     # Whether the gradients of the replicas are summed before the check, or in the inner optimizer.
     sums_before_check = False
@@ -84,23 +114,31 @@ class StepOperations:
     # Returns the `OverflowTracker` of the framework.
     new_overflow_tracker: Callable[[], Any]
 
-    def eager_scope(self) -> contextlib.AbstractContextManager[Any]:
+    def current_location(self) -> Location:
+        """The function being traced, or None, and the numbers of the replicas."""
+        return None, (0,)
+
+    def replica_count(self) -> int:
+        """The number of replicas."""
+        return 1
+
+    def eager_scope(self) -> contextlib.AbstractContextManager[object]:
         """A context in which variables are set immediately, even if a function is being traced."""
         return contextlib.nullcontext()
 
     def check_context(self) -> None:
         """Raises an error if no step can be taken here."""
 
-    def no_gradients(self) -> contextlib.AbstractContextManager[Any]:
+    def no_gradients(self) -> contextlib.AbstractContextManager[object]:
         """A context in which no gradient is recorded."""
         return contextlib.nullcontext()
 
-    def runs_now(self, gradients: Sequence[Any]) -> bool:
+    def runs_now(self, gradients: ft.Gradients) -> bool:
         """Whether the host sees the result of a step while it is taken."""
         return True
 
     def check(
-        self, step: Step, rule: ScaleRule, inner: Any, scale_variables: ScaleVariables
+        self, step: Step, rule: ScaleRule, inner: ft.KerasOptimizer, scale_variables: ScaleVariables
     ) -> OverflowCheck:
         """Checks whether the gradients of a step are finite when they are unscaled.
 
@@ -111,7 +149,7 @@ class StepOperations:
             scale_variables: The rule's state.
         """
         if not rule.checks_gradients:
-            finite: Any = True
+            finite: ft.Scalar = True
         elif step.scale is None:
             finite = self.all_finite(step.gradients)
         else:
@@ -126,47 +164,26 @@ class StepOperations:
                 finite = finite & self.all_finite(others)
         return OverflowCheck(finite, step)
 
-    def all_replicas_finite(self, finite: Any) -> Any:
+    def all_replicas_finite(self, finite: ft.Scalar) -> ft.Scalar:
         """Whether the gradients are finite on every replica."""
         return finite
 
-    def stats(self, step: Step, rule: ScaleRule, finite: Any, scale: Any) -> GradientStats:
+    def stats(
+        self, step: Step, rule: ScaleRule, finite: ft.Scalar, scale: ft.Scalar
+    ) -> GradientStats:
         """The statistics of the gradients that the rule needs."""
         are_scaled = step.scale is not None
         gradients = step.without_overwritten()
         return self.gradient_stats(rule.needs, finite, gradients, scale, are_scaled=are_scaled)
 
-    def unscale(self, step: Step, rule: ScaleRule) -> list[Any]:
+    def unscale(self, step: Step, rule: ScaleRule) -> list[ft.Gradient]:
         """Returns the gradients of a step, divided by the loss scale if they are scaled."""
         if step.scale is None:
             return step.gradients
         scaled = step.without_overwritten()
         unscaled = self.unscaled(scaled, step.scale, rule.powers_of_two)
-        return with_overwritten(scaled, unscaled, step.gradients)
+        return step.with_overwritten(scaled, unscaled)
 
-    def step_number(self, iterations: Any) -> Any:
+    def step_number(self, iterations: ft.Variable) -> ft.Scalar:
         """The number of the current step, counted from 1; None if no tracker needs it."""
         return self.read(iterations) + 1
-
-
-@do_not_convert
-def without_overwritten(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """Returns the gradients that the loss scale multiplied, None for others.
-
-    A variable that Keras overwrites with its gradient (float8 statistics) has no gradient of the
-    loss, so nothing multiplied it.
-    """
-    return [
-        None if getattr(variable, "overwrite_with_gradient", False) else gradient
-        for gradient, variable in zip(gradients, variables, strict=True)
-    ]
-
-
-def with_overwritten(
-    scaled: Sequence[Any], unscaled: Sequence[Any], gradients: Sequence[Any]
-) -> list[Any]:
-    """Joins the unscaled gradients and those that the loss scale did not multiply."""
-    return [
-        gradient if multiplied is None else divided
-        for multiplied, divided, gradient in zip(scaled, unscaled, gradients, strict=True)
-    ]

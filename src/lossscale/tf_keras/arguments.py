@@ -7,6 +7,7 @@ from typing import Any
 
 import tf_keras
 
+import lossscale.framework_types as ft
 from lossscale.arguments import check_described
 from lossscale.common.checks import check_not_wrapped
 from lossscale.errors import AlreadyWrappedError
@@ -14,7 +15,7 @@ from lossscale.keras_common.state import deserialized
 from lossscale.tf_keras.private_names import BaseLossScaleOptimizer
 
 
-def check_inner(inner: Any) -> None:
+def check_inner(inner: ft.KerasOptimizer) -> None:
     """Checks that an optimizer can be wrapped.
 
     Raises:
@@ -28,7 +29,7 @@ def check_inner(inner: Any) -> None:
         )
 
 
-def inner_from_config(config: Any, custom_objects: Any) -> Any:
+def inner_from_config(config: Any, custom_objects: dict[str, Any] | None) -> ft.KerasOptimizer:
     """Returns the inner optimizer that a configuration describes.
 
     Args:
@@ -56,7 +57,7 @@ def inner_from_config(config: Any, custom_objects: Any) -> Any:
     return deserialized(tf_keras, inner, copy.deepcopy(config), known)
 
 
-def _only_new_optimizers() -> dict[str, type[Any]]:
+def _only_new_optimizers() -> dict[str, ft.Class]:
     """The classes that have no legacy counterpart; tf_keras' own list lacks some of them."""
     new, legacy = tf_keras.optimizers, tf_keras.optimizers.legacy
     return {

@@ -9,81 +9,57 @@ from __future__ import annotations
 import dis
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tf_keras
 
+import lossscale.framework_types as ft
 from lossscale import registry
 from lossscale.errors import ArgumentTypeError
-from lossscale.optimizer import LossScaleOptimizer as FrontDoor
-from lossscale.tf_keras.current import CurrentWrapper
-from lossscale.tf_keras.legacy import LegacyWrapper
-from lossscale.tf_keras.optimizer import TFKerasCommonOptimizer
+from lossscale.tf_keras.private_names import BaseLossScaleOptimizer
 
-if TYPE_CHECKING:
-
-    class _OfFamily(Any):
-        """The class of tf_keras that an object has as a base, too."""
-
-else:
-    _OfFamily = object
+_Metaclass: ft.Class = type(BaseLossScaleOptimizer)
+# The class for the optimizers of each family.
+_families: list[ft.Class] = []
 
 
-@FrontDoor.register
-class LossScaleOptimizer(TFKerasCommonOptimizer, _OfFamily):
-    """The loss scale optimizer around a tf_keras optimizer.
+class CalledAsWritten(_Metaclass):
+    """The class of our classes: a subclass may be called with any arguments.
 
-    The class to inherit from; `lossscale.LossScaleOptimizer` creates objects of it. An object
-    belongs to the family of its inner optimizer: it is a `tf_keras.optimizers.Optimizer` or a
-    `tf_keras.optimizers.legacy.Optimizer`, and a `tf_keras.mixed_precision.LossScaleOptimizer`.
-
-    Args:
-        inner_optimizer: The optimizer to wrap, an instance of either family.
-        dynamic: As for `lossscale.LossScaleOptimizer`, like the arguments below.
-        initial_scale: The first, or the fixed, loss scale.
-        dynamic_growth_steps: The number of finite steps in a row after which the scale doubles.
-        rule: A `ScaleRule`, instead of the three arguments above.
-        name: The optimizer's name.
-
-    Raises:
-        TypeError: If `inner_optimizer` is not a tf_keras optimizer or already has loss scaling, or
-            an argument has the wrong type.
-        ValueError: If a scale or a number of steps is invalid.
-
-    Examples:
-        >>> optimizer = LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(0.5), initial_scale=8)
-        >>> isinstance(optimizer, tf_keras.optimizers.legacy.Optimizer)
-        True
+    tf_keras' own passes the inner optimizer on by position. The type of an optimizer makes those of
+    the other family too.
     """
 
-    # The public module, which pickles and files name.
-    __module__ = "lossscale.tf_keras"
+    def __call__(self, *args: Any, **kwargs: Any) -> ft.KerasOptimizer:
+        return type.__call__(self._public_class(), *args, **kwargs)
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        if not issubclass(cls, (CurrentWrapper, LegacyWrapper)):
-            # A subclass names its arguments as it likes.
-            given = [*args, *kwargs.values()]
-            families = [
-                family
-                for each in given
-                for family in (CurrentWrapper, LegacyWrapper)
-                if isinstance(each, family._inner_base)
-            ]
-            if not families:
-                named = kwargs.get("inner_optimizer", kwargs.get("optimizer"))
-                raise ArgumentTypeError(registry.not_an_optimizer(args[0] if args else named))
-            written: Any = cls
-            cls = _of_family(written, families[0])
-        made: Self = super().__new__(cls)
-        return made
 
-    @classmethod
-    def _public_class(cls) -> type[Any]:
-        return cls.__mro__[1] if "_is_of_family" in vars(cls) else cls
+def of_family(cls: ft.Class) -> ft.Class:
+    """Adds the class for the optimizers of one family, known by the name of its base class."""
+    _families.append(cls)
+    return _named_as(cls, cls.__mro__[1])
+
+
+def class_for(cls: ft.Class, args: Sequence[object], kwargs: Mapping[str, Any]) -> ft.Class:
+    """Returns the class of the object that a call of `cls` with these arguments makes.
+
+    Raises:
+        ArgumentTypeError: If no argument is an optimizer of tf_keras.
+    """
+    if issubclass(cls, tuple(_families)):
+        return cls
+    # A subclass names its arguments as it likes.
+    for each in (*args, *kwargs.values()):
+        for family in _families:
+            if isinstance(each, family._inner_base):
+                return family if family.__mro__[1] is cls else _subclass(cls, family)
+    named = kwargs.get("inner_optimizer", kwargs.get("optimizer"))
+    raise ArgumentTypeError(registry.not_an_optimizer(args[0] if args else named))
 
 
 @functools.cache
-def _of_family(cls: type[Any], family: type[Any]) -> type[Any]:
+def _subclass(cls: ft.Class, family: ft.Class) -> ft.Class:
     """Returns the subclass of `cls` for the optimizers of one family, known by the same name."""
     written = itertools.takewhile(
         lambda base: not base.__module__.startswith("lossscale."), cls.__mro__
@@ -97,24 +73,21 @@ def _of_family(cls: type[Any], family: type[Any]) -> type[Any]:
                 f"{function.__qualname__}() calls super(type(self), self), which calls itself "
                 "without end if the class has a subclass. Write super() instead."
             )
-    namespace = {
-        "__module__": cls.__module__,
-        "__doc__": cls.__doc__,
-        "_is_of_family": True,
-        # For `super(self.__class__, self)`, which programs of that time write in subclasses.
-        "__class__": property(lambda self: type(self)._public_class()),
-    }
-    made = type(cls.__name__, (cls, family), namespace)
-    _register_as(made, tf_keras.saving.get_registered_name(cls))
+    return _named_as(type(cls.__name__, (cls, family), {"_is_of_family": True}), cls)
+
+
+def _named_as(made: ft.Class, written: ft.Class) -> ft.Class:
+    """Gives a class the names of its base class, which programs and files name."""
+    made.__name__, made.__qualname__ = written.__name__, written.__name__
+    made.__module__, made.__doc__ = written.__module__, written.__doc__
+    register_as(made, tf_keras.saving.get_registered_name(written))
     # A file names the class that was written, for both families.
-    _register_as(cls, tf_keras.saving.get_registered_name(cls))
+    register_as(written, tf_keras.saving.get_registered_name(written))
     return made
 
 
-def _register_as(cls: type[Any], registered: str) -> None:
+def register_as(cls: ft.Class, registered: str) -> None:
+    """Registers a class for tf_keras' files; a name without a package is of no registered class."""
     package, separator, name = registered.rpartition(">")
     if separator:
         tf_keras.saving.register_keras_serializable(package, name)(cls)
-
-
-_register_as(LossScaleOptimizer, "lossscale>LossScaleOptimizer")

@@ -10,22 +10,26 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
+import lossscale.framework_types as ft
 from lossscale.keras_common.optimizer import Slots, slots_in
 from lossscale.old_formats import documented_name, kind_of
 from lossscale.tensorflow.tracing import in_xla, translated
-from lossscale.tf_keras.optimizer import CalledAsWritten, TFKerasCommonOptimizer, dtype_of
+from lossscale.tf_keras.classes import CalledAsWritten, of_family
+from lossscale.tf_keras.optimizer import LossScaleOptimizer, dtype_of
 from lossscale.tf_keras.private_names import LossScaleOptimizerV3
 from lossscale.tf_keras.saving import UNLISTED, LossScaleStore, build_pending, drop_pending
 
 
-class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=CalledAsWritten):
+@of_family
+class CurrentWrapper(LossScaleOptimizer, LossScaleOptimizerV3, metaclass=CalledAsWritten):
     """A wrapper of the optimizers that tf_keras has had since 2.11."""
 
+    _is_of_family = True
     _inner_base = tf_keras.optimizers.Optimizer
     _is_legacy = False
     _are_summed = ("skip_gradients_aggregation", True)
 
-    def _build(self, variables: list[Any], has_gradient: Sequence[bool] = ()) -> None:
+    def _build(self, variables: list[ft.Variable], has_gradient: Sequence[bool] = ()) -> None:
         if self._pending_groups:
             build_pending(self, variables)
         self._optimizer.build(variables)
@@ -44,21 +48,21 @@ class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=Cal
                 unlisted[name] = variable
         return unlisted
 
-    def _inner_weights(self) -> list[Any]:
+    def _inner_weights(self) -> list[ft.Variable]:
         return list(self._optimizer.variables)
 
-    def _inner_gradients(self, loss: Any, variables: list[Any], tape: Any) -> list[Any]:
+    def _pairs_of(self, loss: ft.Tensor, variables: ft.Variables, tape: ft.Tape) -> ft.GradsAndVars:
         return list(self._optimizer.compute_gradients(loss, variables, tape=tape))
 
-    def _symbolic_gradients(self, loss: Any, variables: Sequence[Any]) -> list[Any]:
+    def _symbolic(self, loss: ft.Tensor, variables: ft.Variables) -> list[ft.Gradient]:
         return list(tf.gradients(loss, list(variables)))
 
-    def _aggregated(self, pairs: list[Any]) -> Any:
+    def _aggregated(self, pairs: ft.GradsAndVars) -> ft.GradsAndVars:
         inner = self._optimizer
         # With DTensor, gradients are already summed.
         if inner._run_with_dtensor or inner._mesh:
             return pairs
-        return translated(inner.aggregate_gradients)(pairs)
+        return list(translated(inner.aggregate_gradients)(pairs))
 
     @contextlib.contextmanager
     def _while_applying(self) -> Iterator[None]:
@@ -86,8 +90,8 @@ class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=Cal
         # Kept: tf_keras skips an object with the id of one that it has visited.
         return LossScaleStore(self._own_values, self._set_loaded_values)
 
-    save_own_variables = TFKerasCommonOptimizer._save_inner
-    load_own_variables = TFKerasCommonOptimizer._load_inner
+    save_own_variables = LossScaleOptimizer._save_inner
+    load_own_variables = LossScaleOptimizer._load_inner
 
     def _load_now(self) -> None:
         self._load_pending()
@@ -96,10 +100,10 @@ class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=Cal
         if self._load_refused:
             drop_pending(self)
 
-    def _is_of_own_class(self, store: Any, values: Sequence[Any]) -> bool:
+    def _is_of_own_class(self, store: ft.Store, values: Sequence[ft.Array]) -> bool:
         """Whether a place in a file is that of an optimizer of tf_keras' own class."""
         # It has no values of loss scaling, and its inner optimizer's variables twice.
-        place: Any = getattr(store, "parent", {})
+        place: ft.Store = getattr(store, "parent", {})
         ours = {"loss_scale_state", "lossscale.loss_scale_state"}
         if "inner_optimizer" not in place or not ours.isdisjoint(place):
             return False
@@ -113,21 +117,21 @@ class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=Cal
     def get_slot_names(self) -> list[str]:
         return list(dict.fromkeys(names[0] for names, _ in self._slots()))
 
-    def _new_slot(self, var: Any, slot_name: str, initializer: Any) -> Any:
+    def _new_slot(self, var: ft.Variable, name: str, initializer: ft.Initializer) -> ft.Variable:
         first = initializer
         if isinstance(initializer, str) or callable(initializer):
             first = tf_keras.initializers.get(initializer)(var.shape, dtype_of(var))
         with tf.init_scope():
-            slot = self._optimizer.add_variable_from_reference(var, slot_name, initial_value=first)
+            slot = self._optimizer.add_variable_from_reference(var, name, initial_value=first)
         self._children_have_changed()
         return slot
 
     def _new_weight(
-        self, shape: Any, dtype: Any, initializer: Any, trainable: Any, **settings: Any
-    ) -> Any:
+        self, name: str, shape: Any, dtype: Any, initializer: Any, trainable: Any, **settings: Any
+    ) -> ft.Variable:
         with tf.init_scope():
             first = tf_keras.initializers.get(initializer)(tuple(shape), dtype or tf.float32)
-            variable = tf.Variable(first, trainable=bool(trainable), **settings)
+            variable = tf.Variable(first, trainable=bool(trainable), name=name, **settings)
         self._optimizer._variables.append(variable)
         self._children_have_changed()
         return variable
@@ -144,24 +148,24 @@ class CurrentWrapper(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=Cal
 
     # Methods of the base class whose variables and settings the wrapper does not have.
 
-    def aggregate_gradients(self, grads_and_vars: Any) -> Any:
+    def aggregate_gradients(self, grads_and_vars: ft.GradsAndVars) -> ft.Structure:
         """Sums gradients over the replicas, as the inner optimizer does."""
         return self._optimizer.aggregate_gradients(grads_and_vars)
 
-    def update_step(self, gradient: Any, variable: Any) -> Any:
+    def update_step(self, gradient: ft.Gradient, variable: ft.Variable) -> ft.Operation:
         """Updates a variable as the inner optimizer does, whatever the gradient is."""
         return self._optimizer.update_step(gradient, variable)
 
-    def add_variable(self, *args: Any, **kwargs: Any) -> Any:
+    def add_variable(self, *args: Any, **kwargs: Any) -> ft.Variable:
         """Adds a state variable to the inner optimizer, and returns it."""
         return self._optimizer.add_variable(*args, **kwargs)
 
-    def add_variable_from_reference(self, *args: Any, **kwargs: Any) -> Any:
+    def add_variable_from_reference(self, *args: Any, **kwargs: Any) -> ft.Variable:
         """Adds a state variable for a variable to the inner optimizer, and returns it."""
         return self._optimizer.add_variable_from_reference(*args, **kwargs)
 
 
-def _variables_in(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _variables_in(thing: object, path: str) -> Iterator[tuple[str, ft.Variable]]:
     """Yields the variables in nested containers, by their places."""
     if isinstance(thing, tf.Variable):
         yield path, thing
@@ -173,7 +177,7 @@ def _variables_in(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _variables_in(value, f"{path}.{number}")
 
 
-def _slot_names(inner: Any, attribute: str, slots: dict[Any, Any]) -> list[str]:
+def _slot_names(inner: ft.KerasOptimizer, attribute: str, slots: ft.Structure) -> list[str]:
     """The names of a kind of slot, the one that the documents use first."""
     # tf_keras puts the slot's name before that of the reference variable.
     names = sorted({str(slot.name).partition("/")[0] for slot in slots.values()})

@@ -8,14 +8,18 @@ from typing import Any
 
 import tf_keras
 
-from lossscale.tf_keras.optimizer import CalledAsWritten, TFKerasCommonOptimizer
+import lossscale.framework_types as ft
+from lossscale.tf_keras.classes import CalledAsWritten, of_family
+from lossscale.tf_keras.optimizer import LossScaleOptimizer
 from lossscale.tf_keras.private_names import LegacyLossScaleOptimizer
 from lossscale.tf_keras.saving import build_pending
 
 
-class LegacyWrapper(TFKerasCommonOptimizer, LegacyLossScaleOptimizer, metaclass=CalledAsWritten):
+@of_family
+class LegacyWrapper(LossScaleOptimizer, LegacyLossScaleOptimizer, metaclass=CalledAsWritten):
     """A wrapper of `tf_keras.optimizers.legacy`, the only optimizers before 2.11."""
 
+    _is_of_family = True
     _inner_base = tf_keras.optimizers.legacy.Optimizer
     _is_legacy = True
     _are_summed = ("experimental_aggregate_gradients", False)
@@ -23,11 +27,11 @@ class LegacyWrapper(TFKerasCommonOptimizer, LegacyLossScaleOptimizer, metaclass=
     # Here TensorFlow's checkpoints ask dir() for the slots.
     _hidden = frozenset()
 
-    def _create_all_weights(self, var_list: Sequence[Any]) -> None:
+    def _create_all_weights(self, var_list: ft.Variables) -> None:
         # tf_keras calls this before it loads an HDF5 file.
         self._build(list(var_list))
 
-    def _build(self, variables: list[Any], has_gradient: Sequence[bool] = ()) -> None:
+    def _build(self, variables: list[ft.Variable], has_gradient: Sequence[bool] = ()) -> None:
         # As without loss scaling, a variable without a gradient gets no slots.
         kept = [v for i, v in enumerate(variables) if i >= len(has_gradient) or has_gradient[i]]
         if self._pending_groups:
@@ -36,33 +40,37 @@ class LegacyWrapper(TFKerasCommonOptimizer, LegacyLossScaleOptimizer, metaclass=
         self._remember_trained(kept)
         self._load_pending()
 
-    def _inner_weights(self) -> list[Any]:
+    def _inner_weights(self) -> list[ft.Variable]:
         return list(self._optimizer.weights)
 
-    def _inner_gradients(self, loss: Any, variables: list[Any], tape: Any) -> list[Any]:
+    def _pairs_of(self, loss: ft.Tensor, variables: ft.Variables, tape: ft.Tape) -> ft.GradsAndVars:
         return list(self._optimizer._compute_gradients(loss, variables, tape=tape))
 
     def _compute_gradients(
-        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
-    ) -> list[tuple[Any, Any]]:
+        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor = None, tape: ft.Tape = None
+    ) -> ft.GradsAndVars:
         # Programs of that time use this name.
         return self.compute_gradients(loss, var_list, tape=tape, grad_loss=grad_loss)
 
-    def _computed(self, loss: Any, var_list: Any, grad_loss: Any, tape: Any) -> Any:
+    def _computed(
+        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor, tape: ft.Tape
+    ) -> ft.GradsAndVars:
         return self._compute_gradients(loss, var_list, grad_loss=grad_loss, tape=tape)
 
-    def _symbolic_gradients(self, loss: Any, variables: Sequence[Any]) -> list[Any]:
+    def _symbolic(self, loss: ft.Tensor, variables: ft.Variables) -> list[ft.Gradient]:
         return list(self._optimizer.get_gradients(loss, list(variables)))
 
-    def _aggregated(self, pairs: list[Any]) -> Any:
+    def _aggregated(self, pairs: ft.GradsAndVars) -> ft.GradsAndVars:
         pairs = self._optimizer._transform_unaggregated_gradients(pairs)
-        return self._optimizer._aggregate_gradients(pairs)
+        return list(self._optimizer._aggregate_gradients(pairs))
 
-    def _decayed_lr(self, var_dtype: Any) -> Any:
+    def _decayed_lr(self, var_dtype: ft.Dtype) -> ft.Tensor:
         # Programs of that time show the learning rate of a schedule so.
         return self._optimizer._decayed_lr(var_dtype)
 
-    def _get_hyper(self, name: str, dtype: Any = None) -> Any:
+    def _get_hyper(
+        self, name: str, dtype: ft.Dtype = None
+    ) -> ft.Variable | ft.Tensor | ft.Function:
         return self._optimizer._get_hyper(name, dtype)
 
     # --- Slots, which the legacy optimizers have themselves -----------------------------------
@@ -70,15 +78,15 @@ class LegacyWrapper(TFKerasCommonOptimizer, LegacyLossScaleOptimizer, metaclass=
     def get_slot_names(self) -> list[str]:
         return list(self._optimizer.get_slot_names())
 
-    def _find_slot(self, var: Any, slot_name: str) -> Any:
+    def _find_slot(self, var: ft.Variable, slot_name: str) -> ft.Variable | None:
         with contextlib.suppress(KeyError):
             return self._optimizer.get_slot(var, slot_name)
         return None
 
     def add_slot(
-        self, var: Any, slot_name: str, initializer: Any = "zeros", shape: Any = None
-    ) -> Any:
+        self, var: ft.Variable, slot_name: str, initializer: Any = "zeros", shape: Any = None
+    ) -> ft.Variable:
         return self._optimizer.add_slot(var, slot_name, initializer, shape)
 
-    def _new_weight(self, **settings: Any) -> Any:
-        return self._optimizer.add_weight(**settings)
+    def _new_weight(self, *given: Any, **settings: Any) -> ft.Variable:
+        return self._optimizer.add_weight(*given, **settings)

@@ -1,28 +1,31 @@
-"""The base class of the wrappers of both families of tf_keras: new optimizers and legacy ones."""
+"""The loss scale optimizer for tf_keras; `current` and `legacy` have what differs by family."""
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextlib
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import tensorflow as tf
 import tf_keras
 
+import lossscale.framework_types as ft
+import lossscale.tf_keras.classes as classes
 import lossscale.tf_keras.saving as saving
 from lossscale.common.checks import scaled_value, takes, with_gradient
 from lossscale.errors import ArgumentError
 from lossscale.keras_common.optimizer import KerasCommonOptimizer
 from lossscale.keras_common.scaled_gradients import ScaleLedger
 from lossscale.keras_common.step import Step, StepOperations
-from lossscale.members import VariableList
-from lossscale.rules import GradientStats, ScaleRule
+from lossscale.members import VariableList, Wrapper
+from lossscale.optimizer import LossScaleOptimizer as FrontDoor
+from lossscale.rules import GradientStats, ScaleRule, ScaleState
 from lossscale.tensorflow import overflow_check, replicas, tracing
 from lossscale.tensorflow.operations import TensorFlowOperations, recorded
 from lossscale.tensorflow.private_names import DelegatingTrackableMixin
 from lossscale.tf_keras.arguments import check_inner, inner_from_config
-from lossscale.tf_keras.private_names import BaseLossScaleOptimizer
 from lossscale.tf_keras.state import (
     BaseOptimizerNode,
     CheckpointChildren,
@@ -32,6 +35,14 @@ from lossscale.tf_keras.state import (
     new_variable,
 )
 
+if TYPE_CHECKING:
+
+    class _OfFamily(Any):
+        """The class of tf_keras that an object has as a base, too."""
+
+else:
+    _OfFamily = object
+
 
 class TensorFlowArrays(TensorFlowOperations, StepOperations):
     """The operations that loss scaling needs on TensorFlow's arrays and variables."""
@@ -40,38 +51,55 @@ class TensorFlowArrays(TensorFlowOperations, StepOperations):
     is_on_host = staticmethod(replicas.is_on_host)
     read = staticmethod(tf.convert_to_tensor)
 
-    def is_variable(self, value: Any) -> bool:
+    def is_variable(self, value: object) -> bool:
         """Whether a gradient can be applied to a value."""
         return isinstance(value, tf.Variable)
 
-    def variables_written(self, optimizer: Any, step: Step) -> list[Any]:
+    def variables_written(self, optimizer: Wrapper, step: Step) -> list[ft.Variable]:
         """The variables that a new inner optimizer may change in a step."""
         inner, unlisted = optimizer._optimizer, optimizer._unlisted_variables().values()
         return [*inner.variables, inner.iterations, *unlisted, *step.variables]
 
-    def stats(self, step: Step, rule: ScaleRule, finite: Any, scale: Any) -> GradientStats:
+    def stats(
+        self, step: Step, rule: ScaleRule, finite: ft.Scalar, scale: ft.Scalar
+    ) -> GradientStats:
         """The statistics of the unscaled gradients that the rule needs."""
         return overflow_check.gradient_stats(
             rule.needs, finite, step.gradients, scale, are_scaled=False, are_shared=step.aggregate
         )
 
 
-_Metaclass: Any = type(BaseLossScaleOptimizer)
+@FrontDoor.register
+class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
+    """The loss scale optimizer around a tf_keras optimizer.
 
+    The class to inherit from; `lossscale.LossScaleOptimizer` creates objects of it. An object
+    belongs to the family of its inner optimizer: it is a `tf_keras.optimizers.Optimizer` or a
+    `tf_keras.optimizers.legacy.Optimizer`, and a `tf_keras.mixed_precision.LossScaleOptimizer`.
 
-class CalledAsWritten(_Metaclass):
-    """The class of our classes: a subclass may be called with any arguments.
+    Args:
+        inner_optimizer: The optimizer to wrap, an instance of either family.
+        dynamic: As for `lossscale.LossScaleOptimizer`, like the arguments below.
+        initial_scale: The first, or the fixed, loss scale.
+        dynamic_growth_steps: The number of finite steps in a row after which the scale doubles.
+        rule: A `ScaleRule`, instead of the three arguments above.
+        name: The optimizer's name.
 
-    tf_keras' own passes the inner optimizer on by position. The type of an optimizer makes those of
-    the other family too.
+    Raises:
+        TypeError: If `inner_optimizer` is not a tf_keras optimizer or already has loss scaling, or
+            an argument has the wrong type.
+        ValueError: If a scale or a number of steps is invalid.
+
+    Examples:
+        >>> optimizer = LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(0.5), initial_scale=8)
+        >>> isinstance(optimizer, tf_keras.optimizers.legacy.Optimizer)
+        True
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return type.__call__(self._public_class(), *args, **kwargs)
-
-
-class TFKerasCommonOptimizer(KerasCommonOptimizer):
-    """The base class of both families: the constructor, the step, and the members to read."""
+    # The public module, which pickles and files name.
+    __module__ = "lossscale.tf_keras"
+    # For `super(self.__class__, self)`, which programs of that time write in subclasses.
+    __class__ = property(lambda self: type(self)._public_class())
 
     _framework: ClassVar[str] = "tf_keras"
     _library = tf_keras
@@ -80,28 +108,45 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     # TensorFlow keeps the inner optimizer under the second name.
     _hidden = KerasCommonOptimizer._hidden | {"_optimizer", "_trackable"}
     _backend = TensorFlowArrays()
-    _state: Any
 
     # Defined by each family.
 
-    _inner_base: ClassVar[type[Any]]
+    _inner_base: ClassVar[ft.Class]
     _is_legacy: ClassVar[bool]
     # The argument of the inner optimizer's `apply_gradients` that says so, and its value.
     _are_summed: ClassVar[tuple[str, bool]]
-    # Also methods: `_build(variables, has_gradient)` creates the inner optimizer's variables;
-    # `_inner_weights()` lists them; `_inner_gradients(loss, variables, tape)` returns pairs of a
-    # scaled loss, `_symbolic_gradients(loss, variables)` gradients of a tensor of the traced
-    # function; `_aggregated(pairs)` sums gradients over the replicas; `_new_weight(name, ...)` adds
-    # a variable to the inner optimizer.
 
-    _check_inner = staticmethod(check_inner)
+    @abc.abstractmethod
+    def _build(self, variables: list[ft.Variable], has_gradient: Sequence[bool] = ()) -> None:
+        """Creates the inner optimizer's variables."""
 
-    def _construct(self, inner_optimizer: Any, rule: ScaleRule, name: str | None) -> None:
+    @abc.abstractmethod
+    def _pairs_of(self, loss: ft.Tensor, variables: ft.Variables, tape: ft.Tape) -> ft.GradsAndVars:
+        """Returns the gradients of a scaled loss, with their variables."""
+
+    @abc.abstractmethod
+    def _aggregated(self, pairs: ft.GradsAndVars) -> ft.GradsAndVars:
+        """Sums gradients over the replicas."""
+
+    # Adds a variable to the inner optimizer, with the arguments of `add_weight`.
+    _new_weight: Callable[..., ft.Variable]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        cls = classes.class_for(cls, args, kwargs)
+        made: Self = super().__new__(cls)
+        return made
+
+    @classmethod
+    def _public_class(cls) -> ft.Class:
+        return cls.__mro__[1] if "_is_of_family" in vars(cls) else cls
+
+    def _construct(self, inner: ft.KerasOptimizer, rule: ScaleRule, name: str | None) -> None:
+        check_inner(inner)
         replicas.check_strategy()
         # The constructors of tf_keras are not called: they would make a second counter and hide
         # the inner optimizer's settings. In a checkpoint both optimizers are one node.
-        DelegatingTrackableMixin.__init__(self, inner_optimizer)
-        self._optimizer = inner_optimizer
+        DelegatingTrackableMixin.__init__(self, inner)
+        self._optimizer = inner
         self._given_name = name
         self._rule = rule
         self._ledger = ScaleLedger(not rule.is_dynamic)
@@ -111,9 +156,9 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         # The key and the shape of each variable that the original of a copy was built with.
         self.__dict__["_pending_groups"] = []
         # All variables that it was built with.
-        self._built_groups: tuple[Any, ...] = ()
+        self._built_groups: tuple[ft.Variables, ...] = ()
         # Variables of a LossScale object, by name.
-        self._loss_scale_variables: dict[str, Any] = {}
+        self._loss_scale_variables: dict[str, ft.Variable] = {}
         self._added_slots = {}
         self._create_state()
 
@@ -130,7 +175,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             BaseOptimizerNode(self._optimizer, self._is_legacy, self._find_slot),
         )
 
-    def _track_variable(self, variable: Any) -> None:
+    def _track_variable(self, variable: ft.Variable) -> None:
         """Counts a variable of a LossScale object as one of this optimizer's."""
         self._loss_scale_variables[variable.name.removesuffix(":0")] = variable
 
@@ -138,25 +183,23 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         # The first checkpoint, maybe written before the optimizer was wrapped, left a list.
         self._optimizer.__dict__.pop("_coalesced_children", None)
 
-    def build(self, var_list: Sequence[Any]) -> None:
+    def build(self, var_list: ft.Variables) -> None:
         self._build(list(var_list))
 
     # --- The parts of a step; see `keras_common/optimizer.py` ---------------------------------
 
-    def _prepared(
-        self, gradients: Sequence[Any], variables: Sequence[Any], aggregate: bool
-    ) -> tuple[list[Any], list[Any]]:
+    def _prepared(self, step: Step) -> Step:
         with tf.init_scope():
-            self._build(list(variables), [g is not None for g in gradients])
+            self._build(list(step.variables), [g is not None for g in step.gradients])
         if self._pending_values is not None:
             saving.drop_pending(self)
-        self._build_overflow_tracker(variables)
-        pairs = list(zip(gradients, variables, strict=True))
-        if aggregate:
-            pairs = list(self._aggregated(pairs))
-        trained = [pair[1] for pair in pairs]
+        self._build_overflow_tracker(step.variables)
+        pairs = list(zip(step.gradients, step.variables, strict=True))
+        if step.aggregate:
+            pairs = self._aggregated(pairs)
         # Before the check, because the cast can overflow.
-        return [_narrowed(*pair[:2]) for pair in pairs], trained
+        narrowed = [_narrowed(*pair[:2]) for pair in pairs]
+        return step._replace(gradients=narrowed, variables=[pair[1] for pair in pairs])
 
     def _sums_replicas(self, asked: bool) -> bool:
         argument, _ = self._are_summed
@@ -171,7 +214,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         # It does that itself.
         return False
 
-    def _apply_inner(self, step: Step) -> Any:
+    def _apply_inner(self, step: Step) -> ft.Operation:
         argument, value = self._are_summed
         given: dict[str, Any] = {} if step.name is None else {"name": step.name}
         if takes(self._optimizer.apply_gradients, argument):
@@ -184,7 +227,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         """A context for a call of the inner optimizer."""
         return contextlib.nullcontext()
 
-    def _update_scale(self, stats: GradientStats, state_on_host: Any) -> Any:
+    def _update_scale(self, stats: GradientStats, state_on_host: ScaleState | None) -> list[Any]:
         results = [self._state.update(stats)]
         if self._rule.checks_gradients:
             skipped = tf.logical_not(stats.finite)
@@ -194,7 +237,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
                 results.append(self._steps_skipped.assign_add(count, read_value=False))
         return results
 
-    def _result(self, operation: Any) -> Any:
+    def _result(self, operation: ft.Operation) -> ft.Variable | ft.Operation:
         if tf.executing_eagerly():
             return self.iterations
         if tf.compat.v1.get_default_graph().building_function:
@@ -203,7 +246,9 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     # --- Gradients of a loss ------------------------------------------------------------------
 
-    def _computed(self, loss: Any, var_list: Any, grad_loss: Any, tape: Any) -> Any:
+    def _computed(
+        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor | ft.Tape, tape: ft.Tape
+    ) -> ft.GradsAndVars:
         if isinstance(grad_loss, tf.GradientTape):
             # The new optimizers of tf_keras take the tape in this place.
             grad_loss, tape = None, grad_loss
@@ -213,8 +258,8 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         return self.compute_gradients(loss, var_list, **given)
 
     def compute_gradients(
-        self, loss: Any, var_list: Any = None, tape: Any = None, grad_loss: Any = None
-    ) -> list[tuple[Any, Any]]:
+        self, loss: ft.Loss, var_list: ft.VarList = None, tape: Any = None, grad_loss: Any = None
+    ) -> ft.GradsAndVars:
         """Returns (gradient, variable) pairs for `apply_gradients`; the first half of `minimize`.
 
         Args:
@@ -237,15 +282,15 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         location = replicas.current_location()
         with self._ledger.own_step(location):
             scaled, variables = self._differentiated(loss, var_list, grad_loss, tape)
-            gradients = self._unscaled_by_verb(scaled, variables)
+            gradients = self._unscaled_by_verb(Step(scaled, variables))
         self._ledger.record(location, "get_scaled_loss")
         self._ledger.record_unscaled(location, len(with_gradient(gradients, variables)))
         return list(zip(gradients, variables, strict=True))
 
     def _differentiated(
-        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
-    ) -> tuple[list[Any], list[Any]]:
-        def scale(loss: Any) -> Any:
+        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor = None, tape: ft.Tape = None
+    ) -> tuple[list[ft.Gradient], list[ft.Variable]]:
+        def scale(loss: ft.Loss) -> ft.Tensor:
             scaled = scaled_value(loss, self.get_scaled_loss)
             if grad_loss is None:
                 return scaled
@@ -255,16 +300,13 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         watch = self._backend.flat_variables(var_list) if given else []
         tape, scaled, variables = recorded(loss, var_list, scale, tape=tape, watch=watch)
         variables = self._backend.flat_variables(variables)
-        pairs = self._inner_gradients(scaled, variables, tape)
+        pairs = self._pairs_of(scaled, variables, tape)
         return [gradient for gradient, _ in pairs], variables
-
-    def _symbolic(self, loss: Any, params: Sequence[Any]) -> list[Any]:
-        return list(self._symbolic_gradients(self.get_scaled_loss(loss), params))
 
     # --- What can be read ---------------------------------------------------------------------
 
     @property
-    def inner_optimizer(self) -> Any:
+    def inner_optimizer(self) -> ft.KerasOptimizer:
         """The inner optimizer."""
         return self._optimizer
 
@@ -274,7 +316,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         return self._given_name or "loss_scale_optimizer"
 
     @property
-    def dynamic_counter(self) -> Any:
+    def dynamic_counter(self) -> ft.Variable | None:
         return self._state.variables.get("good_steps")
 
     @property
@@ -282,13 +324,13 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         return self._step_counter
 
     @iterations.setter
-    def iterations(self, value: Any) -> None:
+    def iterations(self, value: ft.Variable | ft.Scalar) -> None:
         if isinstance(value, tf.Variable):
             self._optimizer.iterations = value
         else:
             self._step_counter.assign(value)
 
-    def _inner_iterations(self) -> Any:
+    def _inner_iterations(self) -> ft.Variable:
         # A legacy optimizer makes its counter when it is first read, maybe in a traced function.
         with tf.init_scope():
             return self._optimizer.iterations
@@ -302,37 +344,27 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         names = collections.Counter(variable.name for variable in (*listed, *others))
         return VariableList([*listed, *(other for other in others if names[other.name] == 1)])
 
-    @property
-    def _lasting_variables(self) -> VariableList:
-        return self.variables
-
-    def get_weights(self) -> list[Any]:
+    def get_weights(self) -> list[ft.Array]:
         return saving.values_of(self.weights)
 
-    def _assign(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+    def _assign(self, variables: ft.Variables, values: Sequence[ft.Array]) -> None:
         tf_keras.backend.batch_set_value(list(zip(variables, values, strict=True)))
 
     def add_weight(
         self,
         name: str,
-        shape: Any,
-        dtype: Any = None,
-        initializer: Any = "zeros",
+        shape: Iterable[int],
+        dtype: ft.Dtype = None,
+        initializer: ft.Initializer = "zeros",
         trainable: bool | None = None,
-        synchronization: Any = tf.VariableSynchronization.AUTO,
-        aggregation: Any = tf.VariableAggregation.NONE,
-    ) -> Any:
-        return self._new_weight(
-            name=name,
-            shape=shape,
-            dtype=None if dtype is None else tf.as_dtype(dtype),
-            initializer=initializer,
-            trainable=trainable,
-            synchronization=synchronization,
-            aggregation=aggregation,
-        )
+        synchronization: object = tf.VariableSynchronization.AUTO,
+        aggregation: object = tf.VariableAggregation.NONE,
+    ) -> ft.Variable:
+        dtype = None if dtype is None else tf.as_dtype(dtype)
+        settings = {"synchronization": synchronization, "aggregation": aggregation}
+        return self._new_weight(name, shape, dtype, initializer, trainable, **settings)
 
-    def _own_variables(self) -> dict[str, Any]:
+    def _own_variables(self) -> dict[str, ft.Variable]:
         """The variables of the loss scale and of the skips, by their names in saving."""
         named = self._state.named
         skips = {"steps_skipped": self._steps_skipped, "last_step_skipped": self._last_step_skipped}
@@ -349,10 +381,10 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         # hyperparameter, such as Adam's epsilon.
         return object.__getattribute__(self, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         inner = self.__dict__.get("_optimizer")
         own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
-        if inner is not None and not own and _has_setting(inner, name):
+        if not own and (name in getattr(inner, "_hyper", ()) or hasattr(inner, name)):
             setattr(inner, name, value)
         else:
             # Past attribute tracking: what belongs into a checkpoint is named explicitly.
@@ -364,7 +396,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         theirs = self._optimizer._trackable_children(save_type, **kwargs)
         return self._children.beside(theirs)
 
-    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+    def _lookup_dependency(self, name: str, cached_dependencies: object = None) -> ft.Node:
         theirs = self._optimizer._lookup_dependency(name)
         taken = theirs is not None or name in getattr(self._optimizer, "_hyper", ())
         own = self._children.found(name, taken)
@@ -376,12 +408,12 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     _inner_values = saving.inner_values
     _set_inner_values = saving.set_inner_values
 
-    def _build_alike(self, other: Any) -> None:
+    def _build_alike(self, other: Self) -> None:
         # In the same order, which identifies weights.
         for variables in self._built_groups:
             other._build(list(variables))
 
-    def _remember_trained(self, variables: Sequence[Any]) -> None:
+    def _remember_trained(self, variables: ft.Variables) -> None:
         """Records variables that it was not built with before."""
         known = {id(each) for group in self._built_groups for each in group}
         new = [each for each in variables if id(each) not in known]
@@ -398,27 +430,26 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     _state_class = TFKerasScaleVariables
 
     @staticmethod
-    def _float32(value: Any) -> Any:
+    def _float32(value: ft.Scalar) -> ft.Tensor:
         return tf.cast(value, tf.float32)
 
-    def _unlisted_variables(self) -> dict[str, Any]:
+    def _unlisted_variables(self) -> dict[str, ft.Variable]:
         """Returns variables that the inner optimizer does not list, by their names in saving."""
         return {}
 
 
-def _has_setting(inner: Any, name: str) -> bool:
-    return name in getattr(inner, "_hyper", ()) or hasattr(inner, name)
-
-
-def dtype_of(variable: Any) -> Any:
+def dtype_of(variable: ft.Variable) -> ft.Dtype:
     """The dtype that a variable is stored in."""
     # Under a mixed precision policy it shows the dtype that it is cast to.
     return getattr(variable, "true_dtype", variable.dtype)
 
 
-def _narrowed(gradient: Any, variable: Any) -> Any:
+def _narrowed(gradient: ft.Gradient, variable: ft.Variable) -> ft.Gradient:
     """Returns a gradient of a float16 or bfloat16 variable in its dtype; others as they are."""
     dtype = dtype_of(variable)
     if gradient is None or dtype not in (tf.float16, tf.bfloat16) or gradient.dtype != tf.float32:
         return gradient
     return tf.cast(gradient, dtype)
+
+
+classes.register_as(LossScaleOptimizer, "lossscale>LossScaleOptimizer")

@@ -17,17 +17,18 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
+import lossscale.framework_types as ft
 from lossscale.errors import GradientsError
 from lossscale.keras_common.optimizer import check_shapes
 from lossscale.keras_common.state import AttributesOfInner, ValueStore
+from lossscale.members import Wrapper
 from lossscale.packages import warn
-from lossscale.tf_keras.state import TFKerasScaleVariables
 
 # What begins the name of a variable that the inner optimizer does not list.
 UNLISTED = "inner."
 
 # The variables that optimizers of this process were built with, by the keys that copies name.
-_BUILT_WITH: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_BUILT_WITH: weakref.WeakValueDictionary[str, ft.Variable] = weakref.WeakValueDictionary()
 _PROCESS = uuid.uuid4().hex
 
 
@@ -39,20 +40,23 @@ class LossScaleStore(ValueStore, tf_keras.losses.Loss):
     """The place of the loss scale and the counters in a file."""
 
 
-def own_values(optimizer: Any) -> dict[str, Any]:
+def own_values(optimizer: Wrapper) -> dict[str, Any]:
     """Returns the loss scale, the counters, and what the inner optimizer does not list, by name."""
     named = _named_variables(optimizer)
     values = values_of(named.values())
     return {**optimizer._pending_named, **dict(zip(named, values, strict=True))}
 
 
-def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
+def set_own_values(optimizer: Wrapper, values: Mapping[str, Any]) -> None:
     """Sets these, moved into the range of the rule; values without a variable are kept for it."""
     # A dataset of an HDF5 file is not an array yet.
     arrays = {name: np.asarray(values[name][()]) for name in values}
     named = {n: each for n, each in _named_variables(optimizer).items() if n in arrays}
-    check_shapes(list(named.values()), [arrays[name].shape for name in named])
-    arrays.update(_valid(optimizer._state, arrays))
+    check_shapes(list(named.values()), [arrays[name] for name in named])
+    state = optimizer._state
+    if not arrays.keys().isdisjoint(state.names.values()):
+        valid = state.restored(arrays)
+        arrays.update({name: getattr(valid, field) for field, name in state.names.items()})
     named = _named_variables(optimizer)
     pairs = [(variable, arrays.pop(name)) for name, variable in named.items() if name in arrays]
     # Variables that `build` makes do not exist before it.
@@ -61,19 +65,11 @@ def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
     tf_keras.backend.batch_set_value(pairs)
 
 
-def _named_variables(optimizer: Any) -> dict[str, Any]:
+def _named_variables(optimizer: Wrapper) -> dict[str, ft.Variable]:
     return {**optimizer._own_variables(), **optimizer._unlisted_variables()}
 
 
-def _valid(state: TFKerasScaleVariables, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The rule's state from the values of a file, by names; missing ones are the first ones."""
-    if values.keys().isdisjoint(state.names.values()):
-        return {}
-    valid = state.restored(values)
-    return {name: getattr(valid, field) for field, name in state.names.items()}
-
-
-def load_pending(optimizer: Any) -> None:
+def load_pending(optimizer: Wrapper) -> None:
     """Sets the inner optimizer's variables that were loaded before they existed."""
     values, weights = optimizer._pending_values, optimizer._inner_weights()
     if values is not None and _shapes(values) != _shapes(weights):
@@ -88,7 +84,7 @@ def load_pending(optimizer: Any) -> None:
         tf_keras.backend.batch_set_value(pairs)
 
 
-def inner_values(optimizer: Any) -> dict[str, Any]:
+def inner_values(optimizer: Wrapper) -> dict[str, Any]:
     """Returns copies of the inner optimizer's variables, as arrays.
 
     Returns:
@@ -104,13 +100,13 @@ def inner_values(optimizer: Any) -> dict[str, Any]:
     }
 
 
-def _key_and_shape(variable: Any) -> tuple[str, tuple[int, ...]]:
+def _key_and_shape(variable: ft.Variable) -> tuple[str, tuple[int, ...]]:
     key = f"{_PROCESS} {variable._unique_id}"
     _BUILT_WITH[key] = variable
     return key, tuple(variable.shape)
 
 
-def set_inner_values(optimizer: Any, saved: Any) -> None:
+def set_inner_values(optimizer: Wrapper, saved: dict[str, Any]) -> None:
     """Sets them, or keeps them until their variables exist."""
     values = saved["values"]
     if values:
@@ -121,7 +117,7 @@ def set_inner_values(optimizer: Any, saved: Any) -> None:
         load_pending(optimizer)
 
 
-def build_pending(optimizer: Any, variables: Sequence[Any]) -> None:
+def build_pending(optimizer: Wrapper, variables: ft.Variables) -> None:
     """Builds a copy with the variables of its original, which may be more than `variables`.
 
     Raises:
@@ -148,7 +144,7 @@ def build_pending(optimizer: Any, variables: Sequence[Any]) -> None:
         optimizer._build([next(remaining) for _ in group])
 
 
-def drop_pending(optimizer: Any) -> None:
+def drop_pending(optimizer: Wrapper) -> None:
     """Warns that loaded values do not match the variables of the first step.
 
     The optimizer continues as if nothing had been loaded.
@@ -160,15 +156,15 @@ def drop_pending(optimizer: Any) -> None:
         set_own_values(optimizer, before or {})
     warn(
         "The saved state of the optimizer is not used: it has arrays of the shapes "
-        f"{_shapes(loaded)}. Expected: {_shapes(optimizer._inner_weights())}. Call "
+        f"{_shapes(loaded or ())}. Expected: {_shapes(optimizer._inner_weights())}. Call "
         "build(variables) with all variables that it was saved with before the first step."
     )
 
 
-def _shapes(values: Sequence[Any]) -> list[tuple[int, ...]]:
+def _shapes(values: Sequence[ft.Array | ft.Variable]) -> list[tuple[int, ...]]:
     return [tuple(value.shape) for value in values]
 
 
-def values_of(variables: Iterable[Any]) -> list[Any]:
+def values_of(variables: Iterable[ft.Variable]) -> list[ft.Array]:
     """Returns the values of variables as NumPy arrays."""
     return [np.asarray(value) for value in tf_keras.backend.batch_get_value(list(variables))]

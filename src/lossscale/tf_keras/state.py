@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import tensorflow as tf
 
+import lossscale.framework_types as ft
 from lossscale.errors import ArgumentError
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.rules import GradientStats, ScaleRule, ScaleState, changed_fields, host_can_update
@@ -38,7 +39,7 @@ class TFKerasScaleVariables(ScaleVariables):
             rule, names, lambda name, kind, value: new_variable(name, _DTYPES[kind], value)
         )
 
-    def write(self, state: ScaleState) -> Any:
+    def write(self, state: ScaleState) -> ft.Operation:
         """Sets the state from tensors, arrays or Python numbers.
 
         Returns:
@@ -52,7 +53,7 @@ class TFKerasScaleVariables(ScaleVariables):
             ]
         )
 
-    def update(self, stats: GradientStats) -> Any:
+    def update(self, stats: GradientStats) -> ft.Operation:
         """Moves the state after a step.
 
         Args:
@@ -92,7 +93,7 @@ class LossScaleNode(Trackable):
         extras = self._extras if save_type == "savedmodel" else {}
         return {**self._children, **extras, **super()._trackable_children(save_type, **kwargs)}
 
-    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+    def _lookup_dependency(self, name: str, cached_dependencies: object = None) -> ft.Node:
         own = {**self._children, **self._extras}.get(name)
         return own if own is not None else super()._lookup_dependency(name, cached_dependencies)
 
@@ -103,7 +104,7 @@ class LossScaleNode(Trackable):
             return {}
         return {name: tf.convert_to_tensor(variable) for name, variable in self._extras.items()}
 
-    def _restore_from_tensors(self, restored_tensors: Mapping[str, Any]) -> Any:
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, Any]) -> ft.Operation:
         return grouped(
             [
                 self._extras[name].assign(value, read_value=False)
@@ -127,7 +128,7 @@ class CheckpointChildren:
         ArgumentError: If the inner optimizer has a child of that other name.
     """
 
-    def __init__(self, inner: Any, loss_scale: Any, older: Any) -> None:
+    def __init__(self, inner: ft.KerasOptimizer, loss_scale: ft.Node, older: ft.Node) -> None:
         self._inner, self._loss_scale, self._older = inner, loss_scale, older
         self._check_free()
         # Whether both names are the inner optimizer's in the file that is being restored.
@@ -155,7 +156,7 @@ class CheckpointChildren:
         own = {n: each for n, each in own.items() if each is not None and n not in theirs}
         return {**own, **theirs}
 
-    def found(self, name: str, taken: bool) -> Any:
+    def found(self, name: str, taken: bool) -> ft.Node:
         """Returns the child of this name; None if it is not one of these.
 
         Args:
@@ -188,7 +189,10 @@ class BaseOptimizerNode(Trackable):
     """
 
     def __init__(
-        self, optimizer: Any, is_legacy: bool, find_slot: Callable[[Any, str], Any]
+        self,
+        optimizer: ft.KerasOptimizer,
+        is_legacy: bool,
+        find_slot: Callable[[ft.Variable, str], ft.Variable | None],
     ) -> None:
         super().__init__()
         self._optimizer = optimizer
@@ -200,11 +204,11 @@ class BaseOptimizerNode(Trackable):
         # A legacy optimizer makes its variables late, and then looks here for their values.
         return self._optimizer._deferred_dependencies
 
-    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+    def _lookup_dependency(self, name: str, cached_dependencies: object = None) -> ft.Node:
         name = name if self._is_legacy else _NEW_NAMES.get(name, name)
         return self._optimizer._lookup_dependency(name)
 
-    def _create_or_restore_slot_variable(self, **position: Any) -> Any:
+    def _create_or_restore_slot_variable(self, **position: Any) -> ft.Variable | None:
         if not self._is_legacy:
             slot = self._find_slot(position["variable"], position["slot_name"])
             if slot is not None:
@@ -238,22 +242,21 @@ class StepCounter(tf.Variable):
     # The two variables have initializers of their own.
     initializer = None
 
-    def __init__(self, applied: Callable[[], Any], skipped: Any) -> None:
+    def __init__(self, applied: Callable[[], ft.Variable], skipped: ft.Variable) -> None:
         # Past tf.Variable, which is abstract and would make a variable of its own.
         self._applied = applied
         self._skipped = skipped
 
-    def value(self) -> Any:
+    def value(self) -> ft.Tensor:
         """Returns the number of steps, an int64 scalar tensor."""
         return tf.convert_to_tensor(self._applied()) + tf.convert_to_tensor(self._skipped)
 
-    def read_value(self) -> Any:
-        """Returns the number of steps, an int64 scalar tensor."""
-        return self.value()
+    # The second is what a session fetches.
+    read_value = _as_graph_element = value
 
     # The other arguments of a variable, such as `name`, have no effect on one that is a sum.
 
-    def assign(self, value: Any, *_: Any, **__: Any) -> Any:
+    def assign(self, value: ft.Scalar, *_: Any, **__: Any) -> Self | ft.Operation:
         """Sets the number of steps, and the inner optimizer's counter to it minus the skips.
 
         A number below the number of skips lowers that too: no optimizer works with a negative
@@ -270,19 +273,19 @@ class StepCounter(tf.Variable):
         )
         return self if done is None else done
 
-    def assign_add(self, delta: Any, *_: Any, **__: Any) -> Any:
+    def assign_add(self, delta: ft.Scalar, *_: Any, **__: Any) -> Self | ft.Operation:
         """Adds to the number of steps; see `assign`."""
         return self.assign(self.value() + tf.cast(delta, tf.int64))
 
-    def assign_sub(self, delta: Any, *_: Any, **__: Any) -> Any:
+    def assign_sub(self, delta: ft.Scalar, *_: Any, **__: Any) -> Self | ft.Operation:
         """Subtracts from the number of steps; see `assign`."""
         return self.assign(self.value() - tf.cast(delta, tf.int64))
 
-    def numpy(self) -> Any:
+    def numpy(self) -> ft.Scalar:
         """Returns the number of steps as a NumPy integer."""
         return self.value().numpy()
 
-    def eval(self, session: Any = None) -> Any:
+    def eval(self, session: object = None) -> ft.Scalar:
         """Returns the number of steps in a session of TensorFlow 1."""
         return self.value().eval(session=session)
 
@@ -292,19 +295,15 @@ class StepCounter(tf.Variable):
         return str(self._applied().device)
 
     @property
-    def graph(self) -> Any:
+    def graph(self) -> object:
         """The graph of the inner optimizer's counter."""
         return self._applied().graph
 
-    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> Any:
+    def __tf_tensor__(self, dtype: ft.Dtype = None, name: str | None = None) -> ft.Tensor:
         value = self.value()
         if dtype is not None and not dtype.is_compatible_with(value.dtype):
             raise TypeError(f"The step counter has the dtype int64, not {dtype.name}.")
         return value
-
-    def _as_graph_element(self) -> Any:
-        # What a session fetches.
-        return self.value()
 
     def __int__(self) -> int:
         return int(self.numpy())
@@ -317,7 +316,7 @@ class StepCounter(tf.Variable):
     def __bool__(self) -> bool:
         return bool(self.numpy())
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(self, dtype: ft.Dtype = None, copy: bool | None = None) -> ft.Array:
         return np.asarray(self.numpy(), dtype)
 
     # A checkpoint of it alone; in that of its optimizer stand the two counters.
@@ -325,7 +324,7 @@ class StepCounter(tf.Variable):
     def _serialize_to_tensors(self) -> dict[str, Any]:
         return {_VALUE: self.value()}
 
-    def _restore_from_tensors(self, restored_tensors: Mapping[str, Any]) -> Any:
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, Any]) -> ft.Operation:
         return self.assign(restored_tensors[_VALUE])
 
     def __repr__(self) -> str:
@@ -334,7 +333,7 @@ class StepCounter(tf.Variable):
         return "<StepCounter>"
 
 
-def new_variable(name: str, dtype: Any, value: Any) -> Any:
+def new_variable(name: str, dtype: ft.Dtype, value: ft.Scalar) -> ft.Variable:
     """Returns a new scalar variable that every replica moves alike.
 
     Args:

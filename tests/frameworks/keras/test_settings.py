@@ -17,9 +17,16 @@ from frameworks.keras.support import (
     variables,
     wrapped,
 )
-from lossscale import DynamicScale
+from kerases import left_undefined
+from lossscale import DynamicScale, experimental
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
+
+
+def test_every_hook_that_the_base_class_declares_is_defined():
+    for cls in (lossscale.LossScaleOptimizer, experimental.LossScaleOptimizer):
+        arguments = {} if cls is lossscale.LossScaleOptimizer else {"loss_scale": "dynamic"}
+        assert left_undefined(cls(SGD(), **arguments)) == set()
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "lr"])

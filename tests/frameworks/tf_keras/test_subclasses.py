@@ -7,6 +7,7 @@ import tf_keras
 
 import lossscale
 from frameworks.tf_keras.support import INF, step, wrapped
+from kerases import left_undefined
 from lossscale import experimental
 
 CLASSES = {
@@ -14,6 +15,13 @@ CLASSES = {
     "2.0": lambda inner: experimental.LossScaleOptimizer(inner, experimental.DynamicLossScale(8)),
 }
 NEW, LEGACY = tf_keras.optimizers, tf_keras.optimizers.legacy
+
+
+def test_every_hook_that_the_base_class_declares_is_defined(optimizers):
+    of_new = {"_slots_of_inner", "_new_slot", "_load_now", "_is_of_own_class"}
+    for make in CLASSES.values():
+        lacking = left_undefined(make(optimizers.SGD(0.5)))
+        assert lacking == (set() if optimizers is NEW else of_new)
 
 
 def test_a_subclass_whose_super_would_not_end_is_an_error_at_construction(optimizers):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import keras
 
+import lossscale.framework_types as ft
 from lossscale.common.checks import flat_list
 from lossscale.errors import ArgumentError, UnsupportedError
-from lossscale.keras_common.scaled_gradients import Location
 from lossscale.keras_common.step import Step, StepOperations
+from lossscale.members import Wrapper
 from lossscale.packages import BACKENDS
 from lossscale.rules import GradientStats, ScaleState
 
@@ -25,12 +25,10 @@ class Backend(StepOperations):
     """
 
     # The array functions for `ScaleRule.update`.
-    namespace: Any
+    namespace: object
 
-    # Multiplies a loss by the scale, in float32 or wider.
-    scaled: Callable[[Any, Any], Any]
     # Returns a gradient, dense or sparse, in another dtype.
-    cast: Callable[[Any, str], Any]
+    cast: Callable[[ft.Gradient, str], ft.Gradient]
 
     # Returns the gradients of a scaled loss, and the variables they belong to. Takes
     #   loss: a callable without arguments, or a tensor that knows how it was computed;
@@ -39,24 +37,24 @@ class Backend(StepOperations):
     #   scale: multiplies a loss by the loss scale;
     #   tape: a `tf.GradientTape`, or None;
     #   grad_loss: tensor of the loss's shape that multiplies the gradients, or None.
-    differentiate: Callable[..., tuple[list[Any], list[Any]]]
+    differentiate: Callable[..., tuple[list[ft.Gradient], list[ft.Variable]]]
     # Returns the gradients of a tensor of the function that is being traced, by variables.
-    symbolic_gradients: Callable[[Any, Sequence[Any]], list[Any]]
+    symbolic_gradients: Callable[[ft.Tensor, ft.Variables], list[ft.Gradient]]
 
     # --- One step -----------------------------------------------------------------------------
 
     # Whether Keras' trainer calls `apply_gradients`, so that this is what people override.
     calls_apply_gradients = False
 
-    def applying(self, inner: Any, aggregate: bool) -> contextlib.AbstractContextManager[None]:
+    def applying(self, inner: ft.KerasOptimizer, aggregate: bool) -> AbstractContextManager[None]:
         """A context for a call of the inner optimizer."""
-        return contextlib.nullcontext()
+        return nullcontext()
 
-    def translated(self, function: Callable[..., Any]) -> Any:
+    def translated(self, function: ft.Function) -> ft.Function:
         """A function of a user's, as a function that is being traced can call it."""
         return function
 
-    def accumulable(self, inner: Any, step: Step) -> list[Any]:
+    def accumulable(self, inner: ft.KerasOptimizer, step: Step) -> list[ft.Gradient]:
         """Returns the gradients of a step in dtypes that an inner optimizer can accumulate."""
         parts = (inner, *getattr(inner, "optimizers", ()))
         if not any(part.gradient_accumulation_steps for part in parts):
@@ -71,7 +69,7 @@ class Backend(StepOperations):
         ]
 
     def update_on_host(
-        self, optimizer: Any, stats: GradientStats, state_on_host: ScaleState | None
+        self, optimizer: Wrapper, stats: GradientStats, state_on_host: ScaleState | None
     ) -> bool:
         """Updates the loss scale and the counters of an optimizer with Python numbers.
 
@@ -85,47 +83,32 @@ class Backend(StepOperations):
         """
         return False
 
-    # Runs the training step of a guarded model, and puts weights back if it was skipped. Takes
-    #   model, step, args: the model, its step, and the arguments of the step;
-    #   optimizers: the loss scale optimizers whose skips count;
-    #   weights_of: returns the weights of the model to put back.
-    # Returns what the step does.
-    run_guarded: Callable[..., Any]
-
     # --- Where calls are made -----------------------------------------------------------------
 
     def check_strategy(self) -> None:
         """Raises an error under a distribution that loss scaling does not support."""
 
-    def current_location(self) -> Location:
-        """The function being traced, or None, and the numbers of the replicas."""
-        return None, (0,)
-
-    def replica_count(self) -> int:
-        """The number of replicas."""
-        return 1
-
     # --- Variables ----------------------------------------------------------------------------
 
-    def is_variable(self, value: Any) -> bool:
+    def is_variable(self, value: object) -> bool:
         """Whether a value is a variable."""
         return isinstance(value, keras.Variable)
 
-    def flat_variables(self, variables: Any) -> list[Any]:
+    def flat_variables(self, variables: ft.Structure) -> list[ft.Variable]:
         """Returns a list of variables from one variable or a nest of them."""
         return flat_list(variables, keras.tree.flatten, self.is_variable)
 
-    def prepare_own_variable(self, variable: Any) -> None:
+    def prepare_own_variable(self, variable: ft.Variable) -> None:
         """Called with each new variable of a loss scale optimizer."""
 
     # --- Arrays -------------------------------------------------------------------------------
 
-    def flat_gradients(self, gradients: Any) -> list[Any]:
+    def flat_gradients(self, gradients: ft.Structure) -> list[ft.Gradient]:
         """The gradients in a nest, without None."""
         return [gradient for gradient in keras.tree.flatten(gradients) if gradient is not None]
 
 
-def check_without_tape(backend: str, variables: Any, tape: Any) -> None:
+def check_without_tape(backend: str, variables: ft.VarList, tape: ft.Tape) -> None:
     """Checks what is differentiated on a backend that does not record operations on a tape.
 
     Raises:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
+import lossscale.framework_types as ft
 from lossscale import registry
 from lossscale.common.checks import scaled_value
 from lossscale.errors import UnsupportedError
@@ -18,6 +19,7 @@ from lossscale.keras.backends import Backend, check_without_tape
 from lossscale.keras_common.scaled_gradients import Location
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.keras_common.step import OverflowCheck, Step
+from lossscale.members import Wrapper
 from lossscale.rules import GradientStats, ScaleRule
 
 
@@ -38,23 +40,18 @@ class JaxBackend(Backend):
     # --- One step -----------------------------------------------------------------------------
 
     def check(
-        self, step: Step, rule: ScaleRule, inner: Any, scale_variables: ScaleVariables
+        self, step: Step, rule: ScaleRule, inner: ft.KerasOptimizer, scale_variables: ScaleVariables
     ) -> OverflowCheck:
         """Checks whether the gradients are finite, with a scale that was passed in."""
         _check_not_baked_in(step.scale)
         return super().check(step, rule, inner, scale_variables)
 
-    def runs_now(self, gradients: Sequence[Any]) -> bool:
+    def runs_now(self, gradients: ft.Gradients) -> bool:
         """Whether the step is not compiled."""
         return not _any_traced(gradients)
 
     def apply_or_skip(
-        self,
-        optimizer: Any,
-        stats: GradientStats,
-        step: Step,
-        apply: Callable[[Sequence[Any], Any], None],
-        update_scale: Callable[[GradientStats], None],
+        self, optimizer: Wrapper, stats: GradientStats, step: Step, apply: Any, update_scale: Any
     ) -> None:
         """Selects each variable's new value in a compiled function; otherwise the host decides."""
         if jax_gradients.is_traced([stats.finite]):
@@ -65,12 +62,12 @@ class JaxBackend(Backend):
 
     def run_guarded(
         self,
-        model: Any,
-        step: Callable[..., Any],
-        args: tuple[Any, ...],
-        optimizers: Sequence[Any],
-        weights_of: Callable[[Any], list[Any]],
-    ) -> Any:
+        model: ft.Model,
+        step: ft.Function,
+        args: tuple[ft.Structure, ...],
+        optimizers: Sequence[Wrapper],
+        weights_of: Callable[[ft.Model], list[ft.Variable]],
+    ) -> ft.Structure:
         """Selects the weights in the state that a step returns."""
         state = args[0]
         kept = set(map(id, weights_of(model)))
@@ -99,26 +96,26 @@ class JaxBackend(Backend):
         """A key of the function that is being compiled, or None."""
         return getattr(_traced_zero(), "_trace", None), (0,)
 
-    def read(self, variable: Any) -> Any:
+    def read(self, variable: ft.Variable) -> jax.Array:
         """The current value of a Keras variable, an array."""
         return jnp.asarray(variable.value)
 
-    def is_on_host(self, variable: Any) -> bool:
+    def is_on_host(self, variable: ft.Variable) -> bool:
         """Whether nothing waits to read a variable."""
         return {device.platform for device in variable._value.devices()} == {"cpu"}
 
-    def prepare_own_variable(self, variable: Any) -> None:
+    def prepare_own_variable(self, variable: ft.Variable) -> None:
         """Makes a variable raise a clear error if Keras' trainer has taken its value."""
         if variable._value is not None:
             # Keras asks it for a value then; used once, it is None otherwise.
             variable._initializer = _no_value
 
-    def scaled(self, loss: Any, scale: Any) -> Any:
+    def scaled(self, loss: ft.Array, scale: ft.Scalar) -> jax.Array:
         """Multiplies a loss by the scale, in float32 or wider."""
         _check_not_baked_in(scale)
         return jax_gradients.scaled(loss, scale)
 
-    def unscaled(self, gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[Any]:
+    def unscaled(self, gradients: ft.Gradients, scale: ft.Scalar, powers_of_two: bool) -> list[Any]:
         """Divides gradients by the scale; see `jax.gradients.unscaled`."""
         _check_not_baked_in(scale)
         if _any_traced(gradients):
@@ -126,38 +123,31 @@ class JaxBackend(Backend):
             scale = jax.lax.optimization_barrier(scale)
         return jax_gradients.unscaled(gradients, scale, powers_of_two)
 
-    def cast(self, gradient: Any, dtype: str) -> Any:
+    def cast(self, gradient: ft.Gradient, dtype: str) -> ft.Gradient:
         """Returns a gradient, dense or sparse, in another dtype."""
         return gradient.astype(dtype)
 
     # --- Gradients of a loss ------------------------------------------------------------------
 
     def differentiate(
-        self,
-        loss: Any,
-        variables: Any,
-        scale: Callable[[Any], Any],
-        *,
-        tape: Any = None,
-        grad_loss: Any = None,
-    ) -> tuple[list[Any], list[Any]]:
+        self, loss: ft.Loss, var_list: ft.VarList, scale: ft.Function, tape: ft.Tape, grad_loss: Any
+    ) -> tuple[list[ft.Gradient], list[ft.Variable]]:
         """Returns the gradients of a scaled loss, a callable, and the variables they belong to.
 
         What the loss assigns to other variables (averages of a batch normalization, seeds) is kept.
         """
-        check_without_tape("JAX", variables, tape)
+        check_without_tape("JAX", var_list, tape)
         if not callable(loss):
-            return self.symbolic_gradients(loss, variables), []
-        given = variables
-        variables = self.flat_variables(given() if callable(given) else given)
-        if callable(given) and not variables:
+            self.symbolic_gradients(loss, var_list)
+        variables = self.flat_variables(var_list() if callable(var_list) else var_list)
+        if callable(var_list) and not variables:
             # A model that was never called makes its variables now.
             with keras.StatelessScope():
                 loss()
-            variables = self.flat_variables(given())
+            variables = self.flat_variables(var_list())
         scope = _LossScope()
 
-        def scaled(values: list[Any]) -> tuple[Any, list[Any]]:
+        def scaled(values: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
             scope.begin(variables, values)
             with scope:
                 value = jnp.asarray(scaled_value(loss, scale))
@@ -173,7 +163,7 @@ class JaxBackend(Backend):
             for variable, gradient in zip(variables, gradients, strict=True)
         ], variables
 
-    def symbolic_gradients(self, loss: Any, variables: Any) -> Any:
+    def symbolic_gradients(self, loss: ft.Tensor, variables: ft.Variables) -> NoReturn:
         """Raises: an array does not know how it was computed."""
         raise UnsupportedError(
             "On the JAX backend `loss` must be a callable without arguments. "
@@ -186,18 +176,18 @@ class JaxBackend(Backend):
 class _LossScope(keras.StatelessScope):
     """Holds what a loss is derived by; notes the variables that it reads, and those it assigns."""
 
-    def begin(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+    def begin(self, variables: ft.Variables, values: Sequence[jax.Array]) -> None:
         """Starts with these values of these variables."""
         super().__init__(zip(variables, values, strict=True), collect_losses=True)
         self.read: set[int] = set()
-        self.assigned: dict[int, Any] = {}
+        self.assigned: dict[int, ft.Variable] = {}
 
-    def add_update(self, update: tuple[Any, Any]) -> None:
+    def add_update(self, update: tuple[ft.Variable, jax.Array]) -> None:
         """Takes what is assigned to a variable."""
         self.assigned[id(update[0])] = update[0]
         super().add_update(update)
 
-    def get_current_value(self, variable: Any) -> Any:
+    def get_current_value(self, variable: ft.Variable) -> ft.Tensor:
         """The value of a variable here, or in the scope around."""
         self.read.add(id(variable))
         value = super().get_current_value(variable)
@@ -206,7 +196,7 @@ class _LossScope(keras.StatelessScope):
 
 
 def _apply_gated(
-    finite: Any, step: Step, inner: Any, apply: Callable[[Sequence[Any], Any], None]
+    finite: jax.Array, step: Step, inner: ft.KerasOptimizer, apply: ft.Function
 ) -> None:
     """Applies gradients, with the old value of each variable unless `finite`."""
     everything = (*inner.variables, *inner._trainable_variables, *step.variables)
@@ -216,7 +206,7 @@ def _apply_gated(
     # Nothing inside sees a number that is not finite.
     leaves = [jnp.where(finite, leaf, jnp.zeros_like(leaf)) for leaf in leaves]
 
-    def applied(old: list[Any], leaves: list[Any], scale: Any) -> list[Any]:
+    def applied(old: list[jax.Array], leaves: list[jax.Array], scale: ft.Scalar) -> list[jax.Array]:
         with keras.StatelessScope(state_mapping=list(zip(targets, old, strict=True))) as scope:
             apply(jax.tree.unflatten(structure, leaves), scale)
         return [scope.get_current_value(target) for target in targets]
@@ -228,7 +218,7 @@ def _apply_gated(
         target.assign(value)
 
 
-def _new_variable(name: str, dtype: str, shape: tuple[int, ...]) -> Any:
+def _new_variable(name: str, dtype: str, shape: tuple[int, ...]) -> ft.Variable:
     return keras.Variable(
         initializer="zeros", shape=shape, dtype=dtype, trainable=False, name=f"tracked_{name}"
     )
@@ -243,16 +233,16 @@ def _no_value(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def _any_traced(gradients: Sequence[Any]) -> bool:
+def _any_traced(gradients: ft.Gradients) -> bool:
     return jax_gradients.is_traced(jax.tree.leaves(list(gradients)))
 
 
-def _traced_zero() -> Any:
+def _traced_zero() -> jax.Array:
     # While a function is compiled, every operation is traced, also one on constants.
     return jnp.zeros(()) + 0
 
 
-def _check_not_baked_in(scale: Any) -> None:
+def _check_not_baked_in(scale: ft.Scalar) -> None:
     """Raises if a variable's value would become a constant of a function being compiled."""
     is_known = isinstance(scale, jax.Array) and not jax_gradients.is_traced([scale])
     if is_known and jax_gradients.is_traced([_traced_zero()]):

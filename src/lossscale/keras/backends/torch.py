@@ -8,13 +8,15 @@ kernels on scalars: a step of one variable would take 1.5 times as long, one of 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import lossscale.framework_types as ft
 from lossscale import registry
 from lossscale.common.checks import scaled_value
 from lossscale.errors import GradientsError
@@ -22,12 +24,15 @@ from lossscale.keras.backends import Backend, check_without_tape
 from lossscale.keras.private_names import in_stateless_scope
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.keras_common.step import OverflowCheck, Step
+from lossscale.members import Wrapper
 from lossscale.rules import GradientStats, ScaleRule, ScaleState, changed_fields, host_can_update
 from lossscale.torch import gradients as torch_gradients
 from lossscale.torch import scaling
 
 _SMALLEST_LENT = 2**20
 """Bytes. Fresh memory for fewer takes no longer."""
+_Copies = list[tuple[ft.Variable, Tensor]]
+"""Variables, and their values at a time."""
 
 
 class TorchBackend(Backend):
@@ -49,7 +54,7 @@ class TorchBackend(Backend):
     # --- One step -----------------------------------------------------------------------------
 
     def check(
-        self, step: Step, rule: ScaleRule, inner: Any, scale_variables: ScaleVariables
+        self, step: Step, rule: ScaleRule, inner: ft.KerasOptimizer, scale_variables: ScaleVariables
     ) -> OverflowCheck:
         """Unscales dense gradients in the pass that checks them, and waits for the decision."""
         # In two passes a step takes 1.3 (100 large variables) to 1.5 times (one) as long.
@@ -81,7 +86,7 @@ class TorchBackend(Backend):
             torch_gradients.unscale_(given, reciprocal.to)
             return OverflowCheck(True, unscaled)
         found = torch_gradients.unscale_and_check_(given, reciprocal.to)
-        found_inf: Any = torch_gradients.any_overflow(found.values(), scale.device)
+        found_inf = torch_gradients.any_overflow(found.values(), scale.device)
         if others:
             found_inf = found_inf + torch.logical_not(self.all_finite(others)).to(found_inf)
         state = None
@@ -98,24 +103,19 @@ class TorchBackend(Backend):
         return OverflowCheck(not overflowed, unscaled, state)
 
     def apply_or_skip(
-        self,
-        optimizer: Any,
-        stats: GradientStats,
-        step: Step,
-        apply: Callable[[Sequence[Any], Any], None],
-        update_scale: Callable[[GradientStats], None],
+        self, optimizer: Wrapper, stats: GradientStats, step: Step, apply: Any, update_scale: Any
     ) -> None:
         """A Python `if`."""
         if bool(stats.finite):
             apply(step.gradients, step.scale)
         update_scale(stats)
 
-    def runs_now(self, gradients: Sequence[Any]) -> bool:
+    def runs_now(self, gradients: ft.Gradients) -> bool:
         """Whether the step is not compiled."""
         return not torch.compiler.is_compiling()
 
     def update_on_host(
-        self, optimizer: Any, stats: GradientStats, state_on_host: ScaleState | None
+        self, optimizer: Wrapper, stats: GradientStats, state_on_host: ScaleState | None
     ) -> bool:
         """Updates the loss scale and the counters, on the host if it knows the decision."""
         state, skipped = optimizer._state, optimizer._steps_skipped._value
@@ -137,12 +137,12 @@ class TorchBackend(Backend):
 
     def run_guarded(
         self,
-        model: Any,
-        step: Callable[..., Any],
-        args: tuple[Any, ...],
-        optimizers: Sequence[Any],
-        weights_of: Callable[[Any], list[Any]],
-    ) -> Any:
+        model: ft.Model,
+        step: ft.Function,
+        args: tuple[ft.Structure, ...],
+        optimizers: Sequence[Wrapper],
+        weights_of: Callable[[ft.Model], list[ft.Variable]],
+    ) -> ft.Structure:
         """Copies the weights before the step."""
         before = _copied(weights_of(model))
         counts = _copied([optimizer._steps_skipped for optimizer in optimizers])
@@ -150,38 +150,32 @@ class TorchBackend(Backend):
         _put_back_if_moved(counts, before)
         return result
 
-    def step_number(self, iterations: Any) -> None:
+    def step_number(self, iterations: ft.Variable) -> None:
         """Returns None: the overflow tracker of PyTorch counts by itself."""
 
     # --- Variables and arrays -----------------------------------------------------------------
 
-    def read(self, variable: Any) -> Any:
+    def read(self, variable: ft.Variable) -> ft.Tensor:
         """A copy of a Keras variable's current value, because variables change in place."""
         return variable.value.detach().clone()
 
-    def is_on_host(self, variable: Any) -> bool:
+    def is_on_host(self, variable: ft.Variable) -> bool:
         """Whether nothing waits to read a variable."""
         return bool(variable.value.device.type == "cpu")
 
-    def cast(self, gradient: Any, dtype: str) -> Any:
+    def cast(self, gradient: Tensor, dtype: str) -> Tensor:
         """Returns a gradient, dense or sparse, in another dtype."""
         return gradient.to(getattr(torch, dtype))
 
     # --- Gradients of a loss ------------------------------------------------------------------
 
     def differentiate(
-        self,
-        loss: Any,
-        variables: Any,
-        scale: Callable[[Any], Any],
-        *,
-        tape: Any = None,
-        grad_loss: Any = None,
-    ) -> tuple[list[Any], list[Any]]:
+        self, loss: ft.Loss, var_list: ft.VarList, scale: ft.Function, tape: ft.Tape, grad_loss: Any
+    ) -> tuple[list[ft.Gradient], list[ft.Variable]]:
         """Returns the gradients of a scaled loss, and the variables they belong to."""
-        check_without_tape("PyTorch", variables, tape)
+        check_without_tape("PyTorch", var_list, tape)
         scaled_loss = scaled_value(loss, scale)
-        variables = self.flat_variables(variables() if callable(variables) else variables)
+        variables = self.flat_variables(var_list() if callable(var_list) else var_list)
         if not scaled_loss.requires_grad:
             raise GradientsError(
                 "The loss does not depend on any variable, so that it has no gradient."
@@ -193,9 +187,9 @@ class TorchBackend(Backend):
         )
         return list(gradients), variables
 
-    def symbolic_gradients(self, loss: Any, variables: Sequence[Any]) -> list[Any]:
+    def symbolic_gradients(self, loss: Tensor, variables: ft.Variables) -> list[ft.Gradient]:
         """Returns the gradients of a tensor, which knows how it was computed."""
-        gradients, _ = self.differentiate(loss, list(variables), lambda value: value)
+        gradients, _ = self.differentiate(loss, list(variables), lambda value: value, None, None)
         return gradients
 
 
@@ -209,7 +203,7 @@ def _host_can_update(state: ScaleVariables) -> bool:
     )
 
 
-def _read_with(state: ScaleVariables, found_inf: Any) -> tuple[bool, ScaleState]:
+def _read_with(state: ScaleVariables, found_inf: Tensor) -> tuple[bool, ScaleState]:
     """Waits for the decision, and reads the rule's state in the same transfer.
 
     Args:
@@ -226,18 +220,20 @@ def _read_with(state: ScaleVariables, found_inf: Any) -> tuple[bool, ScaleState]
     return overflowed != 0, type(state.first)(*numbers)
 
 
-def _bits(tensor: Any) -> Any:
+def _bits(tensor: Tensor) -> Tensor:
     """The bits of a float32 scalar as an integer; of others their value."""
     return tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor
 
 
-def _number(dtype: Any, bits: int) -> Any:
+def _number(dtype: torch.dtype, bits: int) -> float:
     if dtype == torch.float32:
-        return struct.unpack("=f", struct.pack("=i", bits))[0]
+        return float(struct.unpack("=f", struct.pack("=i", bits))[0])
     return bool(bits) if dtype == torch.bool else bits
 
 
-def _copies(optimizer: Any, gradients: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
+def _copies(
+    optimizer: ft.KerasOptimizer, gradients: Sequence[Tensor], keys: Sequence[Hashable]
+) -> list[Tensor]:
     """Returns copies of gradients; on a CPU in the memory of the step before, unless that is kept.
 
     There fresh memory takes several times as long as the copy itself: a step of SGD with twenty
@@ -266,12 +262,12 @@ def _copies(optimizer: Any, gradients: Sequence[Any], keys: Sequence[Any]) -> li
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _copied(variables: Sequence[Any]) -> list[tuple[Any, Any]]:
+def _copied(variables: ft.Variables) -> _Copies:
     return [(variable, variable.value.detach().clone()) for variable in variables]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _put_back_if_moved(counts: list[tuple[Any, Any]], before: list[tuple[Any, Any]]) -> None:
+def _put_back_if_moved(counts: _Copies, before: _Copies) -> None:
     if any(bool(counter.value != count) for counter, count in counts):
         for weight, value in before:
             weight.assign(value)
