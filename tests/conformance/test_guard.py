@@ -327,9 +327,8 @@ def test_a_skip_of_either_optimizer_puts_the_statistics_back(are_named, monkeypa
         model = TwoParts()
         guard(model, *(model.optimizers_of_halves if are_named else ()))
         model.compile(**arguments)
-        with warnings.catch_warnings():
-            # Of PyTorch's compiler.
-            warnings.simplefilter("ignore")
+        # Of PyTorch's compiler.
+        with warnings.catch_warnings(action="ignore"):
             model.fit(*data, batch_size=ROWS, shuffle=False, verbose=0)
         ends.append(weights(model.halves[1]))
         batches = len(data[0]) // ROWS
@@ -403,8 +402,7 @@ def test_a_second_guard_replaces_the_first_and_copies_and_files_have_none(tmp_pa
 def test_a_guard_without_an_optimizer_to_follow_warns_and_a_fixed_scale_is_no_mistake():
     model = compiled(guard(small()), wrapped(lossscale.FixedScale(16)), jit_compile=False)
     data = rows(1, spoiled=())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", LossScaleWarning)
+    with warnings.catch_warnings(action="error", category=LossScaleWarning):
         model.fit(*data, batch_size=ROWS, verbose=0)
     keras.mixed_precision.set_global_policy("float32")
     compiled(model := guard(small()), "sgd", jit_compile=False)

@@ -198,8 +198,7 @@ def plainly(rows):
 @pytest.mark.parametrize("batches", [OVERFLOWS, [1.0, HUGE, NAN]], ids=["overflows", "nan"])
 def test_what_is_recorded_logged_and_written_is_what_happened(front, batches, every, tmp_path):
     path, logged = tmp_path / "run.jsonl", []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LossScaleWarning)
+    with warnings.catch_warnings(action="ignore", category=LossScaleWarning):
         monitor = front.run(batches, path, every=every, log=logged.append)
     wanted = plainly(expected(front, batches, every))
     # Keras reports a mean, whose NaN may be of a step that was not sampled.

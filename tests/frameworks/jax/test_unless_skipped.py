@@ -158,7 +158,6 @@ def test_a_state_of_nnx_that_is_no_copy_is_noticed():
     norm(jnp.ones((3, 2)))
     with pytest.warns(LossScaleWarning, match="the same arrays"):
         unless_skipped(state(True), nnx.state(norm, nnx.BatchStat), old)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         for without_arrays in ({}, {"activation": jax.nn.relu, "name": "norm"}):
             unless_skipped(state(True), without_arrays, without_arrays)

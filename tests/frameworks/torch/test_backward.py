@@ -110,9 +110,8 @@ def test_retained_and_second_derivatives():
         optimizer = wrap(sgd(weights))
         hidden = net(torch.ones(2, 8))
         derive(optimizer, hidden.abs().mean(), retain_graph=True)
-        with warnings.catch_warnings():
-            # PyTorch warns of `create_graph`.
-            warnings.simplefilter("ignore")
+        # PyTorch warns of `create_graph`.
+        with warnings.catch_warnings(action="ignore"):
             derive(optimizer, hidden.square().mean(), create_graph=True)
         first = [p.grad for p in weights]
         second = torch.autograd.grad(first, weights, [torch.ones_like(p) for p in weights])

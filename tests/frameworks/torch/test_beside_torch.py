@@ -285,8 +285,7 @@ def raised_by(call, arguments):
 
 def check(program, kinds, settings, subclass=plain, scalers=1, run=Run):
     """Runs a program with both classes, and compares them after each call."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         theirs, ours = (
             run(subclass(base), kinds, settings, scalers)
             for base in (torch.amp.GradScaler, GradScaler)

@@ -62,9 +62,11 @@ def test_a_program_on_a_page_prints_what_it_says(source):
         r"^(?:import|from) (accelerate|lightning|transformers)", source, re.MULTILINE
     ):
         pytest.importorskip(name)
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as printed:
-        # Lightning and Accelerate warn of their surroundings; a page must not show our warnings.
-        warnings.simplefilter("ignore")
+    # Lightning and Accelerate warn of their surroundings; a page must not show our warnings.
+    with (
+        warnings.catch_warnings(action="ignore"),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
         warnings.filterwarnings("error", module="lossscale")
         exec(compile(source, "<page>", "exec"), {"__name__": "__main__"})
     assert printed.getvalue().strip().splitlines()[-1] == expected

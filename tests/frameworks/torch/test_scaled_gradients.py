@@ -169,9 +169,8 @@ def raised_by(call, *arguments):
 
 def check(program, **how):
     ours, plain = Run(True, **how), Run(False, **how)
-    with warnings.catch_warnings():
-        # The wrapper of some steps has scaled no loss.
-        warnings.simplefilter("ignore", lossscale.LossScaleWarning)
+    # The wrapper of some steps has scaled no loss.
+    with warnings.catch_warnings(action="ignore", category=lossscale.LossScaleWarning):
         for name, *arguments in program:
             error = raised_by(getattr(ours, name), *arguments)
             if error is not None and name == "step":
@@ -293,8 +292,7 @@ losses_that_overflow = st.tuples(
 )
 def test_programs_with_overflows_train_as_float32_without_the_skipped_steps(decide, program):
     ours, plain = Run(True, decide, moves=False), Run(False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", lossscale.LossScaleWarning)
+    with warnings.catch_warnings(action="ignore", category=lossscale.LossScaleWarning):
         for name, *arguments in program:
             skips = [int(each.steps_skipped) for each in ours.optimizers]
             getattr(ours, name)(*arguments)

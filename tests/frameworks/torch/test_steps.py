@@ -83,8 +83,7 @@ def test_a_step_whose_loss_nobody_scaled_hands_over_what_it_gets():
     given, optimizer = made(rule=DynamicScale(8.0, growth_interval=1))
     for p in given:
         p.grad = torch.zeros_like(p)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         # torch.distributed.checkpoint makes such a step.
         optimizer.step()
     for p in given:

@@ -339,9 +339,8 @@ def test_what_accelerate_prepares_is_watched_and_it_is_told_of_a_skipped_step(tm
 
 def test_what_install_puts_there_is_the_scaler_that_accelerate_makes():
     modeling = pytest.importorskip("accelerate.utils.modeling")
-    with warnings.catch_warnings(), lossscale.torch.install():
-        # Of CUDA, which is absent.
-        warnings.simplefilter("ignore")
+    # Of CUDA, which is absent.
+    with warnings.catch_warnings(action="ignore"), lossscale.torch.install():
         assert isinstance(modeling.get_grad_scaler(), GradScaler)
 
 
@@ -386,8 +385,7 @@ def ran(source):
     names = {"__name__": "__main__"}
     hook = register_module_forward_hook(note)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()):
             exec(compile(source, "<page>", "exec"), names)
     finally:
         hook.remove()
