@@ -436,9 +436,7 @@ def test_a_skip_puts_back_what_changed_since_the_last_step_of_any(order, skips, 
             before = bits(g), bits(d)
             losses = [(of[name], loss(name, number == 2)) for name in group]
             for optimizer, value in losses:
-                optimizer.zero_grad()
-                optimizer.backward(value)
-                optimizer.step()
+                support.train_step(optimizer, value, "verb")
             is_skipped = number == 2 and skips in group
             assert ((bits(g), bits(d)) == before) == is_skipped
     assert int(of["d"].steps_skipped) == (skips == "d")
@@ -602,9 +600,8 @@ def test_a_monitor_names_once_what_a_skipped_step_has_spoiled(way, is_guarded):
         guard(model, watched)
     with (
         lossscale.torch.Monitor(watched, model, on_floor="ignore") as monitor,
-        warnings.catch_warnings(record=True) as caught,
+        warnings.catch_warnings(record=True, action="always") as caught,
     ):
-        warnings.simplefilter("always")
         for x in (X, BAD, X, BAD):
             step(x)
             monitor.step(1.0)

@@ -17,6 +17,7 @@ import torch
 
 import lossscale
 import lossscale.torch
+from frameworks.torch.support import train_step
 from pages import programs
 
 PACKAGE = lossscale.torch
@@ -143,10 +144,7 @@ def test_fused_adam_alone_moves_float16_weights_too_far_as_the_recipe_says(threa
         adam = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         optimizer = lossscale.LossScaleOptimizer(wrap(adam))
         for _ in range(300):
-            optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(batch).float(), y)
-            optimizer.scale_loss(loss).backward()
-            optimizer.step()
+            train_step(optimizer, torch.nn.functional.cross_entropy(model(batch).float(), y))
         pairs = zip(model.parameters(), start, strict=True)
         return float(
             torch.cat([(p.detach().float() - old).flatten() for p, old in pairs]).abs().mean()

@@ -6,7 +6,6 @@ import copy
 import importlib
 import itertools
 import pathlib
-import pickle
 import subprocess
 import sys
 
@@ -21,13 +20,13 @@ import lossscale
 import lossscale.torch
 from core.oracle import trace
 from frameworks.torch.support import (
+    COPIES,
     MAKERS,
     OPTIMIZERS,
     bits,
     numbers,
     one_step,
     scale_and_tracker,
-    through_a_file,
     weights_of,
     with_scaler,
 )
@@ -176,13 +175,6 @@ def test_other_code_reads_and_writes_its_numbers_in_any_mode():
         by_device = scaler._unscale_grads_(optimizer, inverse, found, False)
         assert [bool(each) for each in by_device.values()] == [slope == torch.inf]
         assert weights[0].grad.tolist() == [slope / 4.0] * 3
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda scaler: pickle.loads(pickle.dumps(scaler)),
-    "torch.save": lambda scaler: through_a_file(scaler, weights_only=False),
-}
 
 
 @pytest.mark.parametrize("how", COPIES)
