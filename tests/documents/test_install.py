@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import lossscale
-from documents.documented_classes import sgd
+from backends.support import sgd
 from lossscale import experimental
 
 # The classes of the Keras that is `tf.keras`: old programs inherit from them.
