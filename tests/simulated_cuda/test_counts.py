@@ -148,19 +148,15 @@ def guarded_buffers(way):
     way.step = lambda: (model(torch.ones(4, 2, device="cuda")), step())
 
 
-def rule_of_another_kind(way):
-    rule = lossscale.DynamicScale(2.0**10, overflows_before_backoff=2)
-    way.scaler = lossscale.torch.GradScaler("cuda", rule=rule)
-
-
-def step_of_a_list(way):
+def by_a_list(way):
     way.step = lambda: (way.scaler.step(way.inners), way.scaler.update())
 
 
+WAITING = lossscale.DynamicScale(2.0**10, overflows_before_backoff=2)
 WAITS = {
     "nothing": (lambda way: None, 0),
     "a repr": (lambda way: then(way, lambda: repr(way.scaler)), 0),
-    "a list": (step_of_a_list, 0),
+    "a list": (by_a_list, 0),
     # Once for each optimizer.
     "a hook of skips": (
         lambda way: way.scaler.register_step_skipped_hook(lambda optimizer: None),
@@ -171,7 +167,10 @@ WAITS = {
     "a guard": (guard, 1),
     # The device chooses.
     "guarded buffers": (guarded_buffers, 0),
-    "a rule of another kind": (rule_of_another_kind, 1),
+    "a rule of another kind": (
+        lambda way: setattr(way, "scaler", lossscale.torch.GradScaler("cuda", rule=WAITING)),
+        1,
+    ),
     "a number": (lambda way: then(way, way.scaler.get_scale), 1),
 }
 

@@ -880,26 +880,21 @@ def trained_by(verb, make, loss, batch, *, explain, passes_loss=True, every=1, s
     torch.manual_seed(0)
     model, records = make(), []
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler = lossscale.torch.GradScaler(DEVICE, init_scale=1024.0)
-    watched = scaler if verb == "scale" else lossscale.LossScaleOptimizer(inner, initial_scale=1024)
+    run = OURS["scaler" if verb == "scale" else "wrapper"](inner, rule=lossscale.DynamicScale(1024))
     settings = {"explain": explain, "every": every, "log": records.append}
     with (
         warnings.catch_warnings(record=True, action="always") as caught,
-        lossscale.torch.Monitor(watched, model, **settings) as monitor,
+        lossscale.torch.Monitor(run.watched, model, **settings) as monitor,
     ):
         for number in range(steps):
             inner.zero_grad()
             with torch.autocast(DEVICE, torch.float16):
                 value = loss(model, batch if number in (0, steps - 1) else ONES)
             if verb == "backward":
-                watched.backward(value.sum())
+                run.watched.backward(value.sum())
             else:
-                getattr(watched, verb)(value).sum().backward()
-            if verb == "scale":
-                scaler.step(inner)
-                scaler.update()
-            else:
-                watched.step()
+                run.scale_loss(value).sum().backward()
+            run.step()
             monitor.step(value.detach().sum() if passes_loss else None)
     return records, [str(each.message) for each in caught], bits(list(model.parameters()))
 

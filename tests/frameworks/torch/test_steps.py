@@ -412,14 +412,9 @@ def test_putting_back_the_unscaled_gradients_of_some_is_an_error():
     assert snapshot(given, optimizer) == before
 
 
-def states_emptied(inner):
-    for state in inner.state.values():
-        state.clear()
-
-
 CHANGES = {
     "a momentum": lambda run, fresh: run.optimizer.param_groups[0].update(momentum=0.9),
-    "empty states": lambda run, fresh: states_emptied(run.optimizer),
+    "empty states": lambda run, fresh: [s.clear() for s in run.optimizer.state.values()],
     "no states": lambda run, fresh: run.optimizer.state.clear(),
     "a load": lambda run, fresh: run.optimizer.load_state_dict(fresh),
     "a gradient that comes late": lambda run, fresh: None,
