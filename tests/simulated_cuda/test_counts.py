@@ -12,6 +12,7 @@ import torch
 import lossscale
 from benchmarks import gpu_counts
 from benchmarks.gpu_torch import LAYOUTS, MODEL_STEPS, WAYS, counted, prepared, rows, rows_of_models
+from frameworks.torch.support import WithScaler, Wrapper
 from simulated_cuda import device
 
 SMALL = LAYOUTS["200 x 1,000"]
@@ -195,26 +196,21 @@ def test_the_loss_of_an_applied_step_is_explained_without_a_wait(verb):
     for explain in (0, 20):
         model = torch.nn.Linear(2, 1).to("cuda")
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = lossscale.torch.GradScaler("cuda", init_scale=8.0)
-        watched = (
-            scaler if verb == "scale" else lossscale.LossScaleOptimizer(inner, initial_scale=8)
-        )
+        run = Wrapper(lossscale.LossScaleOptimizer(inner, initial_scale=8))
+        if verb == "scale":
+            run = WithScaler(inner, lossscale.torch.GradScaler("cuda", init_scale=8.0))
         settings = {"explain": explain, "log": records.append, "every": 100}
-        with lossscale.torch.Monitor(watched, model, **settings) as monitor:
+        with lossscale.torch.Monitor(run.watched, model, **settings) as monitor:
             for number in range(4):
                 x = torch.ones(3, 2, device="cuda")
                 # The last loss is NaN, of a part that has no gradient.
                 loss = model(x).mean() + (x.sum() - 6.0 if number < 3 else x.sum() * torch.nan)
                 device.taken()
                 if verb == "backward":
-                    watched.backward(loss)
+                    run.watched.backward(loss)
                 else:
-                    getattr(watched, verb)(loss).backward()
-                if verb == "scale":
-                    scaler.step(inner)
-                    scaler.update()
-                else:
-                    watched.step()
+                    run.scale_loss(loss).backward()
+                run.step()
                 if number < 3:
                     monitor.step(loss)
                     waits.setdefault(explain, []).append(len(device.taken()))

@@ -88,8 +88,7 @@ def test_a_run_ends_as_one_that_was_never_given_the_skipped_batch(train, way):
     found, expected = train(way, BATCHES), train(way, CLEAN)
     assert [int(jax.tree.leaves(each[2].steps_skipped)[0]) for each in (found, expected)] == [1, 0]
     found, expected = [(*each[:2], each[2].inner_state) for each in (found, expected)]
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(one, other)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def state(skipped):

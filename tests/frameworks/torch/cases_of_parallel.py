@@ -36,11 +36,8 @@ PIPELINE, CHECKPOINTS, TENSOR_PARALLEL, EXPERTS, *_ = programs("parallel.md")
 SAVED = "pipeline"
 
 
-def names_of(program, **replaced):
+def names_of(program):
     """Runs a program of the page, and returns its names."""
-    for old, new in replaced.values():
-        assert old in program
-        program = program.replace(old, new)
     names = {"__name__": "page"}
     exec(compile(program, "a page", "exec"), names)
     return names
@@ -90,7 +87,7 @@ def pipeline(folder):
 
 def pipeline_resumed(folder):
     """On two processes, a stage each."""
-    names = names_of(PIPELINE, mesh=("(2, 2)", "(2, 1)"))
+    names = names_of(PIPELINE.replace("(2, 2)", "(2, 1)"))
     optimizer, part = names["optimizer"], names["part"]
     names_of(CHECKPOINTS)["load"](part, optimizer, folder / SAVED)
     for number in (5, 6):

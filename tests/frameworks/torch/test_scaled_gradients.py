@@ -23,6 +23,7 @@ from frameworks.torch.support import (
     derive,
     ends_as_without_scaling,
     parameter,
+    raised_by,
     sgd,
     wrapped,
 )
@@ -157,14 +158,6 @@ class Run:
             for each in engine.record.sets:
                 assert each.by is None or each in holding(each.info), call
         assert bits(self.tensors) == bits(plain.tensors), call
-
-
-def raised_by(call, *arguments):
-    try:
-        call(*arguments)
-    except (lossscale.errors.LossScaleError, TypeError) as error:
-        return error
-    return None
 
 
 def check(program, **how):
