@@ -94,38 +94,24 @@ def plain(np, h, gain):
     return h * gain
 
 
+def hidden(block, operations, size):
+    return Fault(block, OVERFLOW, operations, scale=1, size=size, is_hidden=True)
+
+
 FAULTS = {
-    "an RMS norm of large activations": Fault(
-        lambda np, h, gain: h * np.rsqrt(mean(np, h * h) + 1e-3) * gain,
-        OVERFLOW,
-        "mul square",
-        scale=1,
-        size=250,
-        is_hidden=True,
+    "an RMS norm of large activations": hidden(
+        lambda np, h, gain: h * np.rsqrt(mean(np, h * h) + 1e-3) * gain, "mul square", 250
     ),
-    "a sum that overflows in some rows": Fault(
-        lambda np, h, gain: h / total(np, np.abs(h)) * gain,
-        OVERFLOW,
-        "sum cast convert",
-        scale=1,
-        size=9000,
-        is_hidden=True,
+    "a sum that overflows in some rows": hidden(
+        lambda np, h, gain: h / total(np, np.abs(h)) * gain, "sum cast convert", 9000
     ),
-    "a norm of which several squares overflow": Fault(
-        lambda np, h, gain: h / np.sqrt(total(np, h * h)) * gain + h / 4096,
-        OVERFLOW,
-        "mul square",
-        scale=1,
-        size=1500,
-        is_hidden=True,
+    "a norm of which several squares overflow": hidden(
+        lambda np, h, gain: h / np.sqrt(total(np, h * h)) * gain + h / 4096, "mul square", 1500
     ),
-    "a mean of which the sum overflows": Fault(
+    "a mean of which the sum overflows": hidden(
         lambda np, h, gain: np.tanh(total(np, np.abs(h)) / 32768) * gain + h / 32768,
-        OVERFLOW,
         "sum cast convert",
-        scale=1,
-        size=9000,
-        is_hidden=True,
+        9000,
     ),
     "a masked row": Fault(masked_row, "singular", "softmax sub exp max"),
     "a mask beyond float16": Fault(

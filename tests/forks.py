@@ -197,8 +197,7 @@ def _serve(path: str) -> None:
 
 
 if __name__ == "__main__":
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         importlib.import_module(sys.argv[1])
         if sys.argv[1] == "keras":
             # What Keras imports on each backend as soon as it trains.

@@ -42,6 +42,15 @@ def wrapped(inner, **arguments):
     return lossscale.LossScaleOptimizer(inner, rule=lossscale.DynamicScale(**rule))
 
 
+def sgd(rate=0.25, **settings):
+    return keras.optimizers.SGD(rate, **settings)
+
+
+def everything(optimizer, *variables):
+    """Returns the values of all variables that a step can change."""
+    return arrays([*optimizer.variables, *optimizer.inner_optimizer.variables, *variables])
+
+
 def run(source, backend, *arguments, **environment):
     """Runs a program in a process of its own, on a backend; returns what it prints."""
     given = {"KERAS_BACKEND": backend, **environment}

@@ -394,25 +394,19 @@ def test_weights_weigh():
     assert diagnose(model, x, y, sample_weight=np.full(24, 2.0**-18)).verdict == "needed"
 
 
-def batches_from(kind, x, y):
-    batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, len(x), 8)]
-    if kind == "list":
-        return batches
-    if kind == "generator":
-        return iter(batches)
-    torch = pytest.importorskip("torch")
-    data = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
-    return torch.utils.data.DataLoader(data, batch_size=8)
+def loader(batches):
+    return pytest.importorskip("torch").utils.data.DataLoader(batches, batch_size=None)
 
 
-@pytest.mark.parametrize("kind", ["list", "generator", "DataLoader"])
-def test_batches_can_come_from_many_places(kind):
+@pytest.mark.parametrize("places", [list, iter, loader], ids=["list", "generator", "DataLoader"])
+def test_batches_can_come_from_many_places(places):
     x, y = cases.some_data()
+    batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, len(x), 8)]
     model = cases.compiled(
         keras.Sequential([keras.Input((6,)), layers.Dense(4, activation="softmax")]),
         "sparse_categorical_crossentropy",
     )
-    report = diagnose(model, batches_from(kind, x, y))
+    report = diagnose(model, places(batches))
     assert report.measurement.batches == 2
     assert report.verdict == "not needed"
 

@@ -11,6 +11,7 @@ import broken_blocks
 import keras_cases as cases
 from broken_blocks import FAULTS, OVERFLOW, SHARED, Fault
 from keras_cases import keras, layers, ops
+from kerases import assert_same
 from lossscale.diagnosis import diagnose, explain
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.monitoring.explanation import Cause
@@ -99,8 +100,7 @@ def test_a_block_is_named(name):
         lambda scale: explain(model, fault.batch, loss_fn=loss_fn, scale=scale),
         lambda: diagnose(model, fault.batch, loss_fn=loss_fn),
     )
-    for one, other in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same(before, model.get_weights())
 
 
 class Logarithm(layers.Layer):

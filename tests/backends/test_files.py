@@ -163,8 +163,7 @@ class Averaged(keras.optimizers.SGD):
 def test_a_file_of_keras_own_class_that_lacks_state_is_completed_or_says_so(tmp_path, made, when):
     own = keras.optimizers.LossScaleOptimizer(made(0.01))
     trained(own).save_weights(tmp_path / "own.weights.h5")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         ours = loaded(tmp_path / "own.weights.h5", wrapped(made(0.01)), when).inner_optimizer
     said = [str(each.message) for each in caught if "has no values for" in str(each.message)]
     assert int(ours.iterations) == int(own.inner_optimizer.iterations) == 8

@@ -42,12 +42,6 @@ def array(size, dtype, filling, elements):
     return made
 
 
-def found_by_numpy(arrays, scale):
-    with np.errstate(over="ignore", invalid="ignore"):
-        divided = [a.astype(np.float32) / np.float32(scale or 1.0) for a in arrays]
-    return all(np.isfinite(a).all() for a in divided)
-
-
 def compiled(function):
     if BACKEND == "torch":
         # Compiled steps break off at the verdict there.
@@ -70,7 +64,9 @@ def tensors(arrays):
 def check(verdict, arrays, scale):
     given = [] if scale is None else tensors([np.float32(scale)])
     found = bool(number(verdict([*tensors(arrays), None], *given)))
-    assert found == found_by_numpy(arrays, scale), scale
+    with np.errstate(over="ignore", invalid="ignore"):
+        divided = [a.astype(np.float32) / np.float32(scale or 1.0) for a in arrays]
+    assert found == all(np.isfinite(a).all() for a in divided), scale
 
 
 def verdict_with(exact):

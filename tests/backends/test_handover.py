@@ -12,8 +12,7 @@ from backends.programs import PROGRAMS, WITH_MINIMIZE, expected, made
 @pytest.mark.parametrize(("program", "warning"), (PROGRAMS | WITH_MINIMIZE).items())
 def test_a_program_applies_each_gradient_once(program, warning):
     run = made()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         # One that does not warn does the same when it runs again.
         for times in range(1, 2 if warning else 4):
             run.calls(program)

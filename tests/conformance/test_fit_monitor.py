@@ -12,6 +12,7 @@ import pytest
 import lossscale
 from conformance.harness import array
 from conformance.wrappers import BACKEND, KERAS
+from kerases import assert_same, number
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
 from lossscale.monitoring import Cause, read_records
@@ -32,10 +33,6 @@ SPOILED = "spoiled/kernel"
 
 def arrays(variables):
     return [array(each) for each in (variables() if callable(variables) else variables)]
-
-
-def number(value):
-    return array(value).item()
 
 
 def rows(batches, spoiled=(), infs=1, nans=0):
@@ -124,8 +121,7 @@ def test_sampling_reads_every_nth_step_and_the_last_skip_before_it(tmp_path, opt
         model = net(optimizers.SGD(0.01, momentum=0.9), **arguments)
         fit(model, rows(10, spoiled=[1, 2, 7], infs=2, nans=1), callbacks)
         results.append(trained(model))
-    for without, monitored in zip(*results, strict=True):
-        np.testing.assert_array_equal(without, monitored)
+    assert_same(*results)
     # The first step and the last one; 3 is the last skip before 4; 8 is both sampled and skipped.
     assert column(path, "step") == [1, 3, 4, 8, 10]
     spoiled = [(SPOILED, 2, 1)]
@@ -236,9 +232,7 @@ def test_what_is_watched_is_not_saved(tmp_path, recwarn):
     monitored, plain = net(), net()
     fit(monitored, data, [LossScaleMonitor(tmp_path / "run.jsonl")])
     fit(plain, data, [])
-    pair = monitored.optimizer, plain.optimizer
-    for one, other in zip(*(optimizer.get_weights() for optimizer in pair), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same(monitored.optimizer.get_weights(), plain.optimizer.get_weights())
     plain.optimizer.set_weights(monitored.optimizer.get_weights())
     monitored.optimizer.set_weights(plain.optimizer.get_weights())
     for source, target in ((monitored, net()), (plain, monitored)):
@@ -247,12 +241,8 @@ def test_what_is_watched_is_not_saved(tmp_path, recwarn):
         fit(target, rows(1), [])
         target.load_weights(path)
         assert number(target.optimizer.steps_skipped) == 1
-        for one, other in zip(
-            arrays(source.optimizer.inner_optimizer.variables),
-            arrays(target.optimizer.inner_optimizer.variables),
-            strict=True,
-        ):
-            np.testing.assert_array_equal(one, other)
+        inner = (each.optimizer.inner_optimizer.variables for each in (source, target))
+        assert_same(*map(arrays, inner))
     monitored.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras")
     assert len(again.optimizer.variables) == len(plain.optimizer.variables)
@@ -415,8 +405,7 @@ def test_what_replicas_have_is_counted_together_and_once(two_replicas, tmp_path,
             model = net(optimizers.Adam(0.01), **arguments)
         fit(model, data, callbacks, batch_size=8)
         results.append(trained(model))
-    for without, monitored in zip(*results, strict=True):
-        np.testing.assert_array_equal(without, monitored)
+    assert_same(*results)
     assert column(path, "scale") == [1024.0, 1024.0, 512.0, 256.0]
     *steps, [(name, infs, nans)] = nonfinite(path)
     assert steps == [[], [(SPOILED, 2, 0)], [(SPOILED, 2, 0)]]
@@ -435,9 +424,7 @@ def test_tensorflow_saves_what_it_saves_of_a_run_without_a_monitor(tmp_path, opt
     for source, target in ((monitored, plain), (plain, monitored)):
         saved = tf.train.Checkpoint(model=source).save(str(tmp_path / "checkpoint"))
         tf.train.Checkpoint(model=target).restore(saved).assert_consumed()
-        pair = (arrays(each.optimizer.variables) for each in (source, target))
-        for one, other in zip(*pair, strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert_same(*(arrays(each.optimizer.variables) for each in (source, target)))
     if IS_KERAS_3:
         monitored.export(tmp_path / "saved", verbose=False)
     else:

@@ -216,6 +216,90 @@ def test_a_configuration_makes_the_same_optimizer(optimizers, arguments):
     assert described == before
 
 
+# --- Of Keras 3 alone: attributes of a wrapper's own, and weights of other shapes ----------------
+
+on_keras_3 = pytest.mark.skipif(KERAS == "tf_keras", reason="tf_keras saves them otherwise")
+
+
+class Holding(type(wrapped(other(keras)))):
+    """A wrapper with an attribute of its own that Keras saves."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.extra = other(keras)
+
+
+@on_keras_3
+@pytest.mark.parametrize("reads", [Holding, plain])
+def test_attributes_of_one_name_of_both_optimizers_are_saved(tmp_path, reads):
+    path, found = str(tmp_path / "a.weights.h5"), []
+    for wrap in (Holding, reads):
+        inner = holding(keras, "extra")
+        model = model_with(wrap(inner))
+        parts = [inner.extra, model.optimizer.extra]
+        parts[1].build([])
+        if not found:
+            found += [filled(part) for part in parts]
+            model.save_weights(path)
+        else:
+            model.load_weights(path)
+            found += [values(part.variables) for part in parts]
+    assert_same(found[0], found[2])
+    if reads is Holding:
+        assert_same(found[1], found[3])
+
+
+@on_keras_3
+@pytest.mark.parametrize("built", [False, True], ids=["before build", "after build"])
+def test_weights_of_other_shapes_are_refused_as_a_whole(built):
+    def variables(count):
+        shapes = (2, 3), (count,)
+        return [keras.Variable(np.zeros(shape, "float32")) for shape in shapes]
+
+    first = wrapped(keras.optimizers.Adam(0.01))
+    first.build(variables(2))
+    filled(first.inner_optimizer)
+    store, own = {}, {}
+    first.save_own_variables(store)
+    first.loss_scale_state.save_own_variables(own)
+    own["dynamic_scale"] = np.float32(4.0)
+    targets = variables(5)
+    second = wrapped(keras.optimizers.Adam(0.01))
+    before = status(second)
+    if built:
+        second.build(targets)
+        with pytest.raises(ValueError, match="Nothing was changed"):
+            second.load_own_variables(store)
+    else:
+        second.load_own_variables(store)
+    # `skip_mismatch` goes on here.
+    second.loss_scale_state.load_own_variables(own)
+    if not built:
+        with pytest.warns(UserWarning, match="state of the optimizer is not used"):
+            second.build(targets)
+    assert status(second) == before
+    assert not any(array.any() for array in values(second.inner_optimizer._momentums))
+
+
+@on_keras_3
+def test_variables_of_one_name_are_saved_beside_one_another():
+    def made():
+        optimizer = wrapped(keras.optimizers.SGD(0.1))
+        for number, name in enumerate(("steps_skipped", "iteration", "mine", "mine")):
+            own = keras.Variable(0.0, name=name, trainable=False)
+            setattr(optimizer, f"own_{number}", own)
+        return optimizer
+
+    written, read = made(), made()
+    for number in range(4):
+        getattr(written, f"own_{number}").assign(number + 1.0)
+    store = {}
+    written.loss_scale_state.save_own_variables(store)
+    read.loss_scale_state.load_own_variables(store)
+    assert [float(getattr(read, f"own_{number}")) for number in range(4)] == [1, 2, 3, 4]
+    assert status(read) == status(written)
+
+
 class Dies(keras.callbacks.Callback):
     """Ends a run at the start of an epoch."""
 

@@ -57,44 +57,34 @@ class KerasFit:
 class TorchLoop:
     """A loop of PyTorch with the wrapper."""
 
-    name, in_between, made = "weight", True, 0
+    name, in_between, made, by = "weight", True, 0, "wrapper"
 
     def __init__(self):
         import torch
 
+        from frameworks.torch.support import OURS
+
         self.model = torch.nn.Linear(2, 1, bias=False)
         torch.nn.init.zeros_(self.model.weight)
-        self.inner = torch.optim.SGD(self.model.parameters(), lr=0.0)
-        self.watched = lossscale.torch.LossScaleOptimizer(self.inner, rule=RULE)
+        self.loop = OURS[self.by](torch.optim.SGD(self.model.parameters(), lr=0.0), rule=RULE)
 
     def run(self, batches, *args, **settings):
         import torch
 
-        with lossscale.torch.Monitor(self.watched, self.model, *args, **settings) as monitor:
+        from frameworks.torch.support import train_step
+
+        with lossscale.torch.Monitor(self.loop.watched, self.model, *args, **settings) as monitor:
             for batch in batches:
-                self.inner.zero_grad()
-                loss = self.model(torch.full((1, 2), batch)).mean()
-                self.step(loss)
+                train_step(self.loop, loss := self.model(torch.full((1, 2), batch)).mean())
                 self.made += 1
                 monitor.step(loss)
         return monitor
-
-    def step(self, loss):
-        self.watched.scale_loss(loss).backward()
-        self.watched.step()
 
 
 class TorchScaler(TorchLoop):
     """A loop of PyTorch with the drop-in."""
 
-    def __init__(self):
-        super().__init__()
-        self.watched = lossscale.torch.GradScaler("cpu", rule=RULE)
-
-    def step(self, loss):
-        self.watched.scale(loss).backward()
-        self.watched.step(self.inner)
-        self.watched.update()
+    by = "scaler"
 
 
 class OptaxLoop:
@@ -198,8 +188,7 @@ def plainly(rows):
 @pytest.mark.parametrize("batches", [OVERFLOWS, [1.0, HUGE, NAN]], ids=["overflows", "nan"])
 def test_what_is_recorded_logged_and_written_is_what_happened(front, batches, every, tmp_path):
     path, logged = tmp_path / "run.jsonl", []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LossScaleWarning)
+    with warnings.catch_warnings(action="ignore", category=LossScaleWarning):
         monitor = front.run(batches, path, every=every, log=logged.append)
     wanted = plainly(expected(front, batches, every))
     # Keras reports a mean, whose NaN may be of a step that was not sampled.

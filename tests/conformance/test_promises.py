@@ -139,8 +139,7 @@ def test_a_step_that_is_skipped_at_the_floor_is_said_once_where_the_host_knows(w
     if wrapper.compiles and case != "warns":
         pytest.skip("what is compiled says nothing of it in any case")
     harness = wrapper.make(VALUES, "sgd", rule)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         found = []
         for _ in range(5):
             harness.step(spoiled(np.nan))

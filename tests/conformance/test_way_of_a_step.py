@@ -1,5 +1,6 @@
 """What a wrapper loads, and the files that a step passes through (docs/internals/design.md)."""
 
+import functools
 import gc
 import os
 import pathlib
@@ -82,7 +83,7 @@ def noting(optimizer, verb, way):
     return optimizer
 
 
-def fit_on_jax(way):
+def fit(way):
     import keras
 
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
@@ -90,10 +91,6 @@ def fit_on_jax(way):
     model.compile(lossscale.LossScaleOptimizer(inner), "mse")
     model.optimizer.build(model.trainable_variables)
     return lambda: model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
-
-
-def fit_on_torch(way):
-    return fit_on_jax(way)
 
 
 def loop_on_tensorflow(way, verb="apply_gradients"):
@@ -117,10 +114,6 @@ def loop_on_tensorflow(way, verb="apply_gradients"):
     return step
 
 
-def verb_of_keras_on_tensorflow(way):
-    return loop_on_tensorflow(way, "apply")
-
-
 def documented_loop_on_tf_keras(way, family="legacy"):
     import tensorflow as tf
     import tf_keras
@@ -138,10 +131,6 @@ def documented_loop_on_tf_keras(way, family="legacy"):
         optimizer.apply_gradients(zip(gradients, [weight], strict=True))
 
     return step
-
-
-def current_optimizer_of_tf_keras(way):
-    return documented_loop_on_tf_keras(way, "current")
 
 
 def update_of_optax(way):
@@ -164,15 +153,15 @@ def update_of_optax(way):
 
 # By the process that runs it: the columns of the two tables, and what makes the step.
 STEPS = {
-    "jax": {"`fit` on JAX": fit_on_jax, "Optax": update_of_optax},
-    "torch": {"`fit` on PyTorch": fit_on_torch},
+    "jax": {"`fit` on JAX": fit, "Optax": update_of_optax},
+    "torch": {"`fit` on PyTorch": fit},
     "tensorflow": {
         "a loop on TensorFlow": loop_on_tensorflow,
-        "`apply` on TensorFlow": verb_of_keras_on_tensorflow,
+        "`apply` on TensorFlow": functools.partial(loop_on_tensorflow, verb="apply"),
     },
     "tf_keras": {
         "tf_keras legacy": documented_loop_on_tf_keras,
-        "tf_keras": current_optimizer_of_tf_keras,
+        "tf_keras": functools.partial(documented_loop_on_tf_keras, family="current"),
     },
 }.get(PROCESS, {})
 

@@ -40,10 +40,6 @@ def _each_norm(parameters: list[Any]) -> None:
         torch.nn.utils.clip_grad_norm_([parameter], 1.0)
 
 
-def _each_value(parameters: list[Any]) -> None:
-    torch.nn.utils.clip_grad_value_(parameters, 0.5)
-
-
 def _averaged(optimizer: Any) -> Any:
     def hook(inner: Any, *_: Any) -> None:
         for group in inner.param_groups:
@@ -84,7 +80,7 @@ def inner_optimizers(fused: bool) -> dict[str, Callable[[Sequence[Any]], Any]]:
             made = torch.optim.Adagrad(parameters, lr=0.1, fused=True)
         else:
             made = torch.optim.Adam(parameters, lr=0.1, amsgrad=True, fused=True)
-        return _clipping(_each_value)(made)
+        return _clipping(lambda given: torch.nn.utils.clip_grad_value_(given, 0.5))(made)
 
     found = {
         "plain": sgd(1.0),
@@ -118,15 +114,13 @@ class TorchNative(Harness):
         self.inner_optimizer = inner_optimizers(self.decide == "device")[inner](self.parameters_)
         clip = CLIPS.get(inner)
         self.scales_loss = rule is not None
+        self.optimizer = self.inner_optimizer
         if rule is not None:
             self.optimizer = lossscale.torch.LossScaleOptimizer(
                 self.inner_optimizer, rule=rule, clip_norm=clip, decide=self.decide
             )
-        else:
-            self.optimizer = self.inner_optimizer
-            if clip is not None:
-                hook = _clipping(lambda given: torch.nn.utils.clip_grad_norm_(given, clip))
-                hook(self.optimizer)
+        elif clip is not None:
+            _clipping(lambda given: torch.nn.utils.clip_grad_norm_(given, clip))(self.optimizer)
 
     @staticmethod
     def optimizers() -> Any:
@@ -239,10 +233,7 @@ class TorchVerb(TorchNative):
             if gradient is not None and gradient.dtype != parameter.dtype:
                 parameter.grad_dtype = None
         loss = _Loss.apply(given, self._scaled_already, *self.parameters_)
-        if self.scales_loss:
-            self.optimizer.backward(loss)
-        else:
-            loss.backward()
+        self.optimizer.backward(loss) if self.scales_loss else loss.backward()
         self.optimizer.step()
 
 

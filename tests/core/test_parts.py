@@ -11,30 +11,19 @@ from benchmarks import xla_gpu
 from simulated_cuda import device
 
 
-def without_a_compiler(monkeypatch, folder):
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.delenv("CXX", raising=False)
-
-
-def without_the_wheels(monkeypatch, folder):
-    monkeypatch.setattr(xla_gpu, "FOLDER", folder)
-
-
 @pytest.mark.parametrize(
-    ("part", "absent", "why"),
-    [
-        (run.ON_SIMULATED_CUDA, without_a_compiler, "needs a C++ compiler"),
-        (run.WITH_XLA_GPU, without_the_wheels, "is missing"),
-    ],
+    ("part", "why"),
+    [(run.ON_SIMULATED_CUDA, "needs a C++ compiler"), (run.WITH_XLA_GPU, "is missing")],
 )
-def test_it_is_named_in_the_last_line_and_demanded_by_ci(
-    part, absent, why, monkeypatch, capsys, tmp_path
-):
+def test_it_is_named_in_the_last_line_and_demanded_by_ci(part, why, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(run, "ALL", {part: run.ALL[part]})
     monkeypatch.setattr(sys, "argv", ["run.py", "--jobs", "1"])
     monkeypatch.delenv(run.DEMAND, raising=False)
-    absent(monkeypatch, tmp_path)
+    # Neither a compiler nor the wheels.
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(xla_gpu, "FOLDER", tmp_path)
     assert run.main() == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(f"left out: {part}, because ")

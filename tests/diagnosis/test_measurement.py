@@ -441,22 +441,18 @@ def test_the_report_begins_with_the_verdict_and_is_short(name):
 
 
 def test_what_the_lines_say():
-    needed = said(report("needed"))
-    for words in (
-        "without scaling, the worst gradient, of w, is wrong by",
-        "every gradient is accurate from a loss scale of",
+    for name, words in (
+        ("needed", "without scaling, the worst gradient, of w, is wrong by"),
+        ("needed", "every gradient is accurate from a loss scale of"),
+        ("below 1", "rule = DynamicScale(initial_scale=2.0**-"),
+        ("noise", "left out 1 of the gradients: n: wrong in float16 at every scale"),
+        ("cannot help", "cannot help: the loss is not finite in float16"),
+        ("targets", "the targets are beyond the range of float16"),
+        ("unknown", "unknown: the loss or a gradient is not finite in float32"),
+        ("zero", "left out 1 of the gradients: dead: also 0 in float32"),
+        ("casts", "reference the model casts to float16 itself"),
     ):
-        assert words in needed
-    below = said(report("below 1"))
-    assert "rule = DynamicScale(initial_scale=2.0**-" in below
-    assert "left out 1 of the gradients: n: wrong in float16 at every scale" in said(
-        report("noise")
-    )
-    assert "cannot help: the loss is not finite in float16" in said(report("cannot help"))
-    assert "the targets are beyond the range of float16" in said(report("targets"))
-    assert "unknown: the loss or a gradient is not finite in float32" in said(report("unknown"))
-    assert "left out 1 of the gradients: dead: also 0 in float32" in said(report("zero"))
-    assert "reference the model casts to float16 itself" in said(report("casts"))
+        assert words in said(report(name))
 
 
 def test_a_gradient_that_no_scale_makes_accurate_is_not_called_accurate():

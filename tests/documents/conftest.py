@@ -8,17 +8,15 @@ import pytest
 import tensorflow as tf
 
 import two_devices
-from documents import documented_classes
+from conformance.page_matrix import CURRENT, EXPERIMENTAL, Program
 
 two_devices.split_cpu()
 
 
-@pytest.fixture(
-    params=[documented_classes.CURRENT, documented_classes.EXPERIMENTAL], ids=lambda form: form.name
-)
+@pytest.fixture(params=[CURRENT, EXPERIMENTAL])
 def form(request):
     """The documented class: that of TensorFlow 2.4 and later, and that of 2.0 to 2.3."""
-    return request.param
+    return Program("keras-tensorflow", request.param, in_function=False)
 
 
 @pytest.fixture(params=["eager", "graph"])

@@ -11,8 +11,7 @@ import pytest
 import tensorflow as tf
 
 import lossscale
-from backends.support import assert_same
-from documents.documented_classes import everything, sgd
+from backends.support import assert_same, everything, sgd
 from lossscale import experimental
 from lossscale.experimental import DynamicLossScale, FixedLossScale, LossScale
 from seeding import seed

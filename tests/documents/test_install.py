@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import lossscale
-from documents.documented_classes import sgd
+from backends.support import sgd
 from lossscale import experimental
 
 # The classes of the Keras that is `tf.keras`: old programs inherit from them.
@@ -55,10 +55,6 @@ def _all_names():
     return {name: _resolve(name) for name in _NAMES}
 
 
-def _is_none_installed():
-    return not any(_resolve(name) is value for name, value in _NAMES.items())
-
-
 @pytest.fixture(autouse=True)
 def _taken_out_again():
     # The first install may import parts of TensorFlow that stay imported.
@@ -93,7 +89,7 @@ def test_the_names_stay_until_the_last_of_several_installations_is_undone():
         assert _all_names() == _NAMES
     for _ in range(2):
         second.undo()
-        assert _is_none_installed()
+        assert not any(_resolve(name) is value for name, value in _NAMES.items())
     with lossscale.install() as outer:
         with lossscale.install():
             assert _all_names() == _NAMES

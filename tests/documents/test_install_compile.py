@@ -7,8 +7,7 @@ import tensorflow as tf
 from keras.src.trainers import trainer
 
 import lossscale
-from backends.support import assert_same
-from documents.documented_classes import everything
+from backends.support import assert_same, everything
 from lossscale import experimental
 from seeding import seed
 

@@ -194,8 +194,7 @@ def test_the_floor_is_said_once_until_the_scale_grows():
     recorder = opened(rule=DynamicScale(initial_scale=1))
     with pytest.warns(LossScaleWarning, match="Step 1 was skipped at the minimum loss scale, 1"):
         recorder.observe(skipped(1, 1.0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         recorder.observe(skipped(2, 1.0))
         recorder.observe(applied(3, 2.0))
     with pytest.warns(LossScaleWarning, match="Not finite: kernel"):
@@ -208,8 +207,7 @@ def test_the_floor_ends_training_or_is_ignored(tmp_path):
         opened(path, on_floor="raise", log=logged.append).observe(skipped(1, 1.0))
     assert [record.reason for record in read_records(path)] == ["floor"]
     assert [record["reason"] for record in logged] == ["floor"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         opened(on_floor="ignore").observe(skipped(1, 1.0))
 
 

@@ -12,6 +12,7 @@ import torch
 import lossscale
 from benchmarks import gpu_counts
 from benchmarks.gpu_torch import LAYOUTS, MODEL_STEPS, WAYS, counted, prepared, rows, rows_of_models
+from frameworks.torch.support import WithScaler, Wrapper
 from simulated_cuda import device
 
 SMALL = LAYOUTS["200 x 1,000"]
@@ -148,19 +149,15 @@ def guarded_buffers(way):
     way.step = lambda: (model(torch.ones(4, 2, device="cuda")), step())
 
 
-def rule_of_another_kind(way):
-    rule = lossscale.DynamicScale(2.0**10, overflows_before_backoff=2)
-    way.scaler = lossscale.torch.GradScaler("cuda", rule=rule)
-
-
-def step_of_a_list(way):
+def by_a_list(way):
     way.step = lambda: (way.scaler.step(way.inners), way.scaler.update())
 
 
+WAITING = lossscale.DynamicScale(2.0**10, overflows_before_backoff=2)
 WAITS = {
     "nothing": (lambda way: None, 0),
     "a repr": (lambda way: then(way, lambda: repr(way.scaler)), 0),
-    "a list": (step_of_a_list, 0),
+    "a list": (by_a_list, 0),
     # Once for each optimizer.
     "a hook of skips": (
         lambda way: way.scaler.register_step_skipped_hook(lambda optimizer: None),
@@ -171,7 +168,10 @@ WAITS = {
     "a guard": (guard, 1),
     # The device chooses.
     "guarded buffers": (guarded_buffers, 0),
-    "a rule of another kind": (rule_of_another_kind, 1),
+    "a rule of another kind": (
+        lambda way: setattr(way, "scaler", lossscale.torch.GradScaler("cuda", rule=WAITING)),
+        1,
+    ),
     "a number": (lambda way: then(way, way.scaler.get_scale), 1),
 }
 
@@ -196,26 +196,21 @@ def test_the_loss_of_an_applied_step_is_explained_without_a_wait(verb):
     for explain in (0, 20):
         model = torch.nn.Linear(2, 1).to("cuda")
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = lossscale.torch.GradScaler("cuda", init_scale=8.0)
-        watched = (
-            scaler if verb == "scale" else lossscale.LossScaleOptimizer(inner, initial_scale=8)
-        )
+        run = Wrapper(lossscale.LossScaleOptimizer(inner, initial_scale=8))
+        if verb == "scale":
+            run = WithScaler(inner, lossscale.torch.GradScaler("cuda", init_scale=8.0))
         settings = {"explain": explain, "log": records.append, "every": 100}
-        with lossscale.torch.Monitor(watched, model, **settings) as monitor:
+        with lossscale.torch.Monitor(run.watched, model, **settings) as monitor:
             for number in range(4):
                 x = torch.ones(3, 2, device="cuda")
                 # The last loss is NaN, of a part that has no gradient.
                 loss = model(x).mean() + (x.sum() - 6.0 if number < 3 else x.sum() * torch.nan)
                 device.taken()
                 if verb == "backward":
-                    watched.backward(loss)
+                    run.watched.backward(loss)
                 else:
-                    getattr(watched, verb)(loss).backward()
-                if verb == "scale":
-                    scaler.step(inner)
-                    scaler.update()
-                else:
-                    watched.step()
+                    run.scale_loss(loss).backward()
+                run.step()
                 if number < 3:
                     monitor.step(loss)
                     waits.setdefault(explain, []).append(len(device.taken()))

@@ -36,9 +36,8 @@ def test_hooks_of_parameters_run_in_a_device_thread_with_scaled_gradients(create
         )
     )
     optimizer = wrapped(p)
-    with warnings.catch_warnings():
-        # PyTorch's, about graphs of gradients.
-        warnings.simplefilter("ignore", UserWarning)
+    # PyTorch's, about graphs of gradients.
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
         optimizer.scale_loss((p * p).sum()).backward(create_graph=create_graph)
     optimizer.step()
     [(thread, mode, gradient)] = seen

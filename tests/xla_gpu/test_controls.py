@@ -24,48 +24,30 @@ def test_a_plain_function_is_one_kernel_that_reads_and_writes_once():
     assert found == xla_gpu.Counts(1, 1, 0, 1, 0, 0, 2 * BYTES, 0)
 
 
-def branching(x):
-    return jax.lax.cond(x[0, 0] > 0, lambda: x @ x, lambda: plain(x))
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+WAITS = {
+    "branching": lambda x: jax.lax.cond(x[0, 0] > 0, lambda: x @ x, lambda: plain(x)),
+    "looping": lambda x: jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: plain(x) - 5, x),
+    "to_the_host": lambda x: jax.device_put(plain(x), HOST),
+    "to_the_host_and_back": lambda x: plain(jax.device_put(jax.device_put(plain(x), HOST), DEVICE)),
+}
 
 
-def looping(x):
-    return jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: plain(x) - 5, x)
-
-
-def to_the_host(x):
-    return jax.device_put(plain(x), jax.memory.Space.Host)
-
-
-def to_the_host_and_back(x):
-    return plain(
-        jax.device_put(jax.device_put(plain(x), jax.memory.Space.Host), jax.memory.Space.Device)
-    )
-
-
-@pytest.mark.parametrize(
-    "injected", [branching, looping, to_the_host, to_the_host_and_back], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("injected", WAITS.values(), ids=WAITS)
 def test_a_wait_for_the_host_is_noticed(injected):
     assert counts(injected).waits >= 1
 
 
-def printing(x):
-    jax.debug.print("{}", x.sum())
-    return plain(x)
+CALLS = {
+    "printing": lambda x: jax.debug.print("{}", x.sum()) or plain(x),
+    "calling_back": lambda x: plain(
+        jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    ),
+    "calling_for_its_effect": lambda x: io_callback(lambda _: None, None, x) or plain(x),
+}
 
 
-def calling_back(x):
-    return plain(jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x))
-
-
-def calling_for_its_effect(x):
-    io_callback(lambda _: None, None, x)
-    return plain(x)
-
-
-@pytest.mark.parametrize(
-    "injected", [printing, calling_back, calling_for_its_effect], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("injected", CALLS.values(), ids=CALLS)
 def test_a_call_of_the_host_is_noticed(injected):
     with pytest.raises(ValueError, match="calls the host"):
         counts(injected)

@@ -13,23 +13,9 @@ def halved(x):
     return x * 0.5
 
 
-@jax.jit
-def passed_on(x, y):
-    return x, y + x
-
-
-def shared(x, y):
-    both = x + y
-    return both, both, both * 2.0
-
-
 def nested(x, y):
     z = jax.jit(lambda a: halved(a) + y)(x)
     return z, z * 3.0
-
-
-def with_a_literal(x, y):
-    return 1.0, x, jnp.sin(y)
 
 
 def with_keys(x, y):
@@ -50,11 +36,19 @@ def with_loops(x, y):
     return z, jax.lax.fori_loop(0, 3, lambda _, a: a * 2.0, y), jax.nn.relu(z)
 
 
-FUNCTIONS = (shared, nested, with_a_literal, passed_on, with_keys, with_branches, with_loops)
+FUNCTIONS = {
+    "shared": lambda x, y: (both := x + y, both, both * 2.0),
+    "nested": nested,
+    "with_a_literal": lambda x, y: (1.0, x, jnp.sin(y)),
+    "passed_on": jax.jit(lambda x, y: (x, y + x)),
+    "with_keys": with_keys,
+    "with_branches": with_branches,
+    "with_loops": with_loops,
+}
 X, Y = jnp.float32([1.0, -2.0]), jnp.float32([0.5, 4.0])
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_every_output_is_as_written_and_may_be_kept_old_or_go_on(function):
     closed = jax.make_jaxpr(function)(X, Y)
     plain = gated(closed, [X, Y], {}, jnp.asarray(True))

@@ -105,19 +105,6 @@ def test_arrays_that_several_devices_may_share_are_not_joined_which_would_gather
     assert groups(on_one, on_one) == [2 * LARGE]
 
 
-def step_of(tx):
-    def step(params, state, gradients):
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
-def arguments_of(tx, sizes):
-    params = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
-    return params, jax.eval_shape(tx.init, params), params
-
-
 def branches(program):
     """The operands that a lowered program branches on, except those that are known."""
     known = re.findall(r'(%\w+)(?::\d+)? = "?stablehlo\.(?:constant|clamp|case)\b', program)
@@ -128,7 +115,14 @@ def branches(program):
 def test_only_a_program_for_a_cpu_has_a_branch(tracked):
     tx = loss_scaled(optax.adam(1e-3))
     tx = track_overflows(tx) if tracked else tx
-    traced = jax.jit(step_of(tx)).trace(*arguments_of(tx, [LARGE] * 3))
+    params = [jax.ShapeDtypeStruct((LARGE,), jnp.float32)] * 3
+
+    @jax.jit
+    def step(params, state, gradients):
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    traced = step.trace(params, jax.eval_shape(tx.init, params), params)
     for platform in ("cuda", "rocm"):
         # The host of a GPU would wait in each step, to read the number.
         assert not branches(traced.lower(lowering_platforms=(platform,)).as_text())

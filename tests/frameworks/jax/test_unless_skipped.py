@@ -88,8 +88,7 @@ def test_a_run_ends_as_one_that_was_never_given_the_skipped_batch(train, way):
     found, expected = train(way, BATCHES), train(way, CLEAN)
     assert [int(jax.tree.leaves(each[2].steps_skipped)[0]) for each in (found, expected)] == [1, 0]
     found, expected = [(*each[:2], each[2].inner_state) for each in (found, expected)]
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(one, other)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def state(skipped):
@@ -158,7 +157,6 @@ def test_a_state_of_nnx_that_is_no_copy_is_noticed():
     norm(jnp.ones((3, 2)))
     with pytest.warns(LossScaleWarning, match="the same arrays"):
         unless_skipped(state(True), nnx.state(norm, nnx.BatchStat), old)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         for without_arrays in ({}, {"activation": jax.nn.relu, "name": "norm"}):
             unless_skipped(state(True), without_arrays, without_arrays)

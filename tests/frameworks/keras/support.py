@@ -110,8 +110,7 @@ def small_model(inputs=4, units=8):
 def loss_scale_warnings():
     """Collects the messages of our warnings in a list, and lets no warning stop the test."""
     messages = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         yield messages
     for warning in caught:
         if issubclass(warning.category, lossscale.LossScaleWarning):

@@ -30,22 +30,24 @@ INNERS = {
 }
 
 
-def on_each(variable, strategy):
-    """Returns the values that a variable has on the replicas."""
-    if isinstance(variable, keras.Variable):
-        variable = variable.value
-    return [np.array(part.numpy()) for part in strategy.experimental_local_results(variable)]
-
-
 def same_on_both(tracked, strategy):
     """Asserts that variables are the same on all replicas; returns their values on the first."""
     firsts = []
     for variable in tracked:
-        parts = on_each(variable, strategy)
-        for part in parts[1:]:
-            np.testing.assert_array_equal(part, parts[0])
-        firsts.append(parts[0])
+        native = variable.value if isinstance(variable, keras.Variable) else variable
+        first, *others = map(np.array, strategy.experimental_local_results(native))
+        for part in others:
+            np.testing.assert_array_equal(part, first)
+        firsts.append(first)
     return firsts
+
+
+def on(strategy, make=wrapped):
+    """A weight and an optimizer of a strategy."""
+    with strategy.scope():
+        weight, optimizer = keras.Variable(START), make()
+        optimizer.build([weight])
+    return weight, optimizer
 
 
 class Loop:
@@ -53,10 +55,7 @@ class Loop:
 
     def __init__(self, strategy, make, how, in_function, **kwargs):
         self.strategy, self.how, self.kwargs = strategy, how, kwargs
-        with strategy.scope():
-            self.weight = keras.Variable(START)
-            self.optimizer = make()
-            self.optimizer.build([self.weight])
+        self.weight, self.optimizer = on(strategy, make)
         self.call = lambda gradient: strategy.run(self.replica_step, args=(gradient,))
         if in_function:
             self.call = tf.function(self.call)
@@ -186,10 +185,7 @@ def test_gradients_that_were_summed_before_are_not_summed_again(
     ],
 )
 def test_gradients_of_one_run_can_be_applied_in_another(two_replicas, way_of_stepping, traced):
-    with two_replicas.scope():
-        weight = keras.Variable(START)
-        optimizer = wrapped(SGD(0.5), dynamic_growth_steps=2)
-        optimizer.build([weight])
+    weight, optimizer = on(two_replicas, lambda: wrapped(SGD(0.5), dynamic_growth_steps=2))
     scale, unscale = {
         "scale_loss": (optimizer.scale_loss, list),
         "documented": (optimizer.get_scaled_loss, optimizer.get_unscaled_gradients),
@@ -226,10 +222,8 @@ def test_gradients_of_one_run_can_be_applied_in_another(two_replicas, way_of_ste
 
 
 def test_a_loss_that_was_scaled_outside_the_replicas_is_known_inside(two_replicas):
+    weight, optimizer = on(two_replicas, lambda: wrapped(SGD(0.5)))
     with two_replicas.scope():
-        weight = keras.Variable(START)
-        optimizer = wrapped(SGD(0.5))
-        optimizer.build([weight])
         gradient = optimizer.scale_loss(tf.constant([0.5, 0.25]))
 
     def apply():
@@ -251,10 +245,8 @@ def test_one_device_strategy_trains_and_skips(in_function):
 
 @pytest.mark.parametrize("call", ["apply_gradients", "apply"])
 def test_applying_outside_the_replicas_is_an_error_that_says_where_to_apply(two_replicas, call):
+    weight, optimizer = on(two_replicas)
     with two_replicas.scope():
-        weight = keras.Variable(START)
-        optimizer = wrapped()
-        optimizer.build([weight])
         gradient = optimizer.scale_loss(tf.ones(2))
         arguments = ([gradient], [weight]) if call == "apply" else ([(gradient, weight)],)
         with pytest.raises(ValueError, match=r"strategy\.run"):

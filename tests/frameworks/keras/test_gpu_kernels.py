@@ -86,22 +86,15 @@ def test_each_operation_that_loss_scaling_adds_runs_on_a_gpu(optimizer, dtype, s
         assert booleans(found) == 0 or name != "ours_fixed"
 
 
-def through_text(gradient):
-    return tf.strings.to_number(tf.strings.as_string(gradient), gradient.dtype)
-
-
-def by_python(gradient):
-    return tf.reshape(tf.numpy_function(lambda x: x, [gradient], gradient.dtype), gradient.shape)
-
-
-def by_a_number_of_the_host(gradient):
+INJECTED = {
+    "through_text": lambda g: tf.strings.to_number(tf.strings.as_string(g), g.dtype),
+    "by_python": lambda g: tf.reshape(tf.numpy_function(lambda x: x, [g], g.dtype), g.shape),
     # The kernel for GPUs takes the end from the host's memory.
-    return gradient + tf.reduce_sum(tf.range(0.0, gradient[0, 0], 1.0))
+    "by_a_number_of_the_host": lambda g: g + tf.reduce_sum(tf.range(0.0, g[0, 0], 1.0)),
+}
 
 
-@pytest.mark.parametrize(
-    "injected", [through_text, by_python, by_a_number_of_the_host], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("injected", INJECTED.values(), ids=INJECTED)
 def test_an_operation_of_the_host_would_be_noticed(injected):
     shapes = LAYOUTS["few"]
     found, bare = (step("bare", "SGD", shapes, "float32", f) for f in (injected, lambda g: g))

@@ -73,22 +73,16 @@ def test_xla_function_gives_the_weights_of_the_plain_optimizer_in_xla(inner):
     assert_same(train(wrapped(inner()), step_by_apply), train(inner(), plain_step))
 
 
-def complex_step(optimizer, gradient):
-    variable = tf.Variable(tf.constant([1 + 1j], tf.complex64))
-    optimizer.build([variable])
-    gradient = tf.constant([gradient], tf.complex64)
-    optimizer.apply([gradient * tf.cast(optimizer.scale_loss(1.0), tf.complex64)], [variable])
-    return variable.numpy()
-
-
 @pytest.mark.parametrize(
     ("gradient", "skipped"),
     [(0.5 + 0.25j, 0), (complex(0.5, INF), 1), (complex(INF, 0.5), 1), (complex(0.5, NAN), 1)],
 )
 def test_both_parts_of_a_complex_gradient_are_unscaled_and_checked(gradient, skipped):
-    optimizer = wrapped()
-    weight = complex_step(optimizer, gradient)
-    assert weight.tolist() == [1 + 1j if skipped else 0.5 + 0.75j]
+    optimizer, weight = wrapped(), tf.Variable(tf.constant([1 + 1j], tf.complex64))
+    optimizer.build([weight])
+    gradient = tf.constant([gradient], tf.complex64)
+    optimizer.apply([gradient * tf.cast(optimizer.scale_loss(1.0), tf.complex64)], [weight])
+    assert weight.numpy().tolist() == [1 + 1j if skipped else 0.5 + 0.75j]
     assert int(optimizer.steps_skipped) == skipped
 
 

@@ -36,11 +36,8 @@ PIPELINE, CHECKPOINTS, TENSOR_PARALLEL, EXPERTS, *_ = programs("parallel.md")
 SAVED = "pipeline"
 
 
-def names_of(program, **replaced):
+def names_of(program):
     """Runs a program of the page, and returns its names."""
-    for old, new in replaced.values():
-        assert old in program
-        program = program.replace(old, new)
     names = {"__name__": "page"}
     exec(compile(program, "a page", "exec"), names)
     return names
@@ -90,7 +87,7 @@ def pipeline(folder):
 
 def pipeline_resumed(folder):
     """On two processes, a stage each."""
-    names = names_of(PIPELINE, mesh=("(2, 2)", "(2, 1)"))
+    names = names_of(PIPELINE.replace("(2, 2)", "(2, 1)"))
     optimizer, part = names["optimizer"], names["part"]
     names_of(CHECKPOINTS)["load"](part, optimizer, folder / SAVED)
     for number in (5, 6):
@@ -160,14 +157,6 @@ def sharded(program, parameter, plain):
     torch.testing.assert_close(found, [p.detach() for p in plain])
 
 
-def tensor_parallel(folder):
-    sharded(TENSOR_PARALLEL, lambda names: names["model"][0].weight, plain_tensor_parallel())
-
-
-def experts(folder):
-    sharded(EXPERTS, lambda names: names["experts"], plain_experts())
-
-
 def norms(folder):
     """A norm of the experts' program counts each number once, whatever groups are given."""
     names = names_of(EXPERTS)
@@ -180,7 +169,7 @@ def norms(folder):
         assert abs(gradients.grad_norm(gradients.collect(info), info) / whole - 1) < 1e-6
 
 
-def plain_tensor_parallel():
+def tensor_parallel(folder):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -190,10 +179,10 @@ def plain_tensor_parallel():
         model(inputs).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    return list(model.parameters())
+    sharded(TENSOR_PARALLEL, lambda names: names["model"][0].weight, model.parameters())
 
 
-def plain_experts():
+def experts(folder):
     torch.manual_seed(0)
     dense = torch.nn.Linear(4, 4)
     stacked = torch.nn.Parameter(torch.randn(2, 4, 4))
@@ -209,7 +198,7 @@ def plain_experts():
             parameter.grad /= 4
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-    return parameters
+    sharded(EXPERTS, lambda names: names["experts"], parameters)
 
 
 # Libraries in the shape in which docs/trainers.md uses them; `tools.peers` has them themselves.
@@ -330,24 +319,11 @@ def recipes(folder):
 # What two processes of a group may do in one step, each in its own order.
 
 
-def left_out(run):
-    if run.unscale():
-        run.step()
-    else:
-        run.zero_grad()
-
-
-def unscaled(run, times=1):
-    for _ in range(times):
-        run.unscale()
-    run.step()
-
-
 WAYS = {
     "step": lambda run: run.step(),
-    "unscale": unscaled,
-    "twice": lambda run: unscaled(run, 2),
-    "left out": left_out,
+    "unscale": lambda run: (run.unscale(), run.step()),
+    "twice": lambda run: (run.unscale(), run.unscale(), run.step()),
+    "left out": lambda run: run.step() if run.unscale() else run.zero_grad(),
 }
 OF_SCALERS = ("step", "unscale")
 SCALED_ON = ((0, 1), (0,), (1,), ())
@@ -372,9 +348,8 @@ def orders(folder, by="wrapper"):
             weight.grad = torch.full((2,), 8.0 if scaled_on else 1.0)
             if overflow_on == rank:
                 weight.grad[0] = torch.nan
-        with warnings.catch_warnings():
-            # That no loss was scaled.
-            warnings.simplefilter("ignore")
+        # That no loss was scaled.
+        with warnings.catch_warnings(action="ignore"):
             WAYS[ways[rank]](run)
         skips = overflow_on is not None and overflow_on != lacking
         case = ways, scaled_on, overflow_on, lacking, clip_norm

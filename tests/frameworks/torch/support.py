@@ -5,6 +5,7 @@ import functools
 import inspect
 import io
 import os
+import pickle
 import sys
 
 import torch
@@ -105,6 +106,38 @@ def spoiled(value, place):
     return gradients
 
 
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimization, as its repositories write it: it moves between two closures."""
+
+    def __init__(self, parameters, rho=0.05):
+        super().__init__(parameters, {"rho": rho})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure):
+        weights, evaluate = self.param_groups[0]["params"], torch.enable_grad()(closure)
+        loss = evaluate()
+        norm = torch.stack([p.grad.norm() for p in weights]).norm()
+        for p in weights:
+            self.state[p]["e"] = p.grad * (self.defaults["rho"] / norm)
+            p.data.add_(self.state[p]["e"])
+        evaluate()
+        for p in weights:
+            p.sub_(self.state[p]["e"])
+        self.base.step()
+        return loss
+
+
+def raised_by(call, *arguments):
+    """What a call raises, or None."""
+    try:
+        call(*arguments)
+    except Exception as error:
+        return error
+    return None
+
+
 def alone(inner, **_):
     return inner
 
@@ -146,6 +179,13 @@ def through_a_file(value, weights_only=True):
     torch.save(value, file := io.BytesIO())
     file.seek(0)
     return torch.load(file, weights_only=weights_only)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda it: pickle.loads(pickle.dumps(it)),
+    "torch.save": lambda it: through_a_file(it, weights_only=False),
+}
 
 
 class Reads(TorchDispatchMode):

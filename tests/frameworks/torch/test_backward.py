@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lossscale
 from frameworks.torch.support import (
+    Sam,
     alone,
     bits,
     derive,
@@ -110,9 +111,8 @@ def test_retained_and_second_derivatives():
         optimizer = wrap(sgd(weights))
         hidden = net(torch.ones(2, 8))
         derive(optimizer, hidden.abs().mean(), retain_graph=True)
-        with warnings.catch_warnings():
-            # PyTorch warns of `create_graph`.
-            warnings.simplefilter("ignore")
+        # PyTorch warns of `create_graph`.
+        with warnings.catch_warnings(action="ignore"):
             derive(optimizer, hidden.square().mean(), create_graph=True)
         first = [p.grad for p in weights]
         second = torch.autograd.grad(first, weights, [torch.ones_like(p) for p in weights])
@@ -150,31 +150,11 @@ def test_only_the_last_gradient_is_kept_until_the_step():
     assert gradients[1]() is None
 
 
-class Sam(torch.optim.SGD):
-    """Moves before it evaluates its closure a second time."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        weights = self.param_groups[0]["params"]
-        before = [p.clone() for p in weights]
-        with torch.enable_grad():
-            closure()
-        norm = torch.stack([p.grad.norm() for p in weights]).norm()
-        for p in weights:
-            p.data.add_(p.grad / norm, alpha=0.5)
-        with torch.enable_grad():
-            loss = closure()
-        for p, value in zip(weights, before, strict=True):
-            p.copy_(value)
-        super().step()
-        return loss
-
-
 @pytest.mark.parametrize(("scale", "overflow"), [(2.0**15, None), (2.0**126, None), (2.0**15, 1)])
 @ends_as_without_scaling
 def test_a_closure_that_moves_first_is_evaluated_lower_or_skipped(wrap, scale, overflow):
     net = model()
-    optimizer = wrap(Sam(net.parameters(), lr=0.1), initial_scale=scale)
+    optimizer = wrap(Sam(net.parameters(), rho=0.5), initial_scale=scale)
     for number in range(3):
         if number == overflow and wrap is alone:
             continue

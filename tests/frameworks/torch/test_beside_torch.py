@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.amp.grad_scaler import OptState
 from torch.utils.checkpoint import checkpoint
 
-from frameworks.torch.support import OPTIMIZERS, bits
+from frameworks.torch.support import OPTIMIZERS, bits, raised_by
 from lossscale.errors import ScalerArgumentError
 from lossscale.torch import GradScaler
 
@@ -275,18 +275,9 @@ class SmallRun(Run):
         return repr((shown, self.forget_calls()))
 
 
-def raised_by(call, arguments):
-    try:
-        call(*arguments)
-    except Exception as error:
-        return error
-    return None
-
-
 def check(program, kinds, settings, subclass=plain, scalers=1, run=Run):
     """Runs a program with both classes, and compares them after each call."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         theirs, ours = (
             run(subclass(base), kinds, settings, scalers)
             for base in (torch.amp.GradScaler, GradScaler)
@@ -297,7 +288,7 @@ def check(program, kinds, settings, subclass=plain, scalers=1, run=Run):
                 return
             if name in ("step", "unscale") and theirs.overflow_below_one():
                 return
-            error, own = (raised_by(getattr(each, name), arguments) for each in (theirs, ours))
+            error, own = (raised_by(getattr(each, name), *arguments) for each in (theirs, ours))
             # A fused optimizer that is called on a skip; ours is not, if it would make its state.
             may_raise |= name == "step" and "sparse" in str(error)
             if error is not None and own is None and may_raise:

@@ -116,8 +116,7 @@ def test_float16_training_is_that_of_pytorchs_scaler_bit_for_bit(way):
         model, found = small_model(), []
         optimizer = make(torch.optim.AdamW(model.parameters(), lr=0.01))
         for x, y in batches():
-            loss = autocast_loss(model, x, y)
-            train_step(optimizer, loss, way)
+            train_step(optimizer, loss := autocast_loss(model, x, y), way)
             found.append(float(loss.detach()))
         return found
 
@@ -234,10 +233,7 @@ def test_a_diagnosis_and_a_monitor(tmp_path):
     history = tmp_path / "run.jsonl"
     with lossscale.torch.Monitor(optimizer, model, history) as monitor:
         for x, y in batches():
-            optimizer.zero_grad()
-            loss = autocast_loss(model, x, y)
-            optimizer.scale_loss(loss).backward()
-            optimizer.step()
+            train_step(optimizer, loss := autocast_loss(model, x, y))
             monitor.step(loss)
     assert history.stat().st_size > 0
 
@@ -253,11 +249,9 @@ def _two_ranks(rank, folder):
     optimizer = lossscale.LossScaleOptimizer(inner, rule=DynamicScale(8.0))
     found = []
     for number in range(3):
-        optimizer.zero_grad()
         # One rank alone overflows, in the second step.
         x = torch.full((2, 4), torch.inf if (number, rank) == (1, 1) else 1.0, device=DEVICE)
-        optimizer.scale_loss(wrapped(x).mean()).backward()
-        optimizer.step()
+        train_step(optimizer, wrapped(x).mean())
         found.append((float(optimizer.loss_scale), model.weight.tolist()))
     torch.save(found, f"{folder}/{rank}")
     distributed.destroy_process_group()

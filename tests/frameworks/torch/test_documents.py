@@ -17,6 +17,7 @@ import torch
 
 import lossscale
 import lossscale.torch
+from frameworks.torch.support import train_step
 from pages import programs
 
 PACKAGE = lossscale.torch
@@ -62,9 +63,11 @@ def test_a_program_on_a_page_prints_what_it_says(source):
         r"^(?:import|from) (accelerate|lightning|transformers)", source, re.MULTILINE
     ):
         pytest.importorskip(name)
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as printed:
-        # Lightning and Accelerate warn of their surroundings; a page must not show our warnings.
-        warnings.simplefilter("ignore")
+    # Lightning and Accelerate warn of their surroundings; a page must not show our warnings.
+    with (
+        warnings.catch_warnings(action="ignore"),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
         warnings.filterwarnings("error", module="lossscale")
         exec(compile(source, "<page>", "exec"), {"__name__": "__main__"})
     assert printed.getvalue().strip().splitlines()[-1] == expected
@@ -141,10 +144,7 @@ def test_fused_adam_alone_moves_float16_weights_too_far_as_the_recipe_says(threa
         adam = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         optimizer = lossscale.LossScaleOptimizer(wrap(adam))
         for _ in range(300):
-            optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(batch).float(), y)
-            optimizer.scale_loss(loss).backward()
-            optimizer.step()
+            train_step(optimizer, torch.nn.functional.cross_entropy(model(batch).float(), y))
         pairs = zip(model.parameters(), start, strict=True)
         return float(
             torch.cat([(p.detach().float() - old).flatten() for p, old in pairs]).abs().mean()

@@ -3,7 +3,6 @@
 import copy
 import inspect
 import itertools
-import pickle
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 
 import lossscale
 from frameworks.torch.support import (
+    COPIES,
     Reads,
     alone,
     bits,
@@ -20,6 +20,7 @@ from frameworks.torch.support import (
     scaler,
     snapshot,
     through_a_file,
+    train_step,
     wrapped,
 )
 from lossscale import errors
@@ -255,10 +256,8 @@ def test_all_step_or_none_and_as_the_plain_ones(pair, settings):
 
 def copied(how, model, optimizer, pair):
     """Another model and optimizer that go on from a copy."""
-    if how == "deepcopy":
-        return copy.deepcopy((model, optimizer))
-    if how == "pickle":
-        return pickle.loads(pickle.dumps((model, optimizer)))
+    if how in ("deepcopy", "pickle"):
+        return COPIES[how]((model, optimizer))
     other = Model()
     other.load_state_dict(model.state_dict())
     made = wrapped(optimizers(other, pair))
@@ -398,7 +397,5 @@ def test_a_zero_grad_without_arguments_is_called_without(count):
     inner = [Own([weight], lr=0.5) for weight in weights]
     optimizer = lossscale.LossScaleOptimizer(inner if count > 1 else inner[0])
     for left in (0.5, 0.0):
-        optimizer.zero_grad()
-        optimizer.backward(sum(weight.sum() for weight in weights))
-        optimizer.step()
+        train_step(optimizer, sum(weight.sum() for weight in weights), "verb")
         assert all(weight.tolist() == [left, left] for weight in weights)

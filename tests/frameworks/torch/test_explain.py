@@ -458,11 +458,6 @@ def with_norm():
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 
-def dice(model, x):
-    nothing = square(model, x) * 0
-    return nothing / nothing
-
-
 def with_two_outputs_of_one_operation(p):
     def forward(x):
         mean, deviation = p.model[0](x).chunk(2, -1)
@@ -481,13 +476,9 @@ def with_state(p):
     return p.step(ONES, forward=lambda x: p.plain(x) + p.model.state["h"][0])
 
 
-def with_a_monitor_of_micro_batches(p):
-    p.monitor.step(p.backward(BROKEN))
-    return p.step(ONES)
-
-
-def explained_by_a_scaler():
-    """Trains a generator and a discriminator with one scaler; explains the generator's skip."""
+def test_the_first_hook_of_a_process_and_an_optimizer_that_skips_before(monkeypatch):
+    """A generator and a discriminator with one scaler: the generator's skip is explained."""
+    monkeypatch.setattr(torch.utils.hooks.RemovableHandle, "next_id", 0)
     torch.manual_seed(0)
     models = [nn.Linear(4, 4), nn.Linear(4, 1)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
@@ -502,12 +493,7 @@ def explained_by_a_scaler():
             scaler.step(optimizer)
         scaler.update()
         monitor.step(losses[0])
-    return monitor.explanation
-
-
-def test_the_first_hook_of_a_process_and_an_optimizer_that_skips_before(monkeypatch):
-    monkeypatch.setattr(torch.utils.hooks.RemovableHandle, "next_id", 0)
-    found = explained_by_a_scaler()
+    found = monitor.explanation
     assert (found.cause, found.operation) == (Cause.FORWARD_OVERFLOW, "addmm")
 
 
@@ -592,11 +578,6 @@ def test_a_parameter_that_a_model_returns_keeps_no_hooks():
     assert not p.model[0].weight._backward_hooks
 
 
-def near_overflow(p):
-    """The gradient of one output overflows, and that of the other one nearly does."""
-    return p.step(UNLIKE, loss=times(2.5 / p.plain(UNLIKE).abs().max().item()))
-
-
 class Divides(nn.Module):
     """Its backward pass divides by a number; it returns what it computes on the way, too."""
 
@@ -639,17 +620,6 @@ TAKEN.put(0.0)
 PERMITS, EVENT = threading.Semaphore(2), threading.Event()
 
 
-def with_event(p):
-    EVENT.set()
-    return p.step(
-        BROKEN, before=EVENT.clear, forward=lambda x: p.plain(x) if EVENT.wait() else None
-    )
-
-
-def with_exit(p):
-    return p.step(BROKEN, forward=lambda x: sys.exit() if p.calls > 1 else p.plain(x))
-
-
 # By the cause and words of the text.
 PROGRAMS = {
     "unknown: need more than explain_bytes=10 of": lambda p: Program(explain_bytes=10).step(*MANY),
@@ -681,10 +651,18 @@ PROGRAMS = {
     "unknown: takes from a queue, or what": lambda p: p.step(
         BROKEN, forward=lambda x: p.plain(x) if PERMITS.acquire() else None
     ),
-    "unknown: waits for another thread": with_event,
-    "unknown: cannot be repeated (SystemExit": with_exit,
+    "unknown: waits for another thread": lambda p: (
+        EVENT.set()
+        or p.step(BROKEN, before=EVENT.clear, forward=lambda x: p.plain(x) * EVENT.wait())
+    ),
+    "unknown: cannot be repeated (SystemExit": lambda p: p.step(
+        BROKEN, forward=lambda x: sys.exit() if p.calls > 1 else p.plain(x)
+    ),
     "batch: In call 2 of 3 of the model": lambda p: p.step(ONES, BROKEN, BROKEN),
-    "batch: In call 1 of 2 of the model": with_a_monitor_of_micro_batches,
+    # A monitor may be told of each part of a batch.
+    "batch: In call 1 of 2 of the model": lambda p: (
+        p.monitor.step(p.backward(BROKEN)) or p.step(ONES)
+    ),
     "forward overflow: Sequential (mul) overflows": lambda p: p.step(
         ONES,
         forward=lambda x: torch.distributions.Normal((p.plain(x) * 1e6).float(), 1.0),
@@ -704,7 +682,7 @@ PROGRAMS = {
         p, Divided.apply
     ),
     "loss: is nan, and 0 infinities and 2 NaN reach them from it": lambda p: p.step(
-        ONES, loss=dice
+        ONES, loss=lambda m, x: (nothing := square(m, x) * 0) / nothing
     ),
     "loss: the loss is nan, and 0 infinities and 4 NaN": with_two_outputs_of_one_operation,
     "loss: finite, but the loss is inf": lambda p: p.step(ONES, loss=distance_to_infinity),
@@ -725,7 +703,10 @@ PROGRAMS = {
     ),
     "singular: (div) divides by 0": lambda p: through(p, lambda x, bias: x / (x > 1e9).sum()),
     "scale: The forward pass is finite": lambda p: masked(p, 1.0),
-    "scale: 1 of their gradients, in float16, overflow": near_overflow,
+    # That of the other output nearly does.
+    "scale: 1 of their gradients, in float16, overflow": lambda p: p.step(
+        UNLIKE, loss=times(2.5 / p.plain(UNLIKE).abs().max().item())
+    ),
     "scale: no lower; DynamicScale(min_scale=2**-24) does": lambda _: Program(
         rule=lossscale.DynamicScale(initial_scale=1.0)
     ).step(ONES, loss=times(1e8)),
@@ -861,53 +842,36 @@ class Penalized(nn.Module):
         return self.linear(x), (x.sum() * 0).log()
 
 
-def of_loss_in_float16(model, x):
-    return (model(x).float().abs() * 4e4).sum().half()
+def linear():
+    return nn.Linear(4, 4)
 
 
+OF_THE_LOSS = (Cause.LOSS, "", "")
+IN_FLOAT16 = "Compute the loss in float32, it is in float16; else check"
 # The model, the loss and the batch; what is named, whether the step is skipped, and words.
 LOSSES = {
     "a norm of 0": (Normed, square, UNLIKE, (Cause.SINGULAR, "div", "Normed"), False, "divides by"),
     "a part of the loss without gradients": (
-        lambda: nn.Linear(4, 1),
-        lambda model, x: square(model, x) + x.sum().mul(0).log(),
-        ONES,
-        (Cause.LOSS, "", ""),
-        False,
-        "The outputs of the model are finite, but the loss is -inf. Check the targets",
+        *(linear, lambda model, x: square(model, x) + x.sum().mul(0).log(), ONES),
+        *(
+            OF_THE_LOSS,
+            False,
+            "outputs of the model are finite, but the loss is -inf. Check the targ",
+        ),
     ),
     "an output without gradients": (
-        Penalized,
-        lambda model, x: sum(each.float().mean() for each in model(x)),
-        ONES,
-        (Cause.SINGULAR, "log", "Penalized"),
-        False,
-        "takes the logarithm of 0",
+        *(Penalized, lambda model, x: sum(each.float().mean() for each in model(x)), ONES),
+        *((Cause.SINGULAR, "log", "Penalized"), False, "takes the logarithm of 0"),
     ),
     "a loss in float16": (
-        lambda: nn.Linear(4, 4),
-        of_loss_in_float16,
-        ONES * 9,
-        (Cause.LOSS, "", ""),
-        True,
-        "Compute the loss in float32, it is in float16; else check",
+        *(linear, lambda model, x: (model(x).float().abs() * 4e4).sum().half(), ONES * 9),
+        *(OF_THE_LOSS, True, IN_FLOAT16),
     ),
     "a loss in float16, before its mean": (
-        lambda: nn.Linear(4, 4),
-        lambda model, x: (model(x).float().abs() * 4e4).half(),
-        ONES * 9,
-        (Cause.LOSS, "", ""),
-        True,
-        "Compute the loss in float32, it is in float16; else check",
+        *(linear, lambda model, x: (model(x).float().abs() * 4e4).half(), ONES * 9),
+        *(OF_THE_LOSS, True, IN_FLOAT16),
     ),
-    "a batch": (
-        lambda: nn.Linear(4, 1),
-        square,
-        BROKEN,
-        (Cause.BATCH, "input", ""),
-        True,
-        "argument",
-    ),
+    "a batch": (linear, square, BROKEN, (Cause.BATCH, "input", ""), True, "argument"),
 }
 
 
@@ -916,26 +880,22 @@ def trained_by(verb, make, loss, batch, *, explain, passes_loss=True, every=1, s
     torch.manual_seed(0)
     model, records = make(), []
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler = lossscale.torch.GradScaler(DEVICE, init_scale=1024.0)
-    watched = scaler if verb == "scale" else lossscale.LossScaleOptimizer(inner, initial_scale=1024)
+    run = OURS["scaler" if verb == "scale" else "wrapper"](inner, rule=lossscale.DynamicScale(1024))
     settings = {"explain": explain, "every": every, "log": records.append}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with lossscale.torch.Monitor(watched, model, **settings) as monitor:
-            for number in range(steps):
-                inner.zero_grad()
-                with torch.autocast(DEVICE, torch.float16):
-                    value = loss(model, batch if number in (0, steps - 1) else ONES)
-                if verb == "backward":
-                    watched.backward(value.sum())
-                else:
-                    getattr(watched, verb)(value).sum().backward()
-                if verb == "scale":
-                    scaler.step(inner)
-                    scaler.update()
-                else:
-                    watched.step()
-                monitor.step(value.detach().sum() if passes_loss else None)
+    with (
+        warnings.catch_warnings(record=True, action="always") as caught,
+        lossscale.torch.Monitor(run.watched, model, **settings) as monitor,
+    ):
+        for number in range(steps):
+            inner.zero_grad()
+            with torch.autocast(DEVICE, torch.float16):
+                value = loss(model, batch if number in (0, steps - 1) else ONES)
+            if verb == "backward":
+                run.watched.backward(value.sum())
+            else:
+                run.scale_loss(value).sum().backward()
+            run.step()
+            monitor.step(value.detach().sum() if passes_loss else None)
     return records, [str(each.message) for each in caught], bits(list(model.parameters()))
 
 

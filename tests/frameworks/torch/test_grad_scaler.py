@@ -6,7 +6,6 @@ import copy
 import importlib
 import itertools
 import pathlib
-import pickle
 import subprocess
 import sys
 
@@ -21,13 +20,13 @@ import lossscale
 import lossscale.torch
 from core.oracle import trace
 from frameworks.torch.support import (
+    COPIES,
     MAKERS,
     OPTIMIZERS,
     bits,
     numbers,
     one_step,
     scale_and_tracker,
-    through_a_file,
     weights_of,
     with_scaler,
 )
@@ -176,13 +175,6 @@ def test_other_code_reads_and_writes_its_numbers_in_any_mode():
         by_device = scaler._unscale_grads_(optimizer, inverse, found, False)
         assert [bool(each) for each in by_device.values()] == [slope == torch.inf]
         assert weights[0].grad.tolist() == [slope / 4.0] * 3
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda scaler: pickle.loads(pickle.dumps(scaler)),
-    "torch.save": lambda scaler: through_a_file(scaler, weights_only=False),
-}
 
 
 @pytest.mark.parametrize("how", COPIES)
@@ -715,18 +707,3 @@ def test_a_warmup_that_begins_at_a_rate_of_0_without_gradients_moves_the_scale(m
     optimizer, scaler = torch.optim.SGD(weights, lr=0.0), make("cpu", 8.0, growth_interval=1)
     one_step(scaler, optimizer, weights, 0.0)
     assert scaler.get_scale() == 16.0
-
-
-def test_a_step_that_the_program_leaves_out_restores_the_buffers_of_a_guarded_model():
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = lossscale.torch.GradScaler("cpu")
-    lossscale.torch.guard(model, scaler)
-    for factor, mean in ((1.0, 0.1), (float("inf"), 0.1), (1.0, 0.19)):
-        scaler.scale((model(torch.ones(4, 2)) * factor).sum()).backward()
-        scaler.unscale_(optimizer)
-        if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
-            scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        assert model[0].running_mean.tolist() == pytest.approx([mean] * 2)

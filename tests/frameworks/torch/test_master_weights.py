@@ -8,7 +8,6 @@ import collections
 import copy
 import functools
 import itertools
-import pickle
 import random
 import types
 import weakref
@@ -21,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lossscale
 from benchmarks.frameworks.torch_native import WAYS, Way
-from frameworks.torch.support import DEVICE, Reads, through_a_file
+from frameworks.torch.support import COPIES, DEVICE, Reads, Sam, through_a_file, train_step
 from frameworks.torch.test_every_optimizer import CASES
 from lossscale import errors
 from lossscale.torch import GradScaler, LossScaleOptimizer, MasterWeights, guard
@@ -64,12 +63,7 @@ def loss_of(model, factor=1.0):
 
 
 def step(model, optimizer, factor=1.0):
-    optimizer.zero_grad()
-    if isinstance(optimizer, LossScaleOptimizer):
-        optimizer.backward(loss_of(model, factor))
-    else:
-        loss_of(model, factor).backward()
-    optimizer.step()
+    train_step(optimizer, loss_of(model, factor), "verb")
 
 
 def started(steps=2, dtype=F16, make=adamw, decide="host", **settings):
@@ -260,9 +254,7 @@ def test_several_optimizers_share_a_scale():
     )
     others = MasterWeights(adamw(by_hand[0])), torch.optim.SGD(by_hand[1].parameters(), lr=0.1)
     for factor in (1.0, NAN, 1.0):
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(models[0], factor) + loss_of(models[1]))
-        optimizer.step()
+        train_step(optimizer, loss_of(models[0], factor) + loss_of(models[1]), "verb")
         if factor == 1.0:
             for model, other in pairs(by_hand, others):
                 step(model, other)
@@ -282,9 +274,7 @@ def test_what_trains_float32_parameters_trains_these():
     model[0].weight.register_post_accumulate_grad_hook(lambda p: called.append(p.grad.dtype))
     compiled = torch.compile(model, backend="aot_eager") if DEVICE == "cpu" else model
     for forward in (model, compiled, lambda x: checkpoint(model, x, use_reentrant=False)):
-        optimizer.zero_grad()
-        optimizer.backward(forward(X.to(F16)).float().square().mean())
-        optimizer.step()
+        train_step(optimizer, forward(X.to(F16)).float().square().mean(), "verb")
         scheduler.step()
     assert called == [F32, F32, "after"] * 3
     assert inner.param_groups[0]["lr"] == 1e-3 * 0.5**3
@@ -554,15 +544,10 @@ def test_sparse_tied_and_early():
     inner.step()
 
 
-@pytest.mark.parametrize("copied", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("copied", COPIES)
 def test_copies_train_on(copied):
     model, inner, optimizer = started()
-    if copied == "deepcopy":
-        other, twin = copy.deepcopy((model, optimizer))
-    elif copied == "pickle":
-        other, twin = pickle.loads(pickle.dumps((model, optimizer)))
-    else:
-        other, twin = through_a_file((model, optimizer), weights_only=False)
+    other, twin = COPIES[copied]((model, optimizer))
     for each, its in ((model, optimizer), (other, twin)):
         step(each, its)
     assert everything(model, inner) == everything(other, twin.inner_optimizer)
@@ -602,37 +587,12 @@ def test_an_exception_within_a_step():
     assert list(inner.state) == list(model.parameters())
 
 
-class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimization, as its repositories write it."""
-
-    def __init__(self, parameters, rho=0.05):
-        super().__init__(parameters, {"rho": rho})
-        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
-        self.param_groups = self.base.param_groups
-
-    @torch.no_grad()
-    def step(self, closure):
-        loss = torch.enable_grad()(closure)()
-        norm = torch.stack([p.grad.norm() for p in self.param_groups[0]["params"]]).norm()
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["e"] = p.grad * (0.05 / norm)
-            p.add_(self.state[p]["e"])
-        torch.enable_grad()(closure)()
-        for p in self.param_groups[0]["params"]:
-            p.sub_(self.state[p]["e"])
-        self.base.step()
-        return loss
+LBFGS = functools.partial(torch.optim.LBFGS, line_search_fn="strong_wolfe")
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "SAM"])
-def test_closures_see_rounded_weights(name):
-    def make(model):
-        cls = {"LBFGS": torch.optim.LBFGS, "SAM": Sam}[name]
-        return cls(
-            model.parameters(), **({"line_search_fn": "strong_wolfe"} if name == "LBFGS" else {})
-        )
-
-    model, inner, optimizer = started(0, make=make)
+@pytest.mark.parametrize("cls", [LBFGS, Sam], ids=["LBFGS", "SAM"])
+def test_closures_see_rounded_weights(cls):
+    model, inner, optimizer = started(0, make=lambda model: cls(model.parameters()))
     losses, factor = [], [1.0]
 
     def closure():
@@ -841,17 +801,19 @@ def sharded(model):
     return adamw(model)
 
 
+TWICE, TYPE, UNSUPPORTED = (
+    *(errors.AlreadyWrappedError, errors.ArgumentTypeError, errors.UnsupportedError),
+)
 REFUSED = {
     "a scaled one": (
-        lambda: LossScaleOptimizer(adamw(net())),
-        errors.AlreadyWrappedError,
+        *(lambda: LossScaleOptimizer(adamw(net())), TWICE),
         r"LossScaleOptimizer\(MasterWeights\(optimizer\)\)",
     ),
-    "masters": (lambda: MasterWeights(adamw(net())), errors.AlreadyWrappedError, "order"),
-    "a class": (lambda: torch.optim.AdamW, errors.ArgumentTypeError, "an instance"),
-    "a model": (net, errors.ArgumentTypeError, "torch.optim.Optimizer"),
-    "shards": (lambda: sharded(net()), errors.UnsupportedError, "MixedPrecisionPolicy"),
-    "other lists": (lambda: KeepsParameters(net().parameters()), errors.UnsupportedError, "'mine'"),
+    "masters": (lambda: MasterWeights(adamw(net())), TWICE, "order"),
+    "a class": (lambda: torch.optim.AdamW, TYPE, "an instance"),
+    "a model": (net, TYPE, "torch.optim.Optimizer"),
+    "shards": (lambda: sharded(net()), UNSUPPORTED, "MixedPrecisionPolicy"),
+    "other lists": (lambda: KeepsParameters(net().parameters()), UNSUPPORTED, "'mine'"),
 }
 
 

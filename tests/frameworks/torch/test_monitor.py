@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lossscale
-from frameworks.torch.support import bits, parameter, scaler, sgd, wrapper
+from frameworks.torch.support import bits, parameter, scaler, sgd, train_step, wrapper
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
 from lossscale.monitoring import read_records
 from records import column
@@ -34,9 +34,7 @@ class Loop:
 
     def step(self, slope):
         loss = self.a.sum() + (self.b * torch.tensor([slope, 1.0, 0.0])).sum()
-        self.inner.zero_grad()
-        self.run.scale_loss(loss).backward()
-        self.run.step()
+        train_step(self.run, loss)
         return 0.25 if slope == torch.inf else loss
 
     def kept(self):

@@ -23,6 +23,7 @@ from frameworks.torch.support import (
     derive,
     ends_as_without_scaling,
     parameter,
+    raised_by,
     sgd,
     wrapped,
 )
@@ -158,19 +159,10 @@ class Run:
         assert bits(self.tensors) == bits(plain.tensors), call
 
 
-def raised_by(call, *arguments):
-    try:
-        call(*arguments)
-    except (lossscale.errors.LossScaleError, TypeError) as error:
-        return error
-    return None
-
-
 def check(program, **how):
     ours, plain = Run(True, **how), Run(False, **how)
-    with warnings.catch_warnings():
-        # The wrapper of some steps has scaled no loss.
-        warnings.simplefilter("ignore", lossscale.LossScaleWarning)
+    # The wrapper of some steps has scaled no loss.
+    with warnings.catch_warnings(action="ignore", category=lossscale.LossScaleWarning):
         for name, *arguments in program:
             error = raised_by(getattr(ours, name), *arguments)
             if error is not None and name == "step":
@@ -292,8 +284,7 @@ losses_that_overflow = st.tuples(
 )
 def test_programs_with_overflows_train_as_float32_without_the_skipped_steps(decide, program):
     ours, plain = Run(True, decide, moves=False), Run(False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", lossscale.LossScaleWarning)
+    with warnings.catch_warnings(action="ignore", category=lossscale.LossScaleWarning):
         for name, *arguments in program:
             skips = [int(each.steps_skipped) for each in ours.optimizers]
             getattr(ours, name)(*arguments)

@@ -100,8 +100,7 @@ def test_the_state_of_the_loss_scale_by_itself_and_a_fixed_scale_that_comes_from
     assert other.iterations == 40
     assert other.loss_scale_state.state_dict() == {**saved, "loss_scale_iterations": 40}
     _, fixed = trained(steps=(), rule=FixedScale(8.0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         fixed.load_state_dict(optimizer.state_dict())
     assert (float(fixed.loss_scale), fixed.iterations) == (8.0, 4)
 
@@ -154,8 +153,7 @@ def test_a_run_that_is_saved_within_a_step_goes_on_as_it_would_have(verbs, tmp_p
                 optimizer.zero_grad()
         return bits(list(model.parameters())), optimizer.iterations
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", LossScaleWarning)
+    with warnings.catch_warnings(action="error", category=LossScaleWarning):
         assert run(True) == run(False)
 
 

@@ -83,8 +83,7 @@ def test_a_step_whose_loss_nobody_scaled_hands_over_what_it_gets():
     given, optimizer = made(rule=DynamicScale(8.0, growth_interval=1))
     for p in given:
         p.grad = torch.zeros_like(p)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         # torch.distributed.checkpoint makes such a step.
         optimizer.step()
     for p in given:
@@ -413,14 +412,9 @@ def test_putting_back_the_unscaled_gradients_of_some_is_an_error():
     assert snapshot(given, optimizer) == before
 
 
-def states_emptied(inner):
-    for state in inner.state.values():
-        state.clear()
-
-
 CHANGES = {
     "a momentum": lambda run, fresh: run.optimizer.param_groups[0].update(momentum=0.9),
-    "empty states": lambda run, fresh: states_emptied(run.optimizer),
+    "empty states": lambda run, fresh: [s.clear() for s in run.optimizer.state.values()],
     "no states": lambda run, fresh: run.optimizer.state.clear(),
     "a load": lambda run, fresh: run.optimizer.load_state_dict(fresh),
     "a gradient that comes late": lambda run, fresh: None,

@@ -280,13 +280,6 @@ def test_transformers(tmp_path, plain):
 # The drop-in.
 
 
-def four_batches():
-    """The second one makes the gradients infinite."""
-    batches = torch.ones(4, 2)
-    batches[1] = torch.inf
-    return batches.to(DEVICE)
-
-
 class Weight(torch.nn.Module):
     """A weight whose gradient is the mean of the batch."""
 
@@ -324,9 +317,10 @@ def test_what_accelerate_prepares_is_watched_and_it_is_told_of_a_skipped_step(tm
         lossscale.torch.report_skips_to_accelerate(wrapper)
     plain = accelerator.prepare(OPTIMIZERS["sgd"](model.parameters()))
     with lossscale.torch.Monitor(optimizer, prepared, path) as monitor:
-        for number, batch in enumerate(four_batches()):
+        for number in range(4):
             optimizer.zero_grad()
-            loss = prepared(batch)
+            # The second one makes the gradients infinite.
+            loss = prepared(torch.full((2,), torch.inf if number == 1 else 1.0, device=DEVICE))
             accelerator.backward(wrapper.scale_loss(loss))
             optimizer.step()
             monitor.step(loss)
@@ -339,9 +333,8 @@ def test_what_accelerate_prepares_is_watched_and_it_is_told_of_a_skipped_step(tm
 
 def test_what_install_puts_there_is_the_scaler_that_accelerate_makes():
     modeling = pytest.importorskip("accelerate.utils.modeling")
-    with warnings.catch_warnings(), lossscale.torch.install():
-        # Of CUDA, which is absent.
-        warnings.simplefilter("ignore")
+    # Of CUDA, which is absent.
+    with warnings.catch_warnings(action="ignore"), lossscale.torch.install():
         assert isinstance(modeling.get_grad_scaler(), GradScaler)
 
 
@@ -386,8 +379,7 @@ def ran(source):
     names = {"__name__": "__main__"}
     hook = register_module_forward_hook(note)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()):
             exec(compile(source, "<page>", "exec"), names)
     finally:
         hook.remove()

@@ -121,8 +121,7 @@ def test_a_step_left_out_on_an_overflow_is_a_skipped_step(inner, cleared_by, way
         if cleared_by == "optimizer":
             optimizer.zero_grad()
         elif cleared_by == "module":
-            for parameter in given:
-                parameter.grad = None
+            given[0].grad = None
         elif cleared_by == "step":
             optimizer.zero_grad()
             optimizer.step()
@@ -204,17 +203,12 @@ def new(**settings):
     return lambda o: wrapped(torch.optim.SGD([{"params": []}], lr=0.1), **settings)
 
 
-def on_meta(o):
-    inner = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2, device="meta"))], fused=True)
-    wrapped(inner, decide="device")
-
-
 def several(choose):
     """A call that wraps several of two optimizers."""
     return lambda o: wrapped(choose(sgd(parameter()), sgd(parameter())))
 
 
-LOSS = torch.ones(())
+LOSS, META = torch.ones(()), torch.nn.Parameter(torch.ones(2, device="meta"))
 A_CLASS = "a class: create an instance first"
 MISTAKES = {
     "no pair": (lambda o: o.apply_gradients([3]), TypeError, r"\(gradient, variable\) pairs"),
@@ -234,7 +228,11 @@ MISTAKES = {
     "clips to a word": (new(clip_norm="1"), ValueError, "clip_norm"),
     "another decides": (new(decide="gpu"), ValueError, "'host' or 'device'"),
     "no device decides": (new(decide="device"), ValueError, "without parameters"),
-    "decides on meta": (on_meta, errors.ArgumentError, "the device of the parameters.*meta"),
+    "decides on meta": (
+        lambda o: wrapped(torch.optim.AdamW([META], fused=True), decide="device"),
+        errors.ArgumentError,
+        "the device of the parameters.*meta",
+    ),
     "no fixed scale": (new(dynamic=False), ValueError, "initial_scale"),
     "a negative scale": (new(initial_scale=-1), ValueError, "initial_scale"),
     "no group": (new(process_group="world"), TypeError, "process_group"),
@@ -370,14 +368,11 @@ def test_inner_methods_on_scaled_or_overflowed_gradients_are_an_error(name, seve
 # Optimizers that cannot be wrapped, or are of a strange kind.
 
 
-class PostLocalSGDOptimizer(SGD):
-    """PyTorch's communicates in its step."""
-
-
 def test_what_steps_inside_of_backward_or_alone_is_refused():
     a = leaf()
     inner = SGD([a], lr=0.5)
-    local = PostLocalSGDOptimizer([leaf()], lr=0.5)
+    # PyTorch's communicates in its step.
+    local = type("PostLocalSGDOptimizer", (SGD,), {})([leaf()], lr=0.5)
     for each in (local, [local, inner]):
         with pytest.raises(UnsupportedError, match=r"process_group=torch\.distributed\.group"):
             wrapped(each)
@@ -390,17 +385,6 @@ def test_what_steps_inside_of_backward_or_alone_is_refused():
         with pytest.raises(UnsupportedError, match=f"{words}.* inside backward"):
             wrapped(inner)
         delattr(owner, name)
-
-
-class Unhashable(SGD):
-    __hash__ = None
-
-
-class Equal(SGD):
-    __hash__ = SGD.__hash__
-
-    def __eq__(self, other):
-        return isinstance(other, Equal)
 
 
 class Slots:
@@ -417,7 +401,14 @@ class Slots:
                 p.sub_(p.grad, alpha=0.5)
 
 
-@pytest.mark.parametrize("cls", [Unhashable, Equal, Slots])
+KINDS = [
+    type("Unhashable", (SGD,), {"__hash__": None}),
+    type("Equal", (SGD,), {"__hash__": SGD.__hash__, "__eq__": lambda a, b: type(a) is type(b)}),
+    Slots,
+]
+
+
+@pytest.mark.parametrize("cls", KINDS)
 @pytest.mark.parametrize("as_list", [False, True])
 def test_a_scaler_tells_optimizers_apart_that_are_equal_or_have_no_hash(cls, as_list):
     """The first of two overflows once: it is skipped by itself, or both are in a list."""
@@ -434,15 +425,11 @@ def test_a_scaler_tells_optimizers_apart_that_are_equal_or_have_no_hash(cls, as_
 
 @pytest.mark.parametrize("kind", ["verb", "scale_loss", "device", "scaler"])
 def test_losses_without_a_gradient_are_warned_of_once(kind):
-    trained, inner = leaf(), SGD([leaf()], lr=0.5, fused=True)
-    if kind == "scaler":
-        optimizer = scaler(inner)
-    else:
-        optimizer = wrapped(inner, decide="device" if kind == "device" else "host")
-    said = []
+    trained, inner, said = leaf(), SGD([leaf()], lr=0.5, fused=True), []
+    by = {"scaler": scaler, "device": functools.partial(wrapped, decide="device")}
+    optimizer = by.get(kind, wrapped)(inner)
     for _ in range(22):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             train_step(optimizer, trained.sum(), kind)
         said.append([str(each.message) for each in caught])
     assert [number for number, each in enumerate(said) if each] == [2]
@@ -451,29 +438,23 @@ def test_losses_without_a_gradient_are_warned_of_once(kind):
 
 def trained_critic_first(a, b):
     """A loss of the first part alone, and a step of both."""
-    one, other = (lossscale.LossScaleOptimizer(sgd(w)) for w in (a, b))
+    one, other = wrapped(sgd(a)), wrapped(sgd(b))
     return lambda: (one.backward(a.sum()), one.step(), other.step())
 
 
 def frozen(a, b):
-    optimizer = lossscale.LossScaleOptimizer(sgd(b.requires_grad_(False)))
+    optimizer = wrapped(sgd(b.requires_grad_(False)))
     return lambda: (optimizer.backward(a.sum()), optimizer.step())
 
 
 def without_data(a, b):
-    optimizer = lossscale.LossScaleOptimizer(sgd(b))
+    optimizer = wrapped(sgd(b))
     return lambda: (optimizer.zero_grad(), optimizer.step())
 
 
 def frozen_with_a_scaler(a, b):
-    optimizers, scaler = [sgd(a), sgd(b.requires_grad_(False))], GradScaler("cpu")
-
-    def step():
-        scaler.scale(a.sum()).backward()
-        scaler.step(optimizers)
-        scaler.update()
-
-    return step
+    parts, scaler = [sgd(a), sgd(b.requires_grad_(False))], GradScaler("cpu")
+    return lambda: (scaler.scale(a.sum()).backward(), scaler.step(parts), scaler.update())
 
 
 @pytest.mark.parametrize("make", [trained_critic_first, frozen, without_data, frozen_with_a_scaler])
@@ -499,18 +480,13 @@ LOSSES = {
 }
 
 
-def overlap(a, b):
-    """Both share the rows in the middle."""
-    whole = torch.cat([a, b])
-    return whole[: len(a)], whole[1 : len(a) + 1]
-
-
 PLACES = {
     "of its own": lambda a, b: (a, b),
     "one tensor": lambda a, b: (a, a),
     "a view": lambda a, b: (a, a.view(a.shape)),
     "detached": lambda a, b: (a, a.detach()),
-    "overlap": overlap,
+    # Both share the rows in the middle.
+    "overlap": lambda a, b: ((whole := torch.cat([a, b]))[: len(a)], whole[1 : len(a) + 1]),
 }
 SETTINGS = {
     "host": {},
