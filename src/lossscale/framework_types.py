@@ -28,9 +28,9 @@ Layer: TypeAlias = Any
 Model: TypeAlias = Any
 """A model of Keras or tf_keras."""
 DType: TypeAlias = Any
-"""A dtype of any framework, or its name; None for the default."""
+"""A dtype of NumPy or of a framework, or its name; None for the default."""
 Initializer: TypeAlias = Any
-"""An initializer of Keras or its name, or a callable of shape and dtype."""
+"""An initializer of Keras or its name, or a callable of shape and dtype, or a first value."""
 LearningRate: TypeAlias = Any
 """A number, a variable or a schedule."""
 Strategy: TypeAlias = Any
@@ -45,20 +45,14 @@ Tape: TypeAlias = Any
 """A `tf.GradientTape`, or None."""
 VarList: TypeAlias = Any
 """One variable, a list of them, or a callable that returns either; None for those of a tape."""
-Dtype: TypeAlias = Any
-"""A dtype of NumPy or of a framework, its name, or None."""
-Initializer: TypeAlias = Any
-"""A first value, or what makes one: a callable, or the name of an initializer of Keras."""
 Class: TypeAlias = Any
 """A class of a framework, or one of ours that inherits from it."""
 Structure: TypeAlias = Any
 """Tensors or variables in lists, tuples and dictionaries, or a single one."""
 Library: TypeAlias = Any
 """A module whose names are looked up at run time."""
-
 RuleState: TypeAlias = Any
 """The state of a rule: a named tuple such as a `ScaleState`, whose first field is `scale`."""
-
 Gradients: TypeAlias = Sequence[Gradient]
 """A gradient for each variable, in their order."""
 Variables: TypeAlias = Sequence[Variable]

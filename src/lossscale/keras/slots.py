@@ -64,7 +64,7 @@ def add_weight(
     optimizer: Wrapper,
     name: str,
     shape: Iterable[int],
-    dtype: ft.Dtype = None,
+    dtype: ft.DType = None,
     initializer: ft.Initializer = "zeros",
     trainable: bool | None = None,
     synchronization: object = None,

@@ -73,7 +73,7 @@ class OwnVariable(keras.Variable):
         return bool(self._number())
 
 
-def new_variable(name: str, dtype: ft.Dtype, value: ft.Scalar) -> OwnVariable:
+def new_variable(name: str, dtype: ft.DType, value: ft.Scalar) -> OwnVariable:
     """Returns a new scalar variable of loss scaling.
 
     Args:

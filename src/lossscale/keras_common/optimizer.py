@@ -119,7 +119,7 @@ class KerasCommonOptimizer(DocumentedMembers):
     # For a `LossScale` of the older API, which may be used without an optimizer: what others have
     # as `_backend`, and a new variable of a name, a dtype and a value.
     _arrays: Callable[[], StepOperations]
-    _new_variable: Callable[[str, ft.Dtype, ft.Scalar], ft.Variable]
+    _new_variable: Callable[[str, ft.DType, ft.Scalar], ft.Variable]
 
     # --- What a subclass for one Keras defines ------------------------------------------------
 

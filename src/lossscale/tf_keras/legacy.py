@@ -64,12 +64,12 @@ class LegacyWrapper(LossScaleOptimizer, LegacyLossScaleOptimizer, metaclass=Call
         pairs = self._optimizer._transform_unaggregated_gradients(pairs)
         return list(self._optimizer._aggregate_gradients(pairs))
 
-    def _decayed_lr(self, var_dtype: ft.Dtype) -> ft.Tensor:
+    def _decayed_lr(self, var_dtype: ft.DType) -> ft.Tensor:
         # Programs of that time show the learning rate of a schedule so.
         return self._optimizer._decayed_lr(var_dtype)
 
     def _get_hyper(
-        self, name: str, dtype: ft.Dtype = None
+        self, name: str, dtype: ft.DType = None
     ) -> ft.Variable | ft.Tensor | ft.Function:
         return self._optimizer._get_hyper(name, dtype)
 

@@ -354,7 +354,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         self,
         name: str,
         shape: Iterable[int],
-        dtype: ft.Dtype = None,
+        dtype: ft.DType = None,
         initializer: ft.Initializer = "zeros",
         trainable: bool | None = None,
         synchronization: object = tf.VariableSynchronization.AUTO,
@@ -438,7 +438,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         return {}
 
 
-def dtype_of(variable: ft.Variable) -> ft.Dtype:
+def dtype_of(variable: ft.Variable) -> ft.DType:
     """The dtype that a variable is stored in."""
     # Under a mixed precision policy it shows the dtype that it is cast to.
     return getattr(variable, "true_dtype", variable.dtype)

@@ -299,7 +299,7 @@ class StepCounter(tf.Variable):
         """The graph of the inner optimizer's counter."""
         return self._applied().graph
 
-    def __tf_tensor__(self, dtype: ft.Dtype = None, name: str | None = None) -> ft.Tensor:
+    def __tf_tensor__(self, dtype: ft.DType = None, name: str | None = None) -> ft.Tensor:
         value = self.value()
         if dtype is not None and not dtype.is_compatible_with(value.dtype):
             raise TypeError(f"The step counter has the dtype int64, not {dtype.name}.")
@@ -316,7 +316,7 @@ class StepCounter(tf.Variable):
     def __bool__(self) -> bool:
         return bool(self.numpy())
 
-    def __array__(self, dtype: ft.Dtype = None, copy: bool | None = None) -> ft.Array:
+    def __array__(self, dtype: ft.DType = None, copy: bool | None = None) -> ft.Array:
         return np.asarray(self.numpy(), dtype)
 
     # A checkpoint of it alone; in that of its optimizer stand the two counters.
@@ -333,7 +333,7 @@ class StepCounter(tf.Variable):
         return "<StepCounter>"
 
 
-def new_variable(name: str, dtype: ft.Dtype, value: ft.Scalar) -> ft.Variable:
+def new_variable(name: str, dtype: ft.DType, value: ft.Scalar) -> ft.Variable:
     """Returns a new scalar variable that every replica moves alike.
 
     Args:
