@@ -21,7 +21,7 @@ from benchmarks.frameworks import Framework
 from benchmarks.frameworks.torch import Step, devices
 from benchmarks.methods import SCALE
 from benchmarks.rows import Row
-from lossscale.torch.owners import all_records, owners, register
+from lossscale.torch.scaled_gradients import all_records, owners, register
 
 CLIP = 1.0
 FLAGS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}

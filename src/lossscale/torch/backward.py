@@ -13,10 +13,18 @@ from torch.nn import Parameter
 from lossscale.errors import GradientsError
 from lossscale.torch import ranks
 from lossscale.torch.gradient_record import GradientRecord
-from lossscale.torch.owners import all_records, is_only_record, lock, owners, owners_of
 from lossscale.torch.ranks import ParameterInfo
 from lossscale.torch.scale import Multiplier
-from lossscale.torch.scaled_gradients import NOTHING, ScaledGradients, holding
+from lossscale.torch.scaled_gradients import (
+    NOTHING,
+    ScaledGradients,
+    all_records,
+    holding,
+    is_only_record,
+    lock,
+    owners,
+    owners_of,
+)
 
 Inputs: TypeAlias = Tensor | Sequence[Tensor] | None
 """The only tensors that a backward pass reaches, as in `torch.Tensor.backward`; None for all."""

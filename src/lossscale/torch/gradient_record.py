@@ -14,10 +14,16 @@ from torch.optim import Optimizer
 from lossscale.errors import CallOrderError, GradientsError, UnsupportedError
 from lossscale.torch import gradients, ranks
 from lossscale.torch.optimizer_list import with_parts
-from lossscale.torch.owners import lock, owners, register
 from lossscale.torch.ranks import ParameterInfo
 from lossscale.torch.scale import Flag, LossScale, Multiplier
-from lossscale.torch.scaled_gradients import ScaledGradients, holding, unheld
+from lossscale.torch.scaled_gradients import (
+    ScaledGradients,
+    holding,
+    lock,
+    owners,
+    register,
+    unheld,
+)
 from lossscale.torch.scaling import CPU, real_parts, scalar
 
 if TYPE_CHECKING:
