@@ -71,6 +71,7 @@ def inner_from_config(config: Any, custom_objects: dict[str, Any] | None) -> ft.
     return deserialized(keras, inner, config, custom_objects)
 
 
+# Keras has no types.
 @keras.saving.register_keras_serializable(package="lossscale")  # type: ignore[untyped-decorator]
 def hard_sigmoid(x: ft.Tensor) -> ft.Tensor:
     """TensorFlow's hard sigmoid: 0.2 x + 0.5, between 0 and 1. Keras 3's is x / 6 + 0.5.

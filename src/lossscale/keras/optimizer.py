@@ -87,6 +87,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         backend, before = backends.load(), set(vars(self))
         backend.check_strategy()
         # Not the constructor of Keras' own class, which would clear the inner optimizer's settings.
+        # mypy does not know the next base.
         super(keras.optimizers.LossScaleOptimizer, self).__init__(  # type: ignore[call-arg]
             learning_rate=0.0, name=name or "loss_scale_optimizer"
         )

@@ -694,7 +694,7 @@ def _recording(cls: ft.Class, name: str) -> ft.Function:
         self._ledger.record_unscaled(location, sum(each is not None for each in gradients))
         return gradients
 
-    noted.is_recording = True  # type: ignore[attr-defined]
+    noted.is_recording = True  # type: ignore[attr-defined]  # of a function
     return noted
 
 

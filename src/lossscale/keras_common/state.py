@@ -95,7 +95,7 @@ class ValueStore:
     def __init__(
         self, read: Callable[[], dict[str, Any]], write: Callable[[dict[str, Any]], None]
     ) -> None:
-        super().__init__(name="loss_scale_state")  # type: ignore[call-arg]
+        super().__init__(name="loss_scale_state")  # type: ignore[call-arg]  # of the next base
         # Callables and not the optimizer: Keras walks into every attribute that can be saved.
         self._read = read
         self._write = write

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         # Methods, because a field cannot keep the class of the updates.
         def init(self, params: ArrayTree) -> State: ...  # type: ignore[override]
         # A state, or a variable annotated as `optax.OptState`.
-        def update(  # type: ignore[override]
+        def update(  # type: ignore[override]  # as above
             self, updates: Tree, state: optax.OptState, params: ArrayTree = None, **extra_args: Any
         ) -> tuple[Tree, State]: ...
 

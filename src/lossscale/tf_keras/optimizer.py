@@ -311,7 +311,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         return self._optimizer
 
     @property
-    def name(self) -> str:  # type: ignore[override]
+    def name(self) -> str:  # type: ignore[override]  # only read
         """The optimizer's name."""
         return self._given_name or "loss_scale_optimizer"
 

@@ -36,6 +36,7 @@ _removals: weakref.WeakKeyDictionary[Module, weakref.finalize[..., Module]] = (
     weakref.WeakKeyDictionary()
 )
 """What removes the guard of a model."""
+# Private, and not in PyTorch's annotations.
 _number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 """The number that the next operation gets that a backward pass can go through."""
 # Public, but not in the `__all__` of `torch.jit`.

@@ -379,7 +379,7 @@ class GradientRecord:
             if record is not None:
                 record.check_unscaled("step", optimizer)
 
-        hook.of_lossscale = "engine"  # type: ignore[attr-defined]
+        hook.of_lossscale = "engine"  # type: ignore[attr-defined]  # of a function
         for each in with_parts(self.inner):
             hooks = getattr(each, "_optimizer_step_pre_hooks", None)
             # An object with the interface of an optimizer may have no hooks.

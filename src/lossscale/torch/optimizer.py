@@ -362,7 +362,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
 
     # PyTorch's wrapper around a `step` would call global hooks twice, for the inner optimizer and
     # for this one.
-    step.hooked = True  # type: ignore[attr-defined]
+    step.hooked = True  # type: ignore[attr-defined]  # of a function
 
     def _take_step(self, **more: Any) -> Any:
         """Decides on the gradients as they are now, applies or skips them, moves the scale."""

@@ -79,7 +79,7 @@ class GuardedScheduler:
         made = sum(steps for steps, _ in counts)
         return made, made - sum(skipped for _, skipped in counts)
 
-    @property  # type: ignore[misc]
+    @property  # type: ignore[misc]  # of this name
     def __class__(self) -> Any:
         # Lightning and Accelerate find schedulers that take a metric by isinstance.
         return type(self.scheduler) if "scheduler" in self.__dict__ else GuardedScheduler

@@ -261,12 +261,12 @@ def _copies(
     return copies
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # of PyTorch
 def _copied(variables: ft.Variables) -> _Copies:
     return [(variable, variable.value.detach().clone()) for variable in variables]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # of PyTorch
 def _put_back_if_moved(counts: _Copies, before: _Copies) -> None:
     if any(bool(counter.value != count) for counter, count in counts):
         for weight, value in before:
