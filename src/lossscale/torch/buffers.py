@@ -124,7 +124,7 @@ class BufferGuard(Observer):
         for each, numbers in filter(None, [(self._saved, self._saved.numbers), self._before]):
             each.save_only(own, numbers)
 
-    def scaled(self, stepper: Stepper, loss: Tensor) -> None:
+    def _loss_scaled(self, stepper: Stepper, loss: Tensor) -> None:
         if not (self._has_several or self._before):
             return
         # When it was computed, or its first part that uses parameters of the model.
@@ -139,7 +139,7 @@ class BufferGuard(Observer):
                     todo.append(each)
         self._losses[stepper] = min([*numbers, self._losses.get(stepper, math.inf)])
 
-    def stepped(self, step: Stepped) -> None:
+    def _step_over(self, step: Stepped) -> None:
         skipped, ids = step.skipped, step.ids
         # Somebody else trains what the only optimizer of a scaler does not train.
         has_others = ids is not None and (not ids or not self._own.keys() <= set(ids))

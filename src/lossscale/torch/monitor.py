@@ -91,7 +91,7 @@ class Monitor(LoopMonitor, Observer):
         (8.0, 4.0, 'overflow', 'weight (2 inf)')
     """
 
-    is_monitor = reads_skips = True
+    _is_monitor = _reads_skips = True
     _explainer: _Explainer | None = None
 
     def __init__(
@@ -140,11 +140,11 @@ class Monitor(LoopMonitor, Observer):
             self._explainer = _Explainer(calls, settings.explain, watched.rule)
         self._handle = watched._observers.add(self)
 
-    def scaled(self, stepper: Stepper, loss: Tensor) -> None:
+    def _loss_scaled(self, stepper: Stepper, loss: Tensor) -> None:
         if self._explainer is not None:
             self._explainer.scaled(loss)
 
-    def decided(self, decided: Decided) -> None:
+    def _step_decided(self, decided: Decided) -> None:
         groups, scale, applied, divisor = decided
         self._decided = True
         self._skipped = self._skipped or not applied

@@ -57,18 +57,18 @@ class Stepped(NamedTuple):
 class Observer:
     """Is notified of losses and steps; each method does nothing unless a subclass overrides it."""
 
-    is_monitor: ClassVar[bool] = False
+    _is_monitor: ClassVar[bool] = False
     """Whether it wants decisions, and warns of the lowest scale itself."""
-    reads_skips: ClassVar[bool] = False
+    _reads_skips: ClassVar[bool] = False
     """Whether the host has to wait for the decision on each step."""
 
-    def scaled(self, stepper: Stepper, loss: Tensor) -> None:
+    def _loss_scaled(self, stepper: Stepper, loss: Tensor) -> None:
         """Called with each loss before it is scaled, outside of compiled code."""
 
-    def decided(self, decided: Decided) -> None:
+    def _step_decided(self, decided: Decided) -> None:
         """Called with each decision; only if there is a monitor."""
 
-    def stepped(self, step: Stepped) -> None:
+    def _step_over(self, step: Stepped) -> None:
         """Called after each step, and after one that was left out if it would have been skipped."""
 
 
@@ -83,35 +83,35 @@ class Observers(OrderedDict[int, Observer]):
 
     @property
     def have_monitor(self) -> bool:
-        return any(observer.is_monitor for observer in self.values())
+        return any(observer._is_monitor for observer in self.values())
 
     @property
     def read_skips(self) -> bool:
-        return any(observer.reads_skips for observer in self.values())
+        return any(observer._reads_skips for observer in self.values())
 
     def scaled(self, stepper: Stepper, loss: Tensor) -> None:
         for observer in self.values():
-            observer.scaled(stepper, loss)
+            observer._loss_scaled(stepper, loss)
 
     def decided(self, decided: Decided) -> None:
         for observer in self.values():
-            observer.decided(decided)
+            observer._step_decided(decided)
 
     def stepped(self, step: Stepped) -> None:
         # A hook may remove itself.
         for observer in list(self.values()):
-            observer.stepped(step)
+            observer._step_over(step)
 
 
 class SkippedStepHook(Observer):
     """Calls a function of the user's after each step that the host knows to be skipped."""
 
-    reads_skips = True
+    _reads_skips = True
 
     def __init__(self, hook: Callable[[Any], object]) -> None:
         self._hook = hook
 
-    def stepped(self, step: Stepped) -> None:
+    def _step_over(self, step: Stepped) -> None:
         if step.skipped is True:
             self._hook(step.optimizer)
 
@@ -120,13 +120,13 @@ class FloorWarning(Observer):
     """Warns once of a step that is skipped at the lowest scale.
 
     Args:
-        lower: What lowers the lowest scale, for the message; "" stands for `DynamicScale`.
+        lower: The code that sets a lower minimum; without it, that of a `DynamicScale`.
     """
 
     def __init__(self, *lower: str) -> None:
         self._lower, self.warned = lower, False
 
-    def stepped(self, step: Stepped) -> None:
+    def _step_over(self, step: Stepped) -> None:
         if step.skipped is True and step.scale is not None and not self.warned:
             self.check(step.stepper, float(step.scale))
 
