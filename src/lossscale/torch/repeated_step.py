@@ -36,6 +36,11 @@ DEFAULT_BYTES = 2**28
 _STATE_BYTES = 2**15
 """About the size of the random state that is held for each call of the model."""
 _VERSION = operator.attrgetter("_version")
+_NOT_CALLED = (
+    "the model that Monitor has was not called in this step as model(...), outside of compiled "
+    "code, or no gradient reached what it returned. It must be what the loop calls"
+)
+"""A part of an explanation, which says at length what to check."""
 
 
 def explain(
@@ -235,11 +240,7 @@ class CallRecorder:
     def _check_calls(self, is_broken: bool) -> None:
         if not any(is_broken or call.gradients for call in self._calls):
             self._check_room()
-            raise UnrepeatableError(
-                "the model that Monitor has was not called in this step as model(...), outside of "
-                "compiled code, or no gradient reached what it returned. It must be what the loop "
-                "calls"
-            )
+            raise UnrepeatableError(_NOT_CALLED)
         if self._weights != self._versions():
             raise UnrepeatableError(
                 "another optimizer has changed the weights since the forward pass"
