@@ -433,8 +433,9 @@ class KerasCommonOptimizer(DocumentedMembers):
     def last_step_skipped(self) -> ft.Tensor:
         return self._backend.read(self._last_step_skipped)
 
-    # For `repr`, as whoever reads `loss_scale` may multiply by it. The second name is what programs
-    # for TensorFlow 2.4 call; of `experimental` it is the loss scale itself, called the same way.
+    # For `repr`, because a program that reads `loss_scale` may multiply by it. The second name is
+    # called by programs for TensorFlow 2.4; of `experimental` it is the loss scale itself, which is
+    # called the same way.
     _scale_now = _loss_scale = _current_scale
 
     def _is_on_host(self) -> bool:
