@@ -290,7 +290,7 @@ tests/frameworks/torch/test_steps.py
     torch makes_state: any(p.grad is not None for p in lacking) -> False
         -k on_a_skip
     torch attributes: vars(optimizer).pop -> vars(optimizer).setdefault  -k raises
-    torch GradientRecord.are_scaled: any(as_they_were) and not all(as_they_were) -> False
+    torch GradientRecord.kept_scaled_gradients: any(as_they_were) and not all(as_they_were) -> False
         -k gradients_of_some
 tests/frameworks/torch/test_monitor.py
     torch OverflowTracker._track: number == self.last_step == self._skip[0] -> False

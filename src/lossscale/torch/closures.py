@@ -58,7 +58,7 @@ def step(optimizer: LossScaleOptimizer, closure: Callable[[], Any], **more: Any)
         return loss
     record.account_for_unseen_backward()
     # It may be stepped along gradients that are there before it evaluates anything.
-    if not record.is_nothing() and not optimizer._unscale_().apply:
+    if not record.no_loss_scaled() and not optimizer._unscale_().apply:
         optimizer._take_step()
         return None
     before = None if starts_with_closure(inner) else _norms(inner)
@@ -159,7 +159,7 @@ def _evaluate(
         with torch.enable_grad():
             loss = closure()
         _check_loss(loss, optimizer.inner_optimizer)
-        if record.is_nothing() and not derives:
+        if record.no_loss_scaled() and not derives:
             return loss, None
         decision = optimizer._unscale_()
         value = loss.detach() if isinstance(loss, Tensor) else loss

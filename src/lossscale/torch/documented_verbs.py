@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, overload
 
@@ -14,11 +13,16 @@ from lossscale.common.checks import NOT_UNSCALED, check_named, checked_pairs, fl
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError
 from lossscale.members import Wrapper
 from lossscale.torch import ranks
+from lossscale.torch.engine import Engine
+from lossscale.torch.gradient_record import GradientRecord
 from lossscale.torch.scaling import CPU, unscaled
 
 
 class DocumentedVerbs(Wrapper):
     """`minimize`, `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`."""
+
+    _record: GradientRecord
+    _engine: Engine
 
     @overload
     def get_scaled_loss(self, loss: Tensor | float) -> Tensor: ...
@@ -37,7 +41,7 @@ class DocumentedVerbs(Wrapper):
             The product, in float32 or wider; for a callable, a callable.
         """
         scaled = self._scaled(loss, seen=False)
-        self._record.by_hand = True
+        self._record.note_scaled_by_hand()
         return scaled
 
     def get_unscaled_gradients(self, grads: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -60,13 +64,7 @@ class DocumentedVerbs(Wrapper):
         device = next((g.device for g in given if g is not None), CPU)
         scale = self._engine.scale.scale_on(device)
         result = unscaled(given, scale, self._rule.powers_of_two)
-        record = self._record
-        record.by_hand = False
-        if record.multiplier is None:
-            record.has_unseen_loss = True
-        before = [each for each in record.divided or () if each[0]() is not None]
-        # Weakly, so that they are not kept.
-        record.divided = before + [(weakref.ref(g), g._version) for g in given if g is not None]
+        self._record.note_unscaled_by_hand(given)
         return result
 
     def apply_gradients(
@@ -103,32 +101,16 @@ class DocumentedVerbs(Wrapper):
         _check_fit(given, variables, parameters)
         if record.by_hand:
             self._warn(NOT_UNSCALED)
-        multiplier, unseen = record.multiplier, record.has_unseen_loss
-        are_unscaled = not record.is_scaled or record.by_hand or record.divided is not None
         # Copies, because a step changes gradients in place.
         given = [
             None if gradient is None else gradient.detach().to(variable.dtype, copy=True)
             for gradient, variable in zip(given, variables, strict=True)
         ]
-        # Gradients in `.grad` stay there, unscaled.
-        record.has_unseen_loss = False
-        record.settle()
-        before, sets = {**vars(record), "has_unseen_loss": unseen}, list(record.sets)
-        with _own_gradients(parameters):
+        with record.given_gradients(), _own_gradients(parameters):
             for gradient, variable in zip(given, variables, strict=True):
                 if gradient is not None:
                     variable.grad = gradient
-            record.reset()
-            if are_unscaled:
-                record.has_unseen_loss, record.divided = True, []
-            else:
-                record.hold(record.info(), multiplier or record.scale.multiplier)
-            try:
-                self._take_step()
-            except BaseException:
-                vars(record).update(before)
-                record.sets[:] = sets
-                raise
+            self._take_step()
         iterations: int | Tensor = self.iterations
         return iterations
 

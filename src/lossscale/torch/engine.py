@@ -97,53 +97,55 @@ class Engine:
         record, info = self.record, self.record.info()
         record.check_no_new_group()
         self._first_steps.check(info.parameters)
-        mine = record.only_set()
+        scaled_set = record.only_set()
         first, groups = info.first_gradient(), info.groups
         if first is None and not groups:
             return StepDecision(True, empty=True)
-        # If no loss was scaled in this process, another may have scaled it.
-        is_scaled = mine is not None or not record.is_nothing()
-        multiplier = (mine and mine.multiplier) or self.scale.multiplier
+        is_scaled = scaled_set is not None or not record.no_loss_scaled()
+        multiplier = (scaled_set and scaled_set.multiplier) or self.scale.multiplier
+        # If only another process has scaled a loss, they are divided after this.
+        are_scaled = scaled_set is not None or not is_scaled
         measured = gradients.measure_everywhere(
-            self.rule.needs, info, multiplier.scale_on, are_scaled=mine is not None or not is_scaled
+            self.rule.needs, info, multiplier.scale_on, are_scaled=are_scaled
         )
         clips = bool(self.clip_norm) and not in_place
         unchecked = not (self.rule.checks_gradients or clips or self.scale.on_device)
         # A check divides them in the same pass, except for float16, which would flush to 0.
         wants_kernel = not in_place and (clips or unchecked or info.has_half)
-        of_kernel = wants_kernel and first is not None and self._can_divide(mine)
+        of_kernel = wants_kernel and first is not None and self._can_divide(scaled_set)
         if clips and measured is None and self._norm_checks(multiplier):
-            decision = self._decide_by_norm(mine, is_scaled, of_kernel)
+            decision = self._decide_by_norm(scaled_set, is_scaled, of_kernel)
             if decision is not None:
                 return decision
         leaves = of_kernel and (info.has_half or unchecked)
         divisor = multiplier.scale_on(first.device) if leaves and first is not None else None
-        if leaves and mine is not None:
+        if leaves and scaled_set is not None:
             if not self.rule.checks_gradients and not gradients.lie_as_before(info):
                 # The kernel would divide twice what shares memory.
                 gradients.collect(info, allow_float16=True)
-            record.release([mine])
+            record.release([scaled_set])
             if unchecked and measured is None and not groups:
                 return StepDecision(True, GradientStats(True), divisor=divisor)
-        elif mine is not None:
-            record.settle([mine])
+        elif scaled_set is not None:
+            record.settle([scaled_set])
         overflow = self._overflow(divisor, multiplier)
-        somebody_scaled: bool | Tensor = is_scaled
+        somebody_scaled = is_scaled
         # Processes of a given group may run different code, but send the same messages.
         if groups and (self.rule.checks_gradients or info.is_given or record.is_joined):
-            overflow, somebody_scaled = ranks.agreed(overflow, first is not None, is_scaled, groups)
+            overflow, flag = ranks.agreed(overflow, first is not None, is_scaled, groups)
+            # Only a process that scaled no loss has to wait for those of others.
+            somebody_scaled = is_scaled or bool(flag)
         if somebody_scaled and not is_scaled:
-            # The loss was scaled in another process.
             record.hold(info, multiplier).settle()
         decision = self._read(overflow, measured, divisor, has_gradients=first is not None)
         if not somebody_scaled:
             decision = decision._replace(stats=None)
         return self.clipped(decision) if clips else decision
 
-    def _can_divide(self, mine: ScaledGradients | None) -> bool:
+    def _can_divide(self, scaled_set: ScaledGradients | None) -> bool:
         """Whether the optimizer's kernel may divide the gradients of a set."""
         # A kernel must not change one that is part of a graph.
-        return mine is not None and not mine.has_graph and fused.can_unscale(self.inner)
+        return scaled_set is not None and not scaled_set.has_graph and fused.can_unscale(self.inner)
 
     def _norm_checks(self, multiplier: Multiplier) -> bool:
         """Whether a norm, which is finite only if each number is, can take the place of a check."""
@@ -154,12 +156,12 @@ class Engine:
         )
 
     def _decide_by_norm(
-        self, mine: ScaledGradients | None, is_scaled: bool, of_kernel: bool
+        self, scaled_set: ScaledGradients | None, is_scaled: bool, of_kernel: bool
     ) -> StepDecision | None:
         """Clips by a norm that checks for overflow as well; None if it cannot tell."""
         record, info = self.record, self.record.last_info
         given = gradients.collect(info)
-        scale = (mine and mine.multiplier and mine.multiplier.number) or 1.0
+        scale = (scaled_set and scaled_set.multiplier and scaled_set.multiplier.number) or 1.0
         norm, overflow = gradients.grad_norm(given, info), record.overflow
         if overflow is not None:
             norm = torch.where(overflow.to(norm.device) > 0, torch.inf, norm)
@@ -171,22 +173,22 @@ class Engine:
         largest = self.clip_norm or 0.0
         # Computed on the host, so that the device is waited for once.
         clip = gradients.coefficient(scalar(total, CPU, norm.dtype), largest)
-        dtypes = {group[0].dtype for group in given.dense_groups}
+        dtypes = [group[0].dtype for group in given.dense_groups]
         # A float32 number has too few digits for float64.
-        fits = len(given.dense_groups) == 1 and torch.float64 not in dtypes
+        fits = len(dtypes) == 1 and dtypes[0] != torch.float64
         fits = fits and scale * max(total / largest, 1.0) < _LARGEST / 2
         divisor = None
-        if of_kernel and fits and mine is not None:
+        if of_kernel and fits and scaled_set is not None:
             divisor = scalar(float(scale / clip), given.device)
-            record.release([mine])
-        elif mine is not None:
-            record.settle([mine], factor=filled(clip / scale))
+            record.release([scaled_set])
+        elif scaled_set is not None:
+            record.settle([scaled_set], factor=filled(clip / scale))
         else:
             gradients.unscale_(given, filled(clip))
         return StepDecision(True, GradientStats(True) if is_scaled else None, divisor=divisor)
 
     def _overflow(self, divisor: Tensor | None, multiplier: Multiplier) -> Tensor:
-        """Whether any gradient overflowed: float32 scalar tensor, 1 or 0. None is changed.
+        """Whether any gradient overflowed: float32 scalar tensor, 1 or 0. No number is changed.
 
         Args:
             divisor: What the optimizer's kernel will divide them by, or None.
@@ -219,7 +221,7 @@ class Engine:
         """Decides by what all processes have found; the host reads all numbers in one transfer."""
         needs, info = self.rule.needs, self.record.last_info
         if self.scale.on_device:
-            overflow = overflow.to(info.devices[0])
+            overflow = overflow.to(info.device)
             if self.rule.checks_gradients and info.groups:
                 # A process with a gradient knows that the step is not empty.
                 if not has_gradients and overflow.item() < 0:
@@ -273,7 +275,7 @@ class Engine:
         # After a decision of the host, the kernel needs no flag.
         overflow = decision.overflow if decision.apply is None else None
         if fused.expects_attributes(inner):
-            device = self.record.info().devices[0]
+            device = self.record.info().device
             divisor = scalar(1.0, device) if divisor is None else divisor
             overflow = scalar(0.0, device) if overflow is None else overflow
         if divisor is None and overflow is None:
@@ -286,8 +288,7 @@ class Engine:
         info = self.record.info()
         if not info.groups:
             return
-        device = info.devices[0] if info.devices else CPU
-        overflow, _ = ranks.agreed(scalar(0.0, device), False, False, info.groups)
+        overflow, _ = ranks.agreed(scalar(0.0, info.device), False, False, info.groups)
         decision = self._read(overflow, None, None, has_gradients=False)
         if not decision.empty:
             self.update(decision)
@@ -306,7 +307,7 @@ class Engine:
             overflow, _ = ranks.agreed(overflow, True, True, info.groups)
         # There are no gradients to measure.
         on_device, scale = self.scale.on_device, self.scale.scale_on(self.scale.home)
-        finite: Flag = scalar(False, info.devices[0], torch.bool) if on_device else False
+        finite: Flag = scalar(False, info.device, torch.bool) if on_device else False
         stats = gradients.compute(self.rule.needs, finite, [], scale, are_scaled=False)
         return StepDecision(None, stats, overflow)
 
@@ -314,7 +315,7 @@ class Engine:
         """Updates the scale and counts the step."""
         skipped: Flag = not decision.apply
         if self.scale.on_device:
-            overflow, device = decision.overflow, self.record.last_info.devices[0]
+            overflow, device = decision.overflow, self.record.last_info.device
             skipped = scalar(float(skipped), device) if overflow is None else overflow
         if decision.stats is not None:
             self.scale.update(decision.stats, skipped)

@@ -318,7 +318,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._stage_of(optimizer) is OptState.UNSCALED:
             # Those that `unscale_` has unscaled may have been clipped together.
             states = self._per_optimizer_states.items()
-            self._join({k: e for k, e in states if e["stage"] is OptState.UNSCALED})
+            self._share_overflows({k: e for k, e in states if e["stage"] is OptState.UNSCALED})
         alone = _skips_by_itself(optimizer) and not fused.takes_a_scaler(optimizer.step)
         step = self._step_that_skips_by_itself if alone else super().step
         result = step(optimizer, *args, **kwargs)
@@ -344,7 +344,7 @@ class GradScaler(torch.amp.GradScaler):
         if entry["stage"] is OptState.STEPPED:
             raise CallOrderError(_STEPPED)
         is_scaled = entry["stage"] is OptState.READY
-        if is_scaled and "is_joined" not in entry:
+        if is_scaled and "is_shared" not in entry:
             self._check_inf_per_device(optimizer)
         scale = self._get_scale_async()
         assert scale is not None
@@ -395,24 +395,26 @@ class GradScaler(torch.amp.GradScaler):
             # A fused kernel divides by itself, float16 gradients too.
             check = self._check_inf_per_device if _skips_by_itself(each) else self.unscale_
             check(each)
-        self._join({id(each): self._per_optimizer_states[id(each)] for each in optimizers})
+        self._share_overflows(
+            {id(each): self._per_optimizer_states[id(each)] for each in optimizers}
+        )
 
-    def _join(self, entries: Mapping[int, dict[str, Any]]) -> None:
+    def _share_overflows(self, entries: Mapping[int, dict[str, Any]]) -> None:
         """Each of some optimizers, which have yet to step, sees the overflows of all."""
-        some = {key: entry for key, entry in entries.items() if "is_joined" not in entry}
+        some = {key: entry for key, entry in entries.items() if "is_shared" not in entry}
         overflows = [t for entry in some.values() for t in entry["found_inf_per_device"].values()]
         if len(overflows) < 2:
             return
         assert self._scale is not None
         device = self._scale.device
-        joined = gradients.any_overflow(overflows, device).to(device)
+        shared = gradients.any_overflow(overflows, device).to(device)
         groups = [self._records[key].info.groups for key in some if key in self._records]
         union = tuple(dict.fromkeys(itertools.chain(*groups)))
         if any(len(own) < len(union) for own in groups):
             # One optimizer may be sharded over more processes than another.
-            joined, _ = ranks.agreed(joined, True, True, union)
+            shared, _ = ranks.agreed(shared, True, True, union)
         for entry in some.values():
-            entry.update(found_inf_per_device={device: joined}, is_joined=True)
+            entry.update(found_inf_per_device={device: shared}, is_shared=True)
 
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
@@ -482,7 +484,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _move(self) -> None:
         """Moves the scale by what the optimizers have found."""
-        rule: Any = self._rule
+        rule = self._rule
         states = self._per_optimizer_states
         if not states:
             # It says what is missing.
@@ -506,7 +508,7 @@ class GradScaler(torch.amp.GradScaler):
         stats = gradients.as_stats(rule.needs, all_measured, not overflowed)
         self._set_state(update_on_host(rule, self._adopt(number, int(good_steps)), stats))
 
-    def _move_as_torch(self, rule: Any, is_finite: bool) -> None:
+    def _move_as_torch(self, rule: DynamicScale, is_finite: bool) -> None:
         """Moves the scale by PyTorch's operator, which knows no limits, and keeps it in these."""
         # Where it would pass the highest, it stays, as the rule says.
         is_free = rule.max_scale is None and rule.powers_of_two

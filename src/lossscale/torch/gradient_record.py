@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -16,14 +17,7 @@ from lossscale.torch import gradients, ranks
 from lossscale.torch.optimizer_list import with_parts
 from lossscale.torch.ranks import ParameterInfo
 from lossscale.torch.scale import Flag, LossScale, Multiplier
-from lossscale.torch.scaled_gradients import (
-    ScaledGradients,
-    holding,
-    lock,
-    owners,
-    register,
-    unheld,
-)
+from lossscale.torch.scaled_gradients import ScaledGradients, holding, owners, register, unheld
 from lossscale.torch.scaling import CPU, real_parts, scalar
 
 if TYPE_CHECKING:
@@ -32,6 +26,8 @@ if TYPE_CHECKING:
 Stamps: TypeAlias = tuple[list[int], list[int]]
 """Values that change if a gradient is written to, or replaced by another tensor."""
 _VERSION = operator.attrgetter("_version")
+_HOOK = "record"
+"""The mark of our hook, by which another one finds it."""
 
 
 def _stamps(info: ParameterInfo) -> Stamps:
@@ -67,6 +63,10 @@ class Verdict(NamedTuple):
         last = info.last_gradient()
         return cls(overflow, ids, stamps, last, 0 if last is None else last._version)
 
+    def renewed(self, info: ParameterInfo) -> Verdict:
+        """The same verdict, with the last gradient that is there now."""
+        return Verdict.of(self.overflow, self.ids, self.stamps, info)
+
     def covers(self, info: ParameterInfo) -> bool:
         """Whether all gradients were checked and, as far as can be seen, stayed as they were."""
         # `.data` of a gradient hides what is done to it, and programs average that by hand.
@@ -94,19 +94,25 @@ class GradientRecord:
 
     A plain object, because compiled code loses what it writes to an optimizer.
 
-    These fields move together:
+    Only its methods change it. Which fields each moves together:
 
-    | event | set | cleared |
+    | method | sets | clears |
     |---|---|---|
-    | a loss reaches some | `sets`, `parameters_at_loss` | `decision`, `is_cleared` |
-    | `loss.backward()` of it | also `parameters_at_pass` | |
-    | an unseen loss | `has_unseen_loss`, `has_own_loss` | `is_cleared` |
-    | a set is settled | `verdict` | the set |
-    | `unscale_` | `decision`, `parameters_at_loss`, `verdict` | `has_unseen_loss`, `divided` |
-    | the step is over | `after_skip` if it was skipped | all but `parameters_at_pass` |
-    | `zero_grad` | `is_cleared` if there was a verdict | all but `parameters_at_pass` |
-    | `get_scaled_loss` | `by_hand` | |
-    | `get_unscaled_gradients` | `divided` | `by_hand` |
+    | `put_into_set` | `sets`; `has_own_loss` of an own loss; in a pass, both `parameters_at_*` | |
+    | | | `decision` (of all owners), `is_cleared` |
+    | `note_unseen_loss` | `has_unseen_loss`, `has_own_loss` | `is_cleared` |
+    | `settle`, `note_check` | `verdict` | what is settled of `sets`, `has_unseen_loss` |
+    | `release` | | what is released of `sets`, `has_unseen_loss` |
+    | `note_decision` | `decision`, `parameters_at_loss` | `has_unseen_loss`, `divided` |
+    | `note_scaled_by_hand` | `by_hand` | |
+    | `note_unscaled_by_hand` | `divided`; without a set also `has_unseen_loss` | `by_hand` |
+    | `note_step` | `after_skip`, if it may be skipped and gradients stay | as `reset` |
+    | `note_zero_grad` | `is_cleared`, after a verdict on own losses | as `clear`, but |
+    | | | `has_unseen_loss` and `by_hand` stay |
+    | `reset` | | all but `sets`, `parameters_at_pass` and the flags at the end |
+    | `clear` | | as `reset`, and `sets` |
+    | `restart` | without gradients nothing; else `sets`, `has_own_loss`, `parameters_at_loss` | |
+    | | | as `reset` |
 
     Args:
         inner: The optimizer.
@@ -124,11 +130,12 @@ class GradientRecord:
             or by hand.
         has_own_loss: Whether the optimizer itself scaled a loss; other optimizers' losses may
             reach its parameters too.
-        decision: The decision of all processes, if `unscale_` made one.
-        parameters_at_loss: The parameters when it was made, or a scaled loss last reached some.
+        decision: The decision of all processes, if `unscale_` or a step made one.
+        parameters_at_loss: The parameters at the last decision, or when a pass of a scaled loss
+            last reached some.
         parameters_at_pass: The parameters when a pass last left gradients of others scaled, which a
             later group may bring; None if none has.
-        is_cleared: Whether `zero_grad` was called in place of the step that was decided.
+        is_cleared: Whether `zero_grad` was called after a verdict on its own losses.
         by_hand: Whether `get_scaled_loss` was called, and `get_unscaled_gradients` was not.
         divided: The gradients that `get_unscaled_gradients` was given, if it was called.
         after_skip: If gradients stay after a step that may have been skipped: the id and the
@@ -172,9 +179,8 @@ class GradientRecord:
     def clear(self) -> None:
         """The gradients of all parameters are cleared: none is scaled any more."""
         info = self.info()
-        with lock:
-            for scaled in holding(info):
-                scaled.leave(info)
+        for scaled in holding(info):
+            scaled.leave(info)
         self.sets.clear()
         self.reset()
 
@@ -195,12 +201,12 @@ class GradientRecord:
         """That of the verdict; None if the gradients were not checked."""
         return None if self.verdict is None else self.verdict.overflow
 
-    def is_nothing(self) -> bool:
+    def no_loss_scaled(self) -> bool:
         """Whether no loss was scaled since the last step."""
         return not self.is_scaled and self.verdict is None and self.divided is None
 
-    def are_scaled(self) -> bool:
-        """Whether the gradients are scaled, after `get_unscaled_gradients` was called."""
+    def kept_scaled_gradients(self) -> bool:
+        """Whether `.grad` still has the scaled ones, after `get_unscaled_gradients`."""
         # `get_unscaled_gradients` returns new tensors. The user may have assigned them to `.grad`,
         # copied them into it, or left `.grad` as it was.
         given = [(ref(), version) for ref, version in self.divided or ()]
@@ -219,7 +225,7 @@ class GradientRecord:
         info = self.last_info
         spoiled = (s for s in self.sets if s.multiplier is not None and s.spoiled_before)
         sets = [*holding(info), *spoiled]
-        if self.divided is not None and not self.are_scaled():
+        if self.divided is not None and not self.kept_scaled_gradients():
             # By `get_unscaled_gradients`.
             self.release(sets)
             return None
@@ -241,11 +247,76 @@ class GradientRecord:
         self.verdict = Verdict.of(overflow, ids, _stamps(info), info)
         self._drop_empty_sets()
 
-    def note_skip(self, skipped: Flag) -> None:
-        """Remembers that gradients stay after a step: they are no overflow of a later loss."""
-        last = self.info().last_gradient()
-        # By its id: nothing keeps a gradient between steps.
-        self.after_skip = None if last is None else (id(last), last._version, skipped)
+    def note_unseen_loss(self) -> None:
+        """A loss was scaled whose `backward` cannot be seen."""
+        self.has_unseen_loss = self.has_own_loss = True
+        self.is_cleared = False
+
+    def note_scaled_by_hand(self) -> None:
+        """`get_scaled_loss` was called, whose gradients the user unscales."""
+        self.by_hand = True
+
+    def note_unscaled_by_hand(self, given: Iterable[Tensor | None]) -> None:
+        """`get_unscaled_gradients` has divided gradients."""
+        self.by_hand = False
+        if self.multiplier is None:
+            self.has_unseen_loss = True
+        before = [pair for pair in self.divided or () if pair[0]() is not None]
+        # Weakly, so that they are not kept.
+        self.divided = before + [(weakref.ref(g), g._version) for g in given if g is not None]
+
+    def note_decision(self, decision: StepDecision, overflow: Tensor | None = None) -> None:
+        """All processes have decided.
+
+        Args:
+            decision: The decision.
+            overflow: The verdict, if the gradients stay unscaled and a step is still to come.
+        """
+        self.has_unseen_loss, self.divided = False, None
+        self.decision, self.parameters_at_loss = decision, self.last_info
+        if overflow is not None:
+            self.verdict = Verdict.of(overflow, self.last_info.ids, None, self.last_info)
+
+    def note_step(self, decision: StepDecision) -> None:
+        """A step is over."""
+        self.reset()
+        last = None if decision.apply is True else self.info().last_gradient()
+        if last is not None:
+            # Infinite ones that stay are no overflow of a later loss. By the id: nothing keeps a
+            # gradient between steps.
+            self.after_skip = id(last), last._version, decision.skipped
+
+    def note_zero_grad(self) -> None:
+        """`zero_grad` is called."""
+        # The `backward` of a loss that nobody sees is still to come.
+        unseen, by_hand = self.has_unseen_loss, self.by_hand
+        was_checked = self.verdict is not None and self.has_own_loss
+        self.clear()
+        self.has_unseen_loss = self.has_own_loss = unseen
+        self.by_hand, self.is_cleared = by_hand, was_checked
+
+    @contextlib.contextmanager
+    def given_gradients(self) -> Iterator[None]:
+        """A step with gradients that the user gives; if it fails, the state is as before."""
+        multiplier, unseen = self.multiplier, self.has_unseen_loss
+        are_unscaled = not self.is_scaled or self.by_hand or self.divided is not None
+        # Those in `.grad` are unscaled, but those of an unseen loss stay as they are.
+        self.has_unseen_loss = False
+        self.settle()
+        before, sets = {**vars(self), "has_unseen_loss": unseen}, list(self.sets)
+        self.reset()
+        if are_unscaled:
+            self.has_unseen_loss, self.divided = True, []
+        else:
+            self.hold(self.last_info, multiplier or self.scale.multiplier)
+        try:
+            yield
+        except BaseException:
+            vars(self).update(before)
+            self.sets[:] = sets
+            raise
+        # It has the id of a gradient that is gone now.
+        self.after_skip = None
 
     def put_into_set(
         self,
@@ -274,7 +345,7 @@ class GradientRecord:
             if certain and spoiled is False:
                 target = multiplier.gradients = multiplier.gradients or target
             if isinstance(spoiled, Tensor):
-                target.spoiled_before = spoiled, of_loss
+                target.spoiled_before = spoiled, weakref.ref(of_loss)
                 of_loss.sets.append(target)
         if is_own and self.is_joined and self.has_own_loss and self.info().groups:
             raise UnsupportedError(
@@ -292,10 +363,10 @@ class GradientRecord:
             self.sets.append(target)
         if self.verdict is not None:
             # Some may have been replaced.
-            self.verdict = Verdict.of(*self.verdict[:3], self.info())
+            self.verdict = self.verdict.renewed(self.last_info)
         self.has_own_loss = self.has_own_loss or is_own
         if task != -1 or self.parameters_at_loss is not None:
-            self.parameters_at_loss = info if is_own else self.info()
+            self.parameters_at_loss = self.last_info
         if task != -1:
             self.parameters_at_pass = self.parameters_at_loss
         self.decision, self.is_cleared = None, False
@@ -307,7 +378,8 @@ class GradientRecord:
         if not info.has_half:
             # Within a change from one scale to the other nothing is checked.
             for scaled in holding(info):
-                if scaled.multiplier is not multiplier and not scaled.task == task != -1:
+                in_this_pass = task != -1 and scaled.task == task
+                if scaled.multiplier is not multiplier and not in_this_pass:
                     scaled.settle(whole=True)
         if self.overflow is not None:
             is_on_host = self.overflow.device.type == "cpu"
@@ -379,18 +451,15 @@ class GradientRecord:
             if record is not None:
                 record.check_unscaled("step", optimizer)
 
-        hook.of_lossscale = "engine"  # type: ignore[attr-defined]  # of a function
-        for each in with_parts(self.inner):
-            hooks = getattr(each, "_optimizer_step_pre_hooks", None)
+        hook.of_lossscale = _HOOK  # type: ignore[attr-defined]  # of a function
+        for optimizer in with_parts(self.inner):
+            hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
             # An object with the interface of an optimizer may have no hooks.
             if hooks is None:
                 continue
-            mine = [
-                k for k, other in hooks.items() if getattr(other, "of_lossscale", 0) == "engine"
-            ]
-            for key in mine:
+            for key in [k for k, h in hooks.items() if getattr(h, "of_lossscale", "") == _HOOK]:
                 del hooks[key]
-            each.register_step_pre_hook(hook)
+            optimizer.register_step_pre_hook(hook)
 
     def count_left_out_step(self, multiplier: Multiplier | None = None) -> bool:
         """Counts a step that was left out, before a loss with a scale adds to the gradients.
@@ -446,10 +515,10 @@ class GradientRecord:
     def check_no_new_group(self) -> None:
         """Checks that no gradient came with a group that was added after the last loss."""
         at_loss, info = self.parameters_at_loss, self.last_info
-        known = at_loss or self.parameters_at_pass
-        if known is None or info is known or (at_loss is None and self.has_unseen_loss):
+        before = at_loss or self.parameters_at_pass
+        if before is None or info is before or (at_loss is None and self.has_unseen_loss):
             return
-        if unheld(info.without(known.ids)).first_gradient() is None:
+        if unheld(info.without(before.ids)).first_gradient() is None:
             return
         raise CallOrderError(
             "A parameter group with gradients was added after a loss was scaled. It is unknown "
@@ -473,7 +542,7 @@ class GradientRecord:
     # --- Saved between `backward` and `step` --------------------------------------------------
 
     def gradient_factor(self) -> float:
-        """The factor of the gradients, which a state saves: 1 if unscaled, 0 if there are none.
+        """The factor of the gradients, which a state saves: 1 if unscaled, 0 if no loss made any.
 
         Raises:
             CallOrderError: If it is not one number.
@@ -484,7 +553,7 @@ class GradientRecord:
         for scaled in holding(rest):
             numbers.add(scaled.number())
             rest = rest.without(scaled.info.ids)
-        if (numbers or not self.is_nothing()) and rest.first_gradient() is not None:
+        if (numbers or not self.no_loss_scaled()) and rest.first_gradient() is not None:
             numbers.add(float(self.scale.scale_on(CPU)) if self.has_unseen_loss else 1.0)
         if len(numbers) > 1:
             raise CallOrderError(

@@ -218,7 +218,7 @@ def grad_norm(
     groups = gradients.dense_groups
     norms = [norm for group in groups for norm in torch._foreach_norm(group, 2.0, dtype)]
     device = gradients.device
-    if not info.groups:
+    if norms and not info.groups:
         norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
         return norm
     squares = scalar(0.0, device, torch.float64)

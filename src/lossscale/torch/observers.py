@@ -42,7 +42,7 @@ class Stepped(NamedTuple):
     Attributes:
         stepper: The `LossScaleOptimizer` or `GradScaler`.
         skipped: Whether it was skipped: a bool, or a tensor if only the device knows.
-        scale: The loss scale of the step; None if only the device knows it.
+        scale: The loss scale of the step; None if nobody needs it, or with `decide="device"`.
         optimizer: What hooks get; for a scaler the optimizer that it stepped.
         ids: For a scaler, those of the parameters of its only optimizer; empty if there are more.
     """
@@ -120,10 +120,10 @@ class FloorWarning(Observer):
     """Warns once of a step that is skipped at the lowest scale.
 
     Args:
-        lower: The code that sets a lower minimum; without it, that of a `DynamicScale`.
+        lower: The code that sets a lower minimum.
     """
 
-    def __init__(self, *lower: str) -> None:
+    def __init__(self, lower: str = "DynamicScale(min_scale=2.0**-24)") -> None:
         self._lower, self.warned = lower, False
 
     def _step_over(self, step: Stepped) -> None:
@@ -133,4 +133,4 @@ class FloorWarning(Observer):
     def check(self, stepper: Stepper, scale: float) -> None:
         """Warns if a step that was skipped had the lowest scale, and no monitor does."""
         if not stepper._observers.have_monitor:
-            self.warned = warned_at_floor(stepper.rule, scale, *self._lower)
+            self.warned = warned_at_floor(stepper.rule, scale, self._lower)

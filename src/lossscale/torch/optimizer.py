@@ -33,7 +33,6 @@ from lossscale.torch.backward import (
 )
 from lossscale.torch.documented_verbs import DocumentedVerbs
 from lossscale.torch.engine import Engine, StepDecision
-from lossscale.torch.gradient_record import Verdict
 from lossscale.torch.observers import Decided, FloorWarning, Observers, SkippedStepHook, Stepped
 from lossscale.torch.optimizer_list import OptimizerList, with_parts, zero_grad
 from lossscale.torch.scale import DeviceLossScale, LossScale, Multiplier
@@ -300,8 +299,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
             # A tensor, so that no code is compiled for one number.
             scaled = widened(loss) * scale.scale_on(loss.device)
             if torch.is_grad_enabled():
-                record.has_unseen_loss = record.has_own_loss = True
-                record.is_cleared = False
+                record.note_unseen_loss()
         if not is_compiling:
             remember_scaled(scaled)
         return scaled
@@ -381,18 +379,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
                 # Of a checkpoint that is about to be loaded, with gradients of 0: no step.
                 record.reset()
                 return engine.apply(decision, **more)
-        # If the optimizer raises, the gradients are unscaled already.
-        self._decided(decision)
+        # If the optimizer raises, they are unscaled, or the kernel has begun to.
+        record.note_decision(decision)
         self._notify_decided(decision)
         returned = engine.apply(decision, **more)
         self._finish(decision)
         return returned
-
-    def _decided(self, decision: StepDecision) -> None:
-        """Remembers what all processes have decided."""
-        record = self._record
-        record.has_unseen_loss, record.divided = False, None
-        record.decision, record.parameters_at_loss = decision, record.last_info
 
     def _finish(self, decision: StepDecision, *, keep: bool = False) -> None:
         """Moves the scale and counts the step, once it was applied or is to be skipped."""
@@ -402,10 +394,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
             engine.update(decision)
         if not keep:
             # If a kernel has divided the gradients, it has divided those in `.grad`.
-            self._record.reset()
-            if decision.apply is not True:
-                # Infinite ones that stay are no overflow of a later loss.
-                self._record.note_skip(decision.skipped)
+            self._record.note_step(decision)
         self._observers.stepped(Stepped(self, decision.skipped, number, optimizer=self))
 
     def _check_scaled(self) -> None:
@@ -428,15 +417,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
 
         After a `backward` or an `unscale_` that found an overflow, the step is skipped by that.
         """
-        record = self._record
-        # The `backward` of a loss that nobody sees is still to come.
-        unseen, by_hand = record.has_unseen_loss, record.by_hand
-        was_checked = record.verdict is not None and record.has_own_loss
-        if record.verdict is not None:
+        if self._record.verdict is not None:
             self._leave_out()
-        record.clear()
-        record.has_unseen_loss = record.has_own_loss = unseen
-        record.by_hand, record.is_cleared = by_hand, was_checked
+        self._record.note_zero_grad()
         zero_grad(self.inner_optimizer, set_to_none)
 
     def register_step_skipped_hook(
@@ -498,8 +481,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
         record, engine = self._record, self._engine
         record.account_for_unseen_backward()
         if record.decision is not None:
-            decided: StepDecision = record.decision
-            return decided
+            return record.decision
         decision: StepDecision = engine.decide(in_place=True)
         if decision.empty:
             # Gradients of a later `backward` still have to be divided.
@@ -509,11 +491,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
             self._warn(_NOTHING_SCALED)
             if not info.is_given:
                 return decision
-        self._decided(decision)
         overflow = decision.skipped
         if not isinstance(overflow, Tensor):
-            overflow = scalar(float(overflow), info.devices[0])
-        record.verdict = Verdict.of(overflow, info.ids, None, info)
+            overflow = scalar(float(overflow), info.device)
+        record.note_decision(decision, overflow)
         return decision
 
     def _notify_decided(self, decision: StepDecision) -> None:
@@ -595,7 +576,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
     @property
     def join_device(self) -> torch.device:
         """The device that `torch.distributed.algorithms.Join` communicates on."""
-        return self._record.info().devices[0]
+        return self._record.info().device
 
     @property
     def join_process_group(self) -> torch.distributed.ProcessGroup:

@@ -100,7 +100,9 @@ class ParameterInfo:
         process_group: As `groups_of` takes it.
 
     Attributes:
+        ids: Their ids.
         devices: Their devices when this was made.
+        device: The first of them; the CPU if there is none.
         has_half: Whether one has gradients of a dtype in which they cannot be divided.
         groups: The process groups that must agree.
         is_given: Whether the user passed process groups: their processes may run different code.
@@ -115,6 +117,7 @@ class ParameterInfo:
     def __init__(self, parameters: Sequence[Tensor], process_group: Groups = None) -> None:
         self.parameters = list(parameters)
         self.devices = list(dict.fromkeys(p.device for p in parameters))
+        self.device = self.devices[0] if parameters else torch.device("cpu")
         self.has_half = any(map(has_half_gradients, parameters))
         self.groups = groups_of(parameters, process_group)
         self.is_given = process_group is not None
@@ -131,7 +134,7 @@ class ParameterInfo:
             len(parameters) == len(mine)
             and all(map(operator.is_, parameters, mine))
             # `model.to` and `model.half` change all parameters in place.
-            and (not mine or (mine[0].device, mine[0].dtype) == (self.devices[0], self._dtype))
+            and (not mine or (mine[0].device, mine[0].dtype) == (self.device, self._dtype))
         )
 
     def without(self, ids: Set[int]) -> ParameterInfo:

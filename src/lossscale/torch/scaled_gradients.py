@@ -46,22 +46,22 @@ def register(record: GradientRecord, info: ranks.ParameterInfo) -> Callable[[], 
     """Remembers whose parameters those of a record are; returns what forgets it."""
     ids, sets = info.ids, record.sets
 
-    def forget(ref: weakref.ref[GradientRecord]) -> None:
+    def forget(dead: weakref.ref[GradientRecord]) -> None:
         with lock:
             _changes[0] += 1
-            _living.pop(ref, None)
+            _living.pop(dead, None)
             for key in ids:
-                rest = tuple(other for other in _owners.get(key, ()) if other is not ref)
+                rest = tuple(other for other in _owners.get(key, ()) if other is not dead)
                 if rest:
                     _owners[key] = rest
                 else:
                     _owners.pop(key, None)
 
-    def died(ref: weakref.ref[GradientRecord]) -> None:
+    def died(dead: weakref.ref[GradientRecord]) -> None:
         if lock is None:
             # Python is ending, and has cleared this module.
             return  # type: ignore[unreachable]
-        forget(ref)
+        forget(dead)
         # An optimizer in its place knows what multiplies their gradients.
         for scaled in sets:
             for other in owners(scaled.info):
@@ -125,8 +125,8 @@ class ScaledGradients:
         multiplier: Their `Multiplier`; None once they are unscaled.
         info: The parameters.
         spoiled_before: If the device may have skipped a step and left these gradients behind:
-            whether it has, 1 or 0, and the record of the loss, which such an overflow does not
-            concern.
+            whether it has, 1 or 0, and a reference to the record of the loss, which such an
+            overflow does not concern.
         task: The last backward pass that has begun; -1 for one that `backward` runs and then
             settles, None if there was none.
         has_graph: Whether a pass may have given gradients a graph.
@@ -135,7 +135,8 @@ class ScaledGradients:
     def __init__(self, multiplier: Multiplier) -> None:
         self.multiplier: Multiplier | None = multiplier
         self.info = NOTHING
-        self.spoiled_before: tuple[Tensor, GradientRecord] | None = None
+        # Weakly, because what is remembered of an optimizer that is gone holds its sets.
+        self.spoiled_before: tuple[Tensor, weakref.ref[GradientRecord]] | None = None
         self.task: int | None = None
         self.has_graph = False
         self._versions: dict[int, int] = {}
@@ -180,14 +181,15 @@ class ScaledGradients:
 
     def leave(self, info: ranks.ParameterInfo) -> None:
         """Takes out parameters whose gradients were cleared, or are divided elsewhere."""
-        if self.multiplier is None:
-            return
-        if not (self.info is info or self.info.ids <= info.ids):
-            self.info = self.info.without(info.ids)
-            return
-        if self.multiplier.gradients is self:
-            self.multiplier.gradients = None
-        self.multiplier = None
+        with lock:
+            if self.multiplier is None:
+                return
+            if not (self.info is info or self.info.ids <= info.ids):
+                self.info = self.info.without(info.ids)
+                return
+            if self.multiplier.gradients is self:
+                self.multiplier.gradients = None
+            self.multiplier = None
 
     def arrived(self, info: ranks.ParameterInfo) -> ranks.ParameterInfo:
         """The parameters whose gradients are whole; within a backward pass others will follow."""
@@ -234,8 +236,9 @@ class ScaledGradients:
             for record in records:
                 record.note_check(overflow, info)
             if self.spoiled_before is not None:
-                flag, record = self.spoiled_before
-                record.note_check(overflow * (1.0 - flag.to(overflow.device)), info)
+                flag, ref = self.spoiled_before
+                if (of_loss := ref()) is not None:
+                    of_loss.note_check(overflow * (1.0 - flag.to(overflow.device)), info)
 
 
 def _versions(info: ranks.ParameterInfo) -> dict[int, int]:

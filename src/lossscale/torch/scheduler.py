@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar, overload
 
@@ -116,17 +117,19 @@ class _HeldBack:
         holders: Each says whether all steps since its last call were skipped.
     """
 
-    def __init__(self, averaged: Any, holders: list[Callable[[], bool]]) -> None:
-        self._averaged, self._holders = averaged, holders
+    def __init__(self, averaged: Module, holders: list[Callable[[], bool]]) -> None:
+        # Weakly: it is an attribute of the model.
+        self._averaged, self._holders = weakref.ref(averaged), holders
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Each of them has to see this call.
         held = [holds() for holds in self._holders]
         if not all(held):
-            type(self._averaged).update_parameters(self._averaged, *args, **kwargs)
+            averaged: Any = self._averaged()
+            type(averaged).update_parameters(averaged, *args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return getattr, (self._averaged, "update_parameters")
+        return getattr, (self._averaged(), "update_parameters")
 
 
 @overload
@@ -251,7 +254,7 @@ def _guarded_model(model: Any, optimizer: Any, buffers: Iterable[str] | None) ->
     # A scaler that is not enabled skips no step.
     several = [one for one in several if not isinstance(one, GradScaler) or one.is_enabled()]
     if isinstance(model, torch.optim.swa_utils.AveragedModel):
-        holders = [GuardedScheduler(model, each)._holds for each in several]
+        holders = [GuardedScheduler(None, each)._holds for each in several]
         vars(model)["update_parameters"] = _HeldBack(model, holders)
     elif several:
         inner = innermost(model)

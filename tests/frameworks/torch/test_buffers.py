@@ -472,6 +472,10 @@ def test_an_averaged_model_follows_the_applied_steps(way):
     assert unguard(averaged) is averaged
     averaged.update_parameters(model)
     assert int(averaged.n_averaged) == 3
+    guard(averaged, watched)
+    gone = weakref.ref(averaged)
+    del averaged
+    assert gone() is None
 
 
 # --- Copies, files, memory, costs ----------------------------------------------------------------

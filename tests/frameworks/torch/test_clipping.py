@@ -122,3 +122,11 @@ def test_gradients_of_a_loss_that_nobody_scaled_are_clipped_and_move_no_scale(ki
     torch.testing.assert_close([p.grad for p in given], [p.grad for p in plain])
     assert snapshot(given, optimizer) == snapshot(plain, bare)
     assert (int(optimizer.iterations), int(optimizer.dynamic_counter)) == (1, 0)
+
+
+def test_a_sparse_gradient_without_rows_has_no_norm():
+    table = torch.nn.Embedding(3, 2, sparse=True)
+    optimizer = wrapped(torch.optim.SGD(table.parameters(), lr=0.1), clip_norm=1.0)
+    optimizer.scale_loss(table(torch.zeros(0, dtype=torch.int64)).sum()).backward()
+    optimizer.step()
+    assert (optimizer.iterations, optimizer.steps_skipped) == (1, 0)

@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from forks import Program
 from frameworks.torch import cases_of_processes as cases
 from lossscale.errors import ArgumentTypeError
+from lossscale.torch import LossScaleOptimizer, engine
 from lossscale.torch.ranks import agreed, groups_of, local
 
 LIKE_ONE = {"seen": 0.0, "clipped": 1e-5, "minimized": 1e-4}
@@ -97,6 +98,17 @@ def test_one_group_for_each_dimension_that_a_tensor_is_spread_over_in_order(mesh
         ([spread(thin, "RS")], None, ()),
     ):
         assert groups_of(tensors, given) == expected
+
+
+def test_a_process_that_scaled_a_loss_waits_for_no_flag_of_others(mesh, monkeypatch):
+    monkeypatch.setattr(engine.ranks, "agreed", lambda overflow, *_: (overflow, torch.ones(2)))
+    weight = torch.nn.Parameter(torch.ones(2))
+    inner = torch.optim.SGD([weight], lr=0.5, fused=True)
+    optimizer = LossScaleOptimizer(inner, process_group=mesh.get_group("a"), decide="device")
+    optimizer.backward(weight.sum())
+    # `bool` of two numbers is an error.
+    optimizer.step()
+    assert weight.tolist() == [0.5, 0.5]
 
 
 def test_something_else_than_a_group_is_refused(mesh):

@@ -5,10 +5,14 @@ is the gradient of the oracle times the number of that set.
 """
 
 import copy
+import gc
 import itertools
 import os
+import pathlib
 import pickle
+import re
 import warnings
+import weakref
 
 import hypothesis
 import pytest
@@ -635,3 +639,25 @@ def test_wrappers_of_each_parameter_that_step_in_the_backward_pass(
         return [p.tolist() for p in model.parameters()]
 
     assert run(lambda inner: wrapped(inner, decide=decide)) == run(alone)
+
+
+def test_an_optimizer_whose_loss_met_a_skip_that_only_the_device_knows_of_is_freed():
+    spoiled, own = parameter(), parameter()
+    fused = [torch.optim.SGD([each], lr=0.5, fused=True) for each in (spoiled, own)]
+    first, second = (wrapped(each, decide="device") for each in fused)
+    first.scale_loss((spoiled * torch.inf).sum()).backward()
+    first.step()
+    second.scale_loss((spoiled * own).sum()).backward()
+    gone = weakref.ref(second._record)
+    del fused, first, second
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_record_alone_changes_the_state_of_gradients():
+    fields = re.findall(r"^        (\w+): ", GradientRecord.__doc__, re.M)
+    written = (
+        rf"record\.({'|'.join({*fields} - {'leave_out', 'in_backward', 'is_joined', 'warned'})}) = "
+    )
+    for path in pathlib.Path(lossscale.torch.__file__).parent.glob("*.py"):
+        assert not re.search(written, path.read_text("utf-8")) or path.stem == "gradient_record"
