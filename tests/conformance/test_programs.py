@@ -131,7 +131,7 @@ MODULES = [PACKAGE.__name__] + [
 ]
 WITH_EXAMPLES = {
     "keras": {"lossscale.keras", "lossscale.keras.arguments"},
-    "tf_keras": {"lossscale.tf_keras", "lossscale.tf_keras.optimizer"},
+    "tf_keras": {"lossscale.tf_keras"},
 }[KERAS]
 
 
