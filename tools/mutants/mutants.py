@@ -122,7 +122,7 @@ tests/conformance/test_promises.py -k 'floor and torch-native-host'
 tests/conformance/test_promises.py -k torch-native-host
     torch Engine._read:
         StepDecision(not number > 0, stats, divisor=..., empty=bool(number < 0))
-        -> StepDecision(True, stats, divisor=..., empty=bool(found < 0))
+        -> StepDecision(True, stats, divisor=..., empty=bool(number < 0))
     torch Engine.apply: decision.apply is False -> False
     torch Multiplier.may_be_below_one: lowest < 1.0 -> False
     torch LossScaleOptimizer.load_state_dict: state_dicts.restore(scale, numbers) -> pass
