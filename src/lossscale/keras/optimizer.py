@@ -229,7 +229,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         optimizer_variables: Sequence[ft.Tensor],
         grads: ft.Gradients,
         trainable_variables: Sequence[ft.Tensor],
-    ) -> ft.Structure:
+    ) -> tuple[list[ft.Tensor], list[ft.Tensor]]:
         """Applies gradients of the scaled loss without changing any variable.
 
         Args:
@@ -245,9 +245,10 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
                 backend is TensorFlow.
         """
         # Not that of Keras' own class, which would skip the step itself. This one calls `apply`.
-        return super(keras.optimizers.LossScaleOptimizer, self).stateless_apply(
-            optimizer_variables, grads, trainable_variables
-        )
+        both: tuple[list[ft.Tensor], list[ft.Tensor]] = super(
+            keras.optimizers.LossScaleOptimizer, self
+        ).stateless_apply(optimizer_variables, grads, trainable_variables)
+        return both
 
     # --- The parts of a step; see `keras_common/optimizer.py` ---------------------------------
 
@@ -284,7 +285,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     # --- Gradients of a loss ------------------------------------------------------------------
 
     def _differentiated(
-        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor = None, tape: ft.Tape = None
+        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor | None, tape: ft.Tape
     ) -> tuple[list[ft.Gradient], list[ft.Variable]]:
         return self._backend.differentiate(loss, var_list, self.get_scaled_loss, tape, grad_loss)
 

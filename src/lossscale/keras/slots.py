@@ -8,8 +8,7 @@ import keras
 
 import lossscale.framework_types as ft
 from lossscale.errors import ArgumentError
-from lossscale.keras_common.optimizer import Key, Slots, slots_in
-from lossscale.members import Wrapper
+from lossscale.keras_common.optimizer import KerasCommonOptimizer, Key, Slots, slots_in
 from lossscale.old_formats import kind_of, names_for
 
 
@@ -56,12 +55,12 @@ def numpy_of(variable: ft.Variable) -> ft.Array:
 # Methods of the loss scale optimizer; `lossscale.members` documents them.
 
 
-def get_weights(optimizer: Wrapper) -> list[ft.Array]:
+def get_weights(optimizer: KerasCommonOptimizer) -> list[ft.Array]:
     return [numpy_of(variable) for variable in optimizer.weights]
 
 
 def add_weight(
-    optimizer: Wrapper,
+    optimizer: KerasCommonOptimizer,
     name: str,
     shape: Iterable[int],
     dtype: ft.DType = None,

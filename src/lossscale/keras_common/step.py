@@ -30,7 +30,7 @@ class Step(NamedTuple):
 
     gradients: list[ft.Gradient]
     variables: list[ft.Variable]
-    scale: ft.Scalar = None
+    scale: ft.Scalar | None = None
     aggregate: bool = True
     name: str | None = None
 
@@ -184,6 +184,6 @@ class StepOperations:
         unscaled = self.unscaled(scaled, step.scale, rule.powers_of_two)
         return step.with_overwritten(scaled, unscaled)
 
-    def step_number(self, iterations: ft.Variable) -> ft.Scalar:
+    def step_number(self, iterations: ft.Variable) -> ft.Scalar | None:
         """The number of the current step, counted from 1; None if no tracker needs it."""
         return self.read(iterations) + 1

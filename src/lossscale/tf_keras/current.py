@@ -36,7 +36,7 @@ class CurrentWrapper(LossScaleOptimizer, LossScaleOptimizerV3, metaclass=CalledA
         self._remember_trained(variables)
         self._load_pending()
 
-    def _unlisted_variables(self) -> dict[str, Any]:
+    def _unlisted_variables(self) -> dict[str, ft.Variable]:
         # tf_keras lists what `add_variable` made, and not what `build` set as an attribute.
         inner, unlisted = self._optimizer, {}
         trained = [each for group in self._built_groups for each in group]
@@ -144,7 +144,7 @@ class CurrentWrapper(LossScaleOptimizer, LossScaleOptimizerV3, metaclass=CalledA
         inner = self._optimizer
         keys = list(getattr(inner, "_index_dict", ()))
         for attribute, slots in slots_in(inner, keys, tf.Variable):
-            yield _slot_names(inner, attribute, slots), slots
+            yield _slot_names(inner, attribute, list(slots.values())), slots
 
     # Methods of the base class whose variables and settings the wrapper does not have.
 
@@ -177,9 +177,9 @@ def _variables_in(thing: object, path: str) -> Iterator[tuple[str, ft.Variable]]
             yield from _variables_in(value, f"{path}.{number}")
 
 
-def _slot_names(inner: ft.KerasOptimizer, attribute: str, slots: ft.Structure) -> list[str]:
+def _slot_names(inner: ft.KerasOptimizer, attribute: str, slots: ft.Variables) -> list[str]:
     """The names of a kind of slot, the one that the documents use first."""
     # tf_keras puts the slot's name before that of the reference variable.
-    names = sorted({str(slot.name).partition("/")[0] for slot in slots.values()})
+    names = sorted({str(slot.name).partition("/")[0] for slot in slots})
     documented = documented_name(kind_of(inner), [attribute])
     return names if documented is None else [documented, *names]

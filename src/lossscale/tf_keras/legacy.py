@@ -47,13 +47,17 @@ class LegacyWrapper(LossScaleOptimizer, LegacyLossScaleOptimizer, metaclass=Call
         return list(self._optimizer._compute_gradients(loss, variables, tape=tape))
 
     def _compute_gradients(
-        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor = None, tape: ft.Tape = None
+        self,
+        loss: ft.Loss,
+        var_list: ft.VarList,
+        grad_loss: ft.Tensor | None = None,
+        tape: ft.Tape = None,
     ) -> ft.GradsAndVars:
         # Programs of that time use this name.
         return self.compute_gradients(loss, var_list, tape=tape, grad_loss=grad_loss)
 
     def _computed(
-        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor, tape: ft.Tape
+        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor | None, tape: ft.Tape
     ) -> ft.GradsAndVars:
         return self._compute_gradients(loss, var_list, grad_loss=grad_loss, tape=tape)
 
@@ -68,9 +72,7 @@ class LegacyWrapper(LossScaleOptimizer, LegacyLossScaleOptimizer, metaclass=Call
         # Programs of that time show the learning rate of a schedule so.
         return self._optimizer._decayed_lr(var_dtype)
 
-    def _get_hyper(
-        self, name: str, dtype: ft.DType = None
-    ) -> ft.Variable | ft.Tensor | ft.Function:
+    def _get_hyper(self, name: str, dtype: ft.DType = None) -> ft.LearningRate | ft.Tensor:
         return self._optimizer._get_hyper(name, dtype)
 
     # --- Slots, which the legacy optimizers have themselves -----------------------------------

@@ -214,7 +214,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         # It does that itself.
         return False
 
-    def _apply_inner(self, step: Step) -> ft.Operation:
+    def _apply_inner(self, step: Step) -> object:
         argument, value = self._are_summed
         given: dict[str, Any] = {} if step.name is None else {"name": step.name}
         if takes(self._optimizer.apply_gradients, argument):
@@ -288,7 +288,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         return list(zip(gradients, variables, strict=True))
 
     def _differentiated(
-        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor = None, tape: ft.Tape = None
+        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor | None, tape: ft.Tape
     ) -> tuple[list[ft.Gradient], list[ft.Variable]]:
         def scale(loss: ft.Loss) -> ft.Tensor:
             scaled = scaled_value(loss, self.get_scaled_loss)
