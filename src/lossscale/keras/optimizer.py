@@ -377,7 +377,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self.inner_optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
 
     def _slots_of_inner(self) -> Slots:
-        return slots.slots_of(self.inner_optimizer, self._var_key)
+        return slots.slots_of(self.inner_optimizer)
 
     def _names_of_slot(self, var: ft.Variable, slot_name: str) -> set[str]:
         return slots.names_of(self.inner_optimizer, var, slot_name)
@@ -394,12 +394,13 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     _own_values = saving.own_values
     _set_own_values = saving.set_own_values
-    _restore_scale = saving.restore_scale
-    _can_load = saving.can_load
-    _load_arrays = saving.load_arrays
     _load_now = saving.load_now
     _is_of_own_class = saving.is_of_own_class
     _set_inner_values = KerasCommonOptimizer._load_inner
+    # For `lossscale_migration`.
+    _restore_scale = saving.restore_scale
+    _can_load = saving.can_load
+    _load_arrays = saving.load_arrays
 
     # TensorFlow asks for the children of a node in a checkpoint, on its backend alone.
 

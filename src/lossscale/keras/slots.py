@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import keras
 
 import lossscale.framework_types as ft
 from lossscale.errors import ArgumentError
-from lossscale.keras_common.optimizer import KerasCommonOptimizer, Key, Slots, slots_in
+from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots, slots_in
 from lossscale.old_formats import kind_of, names_for
 
 
@@ -27,15 +27,10 @@ def names_of(inner: ft.KerasOptimizer, variable: ft.Variable, slot_name: str) ->
     return set(names_for(kind_of(own[0] if own else inner), [slot_name]))
 
 
-def slots_of(inner: ft.KerasOptimizer, key_of: Callable[[ft.Variable], Key]) -> Slots:
-    """Yields the slots of an optimizer, or of each of several.
-
-    Args:
-        inner: The optimizer.
-        key_of: Returns the key of a reference variable.
-    """
+def slots_of(inner: ft.KerasOptimizer) -> Slots:
+    """Yields the slots of an optimizer, or of each of several."""
     for part in getattr(inner, "optimizers", None) or [inner]:
-        references = {key_of(reference): reference for reference in part._trainable_variables}
+        references = {inner._var_key(each): each for each in part._trainable_variables}
         for _, slots in slots_in(part, list(references), keras.Variable):
             yield sorted({_slot_name(references[key], slot) for key, slot in slots.items()}), slots
 

@@ -1,8 +1,8 @@
 """The base class of the loss scale optimizers of Keras 3 and tf_keras, and their step.
 
-What differs between the two is in an optimizer's `_backend`: for Keras 3 in the file of its
-backend, for tf_keras in `tf_keras/optimizer.py`. On TensorFlow both branch in
-`tensorflow/apply_or_skip.py`.
+What differs between the two is in the hooks that are declared here, and in an optimizer's
+`_backend`: for Keras 3 in the file of its backend, for tf_keras in `tf_keras/optimizer.py`. On
+TensorFlow both branch in `tensorflow/apply_or_skip.py`.
 """
 
 from __future__ import annotations
@@ -62,12 +62,6 @@ _BESIDE = "lossscale."
 class KerasCommonOptimizer(DocumentedMembers):
     """The members shared by Keras 3 and tf_keras: the step, settings, slots, copies."""
 
-    # The module `keras` or `tf_keras`.
-    _library: ClassVar[ft.Library]
-    # The name of the framework for its monitor and in messages.
-    _framework: ClassVar[str]
-    # The class of `AttributesOfInner` that it saves.
-    _attributes_of: ClassVar[ft.Class]
     # The constructor's argument for the inner optimizer.
     _name_of_inner: ClassVar[str] = "inner_optimizer"
     # Keras saves every object that dir() names and that can be saved. The inner optimizer's
@@ -110,18 +104,25 @@ class KerasCommonOptimizer(DocumentedMembers):
     # Where its attributes are in the file that is written or read.
     _place_of_inner: str = _SAME_PLACE
 
+    # --- What a subclass for one Keras defines ------------------------------------------------
+
+    # The module `keras` or `tf_keras`.
+    _library: ClassVar[ft.Library]
+    # The name of the framework, for `lossscale_migration`.
+    _framework: ClassVar[str]
+    # The class of `AttributesOfInner` that it saves.
+    _attributes_of: ClassVar[ft.Class]
     # The inner optimizer of a configuration, given classes by name.
     _inner_from_config: Callable[[Any, dict[str, Any] | None], ft.KerasOptimizer]
-    # The subclass of `ScaleVariables`, which takes a rule alone.
+    # Counts a variable as one of this optimizer's, so that it is saved.
+    _track_variable: Callable[[ft.Variable], None]
+    # For a `LossScale` of the older API, too, which may be used without an optimizer: the subclass
+    # of `ScaleVariables`, which takes a rule alone; a float32 scalar tensor; what others have as
+    # `_backend`; a new variable of a name, a dtype and a value.
     _state_class: Callable[[ScaleRule], ScaleVariables]
-    # Returns a float32 scalar tensor.
     _float32: Callable[[ft.Scalar], ft.Tensor]
-    # For a `LossScale` of the older API, which may be used without an optimizer: what others have
-    # as `_backend`, and a new variable of a name, a dtype and a value.
     _arrays: Callable[[], StepOperations]
     _new_variable: Callable[[str, ft.DType, ft.Scalar], ft.Variable]
-
-    # --- What a subclass for one Keras defines ------------------------------------------------
 
     @abc.abstractmethod
     def _construct(self, inner: ft.KerasOptimizer, rule: ScaleRule, name: str | None) -> None:
@@ -163,7 +164,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     @abc.abstractmethod
     def _inner_values(self) -> dict[str, Any]:
-        """The inner optimizer's variables as arrays."""
+        """What `_set_inner_values` of a copy takes: the inner optimizer's variables as arrays."""
 
     @abc.abstractmethod
     def _set_inner_values(self, saved: dict[str, Any], /) -> None:
@@ -339,9 +340,9 @@ class KerasCommonOptimizer(DocumentedMembers):
                     is_shared=backend.sums_before_check or not step.aggregate,
                 )
 
-            def apply(gradients: ft.Gradients, scale: ft.Scalar | None) -> object:
+            def apply(gradients: ft.Gradients, divisor: ft.Scalar | None) -> object:
                 # Each replica has its own gradients, and its own copy of the scale.
-                own = step._replace(gradients=list(gradients), scale=scale)
+                own = step._replace(gradients=list(gradients), scale=divisor)
                 unscaled = backend.unscale(own, rule)
                 return self._apply_inner(own._replace(gradients=unscaled, scale=None))
 

@@ -17,24 +17,19 @@ from lossscale.tensorflow.tracing import in_xla, translated
 from lossscale.tf_keras.classes import CalledAsWritten, of_family
 from lossscale.tf_keras.optimizer import LossScaleOptimizer, dtype_of
 from lossscale.tf_keras.private_names import LossScaleOptimizerV3
-from lossscale.tf_keras.saving import UNLISTED, LossScaleStore, build_pending, drop_pending
+from lossscale.tf_keras.saving import UNLISTED, LossScaleStore, drop_pending
 
 
 @of_family
 class CurrentWrapper(LossScaleOptimizer, LossScaleOptimizerV3, metaclass=CalledAsWritten):
     """A wrapper of the optimizers that tf_keras has had since 2.11."""
 
-    _is_of_family = True
     _inner_base = tf_keras.optimizers.Optimizer
     _is_legacy = False
     _are_summed = ("skip_gradients_aggregation", True)
 
-    def _build(self, variables: list[ft.Variable], has_gradient: Sequence[bool] = ()) -> None:
-        if self._pending_groups:
-            build_pending(self, variables)
+    def _build_inner(self, variables: list[ft.Variable]) -> None:
         self._optimizer.build(variables)
-        self._remember_trained(variables)
-        self._load_pending()
 
     def _unlisted_variables(self) -> dict[str, ft.Variable]:
         # tf_keras lists what `add_variable` made, and not what `build` set as an attribute.
@@ -50,6 +45,17 @@ class CurrentWrapper(LossScaleOptimizer, LossScaleOptimizerV3, metaclass=CalledA
 
     def _inner_weights(self) -> list[ft.Variable]:
         return list(self._optimizer.variables)
+
+    def _computed(
+        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor | ft.Tape, tape: ft.Tape
+    ) -> ft.GradsAndVars:
+        if isinstance(grad_loss, tf.GradientTape):
+            # The new optimizers of tf_keras take the tape in this place.
+            grad_loss, tape = None, grad_loss
+        # As TensorFlow did: an override need not know an argument that nobody gives.
+        given = {"tape": tape, "grad_loss": grad_loss}
+        given = {name: value for name, value in given.items() if value is not None}
+        return self.compute_gradients(loss, var_list, **given)
 
     def _pairs_of(self, loss: ft.Tensor, variables: ft.Variables, tape: ft.Tape) -> ft.GradsAndVars:
         return list(self._optimizer.compute_gradients(loss, variables, tape=tape))

@@ -50,13 +50,13 @@ def set_own_values(optimizer: KerasCommonOptimizer, values: Mapping[str, Any]) -
     """Sets these, moved into the range of the rule; values without a variable are kept for it."""
     # A dataset of an HDF5 file is not an array yet.
     arrays = {name: np.asarray(values[name][()]) for name in values}
-    named = {n: each for n, each in _named_variables(optimizer).items() if n in arrays}
-    check_shapes(list(named.values()), [arrays[name] for name in named])
+    named = _named_variables(optimizer)
+    given = [name for name in named if name in arrays]
+    check_shapes([named[name] for name in given], [arrays[name] for name in given])
     state = optimizer._state
     if not arrays.keys().isdisjoint(state.names.values()):
         valid = state.restored(arrays)
         arrays.update({name: getattr(valid, field) for field, name in state.names.items()})
-    named = _named_variables(optimizer)
     pairs = [(variable, arrays.pop(name)) for name, variable in named.items() if name in arrays]
     # Variables that `build` makes do not exist before it.
     pending = {name: value for name, value in arrays.items() if name.startswith(UNLISTED)}
