@@ -66,7 +66,7 @@ def all_finite(
     # A branch takes longer than these elements.
     verdicts = each_finite(looked_at)
     if large:
-        fits = _sums_are_finite(large)
+        fits = _sums(large)
         if scale is not None:
             # A scale below 1 makes numbers larger.
             fits = tf.logical_and(fits, tf.logical_not(scale < 1.0))
@@ -92,7 +92,7 @@ def _all_true(verdicts: list[Tensor]) -> Tensor:
     return verdicts[0] if len(verdicts) == 1 else tf.reduce_all(tf.stack(verdicts))
 
 
-def _sums_are_finite(parts: list[Tensor]) -> Tensor:
+def _sums(parts: list[Tensor]) -> Tensor:
     """Whether the sum of each tensor is finite: a boolean scalar tensor."""
     sums: dict[tf.DType, list[Tensor]] = {}
     for part in parts:
