@@ -1,5 +1,6 @@
 """What the tests of both Kerases read of an optimizer and of variables."""
 
+import inspect
 from typing import NamedTuple
 
 import numpy as np
@@ -33,14 +34,20 @@ def data(rows=64, seed=1):
 
 
 def left_undefined(optimizer):
-    """The hooks and attributes that the base class declares, and this optimizer lacks."""
+    """The hooks and attributes that base classes declare, and an optimizer or its backend lacks."""
     abstract = {
         name
         for name in dir(type(optimizer))
         if getattr(getattr(type(optimizer), name), "__isabstractmethod__", False)
     }
-    declared = KerasCommonOptimizer.__annotations__
-    return abstract | {name for name in declared if not hasattr(optimizer, name)}
+    backend = optimizer._backend
+    declared = [(optimizer, KerasCommonOptimizer), *((backend, b) for b in type(backend).__mro__)]
+    return abstract | {
+        name
+        for each, base in declared
+        for name in inspect.get_annotations(base)
+        if not hasattr(each, name)
+    }
 
 
 class Status(NamedTuple):

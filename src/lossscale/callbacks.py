@@ -86,16 +86,16 @@ class LossScaleMonitor:
     _library: ClassVar[Library]
 
     # The optimizer whose steps were recorded, and what is made with it.
-    _recorded: KerasOptimizer = None
+    _recorded: KerasOptimizer | None = None
     _recorder: Recorder
     _explainer: Explainer
     # While `fit` runs, the watched optimizer, and from the first step on the counter of steps.
-    _optimizer: KerasOptimizer = None
+    _optimizer: KerasOptimizer | None = None
     _loop: LoopMonitor | None = None
 
     # While `fit` runs, if steps are explained: their passes, and the batch that was taken last.
     _passes: Any = None
-    _batch: Structure = None
+    _batch: Structure | None = None
 
     def __new__(
         cls, *args: Any, optimizer: object = None, name: str | None = None, **kwargs: Any
@@ -294,7 +294,7 @@ class LossScaleMonitor:
         model: Model = getattr(self, "_model", None)
         if hasattr(model, "jax_state_sync"):
             model.jax_state_sync()
-        optimizer = self._optimizer
+        optimizer: KerasOptimizer = self._optimizer
         scale = float(optimizer._current_scale())
         skipped, last_skipped = int(optimizer.steps_skipped), bool(optimizer.last_step_skipped)
         self._shown = StepStats(int(optimizer.iterations), scale, scale, skipped, last_skipped)
@@ -302,7 +302,8 @@ class LossScaleMonitor:
 
     def _read(self, mean: Scalar | None, is_of_step: bool, place: str, last_read: int) -> StepStats:
         """Reads the last step, with the loss, the mean over the epoch that Keras reports."""
-        stats, tracker = self._stats(), self._optimizer._overflow_tracker
+        optimizer: KerasOptimizer = self._optimizer
+        stats, tracker = self._stats(), optimizer._overflow_tracker
         tracker.count_from(stats.step)
         loss = None if mean is None else float(mean)
         self._mean_is_finite = loss is not None and math.isfinite(loss)

@@ -1,7 +1,8 @@
 """Names for what frameworks without types take and return: what goes in, and what comes out.
 
-Keras, TensorFlow and tf_keras have no annotations, so that each of these is Any to a type checker.
-PyTorch, JAX and Optax have types of their own, which their rooms use instead.
+Keras, TensorFlow and tf_keras have no annotations, so that most of these are Any to a type checker.
+PyTorch, JAX and Optax have types of their own, which the code for them uses instead. None is
+included only where the line says so.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ Array: TypeAlias = Any
 Tensor: TypeAlias = Any
 """A tensor of TensorFlow, or of the backend of Keras."""
 Gradient: TypeAlias = Any
-"""A tensor, or `tf.IndexedSlices`; None for a variable without a gradient."""
+"""A tensor, dense or sparse, or `tf.IndexedSlices`; None for a variable without a gradient."""
 Variable: TypeAlias = Any
 """A variable of Keras, of tf_keras or of TensorFlow; in `common`, a parameter of PyTorch too."""
 Scalar: TypeAlias = Any
@@ -33,8 +34,6 @@ Initializer: TypeAlias = Any
 """An initializer of Keras or its name, or a callable of shape and dtype, or a first value."""
 LearningRate: TypeAlias = Any
 """A number, a variable or a schedule."""
-Strategy: TypeAlias = Any
-"""A `tf.distribute.Strategy`."""
 Operation: TypeAlias = Any
 """An operation or a tensor of a TensorFlow graph; None in eager mode."""
 Store: TypeAlias = Any
@@ -58,8 +57,8 @@ Gradients: TypeAlias = Sequence[Gradient]
 Variables: TypeAlias = Sequence[Variable]
 """Variables in their order."""
 GradsAndVars: TypeAlias = list[tuple[Gradient, Variable]]
-"""A gradient for each variable."""
+"""(gradient, variable) pairs."""
 Config: TypeAlias = dict[str, Any]
 """The configuration of an object of Keras, as JSON holds it."""
 Function: TypeAlias = Callable[..., Any]
-"""A function of the user's, or of a framework, that is passed on."""
+"""A function that is passed on: the user's, a framework's or one of ours."""

@@ -6,30 +6,18 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import lossscale.framework_types as ft
 from lossscale.arguments import growth_steps
 from lossscale.errors import UnknownSettingError
-from lossscale.framework_types import (
-    Array,
-    DType,
-    Gradient,
-    Initializer,
-    LearningRate,
-    Loss,
-    Operation,
-    Scalar,
-    Structure,
-    Tensor,
-    Variable,
-)
 from lossscale.rules import ScaleRule
 
 _Class = TypeVar("_Class", bound=type)
 
 
-class VariableList(list[Variable]):
+class VariableList(list[ft.Variable]):
     """A list of variables that returns itself when called.
 
     Keras 3 has `optimizer.variables`, TensorFlow documented `optimizer.variables()`.
@@ -127,7 +115,7 @@ class Wrapper:
         """Whether the host reads the scale and the counters without waiting for a device."""
         return True
 
-    def _scale_now(self) -> Scalar:
+    def _scale_now(self) -> ft.Scalar:
         return self.loss_scale
 
 
@@ -142,17 +130,17 @@ class DocumentedMembers(Wrapper):
             if the rule does not count them (Keras 3 only).
     """
 
-    dynamic_scale: Variable
-    step_counter: Variable
+    dynamic_scale: ft.Variable | None
+    step_counter: ft.Variable | None
 
     def minimize(
         self,
-        loss: Loss,
-        var_list: Structure | Callable[[], Structure] | None = None,
-        grad_loss: Tensor | None = None,
+        loss: ft.Loss,
+        var_list: ft.VarList = None,
+        grad_loss: ft.Tensor | None = None,
         name: str | None = None,
-        tape: Any = None,
-    ) -> Variable | Operation:
+        tape: ft.Tape = None,
+    ) -> ft.Variable | ft.Operation:
         """Minimizes a loss: scales it, computes and unscales the gradients, and applies them.
 
         It calls `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`, including the
@@ -183,7 +171,7 @@ class DocumentedMembers(Wrapper):
             (0.5, 1)
         """
 
-    def get_scaled_loss(self, loss: Loss) -> Loss:
+    def get_scaled_loss(self, loss: ft.Loss) -> ft.Loss:
         """Multiplies the loss by the loss scale.
 
         Call it before you compute gradients, for example with `tf.GradientTape`, and
@@ -202,7 +190,7 @@ class DocumentedMembers(Wrapper):
             4.0
         """
 
-    def get_unscaled_gradients(self, grads: Iterable[Gradient]) -> list[Gradient]:
+    def get_unscaled_gradients(self, grads: Iterable[ft.Gradient]) -> list[ft.Gradient]:
         """Divides gradients by the loss scale.
 
         Pass the gradients of a loss from `get_scaled_loss`.
@@ -223,12 +211,12 @@ class DocumentedMembers(Wrapper):
 
     def apply_gradients(
         self,
-        grads_and_vars: Iterable[tuple[Gradient, Variable]],
+        grads_and_vars: Iterable[tuple[ft.Gradient, ft.Variable]],
         name: str | None = None,
         *third: Any,
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
-    ) -> Variable | Operation:
+    ) -> ft.Variable | ft.Operation:
         """Applies gradients to variables, or skips the step; then adjusts the loss scale.
 
         Pass the gradients from `get_unscaled_gradients`. After `scale_loss`, pass the gradients of
@@ -264,7 +252,7 @@ class DocumentedMembers(Wrapper):
             (array([1., 2.], dtype=float32), 1, 16384.0)
         """
 
-    def get_gradients(self, loss: Loss, params: Sequence[Variable]) -> list[Tensor]:
+    def get_gradients(self, loss: ft.Loss, params: ft.Variables) -> list[ft.Tensor]:
         """Returns the unscaled gradients of a loss; computes them from the scaled loss.
 
         Args:
@@ -284,7 +272,7 @@ class DocumentedMembers(Wrapper):
             6.0
         """
 
-    def get_updates(self, loss: Loss, params: Sequence[Variable]) -> list[Variable | Operation]:
+    def get_updates(self, loss: ft.Loss, params: ft.Variables) -> list[ft.Variable | ft.Operation]:
         """Computes gradients as `get_gradients` does, and applies them.
 
         Args:
@@ -305,30 +293,30 @@ class DocumentedMembers(Wrapper):
             0.0
         """
 
-    def build(self, variables: Sequence[Variable]) -> None:
+    def build(self, variables: ft.Variables) -> None:
         """Creates the inner optimizer's variables; a second call does nothing."""
 
     @property
-    def loss_scale(self) -> Scalar:
+    def loss_scale(self) -> ft.Scalar:
         """The current loss scale: a float32 scalar tensor."""
 
     @property
-    def dynamic_counter(self) -> Variable:
+    def dynamic_counter(self) -> ft.Variable | None:
         """The finite steps since the scale last changed: an integer scalar variable.
 
         None if the scale is fixed.
         """
 
     @property
-    def steps_skipped(self) -> Scalar:
+    def steps_skipped(self) -> ft.Scalar:
         """The number of steps skipped so far: an integer scalar tensor."""
 
     @property
-    def last_step_skipped(self) -> Scalar:
+    def last_step_skipped(self) -> ft.Scalar:
         """Whether the last step was skipped: a boolean scalar tensor."""
 
     @property
-    def iterations(self) -> Variable:
+    def iterations(self) -> ft.Variable:
         """The number of training steps, skipped ones included: an integer variable.
 
         `inner_optimizer.iterations` counts the applied steps, which learning rate schedules and
@@ -336,21 +324,21 @@ class DocumentedMembers(Wrapper):
         """
 
     @iterations.setter
-    def iterations(self, value: Scalar) -> None: ...
+    def iterations(self, value: ft.Scalar) -> None: ...
 
     @property
-    def learning_rate(self) -> LearningRate:
+    def learning_rate(self) -> ft.LearningRate:
         """The learning rate of the inner optimizer: a number, a variable or a schedule."""
 
     @learning_rate.setter
-    def learning_rate(self, value: LearningRate) -> None: ...
+    def learning_rate(self, value: ft.LearningRate) -> None: ...
 
     @property
-    def lr(self) -> LearningRate:
+    def lr(self) -> ft.LearningRate:
         """The learning rate of the inner optimizer; another name of `learning_rate`."""
 
     @lr.setter
-    def lr(self, value: LearningRate) -> None: ...
+    def lr(self, value: ft.LearningRate) -> None: ...
 
     @property
     def variables(self) -> VariableList:
@@ -367,10 +355,10 @@ class DocumentedMembers(Wrapper):
         order of creation.
         """
 
-    def get_weights(self) -> list[Array]:
+    def get_weights(self) -> list[ft.Array]:
         """Returns the values of `weights` as a list of NumPy arrays."""
 
-    def set_weights(self, weights: Sequence[Array]) -> None:
+    def set_weights(self, weights: Sequence[ft.Array]) -> None:
         """Sets the values of `weights`, or of `variables`.
 
         Args:
@@ -391,7 +379,7 @@ class DocumentedMembers(Wrapper):
     def get_slot_names(self) -> list[str]:
         """Returns the names of the slots, such as `momentum`; empty before the first step."""
 
-    def get_slot(self, var: Variable, slot_name: str) -> Variable:
+    def get_slot(self, var: ft.Variable, slot_name: str) -> ft.Variable:
         """Returns the state variable that the inner optimizer keeps for a variable.
 
         Args:
@@ -415,8 +403,8 @@ class DocumentedMembers(Wrapper):
         """
 
     def add_slot(
-        self, var: Variable, slot_name: str, initializer: Initializer = "zeros"
-    ) -> Variable:
+        self, var: ft.Variable, slot_name: str, initializer: ft.Initializer = "zeros"
+    ) -> ft.Variable:
         """Adds a state variable for a variable, and returns it.
 
         Args:
@@ -437,12 +425,12 @@ class DocumentedMembers(Wrapper):
         self,
         name: str,
         shape: Any,
-        dtype: DType = None,
-        initializer: Initializer = "zeros",
+        dtype: ft.DType = None,
+        initializer: ft.Initializer = "zeros",
         trainable: bool | None = None,
         synchronization: Any = None,
         aggregation: Any = "none",
-    ) -> Variable:
+    ) -> ft.Variable:
         """Adds a state variable that does not belong to a model variable, and returns it.
 
         Args:
@@ -466,13 +454,11 @@ class DocumentedMembers(Wrapper):
             0
         """
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> ft.Config:
         """Returns the configuration: a JSON-ready dictionary, without the state."""
 
     @classmethod
-    def from_config(
-        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-    ) -> Any:
+    def from_config(cls, config: ft.Config, custom_objects: dict[str, Any] | None = None) -> Any:
         """Creates an optimizer from its configuration, without saved state.
 
         Args:

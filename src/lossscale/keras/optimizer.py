@@ -229,7 +229,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         optimizer_variables: Sequence[ft.Tensor],
         grads: ft.Gradients,
         trainable_variables: Sequence[ft.Tensor],
-    ) -> ft.Structure:
+    ) -> tuple[list[ft.Tensor], list[ft.Tensor]]:
         """Applies gradients of the scaled loss without changing any variable.
 
         Args:
@@ -245,9 +245,10 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
                 backend is TensorFlow.
         """
         # Not that of Keras' own class, which would skip the step itself. This one calls `apply`.
-        return super(keras.optimizers.LossScaleOptimizer, self).stateless_apply(
-            optimizer_variables, grads, trainable_variables
-        )
+        both: tuple[list[ft.Tensor], list[ft.Tensor]] = super(
+            keras.optimizers.LossScaleOptimizer, self
+        ).stateless_apply(optimizer_variables, grads, trainable_variables)
+        return both
 
     # --- The parts of a step; see `keras_common/optimizer.py` ---------------------------------
 
@@ -284,7 +285,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     # --- Gradients of a loss ------------------------------------------------------------------
 
     def _differentiated(
-        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor = None, tape: ft.Tape = None
+        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor | None, tape: ft.Tape
     ) -> tuple[list[ft.Gradient], list[ft.Variable]]:
         return self._backend.differentiate(loss, var_list, self.get_scaled_loss, tape, grad_loss)
 
@@ -376,7 +377,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self.inner_optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
 
     def _slots_of_inner(self) -> Slots:
-        return slots.slots_of(self.inner_optimizer, self._var_key)
+        return slots.slots_of(self.inner_optimizer)
 
     def _names_of_slot(self, var: ft.Variable, slot_name: str) -> set[str]:
         return slots.names_of(self.inner_optimizer, var, slot_name)
@@ -393,12 +394,13 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     _own_values = saving.own_values
     _set_own_values = saving.set_own_values
-    _restore_scale = saving.restore_scale
-    _can_load = saving.can_load
-    _load_arrays = saving.load_arrays
     _load_now = saving.load_now
     _is_of_own_class = saving.is_of_own_class
     _set_inner_values = KerasCommonOptimizer._load_inner
+    # For `lossscale_migration`.
+    _restore_scale = saving.restore_scale
+    _can_load = saving.can_load
+    _load_arrays = saving.load_arrays
 
     # TensorFlow asks for the children of a node in a checkpoint, on its backend alone.
 

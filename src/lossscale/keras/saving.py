@@ -20,9 +20,8 @@ import numpy as np
 import lossscale.framework_types as ft
 from lossscale.errors import ArgumentError
 from lossscale.keras.slots import numpy_of
-from lossscale.keras_common.optimizer import check_shapes
+from lossscale.keras_common.optimizer import KerasCommonOptimizer, check_shapes
 from lossscale.keras_common.state import AttributesOfInner, ValueStore
-from lossscale.members import Wrapper
 from lossscale.old_formats import begins_as_keras_own, kind_of, nadam_product
 from lossscale.packages import warn
 
@@ -42,21 +41,23 @@ class LossScaleStore(ValueStore, keras.losses.Loss):
 # --- The inner optimizer's variables, by number ---------------------------------------------------
 
 
-def is_of_own_class(optimizer: Wrapper, store: ft.Store, values: Sequence[ft.Array]) -> bool:
+def is_of_own_class(
+    optimizer: KerasCommonOptimizer, store: ft.Store, values: Sequence[ft.Array]
+) -> bool:
     """Whether a place in a file is that of an optimizer of Keras' own class."""
     # Several optimizers in one begin alike.
     are_several = hasattr(optimizer.inner_optimizer, "optimizers")
     return bool(_count_of_keras_own(values)) and not are_several
 
 
-def load_now(optimizer: Wrapper) -> None:
+def load_now(optimizer: KerasCommonOptimizer) -> None:
     """Sets the inner optimizer's variables from loaded values, if they exist."""
     count = len(optimizer._pending_values or ())
     if optimizer.built or count == len(optimizer.inner_optimizer.variables):
         load_pending(optimizer)
 
 
-def load_pending(optimizer: Wrapper, *, at_build: bool = False) -> None:
+def load_pending(optimizer: KerasCommonOptimizer, *, at_build: bool = False) -> None:
     """Sets the inner optimizer's variables that were loaded before they existed.
 
     If they do not fit, the optimizer is left as if nothing had been loaded.
@@ -89,10 +90,10 @@ def load_pending(optimizer: Wrapper, *, at_build: bool = False) -> None:
                 optimizer._iterations.assign(before["iteration"])
 
 
-def can_load(optimizer: Wrapper, count: int) -> bool:
+def can_load(optimizer: KerasCommonOptimizer, count: int) -> bool:
     """Whether a file with this many arrays can be one of the inner optimizer."""
     inner, ahead = len(optimizer.inner_optimizer.variables), len(_KERAS_OWN_VARIABLES)
-    lacking = len(_variables_files_may_lack(optimizer, count, 0, ahead))
+    lacking = len(_places_files_may_lack(optimizer, count, 0, ahead))
     return count in (inner, inner + ahead, inner - lacking, inner + ahead - lacking)
 
 
@@ -103,7 +104,7 @@ def _count_of_keras_own(values: Sequence[ft.Array]) -> int:
     return len(_KERAS_OWN_VARIABLES) if begins_as_keras_own(list(first)) else 0
 
 
-def load_arrays(optimizer: Wrapper, values: Sequence[ft.Array]) -> bool:
+def load_arrays(optimizer: KerasCommonOptimizer, values: Sequence[ft.Array]) -> bool:
     """Sets the inner optimizer's variables from the arrays of a file.
 
     Returns:
@@ -114,7 +115,7 @@ def load_arrays(optimizer: Wrapper, values: Sequence[ft.Array]) -> bool:
     """
     inner = optimizer.inner_optimizer
     listed, ahead = len(inner.variables), _count_of_keras_own(values)
-    lacking = _variables_files_may_lack(optimizer, len(values), ahead)
+    lacking = _places_files_may_lack(optimizer, len(values), ahead)
     missing = listed + ahead - len(values)
     # Several optimizers in one begin alike.
     ahead = ahead if missing in (0, len(lacking)) else 0
@@ -138,7 +139,7 @@ def load_arrays(optimizer: Wrapper, values: Sequence[ft.Array]) -> bool:
     return True
 
 
-def _variables_files_may_lack(optimizer: Wrapper, count: int, *ahead: int) -> list[int]:
+def _places_files_may_lack(optimizer: KerasCommonOptimizer, count: int, *ahead: int) -> list[int]:
     inner = optimizer.inner_optimizer
     whole = count in [len(inner.variables) + more for more in ahead]
     if not optimizer.built or whole or hasattr(inner, "optimizers"):
@@ -149,12 +150,12 @@ def _variables_files_may_lack(optimizer: Wrapper, count: int, *ahead: int) -> li
 # --- The loss scale and the counters, by name -----------------------------------------------------
 
 
-def own_values(optimizer: Wrapper) -> dict[str, Any]:
+def own_values(optimizer: KerasCommonOptimizer) -> dict[str, Any]:
     """Returns the loss scale, the counters and variables of the user's, by their names in files."""
     return {name: numpy_of(variable) for name, variable in _named(optimizer).items()}
 
 
-def _named(optimizer: Wrapper) -> dict[str, Any]:
+def _named(optimizer: KerasCommonOptimizer) -> dict[str, ft.Variable]:
     """Returns the variables of an optimizer that are not the inner one's, by unique names."""
     counters = optimizer._steps_skipped, optimizer._last_step_skipped, optimizer._iterations
     own = {each.name: each for each in (*optimizer._state.variables.values(), *counters)}
@@ -168,7 +169,7 @@ def _named(optimizer: Wrapper) -> dict[str, Any]:
     return named
 
 
-def set_own_values(optimizer: Wrapper, values: Mapping[str, Any]) -> None:
+def set_own_values(optimizer: KerasCommonOptimizer, values: Mapping[str, Any]) -> None:
     """Sets the loss scale and the counters, moved into the range of the rule."""
     named = {name: each for name, each in _named(optimizer).items() if name in values}
     check_shapes(list(named.values()), [values[name] for name in named])
@@ -185,7 +186,7 @@ def set_own_values(optimizer: Wrapper, values: Mapping[str, Any]) -> None:
         optimizer._iterations.assign(values["iteration"])
 
 
-def restore_scale(optimizer: Wrapper, values: Mapping[str, Any]) -> None:
+def restore_scale(optimizer: KerasCommonOptimizer, values: Mapping[str, Any]) -> None:
     """Sets the state of the rule from numbers of a file by the names of its variables."""
     state = optimizer._state
     state.write(state.restored(values))
@@ -249,7 +250,9 @@ def _completed(
 # --- TensorFlow's checkpoints ---------------------------------------------------------------------
 
 
-def checkpoint_children(optimizer: Wrapper, children: dict[str, Any]) -> dict[str, Any]:
+def checkpoint_children(
+    optimizer: KerasCommonOptimizer, children: dict[str, Any]
+) -> dict[str, Any]:
     """Returns what a checkpoint has of an optimizer, by name.
 
     Args:
@@ -266,7 +269,7 @@ def checkpoint_children(optimizer: Wrapper, children: dict[str, Any]) -> dict[st
     return {**children, "iteration": optimizer._iterations.value}
 
 
-def lookup(optimizer: Wrapper, name: str, found: ft.Node) -> ft.Node:
+def lookup(optimizer: KerasCommonOptimizer, name: str, found: ft.Node) -> ft.Node:
     """Returns the child of a name in the checkpoint that is being restored, or None.
 
     Args:
@@ -289,7 +292,7 @@ def lookup(optimizer: Wrapper, name: str, found: ft.Node) -> ft.Node:
     return found
 
 
-def restore_plain(optimizer: Wrapper) -> None:
+def restore_plain(optimizer: KerasCommonOptimizer) -> None:
     """Restores what a plain optimizer has in a checkpoint where this optimizer stands."""
     inner, waiting = optimizer.inner_optimizer, optimizer._deferred_dependencies
     for name in list(waiting):

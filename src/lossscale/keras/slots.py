@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import keras
 
 import lossscale.framework_types as ft
 from lossscale.errors import ArgumentError
-from lossscale.keras_common.optimizer import Key, Slots, slots_in
-from lossscale.members import Wrapper
+from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots, slots_in
 from lossscale.old_formats import kind_of, names_for
 
 
@@ -28,15 +27,10 @@ def names_of(inner: ft.KerasOptimizer, variable: ft.Variable, slot_name: str) ->
     return set(names_for(kind_of(own[0] if own else inner), [slot_name]))
 
 
-def slots_of(inner: ft.KerasOptimizer, key_of: Callable[[ft.Variable], Key]) -> Slots:
-    """Yields the slots of an optimizer, or of each of several.
-
-    Args:
-        inner: The optimizer.
-        key_of: Returns the key of a reference variable.
-    """
+def slots_of(inner: ft.KerasOptimizer) -> Slots:
+    """Yields the slots of an optimizer, or of each of several."""
     for part in getattr(inner, "optimizers", None) or [inner]:
-        references = {key_of(reference): reference for reference in part._trainable_variables}
+        references = {inner._var_key(each): each for each in part._trainable_variables}
         for _, slots in slots_in(part, list(references), keras.Variable):
             yield sorted({_slot_name(references[key], slot) for key, slot in slots.items()}), slots
 
@@ -56,12 +50,12 @@ def numpy_of(variable: ft.Variable) -> ft.Array:
 # Methods of the loss scale optimizer; `lossscale.members` documents them.
 
 
-def get_weights(optimizer: Wrapper) -> list[ft.Array]:
+def get_weights(optimizer: KerasCommonOptimizer) -> list[ft.Array]:
     return [numpy_of(variable) for variable in optimizer.weights]
 
 
 def add_weight(
-    optimizer: Wrapper,
+    optimizer: KerasCommonOptimizer,
     name: str,
     shape: Iterable[int],
     dtype: ft.DType = None,

@@ -12,7 +12,7 @@ from keras import ops
 import lossscale.framework_types as ft
 import lossscale.keras.backends as backends
 from lossscale.keras_common.state import ScaleVariables
-from lossscale.rules import GradientStats, ScaleRule, ScaleState
+from lossscale.rules import GradientStats, ScaleRule
 
 # The names that Keras' own class writes into files; other rules may have more fields.
 _NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
@@ -33,7 +33,7 @@ class KerasScaleVariables(ScaleVariables):
         names = {field: _NAMES.get(field, f"loss_scale_{field}") for field in fields}
         super().__init__(rule, names, new_variable)
 
-    def write(self, state: ScaleState) -> None:
+    def write(self, state: ft.RuleState) -> None:
         """Sets the state from tensors, arrays or Python numbers."""
         for field, value in zip(state._fields, state, strict=True):
             self.variables[field].assign(ops.cast(value, self.variables[field].dtype))

@@ -1,3 +1,3 @@
-"""Code that the optimizers and monitors of Keras 3 and tf_keras share; imports neither."""
+"""Code that Keras 3 and tf_keras share, the optimizer and the guard of a model; imports neither."""
 
 from lossscale.keras_common.optimizer import _rebuild as _rebuild

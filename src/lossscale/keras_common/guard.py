@@ -96,7 +96,7 @@ class GuardedStep:
         if not found:
             return self.step(*args, **kwargs)
         step = functools.partial(self.step, **kwargs) if kwargs else self.step
-        return found[0]._backend.run_guarded(self.model, step, args, found, weights_of)
+        return found[0]._backend.run_guarded(self.model, step, args, found, guarded_weights)
 
 
 def _wrappers_of(model: ft.Model) -> list[KerasCommonOptimizer]:
@@ -106,7 +106,7 @@ def _wrappers_of(model: ft.Model) -> list[KerasCommonOptimizer]:
     return list({id(x): x for x in found if isinstance(x, KerasCommonOptimizer)}.values())
 
 
-def weights_of(model: ft.Model) -> list[ft.Variable]:
+def guarded_weights(model: ft.Model) -> list[ft.Variable]:
     """The weights that layers made as not trainable, and the states of recurrent layers.
 
     Neither frozen weights, nor metrics nor seeds.

@@ -1,8 +1,8 @@
 """The base class of the loss scale optimizers of Keras 3 and tf_keras, and their step.
 
-What differs between the two is in an optimizer's `_backend`: for Keras 3 in the file of its
-backend, for tf_keras in `tf_keras/optimizer.py`. On TensorFlow both branch in
-`tensorflow/apply_or_skip.py`.
+What differs between the two is in the hooks that are declared here, and in an optimizer's
+`_backend`: for Keras 3 in the file of its backend, for tf_keras in `tf_keras/optimizer.py`. On
+TensorFlow both branch in `tensorflow/apply_or_skip.py`.
 """
 
 from __future__ import annotations
@@ -62,12 +62,6 @@ _BESIDE = "lossscale."
 class KerasCommonOptimizer(DocumentedMembers):
     """The members shared by Keras 3 and tf_keras: the step, settings, slots, copies."""
 
-    # The module `keras` or `tf_keras`.
-    _library: ClassVar[ft.Library]
-    # The name of the framework for its monitor and in messages.
-    _framework: ClassVar[str]
-    # The class of `AttributesOfInner` that it saves.
-    _attributes_of: ClassVar[ft.Class]
     # The constructor's argument for the inner optimizer.
     _name_of_inner: ClassVar[str] = "inner_optimizer"
     # Keras saves every object that dir() names and that can be saved. The inner optimizer's
@@ -110,18 +104,25 @@ class KerasCommonOptimizer(DocumentedMembers):
     # Where its attributes are in the file that is written or read.
     _place_of_inner: str = _SAME_PLACE
 
+    # --- What a subclass for one Keras defines ------------------------------------------------
+
+    # The module `keras` or `tf_keras`.
+    _library: ClassVar[ft.Library]
+    # The name of the framework, for `lossscale_migration`.
+    _framework: ClassVar[str]
+    # The class of `AttributesOfInner` that it saves.
+    _attributes_of: ClassVar[ft.Class]
     # The inner optimizer of a configuration, given classes by name.
     _inner_from_config: Callable[[Any, dict[str, Any] | None], ft.KerasOptimizer]
-    # The subclass of `ScaleVariables`, which takes a rule alone.
-    _state_class: ClassVar[ft.Class]
-    # Returns a float32 scalar tensor.
+    # Counts a variable as one of this optimizer's, so that it is saved.
+    _track_variable: Callable[[ft.Variable], None]
+    # For a `LossScale` of the older API, too, which may be used without an optimizer: the subclass
+    # of `ScaleVariables`, which takes a rule alone; a float32 scalar tensor; what others have as
+    # `_backend`; a new variable of a name, a dtype and a value.
+    _state_class: Callable[[ScaleRule], ScaleVariables]
     _float32: Callable[[ft.Scalar], ft.Tensor]
-    # For a `LossScale` of the older API, which may be used without an optimizer: what others have
-    # as `_backend`, and a new variable of a name, a dtype and a value.
     _arrays: Callable[[], StepOperations]
     _new_variable: Callable[[str, ft.DType, ft.Scalar], ft.Variable]
-
-    # --- What a subclass for one Keras defines ------------------------------------------------
 
     @abc.abstractmethod
     def _construct(self, inner: ft.KerasOptimizer, rule: ScaleRule, name: str | None) -> None:
@@ -132,7 +133,7 @@ class KerasCommonOptimizer(DocumentedMembers):
         """Builds; returns the step with the gradients to check."""
 
     @abc.abstractmethod
-    def _apply_inner(self, step: Step) -> ft.Operation:
+    def _apply_inner(self, step: Step) -> object:
         """Has the inner optimizer apply unscaled gradients."""
 
     @abc.abstractmethod
@@ -141,7 +142,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     @abc.abstractmethod
     def _differentiated(
-        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor = None, tape: ft.Tape = None
+        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor | None, tape: ft.Tape
     ) -> tuple[list[ft.Gradient], list[ft.Variable]]:
         """Returns the gradients of the scaled loss, and the variables they belong to."""
 
@@ -163,7 +164,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     @abc.abstractmethod
     def _inner_values(self) -> dict[str, Any]:
-        """The inner optimizer's variables as arrays."""
+        """What `_set_inner_values` of a copy takes: the inner optimizer's variables as arrays."""
 
     @abc.abstractmethod
     def _set_inner_values(self, saved: dict[str, Any], /) -> None:
@@ -243,8 +244,7 @@ class KerasCommonOptimizer(DocumentedMembers):
         return getattr(cls, verb) is not getattr(KerasCommonOptimizer, verb)
 
     def _first_state(self) -> ScaleVariables:
-        state: ScaleVariables = self._state_class(self._rule)
-        return state
+        return self._state_class(self._rule)
 
     # --- The documented loop: scale the loss, unscale the gradients, apply them ---------------
 
@@ -317,6 +317,7 @@ class KerasCommonOptimizer(DocumentedMembers):
             warns = tracker is None and not self._warned_at_floor and isinstance(rule, DynamicScale)
             warns = warns and backend.runs_now(step.gradients)
             needs_scale = scaled or needs_stats or warns or tracker is not None
+            # None where nobody reads it.
             scale: ft.Scalar = self._current_scale() if needs_scale else None
             step = step._replace(scale=scale if scaled else None)
 
@@ -339,9 +340,9 @@ class KerasCommonOptimizer(DocumentedMembers):
                     is_shared=backend.sums_before_check or not step.aggregate,
                 )
 
-            def apply(gradients: ft.Gradients, scale: ft.Scalar) -> ft.Operation:
+            def apply(gradients: ft.Gradients, divisor: ft.Scalar | None) -> object:
                 # Each replica has its own gradients, and its own copy of the scale.
-                own = step._replace(gradients=list(gradients), scale=scale)
+                own = step._replace(gradients=list(gradients), scale=divisor)
                 unscaled = backend.unscale(own, rule)
                 return self._apply_inner(own._replace(gradients=unscaled, scale=None))
 
@@ -367,7 +368,7 @@ class KerasCommonOptimizer(DocumentedMembers):
         self,
         loss: ft.Loss,
         var_list: ft.VarList = None,
-        grad_loss: ft.Tensor = None,
+        grad_loss: ft.Tensor | None = None,
         name: str | None = None,
         tape: ft.Tape = None,
     ) -> ft.Variable | ft.Operation:
@@ -379,7 +380,7 @@ class KerasCommonOptimizer(DocumentedMembers):
             return self._apply_unscaled(location, pairs, name)
 
     def _computed(
-        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor, tape: ft.Tape
+        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor | None, tape: ft.Tape
     ) -> Iterable[tuple[ft.Gradient, ft.Variable]]:
         """Returns pairs of unscaled gradients and variables."""
         gradients, variables = self._differentiated(loss, var_list, grad_loss, tape)
@@ -390,7 +391,7 @@ class KerasCommonOptimizer(DocumentedMembers):
         params = self._backend.flat_variables(params)
         with self._ledger.own_step(location):
             if callable(loss):
-                gradients, _ = self._differentiated(loss, params)
+                gradients, _ = self._differentiated(loss, params, None, None)
             else:
                 gradients = self._symbolic(self.get_scaled_loss(loss), params)
             for gradient, variable in zip(gradients, params, strict=True):
@@ -405,14 +406,16 @@ class KerasCommonOptimizer(DocumentedMembers):
         self._ledger.record_unscaled(location, len(unscaled))
         return unscaled
 
-    def get_updates(self, loss: ft.Loss, params: ft.Structure) -> list[ft.Operation]:
+    def get_updates(self, loss: ft.Loss, params: ft.Structure) -> list[ft.Variable | ft.Operation]:
         location = self._backend.current_location()
         with self._ledger.own_step(location):
             gradients = self.get_gradients(loss, params)
             pairs = list(zip(gradients, self._backend.flat_variables(params), strict=True))
             return [self._apply_unscaled(location, pairs, None)]
 
-    def _apply_unscaled(self, location: Location, pairs: ft.GradsAndVars, name: str | None) -> Any:
+    def _apply_unscaled(
+        self, location: Location, pairs: ft.GradsAndVars, name: str | None
+    ) -> ft.Variable | ft.Operation:
         # Also if a subclass unscales without calling the method of this class.
         self._ledger.record_unscaled(location, math.inf)
         named: dict[str, Any] = {} if name is None else {"name": name}
@@ -476,11 +479,11 @@ class KerasCommonOptimizer(DocumentedMembers):
     # --- The settings of the inner optimizer -------------------------------------------------
 
     @property
-    def learning_rate(self) -> ft.Variable | ft.Tensor | ft.Function:
+    def learning_rate(self) -> ft.LearningRate:
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
-    def learning_rate(self, value: ft.Scalar | ft.Function) -> None:
+    def learning_rate(self, value: ft.LearningRate) -> None:
         self.inner_optimizer.learning_rate = value
 
     lr = learning_rate
@@ -521,7 +524,9 @@ class KerasCommonOptimizer(DocumentedMembers):
             )
         return slot
 
-    def add_slot(self, var: ft.Variable, slot_name: str, initializer: Any = "zeros") -> ft.Variable:
+    def add_slot(
+        self, var: ft.Variable, slot_name: str, initializer: ft.Initializer = "zeros"
+    ) -> ft.Variable:
         slot = self._find_slot(var, slot_name)
         if slot is None:
             slot = self._new_slot(var, slot_name, initializer)
@@ -627,7 +632,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     # --- Configurations, and the library's registry of classes --------------------------------
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> ft.Config:
         name, described = self._constructor_arguments()["name"], config_from_rule(self._rule)
         if "rule" in described:
             described["rule"]["class_name"] = self._registered_name(type(self._rule))
@@ -676,7 +681,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 _VERBS_OF_A_LOSS = ("get_scaled_loss", "get_unscaled_gradients")
 
 
-def _recording(cls: ft.Class, name: str) -> ft.Function:
+def _recording(cls: ft.Class, name: str) -> Callable[..., ft.Loss | ft.Gradients]:
     """Wraps a subclass' method that scales a loss, so that its calls are recorded too."""
     rewritten = getattr(cls, name)
     is_inherited = name not in vars(cls)
@@ -702,7 +707,7 @@ def _recording(cls: ft.Class, name: str) -> ft.Function:
 def _rebuild(
     cls: ft.Class,
     inner_class: ft.Class,
-    inner_config: dict[str, Any],
+    inner_config: ft.Config,
     arguments: dict[str, Any],
     inner_values: dict[str, Any],
     own_values: dict[str, Any],

@@ -5,9 +5,9 @@ loop calls `get_scaled_loss` and `get_unscaled_gradients`, and passes unscaled o
 since the last `scale_loss` decide: as many gradients as `get_unscaled_gradients` returned are
 unscaled; after these, each variable gets one scaled gradient for each loss.
 
-A call inside a `tf.function` runs when the function is traced, and not on later steps. The tracker
-records whether a function returned scaled or unscaled gradients, and assumes the same for the next
-ones until it is called again.
+A call inside a `tf.function` runs when the function is traced, and not on later steps.
+`ScaleLedger` records whether a function returned scaled or unscaled gradients, and assumes the same
+for the next ones until it is called again.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Record:
         is_own_step: Whether they belong to a step like `minimize`, which scales the loss itself.
         losses: Number of losses scaled before the first of their gradients was applied.
         unscaled: Number of unscaled gradients that are not yet applied.
-        graph: Where that was called last.
+        graph: Where `scale_loss` or `get_unscaled_gradients` was called last.
         applied_inside: Whether gradients were applied in the graph where they were made.
         times: The variables that were applied since, and how often, by id.
         returned: The kinds of gradients that came out of a graph, "scaled" or "unscaled", and
@@ -247,7 +247,7 @@ class ScaleLedger:
         return next(iter(kinds), None)
 
     def check_apply(self, location: Location) -> None:
-        """Records a call of Keras' `apply`, whose gradients are scaled by definition."""
+        """Checks a call of Keras' `apply`, whose gradients are scaled by definition."""
         self._check_not_of_another(location, "apply")
         record = self._records[location[1][0]]
         if record.verbs != {"get_scaled_loss"}:
@@ -279,7 +279,7 @@ class ScaleLedger:
             raise GradientsError(_OF_ANOTHER.format(verb=verb))
 
     def _left_by_another(self, location: Location, count: int) -> list[_Record]:
-        """The record of another optimizer that unscaled gradients here and left this many."""
+        """A list with the record of another optimizer that left as many unscaled gradients here."""
         graph, (replica, *_) = location
         owner = None if self._last in (None, self._last_at_apply) else self._last[0]()
         records = [] if owner is None else [owner._records[replica]]

@@ -10,7 +10,7 @@ import numpy as np
 import lossscale.framework_types as ft
 from lossscale.errors import ArgumentError
 from lossscale.packages import warn
-from lossscale.rules import GradientStats, ScaleRule, ScaleState
+from lossscale.rules import GradientStats, ScaleRule
 
 
 class ScaleVariables:
@@ -31,20 +31,22 @@ class ScaleVariables:
     # Returns the value of a variable as a tensor that does not change with it.
     _read: Callable[[ft.Variable], ft.Tensor]
     # Sets the state; returns the operation that does it in a graph of TensorFlow.
-    write: Callable[[ScaleState], ft.Operation]
+    write: Callable[[ft.RuleState], ft.Operation]
     # The array functions for `ScaleRule.update`.
     _namespace: object
 
-    def __init__(self, rule: ScaleRule, names: dict[str, str], new_variable: ft.Function) -> None:
-        self.rule, self.names, self.variables = rule, names, dict[str, Any]()
-        self.first: ScaleState = rule.init()
+    def __init__(
+        self, rule: ScaleRule, names: dict[str, str], new_variable: Callable[..., ft.Variable]
+    ) -> None:
+        self.rule, self.names, self.variables = rule, names, dict[str, ft.Variable]()
+        self.first: ft.RuleState = rule.init()
         for field, name in names.items():
             value = getattr(self.first, field)
             whole = "bool" if isinstance(value, bool) else "int"
             kind = whole if isinstance(value, int) else "float32"
             self.variables[field] = new_variable(name, kind, value)
 
-    def read(self) -> ScaleState:
+    def read(self) -> ft.RuleState:
         """Returns the state as tensors; of a fixed scale, as Python numbers of the program."""
         if not self.rule.is_dynamic:
             # A restored file must not override the number in the program.
@@ -60,18 +62,18 @@ class ScaleVariables:
         return None if after is before else self.write(after)
 
     @property
-    def named(self) -> dict[str, Any]:
+    def named(self) -> dict[str, ft.Variable]:
         """The variables by their names in files."""
         return {name: self.variables[field] for field, name in self.names.items()}
 
-    def restored(self, values: Mapping[str, Any]) -> ScaleState:
+    def restored(self, values: Mapping[str, Any]) -> ft.RuleState:
         """Returns a state of Python numbers from a file, brought into the rule's range.
 
         Args:
             values: Arrays by name; a missing field is that of the first state.
         """
         saved = {f: values[name].item() for f, name in self.names.items() if name in values}
-        state: ScaleState = self.rule.restored(self.first._replace(**saved))
+        state = self.rule.restored(self.first._replace(**saved))
         scale = saved.get("scale", state.scale)
         if self.rule.is_dynamic and np.float32(scale) != np.float32(state.scale):
             warn(

@@ -30,7 +30,7 @@ class Step(NamedTuple):
 
     gradients: list[ft.Gradient]
     variables: list[ft.Variable]
-    scale: ft.Scalar = None
+    scale: ft.Scalar | None = None
     aggregate: bool = True
     name: str | None = None
 
@@ -71,7 +71,10 @@ class OverflowCheck(NamedTuple):
 
 
 class StepOperations:
-    """The operations of a step on arrays; the defaults are those of a single device."""
+    """The operations of a step on arrays; the defaults are those of a single device.
+
+    The attributes that each framework must define are declared first.
+    """
 
     # Applies gradients or skips, then updates the loss scale. Takes
     #   optimizer: the loss scale optimizer;
@@ -85,7 +88,7 @@ class StepOperations:
     #   model, step, args: the model, its step, and the arguments of the step;
     #   optimizers: the loss scale optimizers whose skips count;
     #   weights_of: returns the weights of the model to put back.
-    # Returns what the step does.
+    # Returns what the step returns.
     run_guarded: Callable[..., ft.Structure]
 
     # Multiplies a loss by the scale, in float32 or wider.
@@ -100,19 +103,18 @@ class StepOperations:
     read: Callable[[ft.Variable], ft.Tensor]
     # Whether a variable is in the memory of the host, so that nothing waits to read it.
     is_on_host: Callable[[ft.Variable], bool]
-    # Measures gradients.
+    # Measures gradients, for `stats`.
     gradient_stats: Callable[..., GradientStats]
     # Returns the gradients in a nest, without None.
     flat_gradients: Callable[[ft.Structure], list[ft.Gradient]]
     # Whether a value is a variable; a list of variables from one variable or a nest of them.
     is_variable: Callable[[object], bool]
     flat_variables: Callable[[ft.Structure], list[ft.Variable]]
+    # Returns the `OverflowTracker` of the framework.
+    new_overflow_tracker: Callable[[], Any]
 
     # Whether the gradients of the replicas are summed before the check, or in the inner optimizer.
     sums_before_check = False
-
-    # Returns the `OverflowTracker` of the framework.
-    new_overflow_tracker: Callable[[], Any]
 
     def current_location(self) -> Location:
         """The function being traced, or None, and the numbers of the replicas."""
@@ -184,6 +186,6 @@ class StepOperations:
         unscaled = self.unscaled(scaled, step.scale, rule.powers_of_two)
         return step.with_overwritten(scaled, unscaled)
 
-    def step_number(self, iterations: ft.Variable) -> ft.Scalar:
+    def step_number(self, iterations: ft.Variable) -> ft.Scalar | None:
         """The number of the current step, counted from 1; None if no tracker needs it."""
         return self.read(iterations) + 1

@@ -1,1 +1,4 @@
-"""TensorFlow without Keras: gradients, the step, the tape, and the data for a monitor."""
+"""TensorFlow, for Keras 3 and tf_keras alike: gradients, the step, the tape, overflow tracking.
+
+It imports neither Keras.
+"""

@@ -14,21 +14,9 @@ from typing import Any
 
 import tensorflow as tf
 
+import lossscale.framework_types as ft
 from lossscale import registry
 from lossscale.common.private_names import do_not_convert
-from lossscale.framework_types import (
-    Array,
-    Function,
-    Gradient,
-    KerasOptimizer,
-    Model,
-    Operation,
-    Scalar,
-    Strategy,
-    Structure,
-    Tensor,
-    Variable,
-)
 from lossscale.packages import warn
 from lossscale.rules import GradientStats
 from lossscale.tensorflow.private_names import as_one_operation, strategy_supports_no_merge_call
@@ -39,12 +27,12 @@ _KERASES = tuple(framework.root for framework in registry.KERASES)
 
 
 def apply_or_skip(
-    optimizer: KerasOptimizer,
+    optimizer: ft.KerasOptimizer,
     stats: GradientStats,
     step: Any,
-    apply: Callable[[Sequence[Gradient], Scalar], object],
+    apply: Callable[[ft.Gradients, ft.Scalar | None], object],
     update_scale: Callable[[GradientStats], object],
-) -> Operation:
+) -> ft.Operation:
     """Applies or skips a step on all replicas alike, then updates the loss scale once.
 
     Args:
@@ -74,8 +62,11 @@ def apply_or_skip(
 
     @do_not_convert
     def in_cross_replica(
-        strategy: Strategy, stats: GradientStats, gradients: Sequence[Gradient], scale: Scalar
-    ) -> Operation:
+        strategy: tf.distribute.Strategy,
+        stats: GradientStats,
+        gradients: ft.Gradients,
+        scale: ft.Scalar | None,
+    ) -> ft.Operation:
         # The statistics are the same on all replicas.
         stats = tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], stats)
         # The branch must be outside the replicas: inside a branch they could not synchronize to
@@ -94,12 +85,12 @@ def _branch(
     stats: GradientStats,
     apply: Callable[[], object],
     update_scale: Callable[[GradientStats], object],
-) -> Operation:
+) -> ft.Operation:
     """Applies or skips, and updates the loss scale; in the branch that takes the step, if any."""
     if stats.finite is True:
         return grouped(apply(), update_scale(stats))
 
-    def finished(applied: object, finite: bool) -> Tensor:
+    def finished(applied: object, finite: bool) -> ft.Tensor:
         results = [applied, update_scale(stats._replace(finite=finite))]
         return after(results, lambda: tf.constant(True))
 
@@ -107,7 +98,7 @@ def _branch(
     return grouped(as_one_operation(branch))
 
 
-def _can_keep_old_values(inner_optimizer: KerasOptimizer, gradients: Sequence[Gradient]) -> bool:
+def _can_keep_old_values(inner_optimizer: ft.KerasOptimizer, gradients: ft.Gradients) -> bool:
     """Whether the step that is being traced can be skipped by keeping old values.
 
     Args:
@@ -130,7 +121,7 @@ def _can_keep_old_values(inner_optimizer: KerasOptimizer, gradients: Sequence[Gr
 
 
 @contextlib.contextmanager
-def _keeping_old_values(variables: Sequence[tf.Variable], finite: Tensor) -> Iterator[None]:
+def _keeping_old_values(variables: Sequence[tf.Variable], finite: ft.Tensor) -> Iterator[None]:
     """Makes assignments to these variables keep the old value unless `finite`.
 
     Args:
@@ -149,18 +140,18 @@ def _keeping_old_values(variables: Sequence[tf.Variable], finite: Tensor) -> Ite
                 target.__dict__.pop(name, None)
 
 
-def _choosing_assignments(variable: tf.Variable, finite: Tensor) -> dict[str, Function]:
+def _choosing_assignments(variable: tf.Variable, finite: ft.Tensor) -> dict[str, ft.Function]:
     write = variable.assign
 
-    def assign(value: Array, *args: Any, **kwargs: Any) -> Operation:
+    def assign(value: ft.Array, *args: Any, **kwargs: Any) -> ft.Operation:
         old = variable.read_value()
         value = tf.convert_to_tensor(value, dtype=old.dtype)
         return write(tf.where(finite, value, old), *args, **kwargs)
 
-    def assign_add(delta: Array, *args: Any, **kwargs: Any) -> Operation:
+    def assign_add(delta: ft.Array, *args: Any, **kwargs: Any) -> ft.Operation:
         return assign(variable.read_value() + delta, *args, **kwargs)
 
-    def assign_sub(delta: Array, *args: Any, **kwargs: Any) -> Operation:
+    def assign_sub(delta: ft.Array, *args: Any, **kwargs: Any) -> ft.Operation:
         return assign(variable.read_value() - delta, *args, **kwargs)
 
     return {"assign": assign, "assign_add": assign_add, "assign_sub": assign_sub}
@@ -171,12 +162,12 @@ def _choosing_assignments(variable: tf.Variable, finite: Tensor) -> dict[str, Fu
 
 @do_not_convert
 def run_guarded(
-    model: Model,
-    step: Function,
-    args: tuple[Structure, ...],
-    optimizers: Sequence[KerasOptimizer],
-    weights_of: Callable[[Model], list[Variable]],
-) -> Structure:
+    model: ft.Model,
+    step: ft.Function,
+    args: tuple[ft.Structure, ...],
+    optimizers: Sequence[ft.KerasOptimizer],
+    weights_of: Callable[[ft.Model], list[ft.Variable]],
+) -> ft.Structure:
     """Runs the training step of a guarded model, and puts weights back if it was skipped.
 
     Args:
@@ -203,7 +194,7 @@ def run_guarded(
         )
     skipped = tf.reduce_any([tf.not_equal(*each) for each in zip(counters, counts, strict=True)])
 
-    def put_back() -> Tensor:
+    def put_back() -> ft.Tensor:
         for weight, value in zip(weights, before, strict=True):
             weight.assign(value, read_value=False)
         return tf.constant(True)
@@ -217,7 +208,7 @@ def run_guarded(
     return result
 
 
-def _build(model: Model, args: tuple[Structure, ...]) -> None:
+def _build(model: ft.Model, args: tuple[ft.Structure, ...]) -> None:
     """Makes the weights of a model as its first step would; tf_keras makes them no earlier."""
     batch = args[0] if args else None
     inputs = batch[0] if isinstance(batch, tuple) and batch else batch
@@ -226,7 +217,7 @@ def _build(model: Model, args: tuple[Structure, ...]) -> None:
         tf.function(lambda: (model(inputs), None)[1], autograph=False).get_concrete_function()
 
 
-def _of_this_replica(variable: Variable) -> tf.Variable:
+def _of_this_replica(variable: ft.Variable) -> tf.Variable:
     """The TensorFlow variable behind one of Keras 3 or tf_keras; of replicas, that of this one."""
     variable = getattr(variable, "_value", getattr(variable, "_variable", variable))
     if not tf.distribute.has_strategy():

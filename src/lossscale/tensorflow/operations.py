@@ -25,6 +25,7 @@ class TensorFlowOperations:
     scaled = staticmethod(scaling.scaled)
     unscaled = staticmethod(scaling.unscaled)
     all_finite = staticmethod(overflow_check.all_finite)
+    gradient_stats = staticmethod(overflow_check.gradient_stats)
     flat_gradients = staticmethod(scaling.flat_gradients)
     current_location = staticmethod(replicas.current_location)
     replica_count = staticmethod(replicas.replica_count)
@@ -32,8 +33,10 @@ class TensorFlowOperations:
     apply_or_skip = staticmethod(apply_or_skip)
     run_guarded = staticmethod(run_guarded)
     eager_scope = staticmethod(tf.init_scope)
-    # Defined by a subclass: whether a value is a variable.
+    # Defined by a subclass: whether a value is a variable; the variables that the inner optimizer
+    # may change, given the loss scale optimizer and the step.
     is_variable: Callable[[object], bool]
+    variables_written: Callable[..., list[Variable]]
 
     @staticmethod
     def new_overflow_tracker() -> OverflowTracker:

@@ -7,20 +7,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
-from typing import Any
 
 import tensorflow as tf
 
 from lossscale.common.private_names import private_module, private_name
-from lossscale.framework_types import Function, Tensor
+from lossscale.framework_types import Class, Function, Library, Tensor
 
-Trackable: Any = private_name(
+Trackable: Class = private_name(
     "tensorflow",
     "__internal__.tracking.Trackable",
     "have a place in checkpoints that is no `tf.Module`",
 )
-DelegatingTrackableMixin: Any = private_name(
+DelegatingTrackableMixin: Class = private_name(
     "tensorflow",
     "__internal__.tracking.DelegatingTrackableMixin",
     "be one node in a checkpoint with the inner optimizer",
@@ -56,7 +54,7 @@ xla_optimization_barrier: Callable[[list[Tensor]], list[Tensor]] = private_name(
 )
 
 
-def own_loss_scales() -> ModuleType:
+def own_loss_scales() -> Library:
     """Returns the module with which tf.compat.v1's loss scale optimizer reads its argument."""
     return private_module(
         "tensorflow.python.training.experimental.loss_scale",

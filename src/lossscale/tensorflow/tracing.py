@@ -1,7 +1,7 @@
-"""Helpers for functions that are being traced: is XLA compiling, AutoGraph, and control order.
+"""Helpers for functions that are being traced: XLA, AutoGraph, and the order of operations.
 
-In a graph, an operation runs only if a fetched result depends on it. In eager mode these helpers do
-nothing.
+In a graph, an operation runs only if a fetched result depends on it. In eager mode nothing has to
+be translated, and nothing waits.
 """
 
 from __future__ import annotations

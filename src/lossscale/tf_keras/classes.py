@@ -53,7 +53,7 @@ def class_for(cls: ft.Class, args: Sequence[object], kwargs: Mapping[str, Any]) 
     for each in (*args, *kwargs.values()):
         for family in _families:
             if isinstance(each, family._inner_base):
-                return family if family.__mro__[1] is cls else _subclass(cls, family)
+                return family if family._written is cls else _subclass(cls, family)
     named = kwargs.get("inner_optimizer", kwargs.get("optimizer"))
     raise ArgumentTypeError(registry.not_an_optimizer(args[0] if args else named))
 
@@ -73,11 +73,12 @@ def _subclass(cls: ft.Class, family: ft.Class) -> ft.Class:
                 f"{function.__qualname__}() calls super(type(self), self), which calls itself "
                 "without end if the class has a subclass. Write super() instead."
             )
-    return _named_as(type(cls.__name__, (cls, family), {"_is_of_family": True}), cls)
+    return _named_as(type(cls.__name__, (cls, family), {}), cls)
 
 
 def _named_as(made: ft.Class, written: ft.Class) -> ft.Class:
     """Gives a class the names of its base class, which programs and files name."""
+    made._written = written
     made.__name__, made.__qualname__ = written.__name__, written.__name__
     made.__module__, made.__doc__ = written.__module__, written.__doc__
     register_as(made, tf_keras.saving.get_registered_name(written))

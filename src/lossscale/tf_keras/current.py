@@ -17,26 +17,21 @@ from lossscale.tensorflow.tracing import in_xla, translated
 from lossscale.tf_keras.classes import CalledAsWritten, of_family
 from lossscale.tf_keras.optimizer import LossScaleOptimizer, dtype_of
 from lossscale.tf_keras.private_names import LossScaleOptimizerV3
-from lossscale.tf_keras.saving import UNLISTED, LossScaleStore, build_pending, drop_pending
+from lossscale.tf_keras.saving import UNLISTED, LossScaleStore, drop_pending
 
 
 @of_family
 class CurrentWrapper(LossScaleOptimizer, LossScaleOptimizerV3, metaclass=CalledAsWritten):
     """A wrapper of the optimizers that tf_keras has had since 2.11."""
 
-    _is_of_family = True
     _inner_base = tf_keras.optimizers.Optimizer
     _is_legacy = False
     _are_summed = ("skip_gradients_aggregation", True)
 
-    def _build(self, variables: list[ft.Variable], has_gradient: Sequence[bool] = ()) -> None:
-        if self._pending_groups:
-            build_pending(self, variables)
+    def _build_inner(self, variables: list[ft.Variable]) -> None:
         self._optimizer.build(variables)
-        self._remember_trained(variables)
-        self._load_pending()
 
-    def _unlisted_variables(self) -> dict[str, Any]:
+    def _unlisted_variables(self) -> dict[str, ft.Variable]:
         # tf_keras lists what `add_variable` made, and not what `build` set as an attribute.
         inner, unlisted = self._optimizer, {}
         trained = [each for group in self._built_groups for each in group]
@@ -50,6 +45,17 @@ class CurrentWrapper(LossScaleOptimizer, LossScaleOptimizerV3, metaclass=CalledA
 
     def _inner_weights(self) -> list[ft.Variable]:
         return list(self._optimizer.variables)
+
+    def _computed(
+        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor | ft.Tape, tape: ft.Tape
+    ) -> ft.GradsAndVars:
+        if isinstance(grad_loss, tf.GradientTape):
+            # The new optimizers of tf_keras take the tape in this place.
+            grad_loss, tape = None, grad_loss
+        # As TensorFlow did: an override need not know an argument that nobody gives.
+        given = {"tape": tape, "grad_loss": grad_loss}
+        given = {name: value for name, value in given.items() if value is not None}
+        return self.compute_gradients(loss, var_list, **given)
 
     def _pairs_of(self, loss: ft.Tensor, variables: ft.Variables, tape: ft.Tape) -> ft.GradsAndVars:
         return list(self._optimizer.compute_gradients(loss, variables, tape=tape))
@@ -144,7 +150,7 @@ class CurrentWrapper(LossScaleOptimizer, LossScaleOptimizerV3, metaclass=CalledA
         inner = self._optimizer
         keys = list(getattr(inner, "_index_dict", ()))
         for attribute, slots in slots_in(inner, keys, tf.Variable):
-            yield _slot_names(inner, attribute, slots), slots
+            yield _slot_names(inner, attribute, list(slots.values())), slots
 
     # Methods of the base class whose variables and settings the wrapper does not have.
 
@@ -177,9 +183,9 @@ def _variables_in(thing: object, path: str) -> Iterator[tuple[str, ft.Variable]]
             yield from _variables_in(value, f"{path}.{number}")
 
 
-def _slot_names(inner: ft.KerasOptimizer, attribute: str, slots: ft.Structure) -> list[str]:
+def _slot_names(inner: ft.KerasOptimizer, attribute: str, slots: ft.Variables) -> list[str]:
     """The names of a kind of slot, the one that the documents use first."""
     # tf_keras puts the slot's name before that of the reference variable.
-    names = sorted({str(slot.name).partition("/")[0] for slot in slots.values()})
+    names = sorted({str(slot.name).partition("/")[0] for slot in slots})
     documented = documented_name(kind_of(inner), [attribute])
     return names if documented is None else [documented, *names]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 import tf_keras
@@ -12,14 +11,12 @@ import lossscale.framework_types as ft
 from lossscale.tf_keras.classes import CalledAsWritten, of_family
 from lossscale.tf_keras.optimizer import LossScaleOptimizer
 from lossscale.tf_keras.private_names import LegacyLossScaleOptimizer
-from lossscale.tf_keras.saving import build_pending
 
 
 @of_family
 class LegacyWrapper(LossScaleOptimizer, LegacyLossScaleOptimizer, metaclass=CalledAsWritten):
     """A wrapper of `tf_keras.optimizers.legacy`, the only optimizers before 2.11."""
 
-    _is_of_family = True
     _inner_base = tf_keras.optimizers.legacy.Optimizer
     _is_legacy = True
     _are_summed = ("experimental_aggregate_gradients", False)
@@ -31,14 +28,8 @@ class LegacyWrapper(LossScaleOptimizer, LegacyLossScaleOptimizer, metaclass=Call
         # tf_keras calls this before it loads an HDF5 file.
         self._build(list(var_list))
 
-    def _build(self, variables: list[ft.Variable], has_gradient: Sequence[bool] = ()) -> None:
-        # As without loss scaling, a variable without a gradient gets no slots.
-        kept = [v for i, v in enumerate(variables) if i >= len(has_gradient) or has_gradient[i]]
-        if self._pending_groups:
-            build_pending(self, kept)
-        self._optimizer._create_all_weights(kept)
-        self._remember_trained(kept)
-        self._load_pending()
+    def _build_inner(self, variables: list[ft.Variable]) -> None:
+        self._optimizer._create_all_weights(variables)
 
     def _inner_weights(self) -> list[ft.Variable]:
         return list(self._optimizer.weights)
@@ -47,13 +38,17 @@ class LegacyWrapper(LossScaleOptimizer, LegacyLossScaleOptimizer, metaclass=Call
         return list(self._optimizer._compute_gradients(loss, variables, tape=tape))
 
     def _compute_gradients(
-        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor = None, tape: ft.Tape = None
+        self,
+        loss: ft.Loss,
+        var_list: ft.VarList,
+        grad_loss: ft.Tensor | None = None,
+        tape: ft.Tape = None,
     ) -> ft.GradsAndVars:
         # Programs of that time use this name.
         return self.compute_gradients(loss, var_list, tape=tape, grad_loss=grad_loss)
 
     def _computed(
-        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor, tape: ft.Tape
+        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor | None, tape: ft.Tape
     ) -> ft.GradsAndVars:
         return self._compute_gradients(loss, var_list, grad_loss=grad_loss, tape=tape)
 
@@ -68,9 +63,7 @@ class LegacyWrapper(LossScaleOptimizer, LegacyLossScaleOptimizer, metaclass=Call
         # Programs of that time show the learning rate of a schedule so.
         return self._optimizer._decayed_lr(var_dtype)
 
-    def _get_hyper(
-        self, name: str, dtype: ft.DType = None
-    ) -> ft.Variable | ft.Tensor | ft.Function:
+    def _get_hyper(self, name: str, dtype: ft.DType = None) -> ft.LearningRate | ft.Tensor:
         return self._optimizer._get_hyper(name, dtype)
 
     # --- Slots, which the legacy optimizers have themselves -----------------------------------

@@ -22,7 +22,7 @@ from lossscale.keras_common.step import Step, StepOperations
 from lossscale.members import VariableList, Wrapper
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
-from lossscale.tensorflow import overflow_check, replicas, tracing
+from lossscale.tensorflow import replicas, tracing
 from lossscale.tensorflow.operations import TensorFlowOperations, recorded
 from lossscale.tensorflow.private_names import DelegatingTrackableMixin
 from lossscale.tf_keras.arguments import check_inner, inner_from_config
@@ -44,7 +44,7 @@ else:
     _OfFamily = object
 
 
-class TensorFlowArrays(TensorFlowOperations, StepOperations):
+class TFKerasOperations(TensorFlowOperations, StepOperations):
     """The operations that loss scaling needs on TensorFlow's arrays and variables."""
 
     sums_before_check = True
@@ -64,7 +64,7 @@ class TensorFlowArrays(TensorFlowOperations, StepOperations):
         self, step: Step, rule: ScaleRule, finite: ft.Scalar, scale: ft.Scalar
     ) -> GradientStats:
         """The statistics of the unscaled gradients that the rule needs."""
-        return overflow_check.gradient_stats(
+        return self.gradient_stats(
             rule.needs, finite, step.gradients, scale, are_scaled=False, are_shared=step.aggregate
         )
 
@@ -107,17 +107,18 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
     _inner_attribute = "_optimizer"
     # TensorFlow keeps the inner optimizer under the second name.
     _hidden = KerasCommonOptimizer._hidden | {"_optimizer", "_trackable"}
-    _backend = TensorFlowArrays()
+    _backend = TFKerasOperations()
 
     # Defined by each family.
 
     _inner_base: ClassVar[ft.Class]
     _is_legacy: ClassVar[bool]
-    # The argument of the inner optimizer's `apply_gradients` that says so, and its value.
+    # The argument of the inner optimizer's `apply_gradients` that says that gradients are summed
+    # over the replicas already, and its value.
     _are_summed: ClassVar[tuple[str, bool]]
 
     @abc.abstractmethod
-    def _build(self, variables: list[ft.Variable], has_gradient: Sequence[bool] = ()) -> None:
+    def _build_inner(self, variables: list[ft.Variable]) -> None:
         """Creates the inner optimizer's variables."""
 
     @abc.abstractmethod
@@ -138,7 +139,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
 
     @classmethod
     def _public_class(cls) -> ft.Class:
-        return cls.__mro__[1] if "_is_of_family" in vars(cls) else cls
+        return vars(cls).get("_written", cls)
 
     def _construct(self, inner: ft.KerasOptimizer, rule: ScaleRule, name: str | None) -> None:
         check_inner(inner)
@@ -186,11 +187,22 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
     def build(self, var_list: ft.Variables) -> None:
         self._build(list(var_list))
 
+    def _build(self, variables: list[ft.Variable]) -> None:
+        if self._pending_groups:
+            saving.build_pending(self, variables)
+        self._build_inner(variables)
+        self._remember_trained(variables)
+        self._load_pending()
+
     # --- The parts of a step; see `keras_common/optimizer.py` ---------------------------------
 
     def _prepared(self, step: Step) -> Step:
+        variables = step.variables
+        if self._is_legacy:
+            # As without loss scaling, a variable without a gradient gets no slots.
+            variables = with_gradient(step.gradients, variables)
         with tf.init_scope():
-            self._build(list(step.variables), [g is not None for g in step.gradients])
+            self._build(list(variables))
         if self._pending_values is not None:
             saving.drop_pending(self)
         self._build_overflow_tracker(step.variables)
@@ -198,7 +210,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         if step.aggregate:
             pairs = self._aggregated(pairs)
         # Before the check, because the cast can overflow.
-        narrowed = [_narrowed(*pair[:2]) for pair in pairs]
+        narrowed = [_narrowed(gradient, variable) for gradient, variable, *_ in pairs]
         return step._replace(gradients=narrowed, variables=[pair[1] for pair in pairs])
 
     def _sums_replicas(self, asked: bool) -> bool:
@@ -214,7 +226,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         # It does that itself.
         return False
 
-    def _apply_inner(self, step: Step) -> ft.Operation:
+    def _apply_inner(self, step: Step) -> object:
         argument, value = self._are_summed
         given: dict[str, Any] = {} if step.name is None else {"name": step.name}
         if takes(self._optimizer.apply_gradients, argument):
@@ -245,17 +257,6 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         return tracing.grouped(operation)
 
     # --- Gradients of a loss ------------------------------------------------------------------
-
-    def _computed(
-        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor | ft.Tape, tape: ft.Tape
-    ) -> ft.GradsAndVars:
-        if isinstance(grad_loss, tf.GradientTape):
-            # The new optimizers of tf_keras take the tape in this place.
-            grad_loss, tape = None, grad_loss
-        # As TensorFlow did: an override need not know an argument that nobody gives.
-        given = {"tape": tape, "grad_loss": grad_loss}
-        given = {name: value for name, value in given.items() if value is not None}
-        return self.compute_gradients(loss, var_list, **given)
 
     def compute_gradients(
         self, loss: ft.Loss, var_list: ft.VarList = None, tape: Any = None, grad_loss: Any = None
@@ -288,7 +289,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         return list(zip(gradients, variables, strict=True))
 
     def _differentiated(
-        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor = None, tape: ft.Tape = None
+        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor | None, tape: ft.Tape
     ) -> tuple[list[ft.Gradient], list[ft.Variable]]:
         def scale(loss: ft.Loss) -> ft.Tensor:
             scaled = scaled_value(loss, self.get_scaled_loss)
@@ -374,6 +375,10 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         }
         return {**named, **theirs, **skips}
 
+    def _unlisted_variables(self) -> dict[str, ft.Variable]:
+        """Returns variables that the inner optimizer does not list, by their names in saving."""
+        return {}
+
     # --- Settings -----------------------------------------------------------------------------
 
     def __getattribute__(self, name: str) -> Any:
@@ -425,17 +430,13 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
 
     # --- For loss scale objects without an optimizer ------------------------------------------
 
-    _arrays = staticmethod(TensorFlowArrays)
+    _arrays = staticmethod(TFKerasOperations)
     _new_variable = staticmethod(new_variable)
     _state_class = TFKerasScaleVariables
 
     @staticmethod
     def _float32(value: ft.Scalar) -> ft.Tensor:
         return tf.cast(value, tf.float32)
-
-    def _unlisted_variables(self) -> dict[str, ft.Variable]:
-        """Returns variables that the inner optimizer does not list, by their names in saving."""
-        return {}
 
 
 def dtype_of(variable: ft.Variable) -> ft.DType:

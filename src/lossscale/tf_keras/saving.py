@@ -19,9 +19,8 @@ import tf_keras
 
 import lossscale.framework_types as ft
 from lossscale.errors import GradientsError
-from lossscale.keras_common.optimizer import check_shapes
+from lossscale.keras_common.optimizer import KerasCommonOptimizer, check_shapes
 from lossscale.keras_common.state import AttributesOfInner, ValueStore
-from lossscale.members import Wrapper
 from lossscale.packages import warn
 
 # What begins the name of a variable that the inner optimizer does not list.
@@ -40,24 +39,24 @@ class LossScaleStore(ValueStore, tf_keras.losses.Loss):
     """The place of the loss scale and the counters in a file."""
 
 
-def own_values(optimizer: Wrapper) -> dict[str, Any]:
+def own_values(optimizer: KerasCommonOptimizer) -> dict[str, Any]:
     """Returns the loss scale, the counters, and what the inner optimizer does not list, by name."""
     named = _named_variables(optimizer)
     values = values_of(named.values())
     return {**optimizer._pending_named, **dict(zip(named, values, strict=True))}
 
 
-def set_own_values(optimizer: Wrapper, values: Mapping[str, Any]) -> None:
+def set_own_values(optimizer: KerasCommonOptimizer, values: Mapping[str, Any]) -> None:
     """Sets these, moved into the range of the rule; values without a variable are kept for it."""
     # A dataset of an HDF5 file is not an array yet.
     arrays = {name: np.asarray(values[name][()]) for name in values}
-    named = {n: each for n, each in _named_variables(optimizer).items() if n in arrays}
-    check_shapes(list(named.values()), [arrays[name] for name in named])
+    named = _named_variables(optimizer)
+    given = [name for name in named if name in arrays]
+    check_shapes([named[name] for name in given], [arrays[name] for name in given])
     state = optimizer._state
     if not arrays.keys().isdisjoint(state.names.values()):
         valid = state.restored(arrays)
         arrays.update({name: getattr(valid, field) for field, name in state.names.items()})
-    named = _named_variables(optimizer)
     pairs = [(variable, arrays.pop(name)) for name, variable in named.items() if name in arrays]
     # Variables that `build` makes do not exist before it.
     pending = {name: value for name, value in arrays.items() if name.startswith(UNLISTED)}
@@ -65,11 +64,11 @@ def set_own_values(optimizer: Wrapper, values: Mapping[str, Any]) -> None:
     tf_keras.backend.batch_set_value(pairs)
 
 
-def _named_variables(optimizer: Wrapper) -> dict[str, ft.Variable]:
+def _named_variables(optimizer: KerasCommonOptimizer) -> dict[str, ft.Variable]:
     return {**optimizer._own_variables(), **optimizer._unlisted_variables()}
 
 
-def load_pending(optimizer: Wrapper) -> None:
+def load_pending(optimizer: KerasCommonOptimizer) -> None:
     """Sets the inner optimizer's variables that were loaded before they existed."""
     values, weights = optimizer._pending_values, optimizer._inner_weights()
     if values is not None and _shapes(values) != _shapes(weights):
@@ -84,7 +83,7 @@ def load_pending(optimizer: Wrapper) -> None:
         tf_keras.backend.batch_set_value(pairs)
 
 
-def inner_values(optimizer: Wrapper) -> dict[str, Any]:
+def inner_values(optimizer: KerasCommonOptimizer) -> dict[str, Any]:
     """Returns copies of the inner optimizer's variables, as arrays.
 
     Returns:
@@ -106,7 +105,7 @@ def _key_and_shape(variable: ft.Variable) -> tuple[str, tuple[int, ...]]:
     return key, tuple(variable.shape)
 
 
-def set_inner_values(optimizer: Wrapper, saved: dict[str, Any]) -> None:
+def set_inner_values(optimizer: KerasCommonOptimizer, saved: dict[str, Any]) -> None:
     """Sets them, or keeps them until their variables exist."""
     values = saved["values"]
     if values:
@@ -117,7 +116,7 @@ def set_inner_values(optimizer: Wrapper, saved: dict[str, Any]) -> None:
         load_pending(optimizer)
 
 
-def build_pending(optimizer: Wrapper, variables: ft.Variables) -> None:
+def build_pending(optimizer: KerasCommonOptimizer, variables: ft.Variables) -> None:
     """Builds a copy with the variables of its original, which may be more than `variables`.
 
     Raises:
@@ -144,7 +143,7 @@ def build_pending(optimizer: Wrapper, variables: ft.Variables) -> None:
         optimizer._build([next(remaining) for _ in group])
 
 
-def drop_pending(optimizer: Wrapper) -> None:
+def drop_pending(optimizer: KerasCommonOptimizer) -> None:
     """Warns that loaded values do not match the variables of the first step.
 
     The optimizer continues as if nothing had been loaded.

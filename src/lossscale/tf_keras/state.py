@@ -12,7 +12,7 @@ import tensorflow as tf
 import lossscale.framework_types as ft
 from lossscale.errors import ArgumentError
 from lossscale.keras_common.state import ScaleVariables
-from lossscale.rules import GradientStats, ScaleRule, ScaleState, changed_fields, host_can_update
+from lossscale.rules import GradientStats, ScaleRule, changed_fields, host_can_update
 from lossscale.tensorflow.private_names import Trackable
 from lossscale.tensorflow.tracing import grouped, where
 from lossscale.tf_keras.private_names import track_variable
@@ -39,7 +39,7 @@ class TFKerasScaleVariables(ScaleVariables):
             rule, names, lambda name, kind, value: new_variable(name, _DTYPES[kind], value)
         )
 
-    def write(self, state: ScaleState) -> ft.Operation:
+    def write(self, state: ft.RuleState) -> ft.Operation:
         """Sets the state from tensors, arrays or Python numbers.
 
         Returns:

@@ -32,7 +32,7 @@ class Backend(StepOperations):
 
     # Returns the gradients of a scaled loss, and the variables they belong to. Takes
     #   loss: a callable without arguments, or a tensor that knows how it was computed;
-    #   variables: a list, one variable, or a callable that returns either; with a tape None
+    #   var_list: a list, one variable, or a callable that returns either; with a tape None
     #       stands for the trainable variables that it watched;
     #   scale: multiplies a loss by the loss scale;
     #   tape: a `tf.GradientTape`, or None;

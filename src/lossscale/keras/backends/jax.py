@@ -196,7 +196,7 @@ class _LossScope(keras.StatelessScope):
 
 
 def _apply_gated(
-    finite: jax.Array, step: Step, inner: ft.KerasOptimizer, apply: ft.Function
+    finite: jax.Array, step: Step, inner: ft.KerasOptimizer, apply: Callable[..., object]
 ) -> None:
     """Applies gradients, with the old value of each variable unless `finite`."""
     everything = (*inner.variables, *inner._trainable_variables, *step.variables)

@@ -16,7 +16,7 @@ from lossscale.keras.backends import Backend
 from lossscale.keras_common.step import Step
 from lossscale.members import Wrapper
 from lossscale.rules import GradientStats, ScaleState, changed_fields, host_can_update
-from lossscale.tensorflow import overflow_check, replicas
+from lossscale.tensorflow import replicas
 from lossscale.tensorflow.operations import TensorFlowOperations, recorded
 from lossscale.tensorflow.tracing import translated, where
 
@@ -31,7 +31,6 @@ class TensorFlowBackend(TensorFlowOperations, Backend):
 
     # TensorFlow's own functions do not mix integer dtypes, as the rules of users may.
     namespace = types.SimpleNamespace(**{**vars(keras.ops), "where": _where})
-    gradient_stats = staticmethod(overflow_check.gradient_stats)
     check_strategy = staticmethod(replicas.check_strategy)
     translated = staticmethod(translated)
     calls_apply_gradients = True

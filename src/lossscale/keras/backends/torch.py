@@ -31,7 +31,7 @@ from lossscale.torch import scaling
 
 _SMALLEST_LENT = 2**20
 """Bytes. Fresh memory for fewer takes no longer."""
-_Copies = list[tuple[ft.Variable, Tensor]]
+_Saved = list[tuple[ft.Variable, Tensor]]
 """Variables, and their values at a time."""
 
 
@@ -62,6 +62,7 @@ class TorchBackend(Backend):
             check = super().check(step, rule, inner, scale_variables)
             return check._replace(all_finite=bool(check.all_finite))
         gradients, dense, others = list(step.gradients), [], []
+        # With the list `gradients` itself, which is filled in below.
         unscaled = step._replace(gradients=gradients, scale=None)
         for index, gradient in enumerate(step.without_overwritten()):
             if gradient is None:
@@ -262,12 +263,12 @@ def _copies(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # of PyTorch
-def _copied(variables: ft.Variables) -> _Copies:
+def _copied(variables: ft.Variables) -> _Saved:
     return [(variable, variable.value.detach().clone()) for variable in variables]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # of PyTorch
-def _put_back_if_moved(counts: _Copies, before: _Copies) -> None:
+def _put_back_if_moved(counts: _Saved, before: _Saved) -> None:
     if any(bool(counter.value != count) for counter, count in counts):
         for weight, value in before:
             weight.assign(value)
