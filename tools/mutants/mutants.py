@@ -329,7 +329,7 @@ tests/frameworks/torch/test_grad_scaler.py
     torch unscale_and_check_: recheck -> False  -k d20
     torch GradScaler._move_as_torch: scale.clamp_(...) -> pass  -k put_back
     torch GradScaler._move_as_torch: scale.nan_to_num_(...) -> pass  -k put_back
-    torch GradScaler._unscale_several: check(each) -> pass  -k list_of_optimizers
+    torch GradScaler._unscale_several: check(optimizer) -> pass  -k list_of_optimizers
     torch GradScaler._step_that_skips_by_itself: fused.attributes(...)
         -> fused.attributes([optimizer], divisor, None)  -k d25
 tests/frameworks/torch/test_processes.py

@@ -37,7 +37,7 @@ _removals: weakref.WeakKeyDictionary[Module, weakref.finalize[..., Module]] = (
 )
 """What removes the guard of a model."""
 # Private, and not in PyTorch's annotations.
-_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 """The number that the next operation gets that a backward pass can go through."""
 # Public, but not in the `__all__` of `torch.jit`.
 _is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
@@ -108,12 +108,12 @@ class BufferGuard(Observer):
         self._losses: weakref.WeakKeyDictionary[Stepper, float] = weakref.WeakKeyDictionary()
         # When the last step was; the version of the weight above which one must have come.
         self._step = 0
-        self._last: float = self._weight._version + _CHANGES
+        self._version_limit: float = self._weight._version + _CHANGES
 
     def check_steps(self, *_: object) -> None:
         """Warns if the weights change without a step; called before each forward pass."""
-        if self._weight._version > self._last:
-            self._last = math.inf
+        if self._weight._version > self._version_limit:
+            self._version_limit = math.inf
             warn(_NEVER_STEPPED)
 
     def loaded(self, module: Module, *_: object) -> None:
@@ -162,7 +162,7 @@ class BufferGuard(Observer):
             self._saved.save()
         else:
             self._saved = _Copy(self._tables)
-        self._step, self._last = _number(), math.inf
+        self._step, self._version_limit = _sequence_number(), math.inf
 
 
 Table = tuple[dict[str, Tensor | None], set[str] | None, Tensor]

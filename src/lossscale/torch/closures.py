@@ -61,7 +61,7 @@ def step(optimizer: LossScaleOptimizer, closure: Callable[[], Any], **more: Any)
     if not record.no_loss_scaled() and not optimizer._unscale_().apply:
         optimizer._take_step()
         return None
-    before = None if starts_with_closure(inner) else _norms(inner)
+    norms_before = None if starts_with_closure(inner) else _norms(inner)
     decision, is_first = record.decision, True
 
     def evaluate() -> Any:
@@ -70,21 +70,21 @@ def step(optimizer: LossScaleOptimizer, closure: Callable[[], Any], **more: Any)
         decision = now or decision
         if now is not None and not now.apply:
             # No lower scale helps: it would put what is not finite into the parameters.
-            if is_first and (before is None or before == _norms(inner)):
+            if is_first and (norms_before is None or norms_before == _norms(inner)):
                 raise _Skipped(loss)
-            if before is not None:
+            if norms_before is not None:
                 raise GradientsError(
                     f"{type(inner).__name__} can neither apply nor skip this step. It moved the "
                     "parameters and evaluated the closure again, whose gradients are not finite at "
                     "any loss scale. Load a checkpoint."
                 )
-        if is_first and decision is not None and before is not None:
+        if is_first and decision is not None and norms_before is not None:
             optimizer._notify_decided(decision)
         is_first = False
         return loss
 
     try:
-        if before is None:
+        if norms_before is None:
             # Evaluated before the step, so that a skipped one leaves the inner state as it is, too.
             losses = [evaluate()]
             saved = _saved(inner)

@@ -57,6 +57,21 @@ class _OptimizerRecord:
         self.first_steps = FirstSteps()
 
 
+def _setting(name: str) -> Any:
+    """A number of PyTorch's scaler, which is one of the rule; setting it checks it."""
+
+    def put(self: Any, value: Any) -> None:
+        with as_of_a_scaler():
+            self._rule = rule = state_dicts.with_settings(self._rule, **{name: value})
+        # PyTorch tests equality, so a count beyond the interval would never reach it.
+        most = rule.growth_interval - 1
+        self._init_growth_tracker = min(self._init_growth_tracker, most)
+        if self._growth_tracker is not None:
+            self._growth_tracker.clamp_(max=most)
+
+    return property(lambda self: state_dicts.setting(self._rule, name), put)
+
+
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` without its defects: the same calls, numbers and files.
 
@@ -386,18 +401,18 @@ class GradScaler(torch.amp.GradScaler):
         is_twice = len(set(map(id, optimizers))) < len(optimizers)
         if is_twice or any(self._stage_of(each) is OptState.STEPPED for each in optimizers):
             raise CallOrderError(_STEPPED)
-        ready = [each for each in optimizers if self._stage_of(each) is OptState.READY]
-        for each in ready:
+        ready = [one for one in optimizers if self._stage_of(one) is OptState.READY]
+        for optimizer in ready:
             # If one of them raises, the gradients of the others stay as they are.
-            info, in_kernel = self._record_of(each).info, _skips_by_itself(each)
+            info, in_kernel = self._record_of(optimizer).info, _skips_by_itself(optimizer)
             gradients.collect(info, allow_float16=in_kernel, sums=False)
-        for each in ready:
+        for optimizer in ready:
             # A fused kernel divides by itself, float16 gradients too.
-            check = self._check_inf_per_device if _skips_by_itself(each) else self.unscale_
-            check(each)
-        self._share_overflows(
-            {id(each): self._per_optimizer_states[id(each)] for each in optimizers}
-        )
+            itself = _skips_by_itself(optimizer)
+            check = self._check_inf_per_device if itself else self.unscale_
+            check(optimizer)
+        states = self._per_optimizer_states
+        self._share_overflows({id(one): states[id(one)] for one in optimizers})
 
     def _share_overflows(self, entries: Mapping[int, dict[str, Any]]) -> None:
         """Each of some optimizers, which have yet to step, sees the overflows of all."""
@@ -572,21 +587,6 @@ class GradScaler(torch.amp.GradScaler):
     def rule(self) -> ScaleRule:
         """The rule that moves the loss scale."""
         return self._rule
-
-    @staticmethod
-    def _setting(name: str) -> Any:
-        """A number of PyTorch's scaler, which is one of the rule; setting it checks it."""
-
-        def put(self: Any, value: Any) -> None:
-            with as_of_a_scaler():
-                self._rule = rule = state_dicts.with_settings(self._rule, **{name: value})
-            # PyTorch tests equality, so a count beyond the interval would never reach it.
-            most = rule.growth_interval - 1
-            self._init_growth_tracker = min(self._init_growth_tracker, most)
-            if self._growth_tracker is not None:
-                self._growth_tracker.clamp_(max=most)
-
-        return property(lambda self: state_dicts.setting(self._rule, name), put)
 
     _growth_factor = _setting("growth_factor")
     _backoff_factor = _setting("backoff_factor")
