@@ -112,18 +112,18 @@ class Engine:
         unchecked = not (self.rule.checks_gradients or clips or self.scale.on_device)
         # A check divides them in the same pass, except for float16, which would flush to 0.
         wants_kernel = not in_place and (clips or unchecked or info.has_half)
-        of_kernel = wants_kernel and first is not None and self._can_divide(scaled_set)
+        of_kernel = scaled_set if wants_kernel and self._can_divide(scaled_set) else None
         if clips and measured is None and self._norm_checks(multiplier):
-            decision = self._decide_by_norm(scaled_set, is_scaled, of_kernel)
+            decision = self._decide_by_norm(scaled_set, of_kernel, is_scaled)
             if decision is not None:
                 return decision
-        leaves = of_kernel and (info.has_half or unchecked)
-        divisor = multiplier.scale_on(first.device) if leaves and first is not None else None
-        if leaves and scaled_set is not None:
+        divisor = None
+        if of_kernel is not None and first is not None and (info.has_half or unchecked):
+            divisor = multiplier.scale_on(first.device)
             if not self.rule.checks_gradients and not gradients.lie_as_before(info):
                 # The kernel would divide twice what shares memory.
                 gradients.collect(info, allow_float16=True)
-            record.release([scaled_set])
+            record.release([of_kernel])
             if unchecked and measured is None and not groups:
                 return StepDecision(True, GradientStats(True), divisor=divisor)
         elif scaled_set is not None:
@@ -156,7 +156,7 @@ class Engine:
         )
 
     def _decide_by_norm(
-        self, scaled_set: ScaledGradients | None, is_scaled: bool, of_kernel: bool
+        self, scaled_set: ScaledGradients | None, of_kernel: ScaledGradients | None, is_scaled: bool
     ) -> StepDecision | None:
         """Clips by a norm that checks for overflow as well; None if it cannot tell."""
         record, info = self.record, self.record.last_info
@@ -178,9 +178,9 @@ class Engine:
         fits = len(dtypes) == 1 and dtypes[0] != torch.float64
         fits = fits and scale * max(total / largest, 1.0) < _LARGEST / 2
         divisor = None
-        if of_kernel and fits and scaled_set is not None:
+        if of_kernel is not None and fits:
             divisor = scalar(float(scale / clip), given.device)
-            record.release([scaled_set])
+            record.release([of_kernel])
         elif scaled_set is not None:
             record.settle([scaled_set], factor=filled(clip / scale))
         else:
