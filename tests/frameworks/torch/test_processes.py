@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from forks import Program
 from frameworks.torch import cases_of_processes as cases
 from lossscale.errors import ArgumentTypeError
-from lossscale.torch import LossScaleOptimizer, engine
+from lossscale.torch import GradScaler, LossScaleOptimizer, engine
 from lossscale.torch.ranks import agreed, groups_of, local
 
 LIKE_ONE = {"seen": 0.0, "clipped": 1e-5, "minimized": 1e-4}
@@ -98,6 +98,20 @@ def test_one_group_for_each_dimension_that_a_tensor_is_spread_over_in_order(mesh
         ([spread(thin, "RS")], None, ()),
     ):
         assert groups_of(tensors, given) == expected
+
+
+def test_optimizers_that_step_together_agree_over_the_groups_of_all(mesh, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        engine.ranks, "agreed", lambda found, *more: asked.append(more[2]) or (found, True)
+    )
+    weights = [torch.nn.Parameter(spread(mesh, placements)) for placements in ("RS", "SR")]
+    for weight in weights:
+        weight.grad = weight.detach().clone()
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    scaler.step([torch.optim.SGD([weight], lr=0.5) for weight in weights])
+    assert list(map(set, asked[-2:])) == [{mesh.get_group("a")}, {*mesh.get_all_groups()}]
 
 
 def test_a_process_that_scaled_a_loss_waits_for_no_flag_of_others(mesh, monkeypatch):
