@@ -47,7 +47,7 @@ VarList: TypeAlias = Any
 Class: TypeAlias = Any
 """A class of a framework, or one of ours that inherits from it."""
 Structure: TypeAlias = Any
-"""Tensors or variables in lists, tuples and dictionaries, or a single one."""
+"""Tensors, arrays or variables in lists, tuples and dictionaries, or a single one."""
 Library: TypeAlias = Any
 """A module whose names are looked up at run time."""
 RuleState: TypeAlias = Any
