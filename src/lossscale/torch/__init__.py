@@ -61,11 +61,10 @@ else:
             module = importlib.import_module(f".{_WHERE[name]}", "lossscale.torch")
         except ImportError as error:
             other = shadowed(error)
-            if other is None and isinstance(error, ModuleNotFoundError):
-                other = not_installed([error.name]) if error.name in ("torch", "numpy") else None
-            if other is None:
+            needed = error.name if isinstance(error, ModuleNotFoundError) else None
+            if other is None and needed not in ("torch", "numpy"):
                 raise
-            raise other from None
+            raise other or not_installed([needed]) from None
         # Also in the place of a module of that name, which importing it has put here.
         globals()[name] = getattr(module, name)
         return globals()[name]

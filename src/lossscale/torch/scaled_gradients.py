@@ -81,12 +81,12 @@ def owners(info: ranks.ParameterInfo) -> list[GradientRecord]:
     """The records that have some of these parameters."""
     if info.owners is None or info.owners[0] != _changes[0]:
         info.owners = _changes[0], _references(info.ids)
-    return [record for ref in info.owners[1] if (record := ref()) is not None]
+    return _living_of(info.owners[1])
 
 
 def owners_of(ids: Iterable[int]) -> list[GradientRecord]:
     """The records that have some of the parameters with these ids."""
-    return [record for ref in _references(ids) if (record := ref()) is not None]
+    return _living_of(_references(ids))
 
 
 def _references(ids: Iterable[int]) -> list[weakref.ref[GradientRecord]]:
@@ -94,11 +94,15 @@ def _references(ids: Iterable[int]) -> list[weakref.ref[GradientRecord]]:
         return list({ref: None for key in ids for ref in _owners.get(key, ())})
 
 
+def _living_of(refs: Iterable[weakref.ref[GradientRecord]]) -> list[GradientRecord]:
+    return [record for ref in refs if (record := ref()) is not None]
+
+
 def all_records(*, sharded: bool = False) -> list[GradientRecord]:
     """The records of all optimizers, or of those with sharded parameters."""
     with lock:
         refs = [ref for ref, is_sharded in _living.items() if is_sharded or not sharded]
-    return [record for ref in refs if (record := ref()) is not None]
+    return _living_of(refs)
 
 
 def is_only_record() -> bool:
@@ -115,8 +119,8 @@ class ScaledGradients:
     """The gradients that one number of one wrapper's scale multiplies.
 
     A scaled gradient is in exactly one of these. All losses of that number share it until it is
-    settled; the records of the optimizers that they have reached hold it until then, and get a
-    verdict. Its `.grad` may also be None: one that is still to come.
+    settled; the records of the optimizers that they have reached hold it until then, and get the
+    result of the check. Its `.grad` may also be None: one that is still to come.
 
     Args:
         multiplier: The `Multiplier` of the losses.
@@ -142,7 +146,7 @@ class ScaledGradients:
         self._versions: dict[int, int] = {}
 
     def number(self) -> float:
-        """What multiplies them."""
+        """The number that multiplies them."""
         return 1.0 if self.multiplier is None else float(self.multiplier.scale_on(CPU))
 
     def begin_pass(self, task: int) -> None:
