@@ -1,8 +1,8 @@
 """The base class of the loss scale optimizers of Keras 3 and tf_keras, and their step.
 
-What differs between the two is in the hooks that are declared here, and in an optimizer's
-`_backend`: for Keras 3 in the file of its backend, for tf_keras in `tf_keras/optimizer.py`. On
-TensorFlow both branch in `tensorflow/apply_or_skip.py`.
+The two differ in the hooks that are declared here, and in the `_backend` of an optimizer: for Keras
+3 in the file of its backend, for tf_keras in `tf_keras/optimizer.py`. On TensorFlow both branch in
+`tensorflow/apply_or_skip.py`.
 """
 
 from __future__ import annotations

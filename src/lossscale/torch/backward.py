@@ -1,4 +1,4 @@
-"""What happens when the backward pass of a scaled loss starts, and which parameters it reaches."""
+"""The start of the backward pass of a scaled loss, and which parameters the loss reaches."""
 
 from __future__ import annotations
 

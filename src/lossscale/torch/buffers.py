@@ -35,7 +35,7 @@ _NEVER_STEPPED = (
 _removals: weakref.WeakKeyDictionary[Module, weakref.finalize[..., Module]] = (
     weakref.WeakKeyDictionary()
 )
-"""What removes the guard of a model."""
+"""Calls that remove the guard of a model."""
 # Private, and not in PyTorch's annotations.
 _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 """The number that the next operation gets that a backward pass can go through."""

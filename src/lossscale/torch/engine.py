@@ -150,7 +150,7 @@ class Engine:
     def _norm_checks(self, multiplier: Multiplier) -> bool:
         """Whether a norm, which is finite only if each number is, can take the place of a check."""
         info = self.record.last_info
-        may_differ = info.is_given or (self.record.verdict is not None and bool(info.groups))
+        may_differ = info.is_given or (self.record.last_check is not None and bool(info.groups))
         return not (
             self.scale.on_device or may_differ or info.has_half or multiplier.number is None
         )
@@ -194,11 +194,11 @@ class Engine:
             divisor: What the optimizer's kernel will divide them by, or None.
             multiplier: The `Multiplier` that has this number.
         """
-        info, verdict, by_device = self.record.last_info, self.record.verdict, {}
-        if verdict is not None and verdict.covers(info):
-            return verdict.overflow
+        info, checked, by_device = self.record.last_info, self.record.last_check, {}
+        if checked is not None and checked.covers(info):
+            return checked.overflow
         if self.rule.checks_gradients:
-            allows = divisor is not None or verdict is not None
+            allows = divisor is not None or checked is not None
             given = gradients.collect(info, allow_float16=allows)
             if divisor is not None and multiplier.may_be_below_one():
                 # With a scale below 1 unscaling may overflow what is finite.
@@ -206,9 +206,9 @@ class Engine:
             else:
                 by_device = gradients.check(given)
         here = gradients.any_overflow(by_device.values())
-        if verdict is None:
+        if checked is None:
             return here
-        return torch.maximum(verdict.overflow, here.to(verdict.overflow.device))
+        return torch.maximum(checked.overflow, here.to(checked.overflow.device))
 
     def _read(
         self,
@@ -296,13 +296,13 @@ class Engine:
     def decision_if_left_out(self) -> StepDecision | None:
         """The decision on checked gradients that are cleared without a step; None if unknown."""
         record, info = self.record, self.record.info()
-        if record.decision is not None or record.verdict is None:
+        if record.decision is not None or record.last_check is None:
             return record.decision
         if info.is_given or not record.has_own_loss:
             # Other processes may leave nothing out. And in a GAN the generator's loss reaches the
             # discriminator, which clears those gradients.
             return None
-        overflow = record.verdict.overflow
+        overflow = record.last_check.overflow
         if info.groups:
             overflow, _ = ranks.agreed(overflow, True, True, info.groups)
         # There are no gradients to measure.

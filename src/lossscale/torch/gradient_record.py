@@ -36,8 +36,8 @@ def _stamps(info: ParameterInfo) -> Stamps:
         return list(map(id, grads)), list(map(_VERSION, grads))
 
 
-class Verdict(NamedTuple):
-    """What a check of unscaled gradients has found.
+class OverflowCheck(NamedTuple):
+    """The result of checking unscaled gradients.
 
     Attributes:
         overflow: Whether one was infinite or NaN, here or in another optimizer that the same loss
@@ -57,15 +57,15 @@ class Verdict(NamedTuple):
     @classmethod
     def of(
         cls, overflow: Tensor, ids: frozenset[int], stamps: Stamps | None, info: ParameterInfo
-    ) -> Verdict:
-        """The verdict on the gradients that are there now."""
+    ) -> OverflowCheck:
+        """The result for the gradients that are there now."""
         # No weak reference, which would forbid `model.to` to swap the gradient for another one.
         last = info.last_gradient()
         return cls(overflow, ids, stamps, last, 0 if last is None else last._version)
 
-    def renewed(self, info: ParameterInfo) -> Verdict:
-        """The same verdict, with the last gradient that is there now."""
-        return Verdict.of(self.overflow, self.ids, self.stamps, info)
+    def renewed(self, info: ParameterInfo) -> OverflowCheck:
+        """The same result, with the last gradient that is there now."""
+        return OverflowCheck.of(self.overflow, self.ids, self.stamps, info)
 
     def covers(self, info: ParameterInfo) -> bool:
         """Whether all gradients were checked and, as far as can be seen, stayed as they were."""
@@ -101,13 +101,13 @@ class GradientRecord:
     | `put_into_set` | `sets`; `has_own_loss` of an own loss; in a pass, both `parameters_at_*` | |
     | | | `decision` (of all owners), `is_cleared` |
     | `note_unseen_loss` | `has_unseen_loss`, `has_own_loss` | `is_cleared` |
-    | `settle`, `note_check` | `verdict` | what is settled of `sets`, `has_unseen_loss` |
+    | `settle`, `note_check` | `last_check` | what is settled of `sets`, `has_unseen_loss` |
     | `release` | | what is released of `sets`, `has_unseen_loss` |
     | `note_decision` | `decision`, `parameters_at_loss` | `has_unseen_loss`, `divided` |
     | `note_scaled_by_hand` | `by_hand` | |
     | `note_unscaled_by_hand` | `divided`; without a set also `has_unseen_loss` | `by_hand` |
     | `note_step` | `after_skip`, if it may be skipped and gradients stay | as `reset` |
-    | `note_zero_grad` | `is_cleared`, after a verdict on own losses | as `clear`, but |
+    | `note_zero_grad` | `is_cleared`, after a check of own losses | as `clear`, but |
     | | | `has_unseen_loss` and `by_hand` stay |
     | `reset` | | all but `sets`, `parameters_at_pass` and the flags at the end |
     | `clear` | | as `reset`, and `sets` |
@@ -125,7 +125,7 @@ class GradientRecord:
         last_info: What `info` returned last. A verb calls `info` once, and then reads this.
         sets: The sets of scaled gradients that a loss of this optimizer, or one that reaches it,
             has made.
-        verdict: What was found in unscaled gradients; None if they were not checked.
+        last_check: The result of checking unscaled gradients; None if they were not checked.
         has_unseen_loss: Whether a loss was scaled whose `backward` cannot be seen, in compiled code
             or by hand.
         has_own_loss: Whether the optimizer itself scaled a loss; other optimizers' losses may
@@ -135,7 +135,7 @@ class GradientRecord:
             last reached some.
         parameters_at_pass: The parameters when a pass last left gradients of others scaled, which a
             later group may bring; None if none has.
-        is_cleared: Whether `zero_grad` was called after a verdict on its own losses.
+        is_cleared: Whether `zero_grad` was called after gradients of its own losses were checked.
         by_hand: Whether `get_scaled_loss` was called, and `get_unscaled_gradients` was not.
         divided: The gradients that `get_unscaled_gradients` was given, if it was called.
         after_skip: If gradients stay after a step that may have been skipped: the id and the
@@ -169,7 +169,7 @@ class GradientRecord:
 
     def reset(self) -> None:
         """Starts again, after a step or when the gradients were cleared."""
-        self.verdict: Verdict | None = None
+        self.last_check: OverflowCheck | None = None
         self.has_unseen_loss = self.has_own_loss = self.is_cleared = self.by_hand = False
         self.divided: list[tuple[weakref.ref[Tensor], int]] | None = None
         self.decision: StepDecision | None = None
@@ -198,12 +198,12 @@ class GradientRecord:
 
     @property
     def overflow(self) -> Tensor | None:
-        """That of the verdict; None if the gradients were not checked."""
-        return None if self.verdict is None else self.verdict.overflow
+        """The result of the last check on the device; None if the gradients were not checked."""
+        return None if self.last_check is None else self.last_check.overflow
 
     def no_loss_scaled(self) -> bool:
         """Whether no loss was scaled since the last step."""
-        return not self.is_scaled and self.verdict is None and self.divided is None
+        return not self.is_scaled and self.last_check is None and self.divided is None
 
     def kept_scaled_gradients(self) -> bool:
         """Whether `.grad` still has the scaled ones, after `get_unscaled_gradients`."""
@@ -218,7 +218,7 @@ class GradientRecord:
                 "a scaled one. Assign the unscaled gradients to all, or call unscale_(), which "
                 "divides every `.grad` in place."
             )
-        return bool(as_they_were) and all(as_they_were)
+        return any(as_they_were)
 
     def only_set(self) -> ScaledGradients | None:
         """The set of the gradients, if it is one and has no others; else they are unscaled."""
@@ -230,7 +230,7 @@ class GradientRecord:
             self.release(sets)
             return None
         sets += self._adopt_unseen_loss()
-        if self.verdict is None and len(sets) == 1 and sets[0].info is info:
+        if self.last_check is None and len(sets) == 1 and sets[0].info is info:
             return sets[0]
         self.settle(sets)
         return None
@@ -240,11 +240,11 @@ class GradientRecord:
     def note_check(self, overflow: Tensor, checked: ParameterInfo) -> None:
         """Gradients of a set were checked; an overflow stays until the next step."""
         info, ids = self.info(), checked.ids
-        if self.verdict is not None:
-            before = self.verdict.overflow
+        if self.last_check is not None:
+            before = self.last_check.overflow
             overflow = torch.maximum(before, overflow.to(before.device))
-            ids = ids if checked is info else ids | self.verdict.ids
-        self.verdict = Verdict.of(overflow, ids, _stamps(info), info)
+            ids = ids if checked is info else ids | self.last_check.ids
+        self.last_check = OverflowCheck.of(overflow, ids, _stamps(info), info)
         self._drop_empty_sets()
 
     def note_unseen_loss(self) -> None:
@@ -270,12 +270,12 @@ class GradientRecord:
 
         Args:
             decision: The decision.
-            overflow: The verdict, if the gradients stay unscaled and a step is still to come.
+            overflow: Its tensor, if the gradients stay unscaled and a step is still to come.
         """
         self.has_unseen_loss, self.divided = False, None
         self.decision, self.parameters_at_loss = decision, self.last_info
         if overflow is not None:
-            self.verdict = Verdict.of(overflow, self.last_info.ids, None, self.last_info)
+            self.last_check = OverflowCheck.of(overflow, self.last_info.ids, None, self.last_info)
 
     def note_step(self, decision: StepDecision) -> None:
         """A step is over."""
@@ -290,7 +290,7 @@ class GradientRecord:
         """`zero_grad` is called."""
         # The `backward` of a loss that nobody sees is still to come.
         unseen, by_hand = self.has_unseen_loss, self.by_hand
-        was_checked = self.verdict is not None and self.has_own_loss
+        was_checked = self.last_check is not None and self.has_own_loss
         self.clear()
         self.has_unseen_loss = self.has_own_loss = unseen
         self.by_hand, self.is_cleared = by_hand, was_checked
@@ -361,9 +361,9 @@ class GradientRecord:
         target.add(info)
         if target not in self.sets:
             self.sets.append(target)
-        if self.verdict is not None:
+        if self.last_check is not None:
             # Some may have been replaced.
-            self.verdict = self.verdict.renewed(self.last_info)
+            self.last_check = self.last_check.renewed(self.last_info)
         self.has_own_loss = self.has_own_loss or is_own
         if task != -1 or self.parameters_at_loss is not None:
             self.parameters_at_loss = self.last_info
@@ -471,7 +471,7 @@ class GradientRecord:
             Whether gradients were cleared that had been checked.
         """
         adds_up = multiplier and any(s.multiplier is multiplier for s in self.sets)
-        if self.verdict is None or adds_up or not self.verdict.is_gone(self.info()):
+        if self.last_check is None or adds_up or not self.last_check.is_gone(self.info()):
             return False
         leave_out = self.leave_out()
         if leave_out is not None:
@@ -481,11 +481,11 @@ class GradientRecord:
 
     def account_for_unseen_backward(self) -> None:
         """Accounts for the backward pass of a scaled loss that could not be observed."""
-        if not self.has_unseen_loss or self.verdict is None:
+        if not self.has_unseen_loss or self.last_check is None:
             return
         if self.count_left_out_step():
             self.has_unseen_loss = self.has_own_loss = True
-        elif self.verdict.is_unchanged(self.info()):
+        elif self.last_check.is_unchanged(self.info()):
             self.has_unseen_loss = False
         else:
             raise CallOrderError(

@@ -1,4 +1,4 @@
-"""What an optimizer or a scaler notifies of its losses and steps: one list of observers."""
+"""The observers of the losses and steps of an optimizer or a scaler, in one list."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Stepped(NamedTuple):
         stepper: The `LossScaleOptimizer` or `GradScaler`.
         skipped: Whether it was skipped: a bool, or a tensor if only the device knows.
         scale: The loss scale of the step; None if nobody needs it, or with `decide="device"`.
-        optimizer: What hooks get; for a scaler the optimizer that it stepped.
+        optimizer: The argument of hooks; for a scaler the optimizer that it stepped.
         ids: For a scaler, those of the parameters of its only optimizer; empty if there are more.
     """
 

@@ -312,8 +312,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
         """Checks that a method of the inner optimizer finds unscaled, finite gradients."""
         record = self._record
         record.check_unscaled(name, self.inner_optimizer)
-        verdict = record.verdict
-        if verdict and not verdict.is_gone(record.info()) and bool(verdict.overflow > 0):
+        check = record.last_check
+        if check is not None and not check.is_gone(record.info()) and bool(check.overflow > 0):
             raise CallOrderError(
                 f"{name}() of {type(self.inner_optimizer).__name__} would use gradients that "
                 "overflowed. Call it only if optimizer.backward(loss) returned true. Otherwise "
@@ -417,7 +417,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
 
         After a `backward` or an `unscale_` that found an overflow, the step is skipped by that.
         """
-        if self._record.verdict is not None:
+        if self._record.last_check is not None:
             self._leave_out()
         self._record.note_zero_grad()
         zero_grad(self.inner_optimizer, set_to_none)
