@@ -3,7 +3,7 @@
 `python -m tools.release` builds the wheels of both distributions and the source distribution,
 checks their metadata, and makes an environment for each extra, outside of the checkout: with the
 oldest pip that PACKAGE.md admits and with the newest, on each Python that is there. In each runs
-the first example of that extra, `lossscale info`, and every public name of its front;
+the first example of that extra, and every public name of its front;
 lossscale-migration is installed beside Keras. The tests of the source distribution run from it, in
 the test environment. It takes about an hour and a package index; `python -m tools.release --extras
 torch optax` less.
@@ -157,7 +157,6 @@ def check_extra(
         environment["TF_USE_LEGACY_KERAS"] = "1"
     run([inside, "-c", program_of(source)], work, **environment)
     run([inside, "-c", NAMES, *modules], work, **environment)
-    run([place / "bin" / "lossscale", "info"], work, **environment)
 
 
 def pythons() -> list[str]:

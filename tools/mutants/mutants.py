@@ -352,7 +352,8 @@ lossscale-migration/tests/test_migrate.py -k killed_command
     migration on tensorflow _remove_abandoned: owner.read(2**16) == _mark(new) -> True
     migration on tensorflow _remove_abandoned: shutil.rmtree(folder) -> pass
 lossscale-migration/tests/test_untrusted_files.py
-    cli on tensorflow shown: visible(shortened(str(value))) -> str(value)  -k hostile_settings
+    migration on tensorflow _shown: visible(shortened(str(value))) -> str(value)
+        -k hostile_settings
     migration on tensorflow check_size: expanded > _ANY_ZIP + _LARGEST_ZIP_RATIO * held -> False
         -k small_zip
     migration on tensorflow parsed: range(_DEEPEST) -> range(10**6)  -k nested_deep

@@ -1,8 +1,0 @@
-"""`python -m lossscale` is the command `lossscale`."""
-
-import sys
-
-from lossscale.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())
