@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import abc
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lossscale import registry
 from lossscale.arguments import made_from, rule_from_loss_scale_arguments
 from lossscale.checks import checked_scale
-from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.framework_types import Config, DType, Operation, Scalar, Structure, Tensor, Variable
 from lossscale.rules import DynamicScale, FixedScale, GradientStats, ScaleRule
 
@@ -69,9 +69,11 @@ class LossScale(abc.ABC):
         weights[name] = registry.default_keras().wrapper()._new_variable(name, dtype, initial_value)
         return weights[name]
 
-    def __reduce__(self) -> tuple[object, ...]:
-        values = {name: variable.numpy().item() for name, variable in self._variables().items()}
-        return _rebuild, (type(self), self.get_config(), values)
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            f"A {type(self).__name__} cannot be copied or pickled, because its variables belong to "
+            "an optimizer. Create another: type(loss_scale).from_config(loss_scale.get_config())."
+        )
 
     def _variables(self) -> dict[str, Variable]:
         return dict(self.__dict__.get("_weights", {}))
@@ -240,16 +242,6 @@ def _operation(moved: Operation) -> Operation:
     tracing = registry.package("lossscale.tensorflow.tracing")
     # Programs of that time took a tensor where something moves, and an operation elsewhere.
     return tracing.grouped() if moved is None else tracing.after(moved, lambda: True)
-
-
-def _rebuild(cls: type[LossScale], config: dict[str, Any], values: dict[str, Any]) -> LossScale:
-    loss_scale = cls.from_config(config)
-    if values and isinstance(loss_scale, _RuleLossScale):
-        loss_scale._bound_state()
-    for name, variable in loss_scale._variables().items():
-        if name in values:
-            variable.assign(values[name])
-    return loss_scale
 
 
 def get(loss_scale: Scalar | str | LossScale) -> LossScale:

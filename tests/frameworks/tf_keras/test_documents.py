@@ -1,7 +1,5 @@
 """What the pages document, on both families, and the faults that TensorFlow had there."""
 
-import copy
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -129,7 +127,7 @@ def test_a_loss_scale_of_ones_own_moves_by_its_own_code(optimizers, var, tmp_pat
 
 
 @pytest.mark.parametrize("base", [experimental.FixedLossScale, experimental.DynamicLossScale])
-def test_a_weight_that_a_subclass_adds_is_saved_and_copied(optimizers, var, base, tmp_path):
+def test_a_weight_that_a_subclass_adds_is_saved(optimizers, var, base, tmp_path):
     class Weighted(base):
         def __init__(self):
             super().__init__(4.0)
@@ -144,7 +142,6 @@ def test_a_weight_that_a_subclass_adds_is_saved_and_copied(optimizers, var, base
     loss_scale.extra.assign(2)
     checkpoint = tf.train.Checkpoint(optimizer=optimizer)
     path = checkpoint.save(tmp_path / "a")
-    assert int(copy.deepcopy(loss_scale).extra) == 2
     loss_scale.extra.assign(9)
     checkpoint.restore(path)
     assert int(loss_scale.extra) == 2
