@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterable
+from typing import TypeVar
 
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError
 from lossscale.framework_types import Scalar
 
-_P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 LARGEST_SCALE = 2.0**126
@@ -164,41 +161,3 @@ def checked_truth(name: str, value: object, error: type[LossScaleError] = Argume
         f"`{name}` must be True or False. Received: {name}={value!r} of type "
         f"{type(value).__name__}."
     )
-
-
-_OTHER_SETTINGS = (
-    "Other settings of a scale belong to a rule, rule=lossscale.DynamicScale(growth_interval=500) "
-    "or rule=lossscale.FixedScale(128). Set those of the optimizer on the `inner_optimizer`."
-)
-
-
-def checks_keywords(
-    owner: str, error: type[LossScaleError] = ArgumentTypeError
-) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorates a function that takes a `rule`: an unknown keyword may be a setting of one.
-
-    Args:
-        owner: The name that the user calls.
-        error: The class of the error.
-    """
-
-    def decorated(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        taken = [
-            name
-            for name, parameter in inspect.signature(function).parameters.items()
-            if name != "self" and parameter.kind is not parameter.VAR_KEYWORD
-        ]
-
-        @functools.wraps(function)
-        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            unknown = [f"`{name}`" for name in kwargs if name not in taken]
-            if unknown:
-                raise error(
-                    f"{owner} takes {', '.join(taken)}. Received other arguments: "
-                    f"{', '.join(unknown)}. {_OTHER_SETTINGS}"
-                )
-            return function(*args, **kwargs)
-
-        return checked
-
-    return decorated

@@ -4,8 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from lossscale.arguments import checked_rule
-from lossscale.errors import ArgumentError, LossScaleError
+from lossscale.errors import ArgumentError
 from lossscale.rules import (
     LARGEST_SCALE,
     LONGEST_INTERVAL,
@@ -15,7 +14,6 @@ from lossscale.rules import (
     GradientStats,
     ScaleRule,
     ScaleState,
-    StatsRequest,
 )
 
 OK, BAD = True, False
@@ -191,63 +189,6 @@ def test_a_rule_of_ones_own_inherits_the_defaults():
     assert rule.checks_gradients is True
     assert rule.powers_of_two is False
     assert rule.restored(state) == state
-
-
-def own(init=None, update=None):
-    """A rule of one's own whose methods are these."""
-    members = {
-        "init": init or Own.init,
-        "update": update or Own.update,
-        "get_config": Own.get_config,
-    }
-    return type("Mistaken", (ScaleRule,), members)()
-
-
-@pytest.mark.parametrize(
-    ("rule", "error", "message"),
-    [
-        (own(init=lambda self: 4.0), TypeError, r"Mistaken\.init must return a named tuple.*4\.0"),
-        (own(init=lambda self: ScaleState(0.0, 0)), ValueError, r"Mistaken\.init returned 0\.0"),
-        (own(init=lambda self: ScaleState(math.nan, 0)), ValueError, r"init returned nan"),
-        (
-            own(update=lambda self, state, stats: state),
-            TypeError,
-            r"Mistaken\.update must take \(state, stats, \*, xp\).*unexpected keyword.*xp",
-        ),
-        (
-            own(update=lambda self, state, stats, *, xp: xp.maximum(1.0, state.scale)),
-            TypeError,
-            r"Mistaken\.update .*xp\.where alone.*maximum",
-        ),
-        (
-            own(update=lambda self, state, stats, *, xp: state.scale),
-            TypeError,
-            r"Mistaken\.update must return a ScaleState, as `init` does\. Received: 4\.0",
-        ),
-        (
-            own(update=lambda self, state, stats, *, xp: state if stats.finite else None),
-            TypeError,
-            r"Mistaken\.update must return a ScaleState.*None",
-        ),
-    ],
-)
-def test_a_mistake_in_a_rule_of_ones_own_names_the_rule(rule, error, message):
-    with pytest.raises(error, match=message) as raised:
-        checked_rule(rule)
-    assert isinstance(raised.value, LossScaleError)
-
-
-def test_a_rule_of_ones_own_is_tried_with_what_it_needs():
-    class Needing(Own):
-        needs = StatsRequest(largest=True, counts_from=(2.0, 4.0))
-
-        def update(self, state, stats, *, xp):
-            tail = stats.counts[0] + stats.counts[1] > 0.1 * stats.elements
-            falls = tail | (stats.largest > 8.0)
-            return state._replace(scale=xp.where(falls, state.scale / 2.0, state.scale))
-
-    rule = Needing()
-    assert checked_rule(rule) is rule
 
 
 @pytest.mark.parametrize(

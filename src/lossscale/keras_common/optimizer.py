@@ -14,7 +14,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, ParamSpec, Self, TypeAlias
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from lossscale.arguments import (
     config_from_rule,
     rule_from_arguments,
 )
-from lossscale.checks import checks_keywords
 from lossscale.common.checks import (
     check_named,
     checked_pairs,
@@ -35,7 +34,7 @@ from lossscale.common.checks import (
     with_gradient,
 )
 from lossscale.common.private_names import do_not_convert
-from lossscale.errors import ArgumentError, GradientsError, UnknownSlotError
+from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError, UnknownSlotError
 from lossscale.keras_common.scaled_gradients import Location, ScaleLedger
 from lossscale.keras_common.state import AttributesOfInner, ScaleVariables, numbered_in, parts_of
 from lossscale.keras_common.step import OverflowCheck, Step, StepOperations
@@ -43,6 +42,8 @@ from lossscale.members import DocumentedMembers, VariableList
 from lossscale.old_formats import kind_of, names_for
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, GradientStats, ScaleRule, ScaleState, StatsRequest
+
+_P = ParamSpec("_P")
 
 Key: TypeAlias = Any
 """What an optimizer knows a variable by."""
@@ -57,6 +58,22 @@ _SAME_PLACE = ""
 _PLACE_OF_OWN_CLASS = "inner_optimizer/"
 # The prefix of this optimizer's attributes that have the name of one of the inner optimizer.
 _BESIDE = "lossscale."
+
+
+def _refuses_loss_scale(constructor: Callable[_P, None]) -> Callable[_P, None]:
+    """Decorates a constructor: the argument of TensorFlow 2.0 to 2.3 is that of another class."""
+
+    @functools.wraps(constructor)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        if "loss_scale" in kwargs:
+            raise ArgumentTypeError(
+                "LossScaleOptimizer takes no `loss_scale`. Received: "
+                f"loss_scale={kwargs['loss_scale']!r}. Pass dynamic=False, initial_scale=128 for a "
+                "fixed scale, or use lossscale.experimental.LossScaleOptimizer, which takes it."
+            )
+        constructor(*args, **kwargs)
+
+    return checked
 
 
 class KerasCommonOptimizer(DocumentedMembers):
@@ -189,7 +206,7 @@ class KerasCommonOptimizer(DocumentedMembers):
     # Whether a place in a file, with these arrays, is that of the framework's own class.
     _is_of_own_class: Callable[[ft.Store, Sequence[ft.Array]], bool]
 
-    @checks_keywords("LossScaleOptimizer", ArgumentError)
+    @_refuses_loss_scale
     def __init__(
         self,
         inner_optimizer: ft.KerasOptimizer,

@@ -15,7 +15,6 @@ from jax import Array
 import lossscale.optax.gating as gating
 import lossscale.optax.scale_state as scale_state
 from lossscale.arguments import rule_from_arguments
-from lossscale.checks import checks_keywords
 from lossscale.errors import AlreadyWrappedError, GradientsError, UnsupportedError
 from lossscale.jax.apply_or_skip import ArrayTree, Path, varying_axes
 from lossscale.jax.gradients import Gradient, gradient_stats, is_traced, unscaled
@@ -27,7 +26,6 @@ from lossscale.packages import warn
 from lossscale.rules import GradientStats, ScaleRule, StatsRequest
 
 
-@checks_keywords("loss_scaled")
 def loss_scaled(
     inner: optax.GradientTransformation,
     dynamic: bool = True,

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lossscale.arguments import rule_from_arguments
-from lossscale.checks import checks_keywords
 from lossscale.common.checks import living_wrapper, remember_wrapper
 from lossscale.errors import ArgumentTypeError, CallOrderError, GradientsError, UnsupportedError
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
@@ -113,7 +112,6 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
     __module__ = "lossscale.torch"
     _framework: ClassVar[str] = "torch"
 
-    @checks_keywords("LossScaleOptimizer")
     def __init__(
         self,
         inner_optimizer: Optimizer | Sequence[Optimizer],
