@@ -1,11 +1,10 @@
 """Loss scaling for float16 training."""
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from lossscale import registry as registry
 from lossscale.errors import LossScaleError, LossScaleWarning
-from lossscale.installation import Installation, RegistersAfterImport, install, register
+from lossscale.installation import Installation, install
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.packages import OLD_FILES as _OLD_FILES
 from lossscale.rules import (
@@ -30,7 +29,6 @@ __all__ = [
     "StatsRequest",
     "__version__",
     "install",
-    "register",
 ]
 
 __version__ = "0.2.0"
@@ -67,7 +65,3 @@ else:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, *_SUBMODULES])
-
-
-register()
-sys.meta_path.insert(0, RegistersAfterImport)

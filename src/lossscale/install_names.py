@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import copy
 import functools
 import importlib
 import sys
@@ -266,8 +265,11 @@ def _converting_ours(convert: Function) -> Function:
         if not isinstance(optimizer, CurrentWrapper):
             return convert(optimizer)
         inner = convert(optimizer.inner_optimizer)
-        # A copy, because two optimizers must not share one loss scale.
-        arguments = copy.deepcopy(optimizer._constructor_arguments())
+        arguments = optimizer._constructor_arguments()
+        if "loss_scale" in arguments:
+            # Two optimizers must not share one.
+            loss_scale = arguments["loss_scale"]
+            arguments["loss_scale"] = type(loss_scale).from_config(loss_scale.get_config())
         return optimizer._made(inner, **arguments)
 
     return convert_to_legacy_optimizer

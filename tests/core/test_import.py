@@ -30,7 +30,7 @@ ARROWS = {
     "common": "errors packages rules monitoring",
     "jax": "rules common monitoring *jax",
     "tensorflow": "errors packages rules registry common monitoring *tensorflow",
-    "keras_common": "errors checks packages rules arguments members old_formats common",
+    "keras_common": "errors packages rules arguments members old_formats common",
     "torch": "errors checks packages rules arguments members optimizer common monitoring *torch",
     "optax": "errors checks packages registry rules arguments common jax monitoring *jax *optax",
     # A backend of Keras imports its own framework as well.
@@ -42,9 +42,7 @@ ARROWS = {
     "tf_keras *keras *tf_keras",
     "install_names": "errors registry optimizer common experimental keras tf_keras tensorflow "
     "*tensorflow **any",
-    "installation": "errors registry packages common install_names",
-    "cli": "errors packages lossscale **any",
-    "__main__": "cli",
+    "installation": "packages common install_names",
     "lossscale": "errors packages registry rules optimizer installation",
 }
 # `diagnose` is one of their names for users, and monitors repeat a step as it does: both import it

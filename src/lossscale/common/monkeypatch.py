@@ -25,36 +25,29 @@ def replace(stack: contextlib.ExitStack, target: object, name: str, value: objec
 class Installation:
     """Replaced names; a context manager that restores the old ones.
 
-    Each subclass replaces certain names. They stay replaced until all of its installations are
-    undone, in any order.
+    While one installation of a subclass stands, it also owns what later ones replace.
+
+    Args:
+        replaced: Restores the old names when it is closed; it is empty afterwards.
     """
 
-    _standing: ClassVar[list[Installation]]
-    _taking_out: ClassVar[contextlib.ExitStack]
+    _first: ClassVar[Installation | None] = None
 
-    def __init_subclass__(cls) -> None:
-        cls._standing, cls._taking_out = [], contextlib.ExitStack()
+    def __init__(self, replaced: contextlib.ExitStack) -> None:
+        self._replaced, first = replaced.pop_all(), type(self)._first
+        if first is None:
+            type(self)._first = self
+        else:
+            first._replaced.enter_context(self._replaced.pop_all())
 
     def undo(self) -> None:
-        """Restores the old names, unless another installation is still active.
-
-        A second call does nothing.
-        """
-        if self in self._standing:
-            self._standing.remove(self)
-            if not self._standing:
-                self._taking_out.close()
+        """Restores the old names; does nothing if this is a second call or not the first one."""
+        if type(self)._first is self:
+            type(self)._first = None
+            self._replaced.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.undo()
-
-    @classmethod
-    def _made(cls, stack: contextlib.ExitStack) -> Self:
-        """Returns another installation, with the stack that undoes its replacements."""
-        cls._taking_out.enter_context(stack.pop_all())
-        installation = cls()
-        cls._standing.append(installation)
-        return installation

@@ -85,7 +85,7 @@ def install() -> ScalerInstallation:
         'torch.amp.grad_scaler'
     """
     with contextlib.ExitStack() as stack:
-        if not ScalerInstallation._standing:
+        if ScalerInstallation._first is None:
             # First, because its import would subclass the names that are replaced below.
             # PyTorch may be built without torch.distributed.
             with contextlib.suppress(ImportError):
@@ -93,4 +93,4 @@ def install() -> ScalerInstallation:
                 replace(stack, sharded, "ShardedGradScaler", ShardedGradScaler)
             for place, scaler in _PLACES.items():
                 replace(stack, importlib.import_module(place), "GradScaler", scaler)
-        return ScalerInstallation._made(stack)
+        return ScalerInstallation(stack)
