@@ -16,11 +16,13 @@ import tensorflow as tf
 from lossscale import experimental, registry
 from lossscale.common.checks import living_wrapper
 from lossscale.common.monkeypatch import replace
+from lossscale.common.private_names import private_module
 from lossscale.errors import ArgumentError
 from lossscale.experimental.loss_scale import get as get_loss_scale
 from lossscale.framework_types import Function, KerasOptimizer, Layer, Library, Scalar
 from lossscale.optimizer import LossScaleOptimizer
 
+_COMPILE = "let `compile` make the documented class under lossscale.install()"
 _LOSS_SCALES = (experimental.LossScale, experimental.FixedLossScale, experimental.DynamicLossScale)
 
 # --- The dtype policy of TensorFlow 2.1 to 2.3, which had a loss scale ---------------------------
@@ -86,8 +88,6 @@ def _loss_scale_of(
 
 def put_into_tensorflow(stack: contextlib.ExitStack) -> None:
     """Sets every documented name under `tf`; closing the stack restores the old values."""
-    from lossscale.tensorflow import private_names
-
     # TensorFlow imports the Keras that is `tf.keras`.
     policies = tf.keras.mixed_precision
     own = tf.keras.optimizers.Optimizer.__module__.partition(".")[0]
@@ -99,7 +99,10 @@ def put_into_tensorflow(stack: contextlib.ExitStack) -> None:
             _put_loss_scales(stack, _submodule(stack, parent, "experimental"))
     # The location since TensorFlow 2.4.
     _put_loss_scales(stack, tf.compat.v1.mixed_precision)
-    own = private_names.own_loss_scales()
+    own = private_module(
+        "tensorflow.python.training.experimental.loss_scale",
+        "let tf.compat.v1's loss scale optimizer read the loss scales of lossscale.install()",
+    )
     get = own.get
 
     def get_either(identifier: Any) -> object:
@@ -201,10 +204,10 @@ def put_into_keras(stack: contextlib.ExitStack) -> None:
     """Makes `compile` of Keras 3 wrap optimizers in the documented class."""
     import keras
 
-    from lossscale.keras import private_names
-
+    # Its import registers the class for files.
+    registry.KERAS.wrapper()
     # Keras looks up the class by its name in this module. The public name stays Keras' own class.
-    trainer = private_names.trainer()
+    trainer = private_module("keras.src.trainers.trainer", _COMPILE)
     ours = _CompileHook(trainer.LossScaleOptimizer, keras.config.dtype_policy)
     replace(stack, trainer, "LossScaleOptimizer", ours)
 
@@ -213,12 +216,12 @@ def put_into_tf_keras(stack: contextlib.ExitStack) -> None:
     """Sets the documented names in tf_keras, and makes it create and read the documented class."""
     import tf_keras
 
-    from lossscale.tf_keras import private_names
-
     mixed_precision = tf_keras.mixed_precision
     _put_into_mixed_precision(stack, mixed_precision, registry.TF_KERAS, mixed_precision)
-    own, optimizers = private_names.loss_scaling(), private_names.optimizers()
-    training, training_v1 = private_names.trainers()
+    own = private_module("tf_keras.src.mixed_precision.loss_scale_optimizer", _COMPILE)
+    optimizers = private_module("tf_keras.src.optimizers", _COMPILE)
+    training = private_module("tf_keras.src.engine.training", _COMPILE)
+    training_v1 = private_module("tf_keras.src.engine.training_v1", _COMPILE)
     # Patches the name in each trainer's module, not the class, which other code uses too.
     for trainer, name, cls in (
         (training, "lso", "BaseLossScaleOptimizer"),

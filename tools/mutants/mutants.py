@@ -207,7 +207,7 @@ tests/frameworks/keras/test_distribution.py
     keras_common KerasCommonOptimizer.apply_gradients: all(asked) -> True  -k summed
 tests/frameworks/keras/test_training.py
     tensorflow _can_keep_old_values: not getattr(part, 'use_ema', False) -> True  -k xla_function
-    tensorflow as_one_operation: len(tf.config.list_logical_devices()) > 1 -> False
+    tensorflow _as_one_operation: len(tf.config.list_logical_devices()) > 1 -> False
         -k one_device
     keras_common Step.without_overwritten: getattr(variable, 'overwrite_with_gradient', False)
         -> False  -k overwritten

@@ -22,14 +22,26 @@ from numpy.typing import NDArray
 from lossscale.checks import checked_count, checked_parameters
 from lossscale.common.monkeypatch import replace
 from lossscale.common.overflow_tracker import unique_names
+from lossscale.common.private_names import private_name
 from lossscale.diagnosis.measurement import Pass, checked_loss, known_size
 from lossscale.errors import ArgumentError
-from lossscale.framework_types import Array, Layer, Model, Scalar, Structure, Tensor, Variable
+from lossscale.framework_types import (
+    Array,
+    Layer,
+    Library,
+    Model,
+    Scalar,
+    Structure,
+    Tensor,
+    Variable,
+)
 from lossscale.keras import backends
-from lossscale.keras.private_names import random_functions
 from lossscale.monitoring.explanation import Explanation, Facts, Origin, explained
 from lossscale.monitoring.origins import Watched, explain_pass, facts_in_float16
 
+_random_functions: Library = private_name(
+    "keras.src.backend", "random", "let layers draw the same numbers in float16 and in float32"
+)
 _NARROW = ("float16", "bfloat16")
 _WIDER = ("float32", "float64", "bfloat16")
 
@@ -377,7 +389,7 @@ def _drawn_in_float32() -> Iterator[None]:
 
         return drawn
 
-    drop = random_functions.dropout
+    drop = _random_functions.dropout
 
     def dropout(inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         dtype = _dtype(inputs)
@@ -386,8 +398,8 @@ def _drawn_in_float32() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for name in ("normal", "uniform", "truncated_normal", "gamma", "beta", "binomial"):
-            replace(stack, random_functions, name, in_float32(getattr(random_functions, name)))
-        replace(stack, random_functions, "dropout", dropout)
+            replace(stack, _random_functions, name, in_float32(getattr(_random_functions, name)))
+        replace(stack, _random_functions, "dropout", dropout)
         yield
 
 

@@ -18,10 +18,9 @@ import lossscale.keras.backends as backends
 import lossscale.keras.saving as saving
 import lossscale.keras.slots as slots
 from lossscale.common.checks import check_some_gradient, with_gradient
-from lossscale.common.private_names import do_not_convert
+from lossscale.common.private_names import do_not_convert, private_name
 from lossscale.errors import GradientsError, UnknownSettingError
 from lossscale.keras.arguments import check_inner, inner_from_config, refuse_factor
-from lossscale.keras.private_names import no_automatic_dependency_tracking
 from lossscale.keras.state import KerasScaleVariables, StepCounter, new_variable
 from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots
 from lossscale.keras_common.scaled_gradients import ScaleLedger
@@ -30,6 +29,11 @@ from lossscale.members import VariableList
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
+_no_automatic_dependency_tracking: ft.Function = private_name(
+    "keras.src.utils.tracking",
+    "no_automatic_dependency_tracking",
+    "keep the variables that are trained out of the optimizer's own, as Keras' `build` does",
+)
 _OWN_ATTRIBUTES = frozenset(
     {"inner_optimizer", "step_counter", "dynamic_scale", "loss_scale_state", "built", "name"}
 )
@@ -146,7 +150,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         saving.load_pending(self, at_build=True)
         self._build_overflow_tracker(self._trainable_variables)
 
-    @no_automatic_dependency_tracking
+    @_no_automatic_dependency_tracking
     def _remember_trained(self, variables: list[ft.Variable]) -> None:
         self._trainable_variables = variables
         self._trainable_variables_indices = {

@@ -16,13 +16,19 @@ import tensorflow as tf
 
 import lossscale.framework_types as ft
 from lossscale import registry
-from lossscale.common.private_names import do_not_convert
+from lossscale.common.private_names import do_not_convert, private_name
 from lossscale.packages import warn
 from lossscale.rules import GradientStats
-from lossscale.tensorflow.private_names import as_one_operation, strategy_supports_no_merge_call
 from lossscale.tensorflow.replicas import current_location
 from lossscale.tensorflow.tracing import after, grouped, in_xla, translated
 
+_strategy_supports_no_merge_call: Callable[[], bool] = private_name(
+    "tensorflow",
+    "__internal__.distribute.strategy_supports_no_merge_call",
+    "see whether replicas can meet inside of a branch",
+    # Without the name, replicas synchronize outside of it, which is always correct.
+    fallback=lambda: False,
+)
 _KERASES = tuple(framework.root for framework in registry.KERASES)
 
 
@@ -55,7 +61,7 @@ def apply_or_skip(
         return grouped(applied, update_scale(stats))
     if not tf.distribute.has_strategy():
         return _branch(stats, lambda: apply(gradients, scale), update_scale)
-    if strategy_supports_no_merge_call():
+    if _strategy_supports_no_merge_call():
         # Replicas synchronize to write the counters, which they cannot do inside a branch.
         applied = _branch(stats, lambda: apply(gradients, scale), lambda _: None)
         return grouped(applied, update_scale(stats))
@@ -95,7 +101,7 @@ def _branch(
         return after(results, lambda: tf.constant(True))
 
     branch = tf.cond(stats.finite, lambda: finished(apply(), True), lambda: finished(None, False))
-    return grouped(as_one_operation(branch))
+    return grouped(_as_one_operation(branch))
 
 
 def _can_keep_old_values(inner_optimizer: ft.KerasOptimizer, gradients: ft.Gradients) -> bool:
@@ -226,3 +232,26 @@ def _of_this_replica(variable: ft.Variable) -> tf.Variable:
     # Replicas that assign together could not do so in a branch, and would average.
     _, [number] = current_location()
     return parts[number % len(parts)]
+
+
+def _as_one_operation(branch: ft.Tensor) -> ft.Tensor:
+    """Keeps TensorFlow from rewriting a branch to a switch for each tensor that enters it.
+
+    A step has hundreds of these tensors, and one operation costs less. But it runs on one device,
+    where all of its inputs must be, so with several devices nothing is done.
+
+    Args:
+        branch: The result of `tf.cond`, a tensor; in eager mode nothing is done.
+
+    Returns:
+        The branch.
+    """
+    if tf.executing_eagerly() or len(tf.config.list_logical_devices()) > 1:
+        return branch
+    operation = branch.op
+    while operation.type == "Identity":
+        operation = operation.inputs[0].op
+    # Without the name, the branch is rewritten, which is only slower.
+    if operation.type in ("If", "StatelessIf") and hasattr(operation, "_set_attr"):
+        operation._set_attr("_lower_using_switch_merge", tf.compat.v1.AttrValue(b=False))
+    return branch

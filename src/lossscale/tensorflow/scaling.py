@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
+from lossscale.common.private_names import private_name
 from lossscale.framework_types import Array, Gradient, Scalar, Structure, Tensor
-from lossscale.tensorflow.private_names import xla_optimization_barrier
 from lossscale.tensorflow.tracing import in_xla
+
+_xla_optimization_barrier: Callable[[list[Tensor]], list[Tensor]] = private_name(
+    "tensorflow.compiler.tf2xla.ops.gen_xla_ops",
+    "xla_optimization_barrier",
+    "keep XLA from taking a fixed scale together with a learning rate",
+    # Without the name, an update may be 0 at a fixed scale above 2**100.
+    fallback=lambda input: input,
+)
 
 
 def real_parts(gradient: Gradient) -> list[Tensor]:
@@ -82,7 +90,7 @@ def _not_constant(divisor: Tensor) -> Tensor:
     if tf.executing_eagerly() or tf.get_static_value(divisor) is None:
         return divisor
     if in_xla():
-        return xla_optimization_barrier([divisor])[0]
+        return _xla_optimization_barrier([divisor])[0]
     return tf.raw_ops.PlaceholderWithDefault(input=divisor, shape=[])
 
 

@@ -10,15 +10,31 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from lossscale.common.private_names import private_name
 from lossscale.framework_types import Function, Operation, Scalar, Tensor
-from lossscale.tensorflow.private_names import control_status_ctx, is_in_xla, tf_convert
+
+_AUTOGRAPH = "__internal__.autograph"
+_TRANSLATE = "translate what users wrote where they called this library"
+_tf_convert: Callable[..., Function] = private_name(
+    "tensorflow", f"{_AUTOGRAPH}.tf_convert", _TRANSLATE
+)
+_control_status_ctx: Callable[[], object] = private_name(
+    "tensorflow", f"{_AUTOGRAPH}.control_status_ctx", _TRANSLATE
+)
+_is_in_xla: Callable[[tf.Graph], bool] = private_name(
+    "tensorflow.python.ops.control_flow_util",
+    "GraphOrParentsInXlaContext",
+    "see whether a function that is being traced will be compiled",
+    # Without the name, XLA gets a branch as graphs do, which is only slower.
+    fallback=lambda graph: False,
+)
 
 
 def in_xla() -> bool:
     """Whether a function with `jit_compile=True` is being traced."""
     if tf.executing_eagerly():
         return False
-    return bool(is_in_xla(tf.compat.v1.get_default_graph()))
+    return bool(_is_in_xla(tf.compat.v1.get_default_graph()))
 
 
 def translated(function: Function, *, by_default: bool = False) -> Function:
@@ -33,7 +49,7 @@ def translated(function: Function, *, by_default: bool = False) -> Function:
     """
     if tf.executing_eagerly():
         return function
-    return tf_convert(function, control_status_ctx(), convert_by_default=by_default)
+    return _tf_convert(function, _control_status_ctx(), convert_by_default=by_default)
 
 
 def grouped(*results: object) -> Operation:

@@ -10,9 +10,16 @@ import tf_keras
 import lossscale.framework_types as ft
 from lossscale.arguments import check_described
 from lossscale.common.checks import check_not_wrapped
+from lossscale.common.private_names import private_name
 from lossscale.errors import AlreadyWrappedError
 from lossscale.keras_common.state import deserialized
-from lossscale.tf_keras.private_names import BaseLossScaleOptimizer
+
+BaseLossScaleOptimizer: ft.Class = private_name(
+    "tf_keras.src.mixed_precision.loss_scale_optimizer",
+    "BaseLossScaleOptimizer",
+    "see whether an optimizer has loss scaling already",
+)
+"""tf_keras' own class, which `lossscale.install()` replaces under its public name."""
 
 
 def check_inner(inner: ft.KerasOptimizer) -> None:

@@ -17,7 +17,7 @@ import tf_keras
 import lossscale.framework_types as ft
 from lossscale import registry
 from lossscale.errors import ArgumentTypeError
-from lossscale.tf_keras.private_names import BaseLossScaleOptimizer
+from lossscale.tf_keras.arguments import BaseLossScaleOptimizer
 
 _Metaclass: ft.Class = type(BaseLossScaleOptimizer)
 # The class for the optimizers of each family.

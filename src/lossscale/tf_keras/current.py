@@ -11,17 +11,23 @@ import tensorflow as tf
 import tf_keras
 
 import lossscale.framework_types as ft
+from lossscale.common.private_names import private_name
 from lossscale.keras_common.optimizer import Slots, slots_in
 from lossscale.old_formats import documented_name, kind_of
 from lossscale.tensorflow.tracing import in_xla, translated
 from lossscale.tf_keras.classes import CalledAsWritten, of_family
 from lossscale.tf_keras.optimizer import LossScaleOptimizer, dtype_of
-from lossscale.tf_keras.private_names import LossScaleOptimizerV3
 from lossscale.tf_keras.saving import UNLISTED, LossScaleStore, drop_pending
+
+_LossScaleOptimizerV3: ft.Class = private_name(
+    "tf_keras.src.mixed_precision.loss_scale_optimizer",
+    "LossScaleOptimizerV3",
+    "be an instance of tf_keras' class for new optimizers",
+)
 
 
 @of_family
-class CurrentWrapper(LossScaleOptimizer, LossScaleOptimizerV3, metaclass=CalledAsWritten):
+class CurrentWrapper(LossScaleOptimizer, _LossScaleOptimizerV3, metaclass=CalledAsWritten):
     """A wrapper of the optimizers that tf_keras has had since 2.11."""
 
     _inner_base = tf_keras.optimizers.Optimizer

@@ -8,13 +8,19 @@ from typing import Any
 import tf_keras
 
 import lossscale.framework_types as ft
+from lossscale.common.private_names import private_name
 from lossscale.tf_keras.classes import CalledAsWritten, of_family
 from lossscale.tf_keras.optimizer import LossScaleOptimizer
-from lossscale.tf_keras.private_names import LegacyLossScaleOptimizer
+
+_LegacyLossScaleOptimizer: ft.Class = private_name(
+    "tf_keras.src.mixed_precision.loss_scale_optimizer",
+    "LossScaleOptimizer",
+    "be an instance of tf_keras' class for legacy optimizers",
+)
 
 
 @of_family
-class LegacyWrapper(LossScaleOptimizer, LegacyLossScaleOptimizer, metaclass=CalledAsWritten):
+class LegacyWrapper(LossScaleOptimizer, _LegacyLossScaleOptimizer, metaclass=CalledAsWritten):
     """A wrapper of `tf_keras.optimizers.legacy`, the only optimizers before 2.11."""
 
     _inner_base = tf_keras.optimizers.legacy.Optimizer

@@ -15,6 +15,7 @@ import lossscale.framework_types as ft
 import lossscale.tf_keras.classes as classes
 import lossscale.tf_keras.saving as saving
 from lossscale.common.checks import scaled_value, takes, with_gradient
+from lossscale.common.private_names import private_name
 from lossscale.errors import ArgumentError
 from lossscale.keras_common.optimizer import KerasCommonOptimizer
 from lossscale.keras_common.scaled_gradients import ScaleLedger
@@ -24,7 +25,6 @@ from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
 from lossscale.tensorflow import replicas, tracing
 from lossscale.tensorflow.operations import TensorFlowOperations, recorded
-from lossscale.tensorflow.private_names import DelegatingTrackableMixin
 from lossscale.tf_keras.arguments import check_inner, inner_from_config
 from lossscale.tf_keras.state import (
     BaseOptimizerNode,
@@ -33,6 +33,12 @@ from lossscale.tf_keras.state import (
     StepCounter,
     TFKerasScaleVariables,
     new_variable,
+)
+
+_DelegatingTrackableMixin: ft.Class = private_name(
+    "tensorflow",
+    "__internal__.tracking.DelegatingTrackableMixin",
+    "be one node in a checkpoint with the inner optimizer",
 )
 
 if TYPE_CHECKING:
@@ -146,7 +152,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         replicas.check_strategy()
         # The constructors of tf_keras are not called: they would make a second counter and hide
         # the inner optimizer's settings. In a checkpoint both optimizers are one node.
-        DelegatingTrackableMixin.__init__(self, inner)
+        _DelegatingTrackableMixin.__init__(self, inner)
         self._optimizer = inner
         self._given_name = name
         self._rule = rule

@@ -10,13 +10,23 @@ import numpy as np
 import tensorflow as tf
 
 import lossscale.framework_types as ft
+from lossscale.common.private_names import private_name
 from lossscale.errors import ArgumentError
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.rules import GradientStats, ScaleRule, changed_fields, host_can_update
-from lossscale.tensorflow.private_names import Trackable
 from lossscale.tensorflow.tracing import grouped, where
-from lossscale.tf_keras.private_names import track_variable
 
+_Trackable: ft.Class = private_name(
+    "tensorflow",
+    "__internal__.tracking.Trackable",
+    "have a place in checkpoints that is not a `tf.Module`",
+)
+_track_variable: ft.Function = private_name(
+    "tf_keras.src.backend",
+    "track_variable",
+    "have variables initialized in graphs of TensorFlow 1",
+    fallback=lambda variable: None,
+)
 # The names that every release of TensorFlow wrote into checkpoints.
 _VARIABLE_NAMES = {"scale": "current_loss_scale"}
 # The loss scale where the inner optimizer has a child `loss_scale` or `base_optimizer`. This is no
@@ -72,7 +82,7 @@ class TFKerasScaleVariables(ScaleVariables):
         return super().update(stats._replace(finite=tf.convert_to_tensor(stats.finite)))
 
 
-class LossScaleNode(Trackable):
+class LossScaleNode(_Trackable):
     """The child `loss_scale` of an optimizer in a checkpoint.
 
     Args:
@@ -176,7 +186,7 @@ class CheckpointChildren:
 _NEW_NAMES = {"iter": "_iterations", "learning_rate": "_learning_rate"}
 
 
-class BaseOptimizerNode(Trackable):
+class BaseOptimizerNode(_Trackable):
     """The child `base_optimizer` of checkpoints of TensorFlow 2.0 to 2.2; writes nothing.
 
     There the inner optimizer stands below the loss scale optimizer, and its slots belong to that
@@ -351,5 +361,5 @@ def new_variable(name: str, dtype: ft.DType, value: ft.Scalar) -> ft.Variable:
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
         )
     # In graphs of TensorFlow 1, Keras initializes the variables it knows.
-    track_variable(variable)
+    _track_variable(variable)
     return variable

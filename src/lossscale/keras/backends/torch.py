@@ -19,9 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import lossscale.framework_types as ft
 from lossscale import registry
 from lossscale.common.checks import scaled_value
+from lossscale.common.private_names import private_name
 from lossscale.errors import GradientsError
 from lossscale.keras.backends import Backend, check_without_tape
-from lossscale.keras.private_names import in_stateless_scope
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.keras_common.step import OverflowCheck, Step
 from lossscale.members import Wrapper
@@ -29,6 +29,11 @@ from lossscale.rules import GradientStats, ScaleRule, ScaleState, changed_fields
 from lossscale.torch import gradients as torch_gradients
 from lossscale.torch import scaling
 
+_in_stateless_scope: Callable[[], bool] = private_name(
+    "keras.src.backend.common.stateless_scope",
+    "in_stateless_scope",
+    "see whether variables hold their values, or a stateless scope does",
+)
 _SMALLEST_LENT = 2**20
 """Bytes. Fresh memory for fewer takes no longer."""
 _Saved = list[tuple[ft.Variable, Tensor]]
@@ -199,7 +204,7 @@ def _host_can_update(state: ScaleVariables) -> bool:
     return (
         host_can_update(state.rule)
         # In a stateless scope, variables do not hold their values.
-        and not in_stateless_scope()
+        and not _in_stateless_scope()
         and not torch.compiler.is_compiling()
     )
 
