@@ -268,9 +268,13 @@ tests/frameworks/jax/test_leaves.py
     optax LossScaled.init: self._widened(params) -> params
         -k float16 or narrow or half or dtype
 tests/frameworks/jax/test_master_weights.py
-    optax _current_master: jnp.where(is_rounded, master, param.astype(jnp.float32)) -> master
-        -k written
-    optax _change: jnp.where(bits == _bits(param), -0.0, difference) -> difference  -k written
+    optax _followed: jnp.where(_is_rounded(param, master), ...) -> master  -k written
+    optax _followed_jvp: rounded(of_param) + lost -> of_master  -k outside
+    optax _followed_jvp: rounded(of_param) + lost -> rounded(of_param)  -k of_the_copies
+    optax _has_master: param.dtype in (jnp.float16, jnp.bfloat16) -> True  -k quantized
+    optax _change: gating.is_narrow(param) and gating.is_gradient(update) -> False  -k quantized
+    optax _difference: jnp.where(bits == _bits(param), -0.0, difference) -> difference  -k written
+    optax _difference_jvp: of_master - of_param.astype(jnp.float32) -> of_master  -k derivatives
     optax _rounded: jnp.where(...) -> bits  -k whatever_the_bits
     optax LossScaled._widened: self.has_masters -> False  -k random_program
     optax trains_float16: all(map(shows_one, masked)) -> True  -k named_once

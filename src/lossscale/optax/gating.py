@@ -91,7 +91,7 @@ def is_narrow(leaf: object) -> TypeGuard[Array]:
 
 
 def widened_if_narrow(leaf: object) -> object:
-    """Converts a leaf to float32 if it is float16 or bfloat16."""
+    """Converts a leaf to float32 if it is a floating-point array of 16 bits or less."""
     if not is_narrow(leaf):
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):

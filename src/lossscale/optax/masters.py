@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import optax
 from jax import Array
 
 import lossscale.optax.gating as gating
-from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.jax.apply_or_skip import ArrayTree
 from lossscale.optax.gating import GradientTransformationExtraArgs
 from lossscale.optax.state_lookup import states_below
@@ -37,7 +37,8 @@ def master_weights(
 
     `optax.apply_updates` then gives each parameter its copy, rounded. An update that is too small
     for float16 is not lost: it stays in the copy. What other code writes into a parameter between
-    two steps replaces the copy. Other parameters are updated as without it.
+    two steps replaces the copy. Other parameters, such as float8 ones, are updated as without it.
+    Derivatives through `update`, as in MAML, are those of the float32 update: rounding counts as 1.
 
     Put it directly inside loss scaling: `loss_scaled(master_weights(optax.adamw(1e-5)))`. Clipping,
     masks and accumulation go inside `master_weights`. bfloat16 parameters can do without
@@ -59,6 +60,7 @@ def master_weights(
             parameters.
         ArgumentError: If `inner` has loss scaling or copies itself (`init` raises it), or the
             dtypes of the parameters differ from those `init` got (`update` raises it).
+        UnsupportedError: If `inner` has a line search (`init` raises it).
 
     Examples:
         >>> tx = lossscale.optax.master_weights(optax.sgd(1.0))
@@ -83,6 +85,11 @@ class MasterWeights:
     def init(self, params: ArrayTree) -> MasterWeightsState:
         inner_state = self.inner.init(jax.tree.map(gating.widened_if_narrow, params))
         check_order(inner_state, has_loss_scale=bool(states_below(inner_state)))
+        if _nodes(inner_state, "ScaleByBacktrackingLinesearchState", "ScaleByZoomLinesearchState"):
+            raise UnsupportedError(
+                "master_weights does not support a line search, which evaluates the loss at the "
+                "copies. Keep the parameters in float32 and cast them in the loss."
+            )
         # Not those from above: no buffer is donated twice.
         masters = jax.tree.map(_master_of, params)
         return MasterWeightsState(masters, inner_state)
@@ -102,7 +109,7 @@ class MasterWeights:
         gradients = jax.tree.map(gating.widened_if_narrow, updates)
         made, inner_state = self.inner.update(gradients, state.inner_state, before, **extra_args)
         after = jax.tree.map(
-            lambda p, m, u: (m + u).astype(m.dtype) if gating.is_narrow(p) else optax.MaskedNode(),
+            lambda p, m, u: (m + u).astype(m.dtype) if _has_master(p) else optax.MaskedNode(),
             *(params, before, made),
         )
         return jax.tree.map(_change, params, after, made), MasterWeightsState(after, inner_state)
@@ -149,34 +156,84 @@ def _nodes(tree: ArrayTree, *names: str) -> list[Array]:
 # --- What is done with each parameter -------------------------------------------------------------
 
 
+def _has_master(param: ArrayTree) -> TypeGuard[Array]:
+    """Whether a parameter is float16 or bfloat16, not a narrower float of a quantized model."""
+    return gating.is_narrow(param) and param.dtype in (jnp.float16, jnp.bfloat16)
+
+
 def _master_of(param: ArrayTree) -> ArrayTree:
     """Returns the float32 copy of a parameter, or an `optax.MaskedNode` if it needs none."""
-    return gating.widened_if_narrow(param) if gating.is_narrow(param) else optax.MaskedNode()
+    return gating.widened_if_narrow(param) if _has_master(param) else optax.MaskedNode()
 
 
 def _current_master(param: ArrayTree, master: ArrayTree) -> ArrayTree:
-    """Returns the copy, or the parameter if it is not the rounded copy."""
-    if gating.is_narrow(param) is isinstance(master, optax.MaskedNode):
+    """Returns the copy, or the parameter if it is not the rounded copy or has none."""
+    if _has_master(param) is isinstance(master, optax.MaskedNode):
         raise ArgumentError(
             "The dtypes of the parameters must be those that `init` was called with. Received: "
             f"{jnp.result_type(param)}. Apply updates with optax.apply_updates, which keeps "
             "dtypes, or call tx.init(params) again."
         )
-    if not gating.is_narrow(param):
-        return param
-    is_rounded = _rounded(master, param) == _bits(param)
-    return jnp.where(is_rounded, master, param.astype(jnp.float32))
+    return _followed_jit(param, master) if _has_master(param) else gating.widened_if_narrow(param)
+
+
+@jax.custom_jvp
+def _followed(param: Array, master: Array) -> Array:
+    """The copy, or the parameter where it is not the rounded copy."""
+    return jnp.where(_is_rounded(param, master), master, param.astype(jnp.float32))
+
+
+@_followed.defjvp
+def _followed_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    param, master = primals
+
+    def rounded(tangent: Array) -> Array:
+        # Without the barrier, XLA would leave out the rounding.
+        return jax.lax.optimization_barrier(tangent.astype(param.dtype)).astype(jnp.float32)
+
+    # The derivative of the parameter, which the state may not have (it was made outside), and what
+    # rounding took from that of the copy.
+    of_param, of_master = tangents
+    lost = jnp.where(_is_rounded(param, master), of_master - rounded(of_master), 0.0)
+    return _followed(param, master), rounded(of_param) + lost
 
 
 def _change(param: ArrayTree, master: ArrayTree, update: ArrayTree) -> ArrayTree:
     """Returns what `optax.apply_updates` adds to a parameter, to give it the rounded copy."""
-    if not gating.is_narrow(param):
-        return update
+    if _has_master(param):
+        return _difference_jit(param, master)
+    # `optax.apply_updates` adds to float8 nothing else.
+    fits = gating.is_narrow(param) and gating.is_gradient(update)
+    return update.astype(param.dtype) if fits else update
+
+
+@jax.custom_jvp
+def _difference(param: Array, master: Array) -> Array:
+    """The rounded copy minus the parameter; straight through the rounding for derivatives."""
     bits = _rounded(master, param)
     rounded = jax.lax.bitcast_convert_type(bits, param.dtype)
     # The difference of infinities is NaN, and that of zeros is +0.0, which turns -0.0 into 0.0.
     difference = rounded.astype(jnp.float32) - param.astype(jnp.float32)
     return jnp.where(bits == _bits(param), -0.0, difference)
+
+
+@_difference.defjvp
+def _difference_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    of_param, of_master = tangents
+    return _difference(*primals), of_master - of_param.astype(jnp.float32)
+
+
+# Outside of a compiled function, each of these two is one dispatch instead of many.
+_followed_jit, _difference_jit = (jax.jit(f, inline=True) for f in (_followed, _difference))
+
+
+def _is_rounded(param: Array, master: Array) -> Array:
+    """Whether each element of the parameter is that of the rounded copy, by bits."""
+    return _rounded(master, param) == _bits(param)
 
 
 def _rounded(master: Array, param: Array) -> Array:
