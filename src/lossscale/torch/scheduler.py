@@ -9,13 +9,12 @@ from typing import Any, Protocol, TypeVar, overload
 
 import torch
 from torch.nn import Module
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError, first_names
 from lossscale.packages import warn
 from lossscale.torch import ranks
-from lossscale.torch.buffers import guard_model, innermost, unguard_model
+from lossscale.torch.buffers import guard_model, innermost, memory_of, unguard_model
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
 from lossscale.torch.settings import warn_of_float16_statistics
@@ -218,10 +217,10 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
     return GuardedScheduler(scheduler, optimizer)
 
 
-def _checked_names(model: Any, names: Iterable[str] | None) -> set[str] | None:
-    """The names of the buffers to follow; None for all. Warns if they are large."""
+def _checked_names(model: Any, names: Iterable[str] | None) -> set[str]:
+    """The names of the buffers that get their bits back, also those of other modules for them."""
     tensors = dict(model.named_buffers(remove_duplicate=False))
-    chosen = set(tensors) if names is None else set()
+    chosen: set[int] = set()
     for name in [names] if isinstance(names, str) else names or ():
         fitting = fnmatch.filter(tensors, name)
         if not fitting:
@@ -229,19 +228,27 @@ def _checked_names(model: Any, names: Iterable[str] | None) -> set[str] | None:
                 f"`buffers` must be names of buffers of the model, or patterns of them. Received: "
                 f"{name!r}, which is none of {first_names(tensors)}."
             )
-        chosen.update(fitting)
-    distinct = {id(tensors[name]): name for name in chosen if not is_lazy(tensors[name])}
-    sizes = {n: tensors[n].numel() * tensors[n].element_size() for n in distinct.values()}
+        for path in fitting:
+            if memory_of(tensors[path], path) is None:
+                raise ArgumentError(
+                    f"`buffers` must be dense and have values. Received: {path!r}, of type "
+                    f"{type(tensors[path]).__name__}, {tensors[path].layout}, on "
+                    f"{tensors[path].device}. Leave it out, or make it a plain tensor first."
+                )
+            chosen.add(id(tensors[path]))
+    return {name for name, tensor in tensors.items() if id(tensor) in chosen}
+
+
+def _warn_of_large(sizes: dict[str, int]) -> None:
+    """Warns if the buffers with these names are large."""
     total = sum(sizes.values())
     if total > _LARGE:
         name = max(sizes, key=sizes.__getitem__)
         warn(
             f"guard(model, optimizer) copies {total / 2**20:.0f} MiB of buffers in each step; "
-            f"the largest is {name!r}, {sizes[name] / 2**20:.0f} MiB. Name the buffers that the "
-            "forward pass changes, as in guard(model, optimizer, buffers=["
-            '"*.running_mean", "*.running_var"]).'
+            f"the largest is {name!r}, {sizes[name] / 2**20:.0f} MiB. Register tables that no "
+            "forward pass changes with persistent=False."
         )
-    return None if names is None else chosen
 
 
 def _guarded_model(model: Any, optimizer: Any, buffers: Iterable[str] | None) -> Any:
@@ -259,7 +266,7 @@ def _guarded_model(model: Any, optimizer: Any, buffers: Iterable[str] | None) ->
     elif several:
         inner = innermost(model)
         warn_of_float16_statistics(inner)
-        guard_model(inner, several, _checked_names(inner, buffers))
+        _warn_of_large(guard_model(inner, several, _checked_names(inner, buffers)))
     return model
 
 
