@@ -147,14 +147,16 @@ def guard(scheduler: Scheduler, optimizer: LossScaleOptimizer | GradScaler) -> S
 def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = None) -> Any:
     """Makes a model's buffers, or a learning rate schedule, follow the steps that were applied.
 
-    A **model** is guarded in place and returned. A forward pass changes its buffers, such as the
-    statistics of a batch normalization, before it is known that the step is skipped. They are saved
-    by this call, when a state is loaded into the model or a part of it, and after each applied
-    step; a skipped step gives each buffer its bits back. What is written into buffers between the
-    steps, as by `update_bn`, is kept after `guard(model, optimizer)` is called again. Copies and
-    pickles of the model are not guarded. Guard again after adding modules or buffers; a second
-    guard replaces the first. `unguard` removes it. One copy of the buffers is held, or two for
-    several optimizers.
+    A **model** is guarded in place and returned. A forward pass changes its buffers before it is
+    known that the step is skipped. After a skipped step the statistics of normalization layers
+    (`running_mean`, `running_var` and `num_batches_tracked` of PyTorch's classes and their
+    subclasses) and the buffers named by `buffers` have their bits from before. In other dense
+    floating-point buffers of the state dictionary, numbers that are no longer finite get their last
+    finite value. All else stays as the forward pass left it. Buffers are copied by this call, when
+    a state is loaded into the model or a part of it, and after each applied step. Call `guard`
+    again after you write into a buffer, as `update_bn` does, or a skipped step may undo it; and
+    after you add modules or buffers. A second guard replaces the first, and `unguard` removes it.
+    Copies and pickles of the model are not guarded. One copy of the buffers is held.
 
     `update_parameters` of a `torch.optim.swa_utils.AveragedModel` does nothing, if every step since
     its last call was skipped.
@@ -171,11 +173,12 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
             scheduler may have been made for `optimizer` or for the inner optimizer; with a
             `GradScaler` for the optimizer whose steps count, or a wrapper of it such as
             Accelerate's.
-        optimizer: The `LossScaleOptimizer` whose steps count, or the `GradScaler`. For a model that
-            several optimizers train, a list of them: if one skips, the buffers return to their
-            values after the last step, or before it if the skipped loss is older than that step.
-        buffers: Names of the buffers to follow, or patterns such as `"*.running_mean"`; None for
-            all. A warning asks for it if the model has more than 64 MiB of buffers.
+        optimizer: The `LossScaleOptimizer` whose steps count, or the `GradScaler`. For a model, a
+            list of all optimizers whose losses pass through it. A skip of any puts back what the
+            last applied step of any left; the copy then takes finite numbers alone. The same holds
+            for a scaler once it has stepped a second optimizer.
+        buffers: Names of other buffers that get their bits back, or patterns such as `"*.codes"`. A
+            module that initializes itself from its first batch is named.
 
     Returns:
         The model; or a scheduler with all attributes of `scheduler`, to use in its place.
@@ -183,7 +186,8 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
     Raises:
         TypeError: If `optimizer` is not a loss scale optimizer of PyTorch, or `scheduler` has no
             `step` or is guarded already.
-        ArgumentError: If no buffer has one of the names in `buffers`.
+        ArgumentError: If no buffer has one of the names in `buffers`, or one with such a name is
+            sparse, on the meta device or otherwise not dense.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
@@ -218,7 +222,7 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
 
 
 def _checked_names(model: Any, names: Iterable[str] | None) -> set[str]:
-    """The names of the buffers that get their bits back, also those of other modules for them."""
+    """The names of the buffers that `names` selects; all of them, if one has several."""
     tensors = dict(model.named_buffers(remove_duplicate=False))
     chosen: set[int] = set()
     for name in [names] if isinstance(names, str) else names or ():
