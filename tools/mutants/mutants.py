@@ -326,6 +326,14 @@ tests/frameworks/torch/test_grad_scaler.py
     torch GradScaler.unscale_: self._stage_of(optimizer) is OptState.UNSCALED -> False
 tests/frameworks/torch/test_clipping.py
     torch coefficient: 1.0 -> 2.0
+tests/frameworks/torch/test_buffers.py
+    torch BufferGuard._step_over: now.abs() < math.inf -> now == now  -k rule_says
+    torch BufferGuard._step_over: repaired if has_several else now -> now  -k rule_says
+    torch BufferGuard._step_over: copy if is_own else repaired -> copy  -k rule_says
+    torch BufferGuard._step_over: torch.where(flag, copy, now) -> copy  -k rule_says
+    torch BufferGuard._look: name in passing -> False  -k rule_says
+    torch BufferGuard._look: None if is_lazy(each) else each -> each  -k lazy
+    torch GradScaler._notify: len(self._records) > 1 -> False  -k passes_come
 tests/frameworks/torch/test_guard.py
     torch GuardedScheduler._holds: now[0] > made and now[1] == applied -> False
     torch GuardedScheduler._holds: now >= self._seen -> True

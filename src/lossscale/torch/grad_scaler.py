@@ -339,7 +339,10 @@ class GradScaler(torch.amp.GradScaler):
         result = step(optimizer, *args, **kwargs)
         entry = self._per_optimizer_states[id(optimizer)]
         if "skipped" not in entry:
-            self._count(optimizer, next(iter(entry["found_inf_per_device"].values()), False))
+            found: Flag = next(iter(entry["found_inf_per_device"].values()), False)
+            self._count(optimizer, entry, found)
+        # After the step, whose hooks may write what observers save.
+        self._notify(entry["skipped"], optimizer)
         is_empty, first_steps = entry.get("is_empty", False), self._record_of(optimizer).first_steps
         first_steps.made(optimizer, is_empty, self._scaled_since_update)
         return result
@@ -441,7 +444,7 @@ class GradScaler(torch.amp.GradScaler):
     def _is_skipped(
         self, optimizer: Optimizer, entry: dict[str, Any], divisor: Tensor | None = None
     ) -> bool:
-        """Waits for the decision on a step, counts it, and notifies the observers."""
+        """Waits for the decision on a step, counts it, and shows it to monitors."""
         overflow = gradients.any_overflow(entry["found_inf_per_device"].values())
         assert self._scale is not None
         if self._observers.have_monitor:
@@ -451,18 +454,17 @@ class GradScaler(torch.amp.GradScaler):
             self._observers.decided(decided)
         else:
             number = read(overflow)
-        entry["skipped"] = skipped = bool(number)
-        self._count(optimizer, skipped)
-        return skipped
+        self._count(optimizer, entry, bool(number))
+        return bool(number)
 
-    def _count(self, optimizer: Optimizer, flag: Flag) -> None:
+    def _count(self, optimizer: Optimizer, entry: dict[str, Any], flag: Flag) -> None:
+        entry["skipped"] = flag
         self._skipped_so_far = self._skips.add(flag, self._skipped_so_far)
-        record = self._record_of(optimizer)
-        record.count.add(flag)
-        # After the first step others may come.
-        is_only = len(self._records) == 1 and record.first_steps.without is None
-        ids = record.info.ids if is_only else ()
-        self._observers.stepped(Stepped(self, flag, self._scale, optimizer, ids))
+        self._record_of(optimizer).count.add(flag)
+
+    def _notify(self, flag: Flag, optimizer: Optimizer | None = None) -> None:
+        scale = None if optimizer is None else self._scale
+        self._observers.stepped(Stepped(self, flag, scale, optimizer, len(self._records) > 1))
 
     @uncompiled
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -485,7 +487,7 @@ class GradScaler(torch.amp.GradScaler):
                 self._check_scale_growth_tracker("update")
             self._set_scale(new_scale_of(new_scale, self._rule))
         if left_out is not False:
-            self._observers.stepped(Stepped(self, left_out, ids=()))
+            self._notify(left_out)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._scaled_since_update = self._skipped_so_far = False
 

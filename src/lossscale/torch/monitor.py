@@ -239,7 +239,7 @@ class Monitor(LoopMonitor, Observer):
             warn(
                 f"A skipped step has left {spoiled[0]!r} of the model not finite. The forward pass "
                 "changed it, and evaluation will use it. Load a checkpoint, and call "
-                "lossscale.torch.guard(model, optimizer): then a skipped step restores buffers."
+                "lossscale.torch.guard(model, optimizer), which keeps persistent buffers finite."
             )
 
     def _steps_so_far(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -44,14 +44,14 @@ class Stepped(NamedTuple):
         skipped: Whether it was skipped: a bool, or a tensor if only the device knows.
         scale: The loss scale of the step; None if nobody needs it, or with `decide="device"`.
         optimizer: The argument of hooks; for a scaler the optimizer that it stepped.
-        ids: For a scaler, those of the parameters of its only optimizer; empty if there are more.
+        is_one_of_several: Whether the scaler steps other optimizers, too.
     """
 
     stepper: Stepper
     skipped: Flag
     scale: Tensor | float | None = None
     optimizer: Any = None
-    ids: Collection[int] | None = None
+    is_one_of_several: bool = False
 
 
 class Observer:

@@ -9,13 +9,12 @@ from typing import Any, Protocol, TypeVar, overload
 
 import torch
 from torch.nn import Module
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError, first_names
 from lossscale.packages import warn
 from lossscale.torch import ranks
-from lossscale.torch.buffers import guard_model, innermost, unguard_model
+from lossscale.torch.buffers import guard_model, innermost, memory_of, unguard_model
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
 from lossscale.torch.settings import warn_of_float16_statistics
@@ -148,14 +147,16 @@ def guard(scheduler: Scheduler, optimizer: LossScaleOptimizer | GradScaler) -> S
 def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = None) -> Any:
     """Makes a model's buffers, or a learning rate schedule, follow the steps that were applied.
 
-    A **model** is guarded in place and returned. A forward pass changes its buffers, such as the
-    statistics of a batch normalization, before it is known that the step is skipped. They are saved
-    by this call, when a state is loaded into the model or a part of it, and after each applied
-    step; a skipped step gives each buffer its bits back. What is written into buffers between the
-    steps, as by `update_bn`, is kept after `guard(model, optimizer)` is called again. Copies and
-    pickles of the model are not guarded. Guard again after adding modules or buffers; a second
-    guard replaces the first. `unguard` removes it. One copy of the buffers is held, or two for
-    several optimizers.
+    A **model** is guarded in place and returned. A forward pass changes its buffers before it is
+    known that the step is skipped. After a skipped step the statistics of normalization layers
+    (`running_mean`, `running_var` and `num_batches_tracked` of PyTorch's classes and their
+    subclasses) and the buffers named by `buffers` have their bits from before. In other dense
+    floating-point buffers of the state dictionary, numbers that are no longer finite get their last
+    finite value. All else stays as the forward pass left it. Buffers are copied by this call, when
+    a state is loaded into the model or a part of it, and after each applied step. Call `guard`
+    again after you write into a buffer, as `update_bn` does, or a skipped step may undo it; and
+    after you add modules or buffers. A second guard replaces the first, and `unguard` removes it.
+    Copies and pickles of the model are not guarded. One copy of the buffers is held.
 
     `update_parameters` of a `torch.optim.swa_utils.AveragedModel` does nothing, if every step since
     its last call was skipped.
@@ -172,11 +173,12 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
             scheduler may have been made for `optimizer` or for the inner optimizer; with a
             `GradScaler` for the optimizer whose steps count, or a wrapper of it such as
             Accelerate's.
-        optimizer: The `LossScaleOptimizer` whose steps count, or the `GradScaler`. For a model that
-            several optimizers train, a list of them: if one skips, the buffers return to their
-            values after the last step, or before it if the skipped loss is older than that step.
-        buffers: Names of the buffers to follow, or patterns such as `"*.running_mean"`; None for
-            all. A warning asks for it if the model has more than 64 MiB of buffers.
+        optimizer: The `LossScaleOptimizer` whose steps count, or the `GradScaler`. For a model, a
+            list of all optimizers whose losses pass through it. A skip of any puts back what the
+            last applied step of any left; the copy then takes finite numbers alone. The same holds
+            for a scaler once it has stepped a second optimizer.
+        buffers: Names of other buffers that get their bits back, or patterns such as `"*.codes"`. A
+            module that initializes itself from its first batch is named.
 
     Returns:
         The model; or a scheduler with all attributes of `scheduler`, to use in its place.
@@ -184,7 +186,8 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
     Raises:
         TypeError: If `optimizer` is not a loss scale optimizer of PyTorch, or `scheduler` has no
             `step` or is guarded already.
-        ArgumentError: If no buffer has one of the names in `buffers`.
+        ArgumentError: If no buffer has one of the names in `buffers`, or one with such a name is
+            sparse, on the meta device or otherwise not dense.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
@@ -218,10 +221,10 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
     return GuardedScheduler(scheduler, optimizer)
 
 
-def _checked_names(model: Any, names: Iterable[str] | None) -> set[str] | None:
-    """The names of the buffers to follow; None for all. Warns if they are large."""
+def _checked_names(model: Any, names: Iterable[str] | None) -> set[str]:
+    """The names of the buffers that `names` selects; all of them, if one has several."""
     tensors = dict(model.named_buffers(remove_duplicate=False))
-    chosen = set(tensors) if names is None else set()
+    chosen: set[int] = set()
     for name in [names] if isinstance(names, str) else names or ():
         fitting = fnmatch.filter(tensors, name)
         if not fitting:
@@ -229,19 +232,27 @@ def _checked_names(model: Any, names: Iterable[str] | None) -> set[str] | None:
                 f"`buffers` must be names of buffers of the model, or patterns of them. Received: "
                 f"{name!r}, which is none of {first_names(tensors)}."
             )
-        chosen.update(fitting)
-    distinct = {id(tensors[name]): name for name in chosen if not is_lazy(tensors[name])}
-    sizes = {n: tensors[n].numel() * tensors[n].element_size() for n in distinct.values()}
+        for path in fitting:
+            if memory_of(tensors[path], path) is None:
+                raise ArgumentError(
+                    f"`buffers` must be dense and have values. Received: {path!r}, of type "
+                    f"{type(tensors[path]).__name__}, {tensors[path].layout}, on "
+                    f"{tensors[path].device}. Leave it out, or make it a plain tensor first."
+                )
+            chosen.add(id(tensors[path]))
+    return {name for name, tensor in tensors.items() if id(tensor) in chosen}
+
+
+def _warn_of_large(sizes: dict[str, int]) -> None:
+    """Warns if the buffers with these names are large."""
     total = sum(sizes.values())
     if total > _LARGE:
         name = max(sizes, key=sizes.__getitem__)
         warn(
             f"guard(model, optimizer) copies {total / 2**20:.0f} MiB of buffers in each step; "
-            f"the largest is {name!r}, {sizes[name] / 2**20:.0f} MiB. Name the buffers that the "
-            "forward pass changes, as in guard(model, optimizer, buffers=["
-            '"*.running_mean", "*.running_var"]).'
+            f"the largest is {name!r}, {sizes[name] / 2**20:.0f} MiB. Register tables that no "
+            "forward pass changes with persistent=False."
         )
-    return None if names is None else chosen
 
 
 def _guarded_model(model: Any, optimizer: Any, buffers: Iterable[str] | None) -> Any:
@@ -259,7 +270,7 @@ def _guarded_model(model: Any, optimizer: Any, buffers: Iterable[str] | None) ->
     elif several:
         inner = innermost(model)
         warn_of_float16_statistics(inner)
-        guard_model(inner, several, _checked_names(inner, buffers))
+        _warn_of_large(guard_model(inner, several, _checked_names(inner, buffers)))
     return model
 
 
