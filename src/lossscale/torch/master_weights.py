@@ -108,8 +108,9 @@ class MasterWeights(OuterOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._prepare()
-        self._take_written()
-        return {"inner_optimizer": self.inner_optimizer, "_masters": self._masters}
+        written = [parameter for parameter, _ in self._written(self._masters.items())]
+        masters = {"_masters": self._masters, "_written_then": written}
+        return {"inner_optimizer": self.inner_optimizer, **masters}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, optimizers=[state["inner_optimizer"]])
@@ -125,6 +126,7 @@ class MasterWeights(OuterOptimizer):
         self._facts: list[object] = []
         # By the id of each master, as this optimizer has left it.
         self._remember()
+        self._versions |= {id(self._masters[p]): -1 for p in vars(self).pop("_written_then", ())}
         # It may refuse parameters, and has changed nothing then.
         self._prepare()
         self._refuse_other_steps()
