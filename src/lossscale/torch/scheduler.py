@@ -33,6 +33,8 @@ class HasStep(Protocol):
 
 
 Scheduler = TypeVar("Scheduler", bound=HasStep)
+Steppers = LossScaleOptimizer | GradScaler | MasterWeights
+"""A `MasterWeights` alone is for an `AveragedModel`."""
 
 
 class GuardedScheduler:
@@ -113,7 +115,7 @@ def _blank() -> GuardedScheduler:
 @overload
 def guard(
     scheduler: Model,
-    optimizer: LossScaleOptimizer | GradScaler | Sequence[LossScaleOptimizer | GradScaler],
+    optimizer: Steppers | Sequence[Steppers],
     *,
     buffers: Iterable[str] | None = None,
 ) -> Model: ...
@@ -152,7 +154,8 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
             scheduler may have been made for `optimizer` or for the inner optimizer; with a
             `GradScaler` for the optimizer whose steps count, or a wrapper of it such as
             Accelerate's.
-        optimizer: The `LossScaleOptimizer` whose steps count, or the `GradScaler`. For a model that
+        optimizer: The `LossScaleOptimizer` whose steps count, or the `GradScaler`; for an average
+            also a `MasterWeights` that is used without them. For a model that
             several optimizers train, a list of them: if one skips, the buffers return to their
             values after the last step, or before it if the skipped loss is older than that step.
         buffers: Names of the buffers to follow, or patterns such as `"*.running_mean"`; None for
