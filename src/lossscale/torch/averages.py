@@ -14,9 +14,9 @@ from torch.nn import Module
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.master_weights import MasterWeights, living_masters
+from lossscale.torch.masters import is_narrow
 from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
 from lossscale.torch.optimizer_list import with_parts
-from lossscale.torch.rounding import is_narrow
 
 
 def float32_state_dict(model: Module, optimizer: Any) -> dict[str, Any]:
@@ -155,6 +155,7 @@ def _check_average(parameters: Iterable[Tensor]) -> None:
     if narrow is not None:
         raise ArgumentError(
             f"An average in {narrow.dtype} stands still, because its updates round to nothing. "
-            "Average in float32: averaged = lossscale.torch.guard(AveragedModel(copy.deepcopy("
-            "model).float()), optimizer)."
+            "Average in float32: "
+            "lossscale.torch.guard(torch.optim.swa_utils.AveragedModel("
+            "copy.deepcopy(model).float()), optimizer)."
         )

@@ -27,14 +27,18 @@ from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, CallOrderEr
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
 from lossscale.torch import fused, ranks
-from lossscale.torch.master_checks import (
+from lossscale.torch.masters import (
+    Pairs,
     check_can_have_masters,
     check_shape,
     check_value,
+    is_narrow,
+    is_same,
+    merged,
+    round_into,
     with_held,
 )
 from lossscale.torch.optimizer_list import OuterOptimizer, with_parts
-from lossscale.torch.rounding import Pairs, is_narrow, is_same, merged, round_into
 
 _P, _R = ParamSpec("_P"), TypeVar("_R")
 _KEY, _REFUSES = "master_weight", "masters"

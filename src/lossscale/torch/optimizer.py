@@ -21,7 +21,7 @@ from lossscale.errors import ArgumentTypeError, CallOrderError, GradientsError, 
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule, StatsRequest
-from lossscale.torch import closures, fused, gradients, master_checks, ranks
+from lossscale.torch import closures, fused, gradients, masters, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.backward import (
     Inputs,
@@ -229,7 +229,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
         try:
             _backpropagate(loss, multiplier, gradient, retain_graph, create_graph, inputs)
         except RuntimeError as error:
-            master_checks.check_not_of_ddp(error)
+            masters.check_not_of_ddp(error)
             raise
         finally:
             record.in_backward = False

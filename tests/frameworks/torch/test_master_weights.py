@@ -260,6 +260,8 @@ def run_random_program(seed):
         if not hand.step(losses(hand.model), scale, clip):
             assert is_bad
             scale /= 2
+            # The groups that are saved have the scale, too.
+            saved.clear()
         assert way.scales() == [scale][: verb != "bare"]
         masters = inner.masters
         for parameter, other, master in pairs(model.parameters(), hand.parameters, hand.masters):
@@ -1077,13 +1079,13 @@ def test_a_second_one_and_a_direct_step():
 
 
 def test_a_pytorch_without_float32_gradients(monkeypatch):
-    from lossscale.torch import master_checks
+    from lossscale.torch import masters
 
-    monkeypatch.setattr(master_checks, "Tensor", types.SimpleNamespace(), raising=True)
+    monkeypatch.setattr(masters, "Tensor", types.SimpleNamespace(), raising=True)
     model = [types.SimpleNamespace(dtype=F16)]
-    monkeypatch.setattr(master_checks, "is_narrow", lambda parameter: True)
+    monkeypatch.setattr(masters, "is_narrow", lambda parameter: True)
     with pytest.raises(errors.UnsupportedError, match=r"PyTorch 2.10 or later.*torch.autocast"):
-        master_checks.check_can_have_masters(types.SimpleNamespace(param_groups=[]), model)
+        masters.check_can_have_masters(types.SimpleNamespace(param_groups=[]), model)
 
 
 def test_float16_without_masters_is_told_of_them():
