@@ -450,9 +450,11 @@ class MasterWeights(OuterOptimizer):
             if getattr(hook, "of_lossscale", None) != _REFUSES:
                 hook(inner, (), more)
         self._prepare()
-        skips = of_scaler[1]
-        if len(self._masters) > len(self._pairs) and (skips is None or not skips.item()):
-            self._unpark()
+        if len(self._masters) > len(self._pairs):
+            # Ours sets them on the innermost optimizer. Of parked masters the host waits once.
+            flags = of_scaler[1], vars(inner).get("found_inf")
+            if not any(flag is not None and flag.item() for flag in flags):
+                self._unpark()
         try:
             with self._stepping(), fused.attributes([inner], *of_scaler):
                 vars(inner).update({name: {} for name in hooks})

@@ -610,6 +610,31 @@ def test_models_that_are_converted_after_the_start():
     assert late[0].weight.grad.dtype == F32
 
 
+@pytest.mark.parametrize("verb", ["device", "drop-in"])
+def test_masters_stay_parked_while_the_device_skips(verb):
+    model = net()
+    inner = MasterWeights(adamw(model, fused=True))
+    way = Way(verb, [inner], scale=2.0**8, device=DEVICE)
+
+    def step_by(factor):
+        way.zero_grad(True)
+        way.backward(loss_of(model, factor))
+        way.step()
+
+    for _ in range(3):
+        step_by(1.0)
+    masters = list(map(bits, inner.masters.values()))
+    model.float()
+    before = list(map(bits, model.parameters()))
+    step_by(INF)
+    assert list(map(bits, model.parameters())) == before
+    model.half()
+    assert list(map(bits, inner.masters.values())) == masters
+    model.float()
+    step_by(1.0)
+    assert not inner.masters
+
+
 def test_frozen_added_and_mixed_parameters():
     model = net()
     model[1] = nn.LayerNorm(8).to(DEVICE)
