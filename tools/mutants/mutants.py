@@ -296,6 +296,14 @@ tests/frameworks/torch/test_steps.py
     torch attributes: vars(optimizer).pop -> vars(optimizer).setdefault  -k raises
     torch GradientRecord.kept_scaled_gradients: any(as_they_were) and not all(as_they_were) -> False
         -k gradients_of_some
+tests/frameworks/torch/test_master_weights.py
+    torch MasterWeights._take_written: self._written(...) -> []  -k set_in_every_order
+    torch MasterWeights._note_masters: not older._masters.keys().isdisjoint(newer._masters) -> False
+        -k older_one_refuses
+    torch _where_rounded: torch.where(...) -> parameter  -k float32_now
+tests/frameworks/torch/test_averages.py
+    torch HeldBack._as_averaged: masters.get(now, now) -> now  -k of_the_masters
+    torch float32_state_dict: masters.get(value, value) -> value  -k loads_the_masters
 tests/frameworks/torch/test_monitor.py
     torch OverflowTracker._track: number == self.last_step == self._skip[0] -> False
         -k share_a_scaler

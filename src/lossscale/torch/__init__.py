@@ -2,7 +2,8 @@
 
 `LossScaleOptimizer` wraps an optimizer of PyTorch, and `MasterWeights`, inside it, one of a float16
 model; `guard` lets the buffers of a model and a
-learning rate schedule follow the steps that were applied. `GradScaler` is a drop-in for
+learning rate schedule follow the steps that were applied. `float32_state_dict` exports a float16
+model with its masters. `GradScaler` is a drop-in for
 `torch.amp.GradScaler`, and `install` puts it in the places of that one. `diagnose` says whether a
 model needs any of them. `Monitor` records what they do.
 """
@@ -21,6 +22,7 @@ __all__ = [
     "Monitor",
     "diagnose",
     "explain",
+    "float32_state_dict",
     "guard",
     "install",
     "report_skips_to_accelerate",
@@ -34,6 +36,7 @@ _WHERE = {
     "Monitor": "monitor",
     "diagnose": ".diagnosis.torch",
     "explain": "repeated_step",
+    "float32_state_dict": "averages",
     "guard": "scheduler",
     "install": "installation",
     "report_skips_to_accelerate": "scheduler",
@@ -43,6 +46,7 @@ _WHERE = {
 
 if TYPE_CHECKING:
     from lossscale.diagnosis.torch import diagnose as diagnose
+    from lossscale.torch.averages import float32_state_dict as float32_state_dict
     from lossscale.torch.grad_scaler import GradScaler as GradScaler
     from lossscale.torch.installation import install as install
     from lossscale.torch.master_weights import MasterWeights as MasterWeights

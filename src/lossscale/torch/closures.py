@@ -128,7 +128,7 @@ def _saved(inner: Optimizer) -> Saved:
         return value.clone() if isinstance(value, Tensor) else copy.copy(value)
 
     state = {p: {k: copied(v) for k, v in each.items()} for p, each in inner.state.items()}
-    masters = inner.masters.values() if isinstance(inner, MasterWeights) else ()
+    masters = inner._masters.values() if isinstance(inner, MasterWeights) else ()
     return [(p, p.detach().clone()) for p in (*ranks.parameters_of(inner), *masters)], state
 
 

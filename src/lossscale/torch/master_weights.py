@@ -12,46 +12,41 @@ import functools
 import inspect
 import itertools
 import operator
-import reprlib
-import types
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeGuard
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn import Parameter
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lossscale.common.checks import check_not_wrapped, remember_wrapper
-from lossscale.errors import (
-    AlreadyWrappedError,
-    ArgumentTypeError,
-    CallOrderError,
-    StateDictError,
-    UnsupportedError,
-)
+from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, CallOrderError
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
 from lossscale.torch import fused, ranks
-from lossscale.torch.optimizer_list import OuterOptimizer
+from lossscale.torch.masters import (
+    Pairs,
+    check_can_have_masters,
+    check_shape,
+    check_value,
+    is_narrow,
+    is_same,
+    merged,
+    round_into,
+    with_held,
+)
+from lossscale.torch.optimizer_list import OuterOptimizer, with_parts
 
-Pairs = list[tuple[Tensor, Tensor]]
-"""Parameters, each with its master."""
-
+_P, _R = ParamSpec("_P"), TypeVar("_R")
 _KEY, _REFUSES = "master_weight", "masters"
 _HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-_NARROW = frozenset({torch.float16, torch.bfloat16})
-_FACTS = operator.attrgetter("dtype", "device", "shape")
-_TOGETHER = {"cpu": 2**15}
-"""Elements that are compared together, in a few times their memory: in a cache, or all that fit."""
-
-_sharing: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
-"""Those that have masters."""
+_KIND = operator.attrgetter("dtype", "device")
+_NO_STATE: dict[str, Any] = {}
+_numbers = itertools.count()
+_living: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
 
 
 class MasterWeights(OuterOptimizer):
@@ -116,20 +111,26 @@ class MasterWeights(OuterOptimizer):
         self.__setstate__({"inner_optimizer": optimizer, "_masters": {}})
 
     def __getstate__(self) -> dict[str, Any]:
-        self._round_written()
-        return {"inner_optimizer": self.inner_optimizer, "_masters": self._masters}
+        self._prepare()
+        written = [parameter for parameter, _ in self._written(self._masters.items())]
+        masters = {"_masters": self._masters, "_written_then": written}
+        return {"inner_optimizer": self.inner_optimizer, **masters}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, optimizers=[state["inner_optimizer"]])
         self._optimizer_step_pre_hooks = OrderedDict()
         self._optimizer_step_post_hooks = OrderedDict()
         self._is_stepping = self._warned = False
+        self._is_compared = False
+        self._number = next(_numbers)
+        # Those that were made later over a parameter of this one, as long as they live.
+        self._newer: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
+        # Of the masters, those whose parameters are narrow now; the others are parked.
         self._pairs: Pairs = []
         self._facts: list[object] = []
-        self._dtypes: dict[int, torch.dtype] = {}
-        self._versions: list[int] = []
-        # While gradients are still of the parameters' dtype; see `state`.
-        self._narrow_until_first: list[RemovableHandle] = []
+        # By the id of each master, as this optimizer has left it.
+        self._remember()
+        self._versions |= {id(self._masters[p]): -1 for p in vars(self).pop("_written_then", ())}
         # It may refuse parameters, and has changed nothing then.
         self._prepare()
         self._refuse_other_steps()
@@ -140,8 +141,8 @@ class MasterWeights(OuterOptimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of the optimizer, with the parameters of the model."""
-        # Each verb of a loss scale reads them before the backward pass, or before it unscales.
-        if not self._is_stepping and self._watched() != self._last_watched:
+        # A loss scale reads them before the backward pass, and before it unscales.
+        if not (self._is_stepping or self._is_compared) and self._has_changed():
             self._prepare()
         return self.inner_optimizer.param_groups
 
@@ -150,23 +151,9 @@ class MasterWeights(OuterOptimizer):
         self.inner_optimizer.param_groups = groups
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # only read
-        """The default hyperparameters of the optimizer."""
-        return self.inner_optimizer.defaults
-
-    @property
     def state(self) -> defaultdict[Tensor, Any]:
         """The state of the optimizer by parameter, with `master_weight` after the first step."""
-        pairs, state = self._pairs, self.inner_optimizer.state
-        if not (state or self._narrow_until_first or any(p.grad is not None for p, _ in pairs)):
-            # torch.distributed.checkpoint makes an empty state by a step with gradients of the
-            # parameters' dtype. Then reading `param_groups` makes these float32.
-            for parameter in (p for p, _ in pairs if p.requires_grad):
-                parameter.grad_dtype = parameter.dtype
-                handle = parameter.register_post_accumulate_grad_hook(_receive_float32)
-                self._narrow_until_first.append(handle)
-            self._last_watched = self._watched()
-        return state
+        return self.inner_optimizer.state
 
     @state.setter
     def state(self, state: defaultdict[Tensor, Any]) -> None:
@@ -174,12 +161,42 @@ class MasterWeights(OuterOptimizer):
 
     @property
     def masters(self) -> Mapping[Tensor, Tensor]:
-        """The float32 copies by parameter, for the float16 and bfloat16 parameters.
+        """The float32 masters by parameter: `masters[parameter]` is a copy.
 
-        Write into them to start from weights that were not rounded to float16, or from others: the
-        next step, or what reads this, rounds them into the parameters.
+        It contains what was written into the parameter since the last step. Writing into it is an
+        error; `set_masters` changes masters.
         """
-        return types.MappingProxyType(dict(self._adopt_written()))
+        return _Masters(self)
+
+    @torch.no_grad()
+    def set_masters(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Sets masters to weights that were not rounded to float16, and rounds them at once.
+
+        Args:
+            values: The weights by parameter, of any dtype. A parameter that has no master, because
+                it is float32, gets them itself. They are copied.
+
+        Raises:
+            StateDictError: If a key is not a parameter of the optimizer, or its values have another
+                shape or are not finite in its dtype. Then nothing is changed.
+            CallOrderError: If a newer `MasterWeights` has a parameter of this one.
+
+        Examples:
+            >>> model = torch.nn.Linear(3, 1).half()
+            >>> inner = lossscale.torch.MasterWeights(torch.optim.AdamW(model.parameters()))
+            >>> inner.set_masters({model.bias: torch.tensor([0.1])})
+            >>> inner.masters[model.bias], model.bias.detach()
+            (tensor([0.1000]), tensor([0.1000], dtype=torch.float16))
+        """
+        self._check_is_newest()
+        self._prepare()
+        own = set(map(id, ranks.parameters_of(self.inner_optimizer)))
+        for parameter, value in values.items():
+            check_value(parameter if id(parameter) in own else None, value)
+        self._take_written()
+        for parameter, value in values.items():
+            self._masters.get(parameter, parameter).copy_(value)
+        self._take_written()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -196,6 +213,7 @@ class MasterWeights(OuterOptimizer):
 
         @functools.wraps(value)
         def with_masters(*args: Any, **kwargs: Any) -> Any:
+            self._prepare()
             with self._stepping():
                 return value(*args, **kwargs)
 
@@ -203,92 +221,148 @@ class MasterWeights(OuterOptimizer):
 
     # --- The masters --------------------------------------------------------------------------
 
-    def _prepare(self) -> Pairs:
-        """The narrow parameters that the optimizer has now, with their masters."""
-        inner, before = self.inner_optimizer, self._masters
-        parameters = ranks.parameters_of(inner)
-        facts = [*map(id, parameters), *map(_FACTS, parameters)]
-        if facts != self._facts:
-            _check_can_have_masters(inner, parameters)
-            narrow = list(filter(_is_narrow, parameters))
-            self._masters = {p: _master_of(p, before.get(p)) for p in narrow}
-            _sharing.add(self)
-            for p in parameters:
-                if p in self._masters and p not in before:
-                    _widen_state(inner, p)
-                elif p in before and p not in self._masters:
-                    _widen(p, before[p], self._dtypes.get(id(p), torch.float16))
-                    inner.state.get(p, {}).pop(_KEY, None)
-            written = {id(p) for p, _ in self._written()}
-            self._pairs, self._facts = list(self._masters.items()), facts
-            self._dtypes = {id(p): p.dtype for p in narrow}
-            self._versions = [-1 if id(p) in written else m._version for p, m in self._pairs]
-        for handle in self._narrow_until_first:
-            handle.remove()
-        self._narrow_until_first.clear()
-        for parameter, _ in () if self._is_stepping else self._pairs:
-            _receive_float32(parameter)
-        self._last_watched = self._watched()
-        return self._pairs
-
-    def _watched(self) -> tuple[object, ...]:
-        """Properties of two parameters, which other code changes together with those of all.
+    def _has_changed(self) -> bool:
+        """Whether other code has changed properties of the parameters.
 
         A copy of a model has lost the dtype of its gradients, and `model.half()` leaves float16
-        gradients.
+        gradients: of all, so that two are enough.
         """
-        groups = [group["params"] for group in self.inner_optimizer.param_groups if group["params"]]
-        two = (groups[0][0], groups[-1][-1]) if groups else ()
-        some = [p for p, _ in self._pairs] if self._narrow_until_first else two
-        has_narrow = any(p.grad is not None and _is_narrow(p.grad) for p in some)
-        looks = [(id(p), p.dtype, getattr(p, "grad_dtype", None)) for p in two]
-        return sum(map(len, groups)), looks, has_narrow
+        two = [pair[0] for pair in (self._pairs[:1] + self._pairs[-1:])]
+        return self._facts_now() != self._facts or any(
+            p.grad_dtype != torch.float32 or (p.grad is not None and is_narrow(p.grad)) for p in two
+        )
+
+    def _facts_now(self) -> list[object]:
+        parameters = ranks.parameters_of(self.inner_optimizer)
+        shapes = [parameter.shape for parameter in self._masters]
+        return [*map(id, parameters), *map(type, parameters), *map(_KIND, parameters), *shapes]
+
+    def _prepare(self) -> None:
+        """Makes masters for the narrow parameters that the optimizer has now."""
+        if self._facts_now() != self._facts:
+            self._make_masters()
+            self._facts = self._facts_now()
+        for parameter, _ in () if self._is_stepping else self._pairs:
+            gradient = parameter.grad
+            if parameter.grad_dtype is not torch.float32 or is_narrow(gradient):
+                parameter.grad = None
+                parameter.grad_dtype = torch.float32
+                parameter.grad = None if gradient is None else gradient.to(torch.float32)
+
+    def _make_masters(self) -> None:
+        inner, before = self.inner_optimizer, self._masters
+        parameters = ranks.parameters_of(inner)
+        check_can_have_masters(inner, parameters)
+        self._masters = {
+            p: _master_of(p, before.get(p)) for p in parameters if is_narrow(p) or p in before
+        }
+        for p in self._masters.keys() - before.keys():
+            state = inner.state.get(p, {})
+            state.update({key: v.float() for key, v in state.items() if is_narrow(v)})
+            if "initial_accumulator_value" in inner.defaults and state.get("step", 1) == 0:
+                # Adagrad has made it, rounded to float16.
+                state["sum"].fill_(inner.defaults["initial_accumulator_value"])
+        # What was written into others is still to be taken.
+        known, _ = self._versions, self._remember()
+        self._versions |= {key: known[key] for key in self._versions.keys() & known.keys()}
+        self._note_masters()
+        _living.add(self)
 
     def _remember(self) -> None:
         """Remembers that masters are as this optimizer has left them."""
-        self._versions = [master._version for _, master in self._pairs]
+        self._versions = {id(master): master._version for master in self._masters.values()}
 
-    def _written(self) -> Pairs:
-        """The pairs into whose master other code has written."""
-        pairs = zip(self._pairs, self._versions, strict=True)
-        return [pair for pair, version in pairs if pair[1]._version != version]
+    def _note_masters(self) -> None:
+        """Notes which masters are parked, and who has masters of the same parameters."""
+        self._pairs = [pair for pair in self._masters.items() if is_narrow(pair[0])]
+        # Lightning gives the attributes of an optimizer to another object.
+        others = (each for each in _living if each.inner_optimizer is not self.inner_optimizer)
+        for other in others:
+            older, newer = sorted((self, other), key=lambda each: each._number)
+            is_shared = not older._masters.keys().isdisjoint(newer._masters)
+            (older._newer.add if is_shared else older._newer.discard)(newer)
+
+    def _check_is_newest(self) -> None:
+        if self._newer:
+            raise CallOrderError(
+                "A MasterWeights that was made later has a parameter of this one, and its master. "
+                "For several models or rates, make one optimizer with several parameter groups. "
+                "To train again from the start, use the new one."
+            )
+
+    def _written(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Pairs:
+        """Parameters, with the master that other code has written or assigned in the state."""
+        state, versions, found = self.inner_optimizer.state, self._versions, Pairs()
+        for p, master in pairs:
+            value = state.get(p, _NO_STATE).get(_KEY, master)
+            if value is not master or master._version != versions[id(master)]:
+                found.append((p, value))
+        return found
 
     @torch.no_grad()
-    def _round_written(self) -> Pairs:
-        """Rounds masters into which other code has written, also in the state."""
-        pairs, state = self._prepare(), self.inner_optimizer.state
-        for parameter, master in pairs:
-            entry = state.get(parameter, {})
-            if entry.get(_KEY, master) is not master:
-                master.copy_(entry[_KEY])
-                entry[_KEY] = master
-        _round(self._written())
-        self._remember()
-        return pairs
+    def _take_written(self) -> None:
+        """Rounds masters that other code has written in the state, as a broadcast does."""
+        written = self._written(self._masters.items())
+        for parameter, value in written:
+            master = self._masters[parameter]
+            if value is not master:
+                master.copy_(value)
+                self.inner_optimizer.state[parameter][_KEY] = master
+            parameter.copy_(master)
+        if written:
+            self._remember()
 
-    def _adopt_written(self) -> Pairs:
-        """Adopts what other code has written into masters, then into parameters; waits for none."""
-        pairs: Pairs = self._round_written()
-        self._adopt()
-        return pairs
+    def current(self, parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        """The masters of parameters as the next step will have them, which it leaves as they are.
+
+        What is in a parameter now may be swapped out again, as averages are.
+
+        Args:
+            parameters: Parameters; those without a master are left out.
+        """
+        self._prepare()
+        return self._current([(p, self._masters[p]) for p in parameters if p in self._masters])
+
+    @torch.no_grad()
+    def _current(self, pairs: Pairs) -> dict[Tensor, Tensor]:
+        now, written = dict(pairs), dict(self._written(pairs))
+        rest = [pair for pair in now.items() if pair[0] not in written]
+        for part, values in merged(rest, waits=True):
+            now.update(zip((parameter for parameter, _ in part), values, strict=True))
+        return now | written
 
     @torch.no_grad()
     def _adopt(self) -> None:
         """Replaces elements of masters whose parameters other code has overwritten."""
-        for part, merged in _merged(self._pairs):
-            torch._foreach_copy_([master for _, master in part], merged)
+        for part, values in merged(self._pairs):
+            torch._foreach_copy_([master for _, master in part], values)
         self._remember()
+
+    @torch.no_grad()
+    def _unpark(self) -> None:
+        """Lets parameters that are wide now continue from their masters, and drops these."""
+        self._take_written()
+        for part, values in merged([p for p in self._masters.items() if not is_narrow(p[0])]):
+            for (parameter, _), value in zip(part, values, strict=True):
+                # Of `data`: the graph of a loss may hold the parameter.
+                parameter.data.copy_(value)
+                self.inner_optimizer.state.get(parameter, {}).pop(_KEY, None)
+                del self._masters[parameter]
+        self._note_masters()
 
     @contextlib.contextmanager
     def _stepping(self) -> Iterator[None]:
         """Within it, the optimizer has the masters in place of the parameters."""
-        pairs = self._adopt_written()
-        gradients = [parameter.grad for parameter, _ in pairs]
+        self._check_is_newest()
+        self._take_written()
+        self._adopt()
+        pairs, gradients = self._pairs, [parameter.grad for parameter, _ in self._pairs]
         for (parameter, master), gradient in zip(pairs, gradients, strict=True):
             # Optimizers ask for these, and for what users have set on a parameter.
             master.requires_grad = parameter.requires_grad
             vars(master).update(vars(parameter))
             master.grad = gradient
+        versions = [master._version for _, master in pairs]
         self._is_stepping = True
         try:
             with self._naming_masters():
@@ -296,7 +370,7 @@ class MasterWeights(OuterOptimizer):
         finally:
             self._is_stepping = False
             stepped = Pairs()
-            for pair, gradient, version in zip(pairs, gradients, self._versions, strict=True):
+            for pair, gradient, version in zip(pairs, gradients, versions, strict=True):
                 parameter, master = pair
                 if master.grad is not gradient:
                     parameter.grad = master.grad
@@ -308,15 +382,19 @@ class MasterWeights(OuterOptimizer):
                 elif parameter.requires_grad:
                     # Old optimizers write to `data`, of which no graph takes notice.
                     stepped.append((parameter.data, master))
-            _round(stepped)
             self._remember()
+            round_into(stepped)
 
     @contextlib.contextmanager
     def _naming_masters(self) -> Iterator[None]:
         """Within it, the groups and the state name the masters; `_KEY` is not in the state."""
         pairs, state = self._pairs, self.inner_optimizer.state
         # Adam takes a state with this entry alone for one that it has made.
-        stored = [pair for pair in pairs if state.get(pair[0], {}).pop(_KEY, None) is not None]
+        stored = [
+            (p, master)
+            for p, master in self._masters.items()
+            if state.get(p, _NO_STATE).pop(_KEY, None) is not None
+        ]
         self._rename(pairs)
         try:
             yield
@@ -329,7 +407,7 @@ class MasterWeights(OuterOptimizer):
     def _rename(self, pairs: Pairs) -> None:
         """Puts the second tensor of each pair in place of the first, in groups and states."""
         by_id = {id(old): new for old, new in pairs}
-        for optimizer in _with_held(self.inner_optimizer):
+        for optimizer in with_held(self.inner_optimizer):
             for group in optimizer.param_groups:
                 # In place: LBFGS keeps the list.
                 group["params"][:] = [by_id.get(id(p), p) for p in group["params"]]
@@ -344,7 +422,7 @@ class MasterWeights(OuterOptimizer):
 
         def refuse(optimizer: Optimizer, args: object, kwargs: object) -> None:
             owner = mine()
-            if owner is not None and owner._pairs:
+            if owner is not None and owner._masters:
                 raise CallOrderError(
                     f"step() of {type(optimizer).__name__} would update float16 parameters, not "
                     "their masters. Call step() of the MasterWeights, or of what wraps it; pass "
@@ -363,13 +441,20 @@ class MasterWeights(OuterOptimizer):
         if closure is not None:
             more["closure"] = functools.partial(self._evaluate, closure)
         # A gradient scaler has set them on this optimizer.
-        of_scaler = (vars(self).get(name) for name in ("grad_scale", "found_inf"))
+        of_scaler = [vars(self).get(name) for name in ("grad_scale", "found_inf")]
+        self._check_is_newest()
         hooks = {name: getattr(inner, name) for name in _HOOKS if hasattr(inner, name)}
         before, after = (list(hooks.get(name, {}).values()) for name in _HOOKS)
         # Its hooks see the parameters.
         for hook in before:
             if getattr(hook, "of_lossscale", None) != _REFUSES:
                 hook(inner, (), more)
+        self._prepare()
+        if len(self._masters) > len(self._pairs):
+            # Ours sets them on the innermost optimizer. Of parked masters the host waits once.
+            flags = of_scaler[1], vars(inner).get("found_inf")
+            if not any(flag is not None and flag.item() for flag in flags):
+                self._unpark()
         try:
             with self._stepping(), fused.attributes([inner], *of_scaler):
                 vars(inner).update({name: {} for name in hooks})
@@ -382,7 +467,7 @@ class MasterWeights(OuterOptimizer):
 
     def _evaluate(self, closure: Callable[[], object]) -> object:
         """Evaluates a closure with rounded parameters, as they are at this point of a step."""
-        _round(self._pairs)
+        round_into(self._pairs)
         for parameter, master in self._pairs:
             parameter.grad = master.grad
         self._rename(_reversed(self._pairs))
@@ -397,7 +482,8 @@ class MasterWeights(OuterOptimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._prepare()
+        if not self._is_compared and self._has_changed():
+            self._prepare()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -406,35 +492,32 @@ class MasterWeights(OuterOptimizer):
         param_group["params"] = added = [added] if torch.is_tensor(added) else list(added)
         # With named parameters they are pairs.
         tensors = [item[1] if isinstance(item, tuple) else item for item in added]
-        _check_can_have_masters(self.inner_optimizer, tensors)
+        check_can_have_masters(self.inner_optimizer, tensors)
         self.inner_optimizer.add_param_group(param_group)
         self._prepare()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the optimizer, with the master of each parameter that has moved."""
-        pairs = self._round_written()
-        masters = dict(pairs)
+        parameters = ranks.parameters_of(self.inner_optimizer)
+        masters = self.current(parameters)
         saved: dict[str, Any] = self.inner_optimizer.state_dict()
-        # Copies: what is in a parameter now may be swapped out again, as averages are.
-        with torch.no_grad():
-            for part, merged in _merged(pairs, waits=True):
-                masters.update(zip((parameter for parameter, _ in part), merged, strict=True))
         if "param_groups" not in saved:
             # The optimizer writes a format of its own.
-            return {**saved, _KEY: list(masters.values())}
+            by_index = {i: masters[p] for i, p in enumerate(parameters) if p in masters}
+            return {**saved, _KEY: by_index}
         for key, parameter in self._keyed(saved):
-            entries = saved["state"].get(key, {})
-            master = masters.get(parameter)
-            # Before the first step it may have been filled; else it is the parameter.
-            if master is not None and (_KEY in entries or not _is_same(master, parameter.float())):
+            entries, master = saved["state"].get(key, {}), masters.get(parameter)
+            # Before the first step it may have been set; else it is the parameter.
+            if master is not None and (_KEY in entries or not is_same(master, parameter.float())):
                 saved["state"][key] = {**entries, _KEY: master}
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` of this or of a plain optimizer returned.
 
-        Without masters in it, they start from the parameters. The parameters stay as they are:
-        load the state of the model, too.
+        Without masters in it, they start from the parameters. The parameters stay as they are: load
+        the state of the model, too, before or after. A parameter that is float32 now takes the
+        master of the file where it is the rounded master.
 
         Args:
             state_dict: The dictionary; it is not changed.
@@ -444,37 +527,53 @@ class MasterWeights(OuterOptimizer):
             StateDictError: If a master has another shape than its parameter. Then nothing is
                 changed.
         """
-        pairs, rest = self._prepare(), dict(state_dict)
-        loaded = dict(zip((p for p, _ in pairs), rest.pop(_KEY, ()), strict=False))
+        self._prepare()
+        rest = dict(state_dict)
+        own = rest.pop(_KEY, {})
+        parameters = ranks.parameters_of(self.inner_optimizer)
+        loaded = {p: own[index] for index, p in enumerate(parameters) if index in own}
         if "state" in rest:
             state = {k: dict(v) if isinstance(v, dict) else v for k, v in rest["state"].items()}
             saved = {k: v.pop(_KEY) for k, v in state.items() if isinstance(v, dict) and _KEY in v}
             loaded |= {p: saved[key] for key, p in self._keyed(rest) if key in saved}
             rest["state"] = {key: v for key, v in state.items() if v or key not in saved}
-        for parameter, master in loaded.items():
-            if getattr(master, "shape", None) != parameter.shape:
-                raise StateDictError(
-                    f"`{_KEY}` must be a tensor of the parameter's shape {tuple(parameter.shape)}. "
-                    f"Received: {reprlib.repr(master)}. Load the state of the same model."
-                )
+        for parameter, value in loaded.items():
+            check_shape(parameter, value)
         with self._naming_masters():
             self.inner_optimizer.load_state_dict(rest)
-        with torch.no_grad():
-            for parameter, master in pairs:
-                # A hook of the optimizer may have read another dictionary.
-                other = self.inner_optimizer.state.get(parameter, {}).get(_KEY, master)
-                value = loaded.get(parameter, None if other is master else other)
-                master.copy_(parameter if value is None else value)
-                if value is not None:
-                    self.inner_optimizer.state.setdefault(parameter, {})[_KEY] = master
-                    loaded[parameter] = value
-        self._remember()
-        if rest.get("state") and not loaded and pairs and not self._warned:
+        self._put(loaded)
+        if rest.get("state") and not loaded and self._pairs and not self._warned:
             self._warned = True
             warn(
                 f"The state has no master weights (`{_KEY}`). They start from the parameters, "
                 "which are rounded to float16."
             )
+
+    @torch.no_grad()
+    def _put(self, loaded: dict[Tensor, Tensor]) -> None:
+        """Puts masters that were loaded in place of the present ones."""
+        state = self.inner_optimizer.state
+        for parameter in ranks.parameters_of(self.inner_optimizer):
+            master = self._masters.get(parameter)
+            # A hook of the optimizer may have read another dictionary.
+            other = state.get(parameter, _NO_STATE).get(_KEY, master)
+            if other is not master:
+                loaded.setdefault(parameter, other)
+            if parameter in loaded:
+                if master is None:
+                    # Parked: the state of the model may be loaded after this one.
+                    master = self._masters[parameter] = _master_of(parameter, loaded[parameter])
+                master.copy_(loaded[parameter])
+                state.setdefault(parameter, {})[_KEY] = master
+            elif master is not None:
+                master.copy_(parameter)
+        self._remember()
+        self._note_masters()
+        parked = [pair for pair in self._masters.items() if not is_narrow(pair[0])]
+        for part, values in merged(parked):
+            for (parameter, _), value in zip(part, values, strict=True):
+                parameter.data.copy_(value)
+        self._facts = self._facts_now()
 
     def _keyed(self, state_dict: dict[str, Any]) -> Iterable[tuple[object, Tensor]]:
         """The parameters, with their keys in the state of a state dictionary."""
@@ -482,177 +581,79 @@ class MasterWeights(OuterOptimizer):
         return zip(keys, ranks.parameters_of(self.inner_optimizer), strict=False)
 
 
+def compares_once(verb: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Lets a verb of a loss scale compare the parameters of masters once, when it begins.
+
+    Args:
+        verb: A method of an object that has `inner_optimizer`.
+    """
+
+    @functools.wraps(verb)
+    def compared(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        owner: Any = args[0]
+        some = [m for m in with_parts(owner.inner_optimizer) if isinstance(m, MasterWeights)]
+        before = [each._is_compared for each in some]
+        for each in some:
+            each._is_compared = False
+            each._is_compared = bool(each.param_groups)
+        try:
+            return verb(*args, **kwargs)
+        finally:
+            for each, was in zip(some, before, strict=True):
+                each._is_compared = was
+
+    return compared
+
+
+def living_masters() -> list[MasterWeights]:
+    """Those that have masters, the newest last."""
+    return sorted(_living, key=lambda each: each._number)
+
+
+class _Masters(Mapping[Tensor, Tensor]):
+    """The masters of an optimizer, of which each look makes a copy."""
+
+    def __init__(self, owner: MasterWeights) -> None:
+        self._owner = owner
+
+    def __getitem__(self, parameter: Tensor) -> Tensor:
+        owner = self._owner
+        master = owner._masters.get(parameter)
+        if master is None or (master.shape, master.device) != (parameter.shape, parameter.device):
+            # Not in each look, which compares all parameters.
+            owner._prepare()
+            master = owner._masters[parameter]
+        now = owner._current([(parameter, master)])[parameter]
+        # So that a write into the copy, which would change nothing, is an error.
+        with torch.inference_mode():
+            return now.to(torch.float32, copy=True)
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._prepared()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._prepared())
+
+    def __len__(self) -> int:
+        return len(self._prepared())
+
+    def _prepared(self) -> dict[Tensor, Tensor]:
+        self._owner._prepare()
+        return self._owner._masters
+
+
 # --- Parameters and masters ---------------------------------------------------------------------
-
-
-def _is_narrow(value: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor that gets a master, or of such a dtype."""
-    return isinstance(value, Tensor) and value.dtype in _NARROW and not is_lazy(value)
 
 
 def _reversed(pairs: Pairs) -> Pairs:
     return [(second, first) for first, second in pairs]
 
 
-def _with_held(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizer, and those that it holds, as Lookahead does."""
-    optimizers = [optimizer]
-    for holder in optimizers:
-        held = (value for value in vars(holder).values() if hasattr(value, "param_groups"))
-        optimizers += [value for value in held if all(value is not other for other in optimizers)]
-    return optimizers
-
-
-def _receive_float32(parameter: Tensor) -> None:
-    """Makes the gradients of a parameter accumulate in float32, and one that is there float32."""
-    gradient = parameter.grad
-    if parameter.grad_dtype != torch.float32:
-        parameter.grad = None
-        parameter.grad_dtype = torch.float32
-    elif gradient is None or gradient.dtype == torch.float32:
-        return
-    parameter.grad = None if gradient is None else gradient.to(torch.float32)
-
-
-def _widen_state(optimizer: Optimizer, parameter: Tensor) -> None:
-    """Makes the state of a parameter float32, which Adagrad makes before the first step."""
-    state = optimizer.state.get(parameter, {})
-    state.update({key: value.float() for key, value in state.items() if _is_narrow(value)})
-    for group in optimizer.param_groups if state.get("step", 1) == 0 else ():
-        if any(p is parameter for p in group["params"]) and "initial_accumulator_value" in group:
-            # In float16 it was rounded.
-            state["sum"].fill_(group["initial_accumulator_value"])
-
-
-def _by_kind(pairs: Pairs) -> Iterable[Pairs]:
-    """The pairs by the device and dtype of the parameter, as kernels of many tensors need them."""
-    groups: dict[tuple[torch.device, torch.dtype], Pairs] = {}
-    for pair in pairs:
-        groups.setdefault((pair[0].device, pair[0].dtype), []).append(pair)
-    return groups.values()
-
-
 def _master_of(parameter: Tensor, master: Tensor | None) -> Tensor:
     """The master of a parameter that may have been moved or replaced."""
-    # Optimizers that share a parameter share its master.
-    shared = (owner._masters.get(parameter) for owner in _sharing)
-    master = next((m for m in shared if m is not None), None) if master is None else master
     if master is None or master.shape != parameter.shape or master.is_meta:
         master = parameter.detach().float()
     if master.device == parameter.device and isinstance(master, Parameter):
         return master
     # Some optimizers ask for the class.
     return Parameter(master.to(parameter.device), requires_grad=False)
-
-
-@torch.no_grad()
-def _widen(parameter: Tensor, master: Tensor, dtype: torch.dtype) -> None:
-    """Writes a master into its parameter, which `model.float()` has widened from a dtype."""
-    master = master.to(parameter.device)
-    rounded = master.to(dtype).to(parameter.dtype)
-    parameter.copy_(torch.where(parameter == rounded, master.to(parameter.dtype), parameter))
-
-
-@torch.no_grad()
-def _round(pairs: Pairs) -> None:
-    """Rounds masters into their parameters."""
-    for some in _by_kind(pairs):
-        torch._foreach_copy_([parameter for parameter, _ in some], [master for _, master in some])
-
-
-def _together(pairs: Pairs) -> Iterator[Pairs]:
-    """Parts of pairs that are compared together."""
-    most, part, size = _TOGETHER.get(pairs[0][0].device.type, 2**26), Pairs(), 0
-    for pair in pairs:
-        size += pair[0].numel()
-        if part and size > most:
-            yield part
-            part, size = [], pair[0].numel()
-        part.append(pair)
-    yield part
-
-
-def _merged(pairs: Pairs, waits: bool = False) -> Iterator[tuple[Pairs, list[Tensor]]]:
-    """Parts of pairs, and their masters with what was written into the parameters.
-
-    An element of a master is replaced if the parameter is not its rounding, by their bits.
-
-    Args:
-        pairs: Parameters with their masters.
-        waits: Whether the host may wait to leave out parts without a change. On a CPU it always
-            does, which is no wait.
-    """
-    for part in (part for some in _by_kind(pairs) for part in _together(some)):
-        parameters, masters = ([pair[place] for pair in part] for place in (0, 1))
-        now, wide = _flatten_dense_tensors(parameters), _flatten_dense_tensors(masters)
-        bits, expected = now.view(torch.int16), wide.to(now.dtype).view(torch.int16)
-        if (waits or now.device.type == "cpu") and _is_same(bits, expected):
-            continue
-        wide = torch.where(bits == expected, wide, now)
-        yield part, list(_unflatten_dense_tensors(wide, masters))
-
-
-def _is_same(first: Tensor, second: Tensor) -> bool:
-    """Whether tensors have the same bits; compared eight bytes at a time, which is faster."""
-    flat = [tensor.reshape(-1).view(torch.int16) for tensor in (first, second)]
-    whole = flat[0].numel() // 4 * 4 if all(t.storage_offset() % 4 == 0 for t in flat) else 0
-    words = (tensor[:whole].view(torch.int64) for tensor in flat)
-    rest = (tensor[whole:] for tensor in flat)
-    return bool(torch.equal(*words)) and bool(torch.equal(*rest))
-
-
-# --- What cannot have masters -------------------------------------------------------------------
-
-
-def _check_can_have_masters(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    narrow = list(filter(_is_narrow, parameters))
-    if not narrow:
-        return
-    if not hasattr(Tensor, "grad_dtype"):
-        raise UnsupportedError(
-            "MasterWeights needs PyTorch 2.10 or later, where gradients of float16 parameters can "
-            f"be float32. Received: PyTorch {torch.__version__}. Keep the parameters in float32 "
-            "and compute under torch.autocast(device, torch.float16)."
-        )
-    for parameter in narrow:
-        if ranks.is_spread(parameter) or hasattr(parameter, "_fsdp_flattened"):
-            raise UnsupportedError(
-                f"A parameter of shape {tuple(parameter.shape)} and dtype {parameter.dtype} is "
-                "sharded. FSDP keeps float32 shards itself: call fully_shard on the float32 model "
-                "with mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16), and leave "
-                "MasterWeights out."
-            )
-    # Such as ZeroRedundancyOptimizer, which would update the parameters themselves.
-    lists = {id(group["params"]) for group in optimizer.param_groups}
-    ids = set(map(id, narrow))
-    for held in _with_held(optimizer):
-        of_groups = [("param_groups", g["params"]) for g in held.param_groups]
-        attributes = [(n, v) for n, v in vars(held).items() if n not in ("state", "param_groups")]
-        for name, value in of_groups + attributes:
-            if id(value) not in lists and not ids.isdisjoint(_ids_in(value)):
-                raise UnsupportedError(
-                    f"{type(held).__name__} keeps parameters in its attribute {name!r}. It would "
-                    "not find their masters there. Keep the parameters in float32 and compute "
-                    "under torch.autocast."
-                )
-
-
-def _ids_in(value: object, depth: int = 3) -> Iterator[int]:
-    """The ids of tensors in a collection, and integers, which may be ids."""
-    if torch.is_tensor(value) or isinstance(value, int):
-        yield value if isinstance(value, int) else id(value)
-    elif depth and isinstance(value, (list, tuple, set, frozenset, dict)):
-        parts = itertools.chain(*value.items()) if isinstance(value, dict) else value
-        for part in parts:
-            yield from _ids_in(part, depth - 1)
-
-
-def check_not_of_ddp(error: RuntimeError) -> None:
-    """Says what to do about an error of a backward pass under `DistributedDataParallel`."""
-    # Nothing public shows before the pass that parameters belong to one.
-    if str(error).startswith(("Expected Half, got Float", "Expected BFloat16, got Float")):
-        raise UnsupportedError(
-            "DistributedDataParallel cannot average the float32 gradients of float16 parameters. "
-            "Keep the parameters in float32 (model.float()), compute under "
-            "torch.autocast(device, torch.float16), and leave MasterWeights out."
-        ) from error

@@ -20,7 +20,7 @@ from lossscale.errors import ArgumentTypeError, CallOrderError, GradientsError, 
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule, StatsRequest
-from lossscale.torch import closures, fused, gradients, master_weights, ranks
+from lossscale.torch import closures, fused, gradients, masters, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.backward import (
     Inputs,
@@ -32,6 +32,7 @@ from lossscale.torch.backward import (
 )
 from lossscale.torch.documented_verbs import DocumentedVerbs
 from lossscale.torch.engine import Engine, StepDecision
+from lossscale.torch.master_weights import compares_once
 from lossscale.torch.observers import Decided, FloorWarning, Observers, SkippedStepHook, Stepped
 from lossscale.torch.optimizer_list import OptimizerList, with_parts, zero_grad
 from lossscale.torch.scale import DeviceLossScale, LossScale, Multiplier
@@ -175,6 +176,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
     # --- Backward -----------------------------------------------------------------------------
 
     @uncompiled
+    @compares_once
     def backward(
         self,
         loss: Tensor,
@@ -225,7 +227,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
         try:
             _backpropagate(loss, multiplier, gradient, retain_graph, create_graph, inputs)
         except RuntimeError as error:
-            master_weights.check_not_of_ddp(error)
+            masters.check_not_of_ddp(error)
             raise
         finally:
             record.in_backward = False
@@ -360,6 +362,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
     # for this one.
     step.hooked = True  # type: ignore[attr-defined]  # of a function
 
+    @compares_once
     def _take_step(self, **more: Any) -> Any:
         """Decides on the gradients as they are now, applies or skips them, moves the scale."""
         record, engine = self._record, self._engine
@@ -410,6 +413,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
             self._notify_decided(decision)
             self._finish(decision._replace(apply=False), keep=True)
 
+    @compares_once
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all parameters, as the inner optimizer does it.
 

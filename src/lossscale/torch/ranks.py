@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lossscale.errors import ArgumentTypeError, UnsupportedError
@@ -124,6 +125,7 @@ class ParameterInfo:
         self.ids = frozenset(map(id, parameters))
         self.is_sharded = any(is_spread(p) or hasattr(p, "_fsdp_flattened") for p in parameters)
         self._dtype = parameters[0].dtype if parameters else None
+        self._has_lazy = any(map(is_lazy, parameters))
         self._derived = _derived(parameters)
         self._copies: dict[tuple[object, object], int] = {}
 
@@ -131,7 +133,8 @@ class ParameterInfo:
         """Whether these are the parameters, on the same devices."""
         mine = self.parameters
         return (
-            len(parameters) == len(mine)
+            not self._has_lazy
+            and len(parameters) == len(mine)
             and all(map(operator.is_, parameters, mine))
             # `model.to` and `model.half` change all parameters in place.
             and (not mine or (mine[0].device, mine[0].dtype) == (self.device, self._dtype))

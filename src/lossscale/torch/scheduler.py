@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeVar, overload
 
 import torch
@@ -14,8 +13,10 @@ from torch.optim import Optimizer
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError, first_names
 from lossscale.packages import warn
 from lossscale.torch import ranks
+from lossscale.torch.averages import HeldBack
 from lossscale.torch.buffers import guard_model, innermost, memory_of, unguard_model
 from lossscale.torch.grad_scaler import GradScaler
+from lossscale.torch.master_weights import MasterWeights
 from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
 from lossscale.torch.settings import warn_of_float16_statistics
 
@@ -31,6 +32,8 @@ class HasStep(Protocol):
 
 
 Scheduler = TypeVar("Scheduler", bound=HasStep)
+Steppers = LossScaleOptimizer | GradScaler | MasterWeights
+"""A `MasterWeights` alone is for an `AveragedModel`."""
 
 
 class GuardedScheduler:
@@ -108,33 +111,10 @@ def _blank() -> GuardedScheduler:
     return object.__new__(GuardedScheduler)
 
 
-class _HeldBack:
-    """`update_parameters` of an averaged model, after steps that were applied.
-
-    Args:
-        averaged: The `AveragedModel`.
-        holders: Each says whether all steps since its last call were skipped.
-    """
-
-    def __init__(self, averaged: Module, holders: list[Callable[[], bool]]) -> None:
-        # Weakly: it is an attribute of the model.
-        self._averaged, self._holders = weakref.ref(averaged), holders
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Each of them has to see this call.
-        held = [holds() for holds in self._holders]
-        if not all(held):
-            averaged: Any = self._averaged()
-            type(averaged).update_parameters(averaged, *args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self._averaged(), "update_parameters")
-
-
 @overload
 def guard(
     scheduler: Model,
-    optimizer: LossScaleOptimizer | GradScaler | Sequence[LossScaleOptimizer | GradScaler],
+    optimizer: Steppers | Sequence[Steppers],
     *,
     buffers: Iterable[str] | None = None,
 ) -> Model: ...
@@ -159,7 +139,9 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
     Copies and pickles of the model are not guarded. One copy of the buffers is held.
 
     `update_parameters` of a `torch.optim.swa_utils.AveragedModel` does nothing, if every step since
-    its last call was skipped.
+    its last call was skipped. It averages the masters of parameters that have one in a
+    `MasterWeights`, and casts others to the dtype of the average, which must be float32: make it by
+    `AveragedModel(copy.deepcopy(model).float())`.
 
     A **scheduler** is returned as an object to use in its place. A schedule that counts steps must
     not count a skipped step, which trains nothing. The scheduler steps if at least one step since
@@ -173,10 +155,11 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
             scheduler may have been made for `optimizer` or for the inner optimizer; with a
             `GradScaler` for the optimizer whose steps count, or a wrapper of it such as
             Accelerate's.
-        optimizer: The `LossScaleOptimizer` whose steps count, or the `GradScaler`. For a model, a
-            list of all optimizers whose losses pass through it. A skip of any puts back what the
-            last applied step of any left; the copy then takes finite numbers alone. The same holds
-            for a scaler once it has stepped a second optimizer.
+        optimizer: The `LossScaleOptimizer` whose steps count, or the `GradScaler`; for an average
+            also a `MasterWeights` that is used without them. For a model, a list of all optimizers
+            whose losses pass through it. A skip of any puts back what the last applied step of any
+            left; the copy then takes finite numbers alone. The same holds for a scaler once it has
+            stepped a second optimizer.
         buffers: Names of other buffers that get their bits back, or patterns such as `"*.codes"`. A
             module that initializes itself from its first batch is named.
 
@@ -186,8 +169,9 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
     Raises:
         TypeError: If `optimizer` is not a loss scale optimizer of PyTorch, or `scheduler` has no
             `step` or is guarded already.
-        ArgumentError: If no buffer has one of the names in `buffers`, or one with such a name is
-            sparse, on the meta device or otherwise not dense.
+        ArgumentError: If no buffer has one of the names in `buffers`, if one with such a name is
+            sparse, on the meta device or otherwise not dense, or if a trainable parameter of an
+            average is float16 or bfloat16.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
@@ -260,13 +244,18 @@ def _guarded_model(model: Any, optimizer: Any, buffers: Iterable[str] | None) ->
     several = list(map(wrapper_in, several))
     if not several:
         raise ArgumentTypeError("`optimizer` must not be an empty list.")
+    is_average = isinstance(model, torch.optim.swa_utils.AveragedModel)
     for each in several:
-        _check_optimizer(each)
+        # Alone it skips no step, and an average needs its masters.
+        if not (is_average and isinstance(each, MasterWeights)):
+            _check_optimizer(each)
+    given = several
     # A scaler that is not enabled skips no step.
     several = [one for one in several if not isinstance(one, GradScaler) or one.is_enabled()]
-    if isinstance(model, torch.optim.swa_utils.AveragedModel):
-        holders = [GuardedScheduler(None, each)._holds for each in several]
-        vars(model)["update_parameters"] = _HeldBack(model, holders)
+    if is_average:
+        skipping = [one for one in several if not isinstance(one, MasterWeights)]
+        holders = [GuardedScheduler(None, each)._holds for each in skipping]
+        vars(model)["update_parameters"] = HeldBack(model, given, holders)
     elif several:
         inner = innermost(model)
         warn_of_float16_statistics(inner)
