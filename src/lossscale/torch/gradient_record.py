@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -103,12 +102,10 @@ class GradientRecord:
     | `note_unseen_loss` | `has_unseen_loss`, `has_own_loss` | `is_cleared` |
     | `settle`, `note_check` | `last_check` | what is settled of `sets`, `has_unseen_loss` |
     | `release` | | what is released of `sets`, `has_unseen_loss` |
-    | `note_decision` | `decision`, `parameters_at_loss` | `has_unseen_loss`, `divided` |
-    | `note_scaled_by_hand` | `by_hand` | |
-    | `note_unscaled_by_hand` | `divided`; without a set also `has_unseen_loss` | `by_hand` |
+    | `note_decision` | `decision`, `parameters_at_loss` | `has_unseen_loss` |
     | `note_step` | `after_skip`, if it may be skipped and gradients stay | as `reset` |
     | `note_zero_grad` | `is_cleared`, after a check of own losses | as `clear`, but |
-    | | | `has_unseen_loss` and `by_hand` stay |
+    | | | `has_unseen_loss` stays |
     | `reset` | | all but `sets`, `parameters_at_pass` and the flags at the end |
     | `clear` | | as `reset`, and `sets` |
     | `restart` | without gradients nothing; else `sets`, `has_own_loss`, `parameters_at_loss` | |
@@ -126,8 +123,7 @@ class GradientRecord:
         sets: The sets of scaled gradients that a loss of this optimizer, or one that reaches it,
             has made.
         last_check: The result of checking unscaled gradients; None if they were not checked.
-        has_unseen_loss: Whether a loss was scaled whose `backward` cannot be seen, in compiled code
-            or by hand.
+        has_unseen_loss: Whether a loss was scaled whose `backward` cannot be seen, in compiled code.
         has_own_loss: Whether the optimizer itself scaled a loss; other optimizers' losses may
             reach its parameters too.
         decision: The decision of all processes, if `unscale_` or a step made one.
@@ -136,8 +132,6 @@ class GradientRecord:
         parameters_at_pass: The parameters when a pass last left gradients of others scaled, which a
             later group may bring; None if none has.
         is_cleared: Whether `zero_grad` was called after gradients of its own losses were checked.
-        by_hand: Whether `get_scaled_loss` was called, and `get_unscaled_gradients` was not.
-        divided: The gradients that `get_unscaled_gradients` was given, if it was called.
         after_skip: If gradients stay after a step that may have been skipped: the id and the
             version of the last one, and whether the step was skipped.
         in_backward: Whether `backward` runs.
@@ -170,8 +164,7 @@ class GradientRecord:
     def reset(self) -> None:
         """Starts again, after a step or when the gradients were cleared."""
         self.last_check: OverflowCheck | None = None
-        self.has_unseen_loss = self.has_own_loss = self.is_cleared = self.by_hand = False
-        self.divided: list[tuple[weakref.ref[Tensor], int]] | None = None
+        self.has_unseen_loss = self.has_own_loss = self.is_cleared = False
         self.decision: StepDecision | None = None
         self.parameters_at_loss: ParameterInfo | None = None
         self.after_skip: tuple[int, int, Flag] | None = None
@@ -203,32 +196,13 @@ class GradientRecord:
 
     def no_loss_scaled(self) -> bool:
         """Whether no loss was scaled since the last step."""
-        return not self.is_scaled and self.last_check is None and self.divided is None
-
-    def kept_scaled_gradients(self) -> bool:
-        """Whether `.grad` still has the scaled ones, after `get_unscaled_gradients`."""
-        # `get_unscaled_gradients` returns new tensors. The user may have assigned them to `.grad`,
-        # copied them into it, or left `.grad` as it was.
-        given = [(ref(), version) for ref, version in self.divided or ()]
-        versions = {id(t): version for t, version in given if t is not None}
-        as_they_were = [versions.get(id(g)) == g._version for g in self.last_info.gradients()]
-        if any(as_they_were) and not all(as_they_were):
-            raise GradientsError(
-                "Some parameters have a `.grad` that get_unscaled_gradients() returned, and others "
-                "a scaled one. Assign the unscaled gradients to all, or call unscale_(), which "
-                "divides every `.grad` in place."
-            )
-        return any(as_they_were)
+        return not self.is_scaled and self.last_check is None
 
     def only_set(self) -> ScaledGradients | None:
         """The set of the gradients, if it is one and has no others; else they are unscaled."""
         info = self.last_info
         spoiled = (s for s in self.sets if s.multiplier is not None and s.spoiled_before)
         sets = [*holding(info), *spoiled]
-        if self.divided is not None and not self.kept_scaled_gradients():
-            # By `get_unscaled_gradients`.
-            self.release(sets)
-            return None
         sets += self._adopt_unseen_loss()
         if self.last_check is None and len(sets) == 1 and sets[0].info is info:
             return sets[0]
@@ -252,19 +226,6 @@ class GradientRecord:
         self.has_unseen_loss = self.has_own_loss = True
         self.is_cleared = False
 
-    def note_scaled_by_hand(self) -> None:
-        """`get_scaled_loss` was called, whose gradients the user unscales."""
-        self.by_hand = True
-
-    def note_unscaled_by_hand(self, given: Iterable[Tensor | None]) -> None:
-        """`get_unscaled_gradients` has divided gradients."""
-        self.by_hand = False
-        if self.multiplier is None:
-            self.has_unseen_loss = True
-        before = [pair for pair in self.divided or () if pair[0]() is not None]
-        # Weakly, so that they are not kept.
-        self.divided = before + [(weakref.ref(g), g._version) for g in given if g is not None]
-
     def note_decision(self, decision: StepDecision, overflow: Tensor | None = None) -> None:
         """All processes have decided.
 
@@ -272,7 +233,7 @@ class GradientRecord:
             decision: The decision.
             overflow: Its tensor, if the gradients stay unscaled and a step is still to come.
         """
-        self.has_unseen_loss, self.divided = False, None
+        self.has_unseen_loss = False
         self.decision, self.parameters_at_loss = decision, self.last_info
         if overflow is not None:
             self.last_check = OverflowCheck.of(overflow, self.last_info.ids, None, self.last_info)
@@ -289,34 +250,11 @@ class GradientRecord:
     def note_zero_grad(self) -> None:
         """`zero_grad` is called."""
         # The `backward` of a loss that nobody sees is still to come.
-        unseen, by_hand = self.has_unseen_loss, self.by_hand
+        unseen = self.has_unseen_loss
         was_checked = self.last_check is not None and self.has_own_loss
         self.clear()
         self.has_unseen_loss = self.has_own_loss = unseen
-        self.by_hand, self.is_cleared = by_hand, was_checked
-
-    @contextlib.contextmanager
-    def given_gradients(self) -> Iterator[None]:
-        """A step with gradients that the user gives; if it fails, the state is as before."""
-        multiplier, unseen = self.multiplier, self.has_unseen_loss
-        are_unscaled = not self.is_scaled or self.by_hand or self.divided is not None
-        # Those in `.grad` are unscaled, but those of an unseen loss stay as they are.
-        self.has_unseen_loss = False
-        self.settle()
-        before, sets = {**vars(self), "has_unseen_loss": unseen}, list(self.sets)
-        self.reset()
-        if are_unscaled:
-            self.has_unseen_loss, self.divided = True, []
-        else:
-            self.hold(self.last_info, multiplier or self.scale.multiplier)
-        try:
-            yield
-        except BaseException:
-            vars(self).update(before)
-            self.sets[:] = sets
-            raise
-        # It has the id of a gradient that is gone now.
-        self.after_skip = None
+        self.is_cleared = was_checked
 
     def put_into_set(
         self,

@@ -31,7 +31,6 @@ from lossscale.torch.backward import (
     was_scaled,
     watch,
 )
-from lossscale.torch.documented_verbs import DocumentedVerbs
 from lossscale.torch.engine import Engine, StepDecision
 from lossscale.torch.observers import Decided, FloorWarning, Observers, SkippedStepHook, Stepped
 from lossscale.torch.optimizer_list import OptimizerList, with_parts, zero_grad
@@ -60,7 +59,7 @@ Number = TypeVar("Number")
 
 
 @FrontDoor.register
-class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
+class LossScaleOptimizer(InnerSettings, Optimizer):
     """Wraps a PyTorch optimizer to train in float16 with a loss scale.
 
     The wrapper is a `torch.optim.Optimizer` with the parameter groups, the state and the hooks of
@@ -260,18 +259,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
             >>> optimizer.scale_loss(weight.sum())
             tensor(16., grad_fn=<MulBackward0>)
         """
-        return self._scaled(loss)
-
-    def _scaled(self, loss: Any, seen: bool = True) -> Any:
-        """Scales a loss.
-
-        Args:
-            loss: The loss, or what returns it.
-            seen: Whether gradients come by a `backward` that can be seen when it starts.
-        """
         record, scale = self._record, self._engine.scale
         if callable(loss) and not isinstance(loss, Tensor):
-            return lambda: self._scaled(loss(), seen)
+            return lambda: self.scale_loss(loss())
         if not isinstance(loss, Tensor):
             try:
                 loss = scalar(float(loss), CPU)
@@ -291,7 +281,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
                 )
             self._observers.scaled(self, loss)
             self._adopt_written()
-        if seen and not is_compiling and is_seen(loss):
+        if not is_compiling and is_seen(loss):
             multiplier = scale.multiplier
             scaled = widened(loss) * multiplier.scale_on(loss.device)
             watch(scaled, loss, multiplier, record)
