@@ -21,7 +21,7 @@ from benchmarks.frameworks import Framework
 from benchmarks.frameworks.torch import Step, devices
 from benchmarks.methods import SCALE
 from benchmarks.rows import Row
-from lossscale.torch.scaled_gradients import all_records, owners, register
+from lossscale.torch import gradient_record
 
 CLIP = 1.0
 FLAGS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}
@@ -122,12 +122,10 @@ class _Step(Step):
 
     def prepare(self) -> None:
         super().prepare()
-        for each in all_records():
-            each._forget()
+        gradient_record._records.clear()
         record = getattr(self._owner, "_record", None)
         if record is not None:
-            record._forget = register(record, record.info())
-            owners(record.info())
+            gradient_record._records.add(record)
 
 
 class _Filled(torch.autograd.Function):

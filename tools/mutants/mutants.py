@@ -294,8 +294,6 @@ tests/frameworks/torch/test_steps.py
     torch makes_state: any(p.grad is not None for p in lacking) -> False
         -k on_a_skip
     torch attributes: vars(optimizer).pop -> vars(optimizer).setdefault  -k raises
-    torch GradientRecord.kept_scaled_gradients: any(as_they_were) and not all(as_they_were) -> False
-        -k gradients_of_some
 tests/frameworks/torch/test_master_weights.py
     torch MasterWeights._take_written: self._written(...) -> []  -k set_in_every_order
     torch MasterWeights._note_masters: not older._masters.keys().isdisjoint(newer._masters) -> False
@@ -314,18 +312,46 @@ tests/frameworks/torch/test_trainers.py
 tests/frameworks/torch/test_backward.py
     torch _evaluate: engine.scale.update(decision.stats) -> pass
 tests/frameworks/torch/test_scaled_gradients.py
-    torch ScaledGradients.settle: self in record.sets -> False  -k the_scale_falls
+    torch GradientRecord.settle: r.multiplier is multiplier -> r is self  -k the_scale_falls
+    torch GradientRecord._fresh: overflow * (...) -> overflow  -k critics_loss
     torch Engine.decision_if_left_out: not record.has_own_loss -> False  -k no_step
-    torch ScaledGradients.add: other.settle(whole=True) -> pass  -k all_sequences_of
-    torch holding: not s.info.ids.isdisjoint(info.ids) -> False  -k random_programs
-    torch GradientRecord.put_into_set: record.decision = None -> pass  -k random_programs
-    torch ScaledGradients.leave: self.info = self.info.without(info.ids) -> pass  -k random_programs
-    torch LossScaleOptimizer.__setstate__: engine.record.restart(factor) -> pass  -k random_programs
-    torch GradientRecord.restart: scaled.leave(info) -> pass  -k random_programs
+    torch put_on: record.settle() -> pass  -k all_sequences_of
+    torch put_on: info.first_gradient() is not None -> False  -k all_sequences_of
+    torch GradientRecord.receive: self.decision, self.is_cleared = (None, False) -> pass
+        -k random_programs
+    torch LossScaleOptimizer.__setstate__:
+        Engine(inner, scale, clip_norm, process_group, factor)
+        -> Engine(inner, scale, clip_norm, process_group)  -k random_programs
+    torch GradientRecord.restart: self.hold(...) -> pass  -k random_programs
+    torch GradientRecord._take: self.strays or self.decision -> False  -k group
+    torch _see_added_groups: record.info() -> pass  -k group
+    torch GradientRecord.check_can_receive: -1 not in (task, running.task) -> True
+        -k within_the_backward
+tests/frameworks/torch/test_several_wrappers.py
+    torch GradientRecord._unscale: checks and rest is not info -> False  -k left_behind
+    torch GradientRecord._unscale: info.without(divided) -> info  -k random_programs
+    torch GradientRecord.account_for_last_step: key == [id(last), last._version] -> True
+        -k cleared_by_hand
+    torch GradientRecord.account_for_last_step: leave_out() -> pass  -k left_out
+    torch GradientRecord.clear: record.settle() -> pass  -k random_programs
+    torch GradientRecord._take: record.settle() -> pass  -k random_programs
+    torch sharing: ids.union(...) -> ids  -k random_programs
+    torch Engine.decide: first is None or not is_alone -> not is_alone  -k random_programs
+    torch GradientRecord.__del__: _divide(info, multiplier, checks=False) -> pass  -k deleted
+    torch GradientRecord.__del__: known | divided -> known  -k same_time
+    torch GradientRecord.__del__: known | divided -> divided  -k deleted_between
+    torch GradientRecord.restart: any(map(_was_divided, info.gradients())) -> False
+        -k deleted_between
+    torch GradientRecord.check_arrived: self.before_pass not in (None, stamps(...)) -> True
+        -k before_all
+    torch LossScaleOptimizer.zero_grad: self._record.check_can_clear() -> pass  -k before_all
+    torch GradientRecord.pass_now: found is not None and found.runs -> False  -k before_the_pass
+    torch GradientRecord.settle: any(...) -> False  -k earlier_pass
+    torch GradientRecord._adopt_unseen_loss: now.number != scale.number -> False  -k unseen
 tests/frameworks/torch/test_state.py
-    torch GradientRecord.check_restart: scaled.number() != number -> False
+    torch GradientRecord.check_restart: factor != self.gradient_factor() -> False
         -k of_another_scale
-    torch GradientRecord.gradient_factor: len(numbers) > 1 -> False  -k two_scales
+    torch GradientRecord.gradient_factor: self.no_loss_scaled() -> False  -k changes_none
 tests/frameworks/torch/test_beside_torch.py
     torch GradScaler._move_as_torch: super().update() -> pass  -k four_calls
     torch GradScaler._step_that_skips_by_itself: entry['stage'] = OptState.STEPPED; return result

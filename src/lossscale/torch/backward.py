@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -11,20 +11,16 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 
 from lossscale.errors import GradientsError
-from lossscale.torch import ranks
-from lossscale.torch.gradient_record import GradientRecord
+from lossscale.torch import gradients, ranks
+from lossscale.torch.gradient_record import (
+    BackwardPass,
+    GradientRecord,
+    all_records,
+    put_on,
+    sharing,
+)
 from lossscale.torch.ranks import ParameterInfo
 from lossscale.torch.scale import Multiplier
-from lossscale.torch.scaled_gradients import (
-    NOTHING,
-    ScaledGradients,
-    all_records,
-    holding,
-    is_only_record,
-    lock,
-    owners,
-    owners_of,
-)
 
 Inputs: TypeAlias = Tensor | Sequence[Tensor] | None
 """The only tensors that a backward pass reaches, as in `torch.Tensor.backward`; None for all."""
@@ -57,18 +53,18 @@ def is_seen(loss: Tensor) -> bool:
 
 def watch(scaled: Tensor, loss: Tensor, multiplier: Multiplier, of_loss: GradientRecord) -> None:
     """Has `prepare_backward` called when the `backward` of a scaled loss starts."""
-    # A hook of a pass may scale a loss of its own.
-    outer = torch._C._current_graph_task_id()
 
     def starts(_: object) -> None:
-        if of_loss.in_backward:
+        running = of_loss.pass_now()
+        if running is not None and running.task == -1:
             raise GradientsError(
                 "A part of this loss is already scaled. Pass the "
                 "unscaled losses to optimizer.backward(loss)."
             )
-        task = torch._C._current_graph_task_id()
-        given = None if is_only_record() else loss
-        prepare_backward(given, multiplier, of_loss, task=task, outer=outer)
+        backward_pass = BackwardPass(torch._C._current_graph_task_id())
+        prepare_backward(loss, multiplier, of_loss, backward_pass)
+        # Autograd holds the pass until then.
+        torch.autograd.Variable._execution_engine.queue_callback(backward_pass.end)
 
     # On the node, which takes less time than on the tensor.
     assert scaled.grad_fn is not None
@@ -76,46 +72,89 @@ def watch(scaled: Tensor, loss: Tensor, multiplier: Multiplier, of_loss: Gradien
 
 
 def prepare_backward(
-    loss: Tensor | None,
+    loss: Tensor,
     multiplier: Multiplier,
     of_loss: GradientRecord,
-    *,
+    backward_pass: BackwardPass,
     inputs: Inputs = None,
-    task: int = -1,
-    outer: int = -1,
-) -> list[ScaledGradients]:
-    """Gradients of a loss are about to be added: multiplies those that are there.
+) -> Callable[[], None]:
+    """Puts the gradients that a loss is about to add to on the scale of the loss.
 
     Args:
-        loss: The loss; None if it can reach the parameters of `of_loss` alone.
+        loss: The unscaled loss.
         multiplier: Its scale.
         of_loss: The record of the optimizer that scaled it.
+        backward_pass: The pass that begins.
         inputs: The only tensors that are reached, as in `torch.Tensor.backward`; None for all.
-        task: The backward pass; -1 before it, if what it adds to is settled after it.
-        outer: The backward pass in which this one runs, in a hook; -1 if there is none.
 
     Returns:
-        The sets that they are in, with one of the tensors of no optimizer if these are settled.
+        A function that ends the pass and unscales all that it has added to, for `backward`.
     """
-    others, unowned, is_mine = ([], [], True) if loss is None else reached(loss, of_loss, inputs)
-    if task == -1 and inputs is None and not (is_mine or others):
-        _check_not_half(unowned)
-    concerned = [(of_loss, of_loss.info(), True), *others]
-    for record, info, _ in concerned:
+    of_loss.info()
+    task = backward_pass.task
+    if task != -1 and len(all_records()) == 1:
+        # What such a pass leaves scaled is this wrapper's, or nobody's.
+        records, unowned = [of_loss], list[Tensor]()
+    else:
+        records, unowned = _reached(loss, of_loss, inputs, task)
+    for record in records:
         record.check_no_new_group()
-        if outer != -1:
-            _check_idle(info, outer, None if task == -1 else multiplier)
-    for record, _, _ in concerned:
-        record.count_left_out_step(multiplier)
-    with lock:
-        sets: list[ScaledGradients] = [
-            record.put_into_set(multiplier, info, task, of_loss=of_loss, certain=certain)
-            for record, info, certain in concerned
-        ]
-    if unowned and task == -1:
-        sets.append(ScaledGradients(multiplier))
-        sets[-1].add(ParameterInfo(unowned, []))
-    return sets
+        record.check_can_receive(multiplier, task)
+    for record in records:
+        record.account_for_last_step(multiplier)
+    put_on(records, multiplier)
+    for record in records:
+        record.receive(backward_pass, own=record is of_loss)
+    # Those of a pass that leaves gradients scaled stay scaled, too.
+    info = ParameterInfo(unowned, []) if unowned and task == -1 else None
+    if info is not None:
+        gradients.multiply(info, multiplier)
+
+    def finish() -> None:
+        backward_pass.end()
+        for record in records:
+            record.settle()
+        if info is not None:
+            gradients.unscale(info, multiplier.reciprocal_on, checks=False, float16=True)
+
+    return finish
+
+
+def _reached(
+    loss: Tensor, of_loss: GradientRecord, inputs: Inputs, task: int
+) -> tuple[list[GradientRecord], list[Tensor]]:
+    """The records that a loss concerns, and the tensors of no optimizer that it reaches.
+
+    It concerns those of the parameters that it reaches and its own, and all that share parameters
+    with these.
+    """
+    if inputs is None:
+        tensors, hidden = _leaves(loss)
+    else:
+        tensors, hidden = [inputs] if isinstance(inputs, Tensor) else list(inputs), False
+    ids, mine = frozenset(map(id, tensors)), of_loss.last_info.ids
+    if not ids <= mine:
+        for record in all_records():
+            _see_added_groups(record)
+    records = all_records() if hidden else sharing(ids)
+    owned = frozenset().union(*(r.last_info.ids for r in records))
+    unowned = [t for t in tensors if id(t) not in owned]
+    if task == -1 and inputs is None and not records:
+        _check_not_half(unowned)
+    if any(isinstance(t, Parameter) for t in unowned):
+        # `fully_shard` computes with its own parameters, and moves their gradients.
+        sharded = [r.last_info.ids for r in all_records() if r.last_info.is_sharded]
+        mine = mine.union(*sharded)
+        if sharded:
+            unowned = [t for t in unowned if not isinstance(t, Parameter)]
+    return list(dict.fromkeys([of_loss, *records, *sharing(mine)])), unowned
+
+
+def _see_added_groups(record: GradientRecord) -> None:
+    """Has a record know the groups that were added since its last verb."""
+    count = sum(len(group["params"]) for group in record.inner.param_groups)
+    if count != len(record.last_info.parameters):
+        record.info()
 
 
 def _check_not_half(unowned: Iterable[Tensor]) -> None:
@@ -128,64 +167,6 @@ def _check_not_half(unowned: Iterable[Tensor]) -> None:
             "lossscale.torch.MasterWeights(torch.optim.AdamW(model.parameters())), which makes "
             "the copies itself."
         )
-
-
-def _check_idle(info: ParameterInfo, outer: int, multiplier: Multiplier | None) -> None:
-    """Checks that a pass within another one takes no gradients that the outer one will add to."""
-    for scaled in holding(info):
-        if scaled.task in (outer, -1) and scaled.multiplier is not multiplier:
-            raise GradientsError(
-                "A backward pass that is still running adds to gradients that this loss reaches. "
-                "Call backward() of this loss after that pass."
-            )
-
-
-def reached(
-    loss: Tensor, of_loss: GradientRecord, inputs: Inputs = None
-) -> tuple[list[tuple[GradientRecord, ParameterInfo, bool]], list[Tensor], bool]:
-    """The other optimizers whose parameters a loss reaches, and the tensors of no optimizer.
-
-    Each record comes with the parameters, and whether the loss reaches them for certain: what
-    `fully_shard` computes with cannot be assigned to one of several optimizers. The last result is
-    whether the loss may reach parameters of `of_loss`.
-
-    Args:
-        loss: The loss.
-        of_loss: The record of the optimizer that scaled it, whose parameters are left out.
-        inputs: The only tensors that are reached, as in `torch.Tensor.backward`; None for all.
-    """
-    hidden = False
-    if inputs is None:
-        tensors, hidden = _leaves(loss)
-    else:
-        tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    mine = of_loss.info()
-    owned = mine.ids
-    strange = {id(t): t for t in tensors if id(t) not in owned}
-    sharing = owners(mine)
-    if not (strange or hidden or len(sharing) > 1):
-        return [], [], True
-    ids = frozenset(map(id, tensors))
-    # `fully_shard` computes with its own parameters, and moves their gradients.
-    is_sharded = any(isinstance(t, Parameter) for t in strange.values())
-    records = dict.fromkeys([*sharing, *owners_of(strange)])
-    if hidden or is_sharded:
-        records |= dict.fromkeys(all_records(sharded=not hidden))
-    others = []
-    for record in records:
-        if record is of_loss:
-            continue
-        info = record.info()
-        certain = not info.ids.isdisjoint(ids) or (hidden and record in sharing)
-        if certain or hidden or (is_sharded and info.is_sharded):
-            # An overflow in what it shares is its own, also if the loss reaches nothing else of it.
-            only_shares = not (hidden or is_sharded) and info.ids.isdisjoint(strange)
-            others.append((record, NOTHING if only_shares else info.without(owned), certain))
-            owned = owned | info.ids
-    unowned = [t for key, t in strange.items() if key not in owned]
-    if mine.is_sharded or any(info.is_sharded for _, info, _ in others):
-        unowned = [t for t in unowned if not isinstance(t, Parameter)]
-    return others, unowned, hidden or mine.is_sharded or not mine.ids.isdisjoint(ids)
 
 
 def _leaves(loss: Tensor) -> tuple[list[Tensor], bool]:

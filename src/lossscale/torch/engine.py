@@ -17,12 +17,7 @@ from lossscale.torch import fused, gradients, ranks
 from lossscale.torch.gradient_record import GradientRecord
 from lossscale.torch.optimizer_list import parts_of
 from lossscale.torch.scale import FirstSteps, Flag, LossScale, Multiplier
-from lossscale.torch.scaled_gradients import ScaledGradients
 from lossscale.torch.scaling import CPU, filled, read, read_all, scalar
-
-_LARGEST = torch.finfo(torch.float32).max
-_SMALLEST_NORM = 2.0**-40
-"""Above it all elements together whose squares are 0 in float32 do not matter."""
 
 
 class StepDecision(NamedTuple):
@@ -64,6 +59,7 @@ class Engine:
         scale: The loss scale.
         clip_norm: The largest norm of the unscaled gradients, or None.
         process_group: As `ranks.groups_of` takes it.
+        factor: What multiplies the gradients of a copy; 0 if there are none.
 
     Attributes:
         rule: The rule that moves the loss scale.
@@ -76,9 +72,10 @@ class Engine:
         scale: LossScale,
         clip_norm: float | None = None,
         process_group: ranks.Groups = None,
+        factor: float = 0.0,
     ) -> None:
         self.inner, self.scale, self.rule, self.clip_norm = inner, scale, scale.rule, clip_norm
-        self.record = GradientRecord(inner, scale, process_group)
+        self.record = GradientRecord(inner, scale, process_group, factor)
         self._first_steps = FirstSteps()
 
     # --- Decide -------------------------------------------------------------------------------
@@ -97,37 +94,32 @@ class Engine:
         record, info = self.record, self.record.info()
         record.check_no_new_group()
         self._first_steps.check(info.parameters)
-        scaled_set = record.only_set()
-        first, groups = info.first_gradient(), info.groups
+        is_alone, first, groups = record.is_alone(), info.first_gradient(), info.groups
+        if first is None or not is_alone:
+            record.settle()
         if first is None and not groups:
             return StepDecision(True, empty=True)
-        is_scaled = scaled_set is not None or not record.no_loss_scaled()
-        multiplier = (scaled_set and scaled_set.multiplier) or self.scale.multiplier
+        is_scaled = not record.no_loss_scaled()
+        multiplier = record.multiplier or self.scale.multiplier
         # If only another process has scaled a loss, they are divided after this.
-        are_scaled = scaled_set is not None or not is_scaled
         measured = gradients.measure_everywhere(
-            self.rule.needs, info, multiplier.scale_on, are_scaled=are_scaled
+            self.rule.needs, info, multiplier.scale_on, are_scaled=is_alone or not is_scaled
         )
         clips = bool(self.clip_norm) and not in_place
         unchecked = not (self.rule.checks_gradients or clips or self.scale.on_device)
         # A check divides them in the same pass, except for float16, which would flush to 0.
-        wants_kernel = not in_place and (clips or unchecked or info.has_half)
-        of_kernel = scaled_set if wants_kernel and self._can_divide(scaled_set) else None
-        if clips and measured is None and self._norm_checks(multiplier):
-            decision = self._decide_by_norm(scaled_set, of_kernel, is_scaled)
-            if decision is not None:
-                return decision
+        wants_kernel = not in_place and (unchecked or info.has_half)
         divisor = None
-        if of_kernel is not None and first is not None and (info.has_half or unchecked):
+        if is_alone and wants_kernel and first is not None and self._kernel_can_divide():
             divisor = multiplier.scale_on(first.device)
             if not self.rule.checks_gradients and not gradients.lie_as_before(info):
                 # The kernel would divide twice what shares memory.
                 gradients.collect(info, allow_float16=True)
-            record.release([of_kernel])
+            record.release()
             if unchecked and measured is None and not groups:
                 return StepDecision(True, GradientStats(True), divisor=divisor)
-        elif scaled_set is not None:
-            record.settle([scaled_set])
+        else:
+            record.settle()
         overflow = self._overflow(divisor, multiplier)
         somebody_scaled = is_scaled
         # Processes of a given group may run different code, but send the same messages.
@@ -136,56 +128,21 @@ class Engine:
             # Only a process that scaled no loss has to wait for those of others.
             somebody_scaled = is_scaled or bool(flag)
         if somebody_scaled and not is_scaled:
-            record.hold(info, multiplier).settle()
+            record.hold(multiplier)
+            record.settle()
+        norm = None
+        if clips and divisor is None and not (groups or self.scale.on_device):
+            overflow, norm = self._read_with_norm(overflow)
         decision = self._read(overflow, measured, divisor, has_gradients=first is not None)
         if not somebody_scaled:
             decision = decision._replace(stats=None)
-        return self.clipped(decision) if clips else decision
+        return self.clipped(decision, norm) if clips else decision
 
-    def _can_divide(self, scaled_set: ScaledGradients | None) -> bool:
-        """Whether the optimizer's kernel may divide the gradients of a set."""
+    def _kernel_can_divide(self) -> bool:
+        """Whether the optimizer's kernel may divide the gradients, which then stay scaled."""
         # A kernel must not change one that is part of a graph.
-        return scaled_set is not None and not scaled_set.has_graph and fused.can_unscale(self.inner)
-
-    def _norm_checks(self, multiplier: Multiplier) -> bool:
-        """Whether a norm, which is finite only if each number is, can take the place of a check."""
-        info = self.record.last_info
-        may_differ = info.is_given or (self.record.last_check is not None and bool(info.groups))
-        return not (
-            self.scale.on_device or may_differ or info.has_half or multiplier.number is None
-        )
-
-    def _decide_by_norm(
-        self, scaled_set: ScaledGradients | None, of_kernel: ScaledGradients | None, is_scaled: bool
-    ) -> StepDecision | None:
-        """Clips by a norm that checks for overflow as well; None if it cannot tell."""
-        record, info = self.record, self.record.last_info
-        given = gradients.collect(info)
-        scale = (scaled_set and scaled_set.multiplier and scaled_set.multiplier.number) or 1.0
-        norm, overflow = gradients.grad_norm(given, info), record.overflow
-        if overflow is not None:
-            norm = torch.where(overflow.to(norm.device) > 0, torch.inf, norm)
-        total = read(norm) / scale
-        # A norm may overflow though no element does, and unscaling may overflow some. At a scale
-        # far below 1 the squares of elements are 0.
-        if not total <= _LARGEST or total * scale < _SMALLEST_NORM:
-            return None
-        largest = self.clip_norm or 0.0
-        # Computed on the host, so that the device is waited for once.
-        clip = gradients.coefficient(scalar(total, CPU, norm.dtype), largest)
-        dtypes = [group[0].dtype for group in given.dense_groups]
-        # A float32 number has too few digits for float64.
-        fits = len(dtypes) == 1 and dtypes[0] != torch.float64
-        fits = fits and scale * max(total / largest, 1.0) < _LARGEST / 2
-        divisor = None
-        if of_kernel is not None and fits:
-            divisor = scalar(float(scale / clip), given.device)
-            record.release([of_kernel])
-        elif scaled_set is not None:
-            record.settle([scaled_set], factor=filled(clip / scale))
-        else:
-            gradients.unscale_(given, filled(clip))
-        return StepDecision(True, GradientStats(True) if is_scaled else None, divisor=divisor)
+        grads = self.record.last_info.gradients()
+        return not gradients.have_graph(grads) and fused.can_unscale(self.inner)
 
     def _overflow(self, divisor: Tensor | None, multiplier: Multiplier) -> Tensor:
         """Whether any gradient overflowed: float32 scalar tensor, 1 or 0. No number is changed.
@@ -241,17 +198,32 @@ class Engine:
         stats = gradients.as_stats(needs, measured, not number > 0)
         return StepDecision(not number > 0, stats, divisor=divisor, empty=bool(number < 0))
 
+    def _read_with_norm(self, overflow: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether gradients overflowed, and their norm, both on the host, which waits once."""
+        info = self.record.last_info
+        norm = gradients.grad_norm(gradients.collect(info), info)
+        if not self.rule.checks_gradients:
+            return overflow, scalar(read(norm), CPU, norm.dtype)
+        on_host = read_all(torch.stack([overflow.to(norm), norm]))
+        return on_host[0], on_host[1]
+
     @torch.no_grad()
-    def clipped(self, decision: StepDecision) -> StepDecision:
-        """Clips the gradients of a step, or changes what a kernel is still to divide them by."""
+    def clipped(self, decision: StepDecision, norm: Tensor | None = None) -> StepDecision:
+        """Clips the gradients of a step, or changes what a kernel is still to divide them by.
+
+        Args:
+            decision: The decision on the step.
+            norm: The norm of the unscaled gradients, on the host, if it is known.
+        """
         if not self.clip_norm or decision.apply is False or decision.empty:
             return decision
         info, divisor = self.record.info(), decision.divisor
         given = gradients.collect(info, allow_float16=divisor is not None)
         if not (given.dense_groups or info.groups):
             return decision
-        # Of float16 it would overflow in float16.
-        norm = gradients.grad_norm(given, info, None if divisor is None else torch.float32)
+        if norm is None:
+            # Of float16 it would overflow in float16.
+            norm = gradients.grad_norm(given, info, None if divisor is None else torch.float32)
         # The squares of finite elements may overflow, but not those of float16 in float32.
         # With several processes all take the same way.
         is_half = all(group[0].dtype == torch.float16 for group in given.dense_groups)
@@ -259,7 +231,8 @@ class Engine:
         if can_overflow and not self.scale.on_device and norm.isinf():
             norm = gradients.grad_norm(given, info, torch.float64)
         if divisor is None:
-            gradients.unscale_(given, gradients.coefficient(norm, self.clip_norm).to)
+            factor = gradients.coefficient(norm, self.clip_norm)
+            gradients.unscale_(given, filled(factor) if factor.device == CPU else factor.to)
             return decision
         coefficient = gradients.coefficient(norm.to(divisor.device) / divisor, self.clip_norm)
         return decision._replace(divisor=(divisor / coefficient).to(torch.float32))

@@ -29,7 +29,6 @@ from lossscale.torch.observers import Decided, FloorWarning, Observers, SkippedS
 from lossscale.torch.optimizer_list import parts_of
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
 from lossscale.torch.scale import FirstSteps, Flag, SkipCount, is_torchs, update_on_host
-from lossscale.torch.scaled_gradients import unscale
 from lossscale.torch.scaling import mapped, read, read_all, scalar, scaled, uncompiled
 from lossscale.torch.settings import (
     DEFAULTS,
@@ -276,7 +275,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         # An optimizer that skips by itself is given no second look, for which the host would wait.
         recheck = not _skips_by_itself(optimizer) and self._may_overflow()
-        by_device = unscale(
+        by_device = gradients.unscale(
             info, inv_scale.to, recheck=recheck, into=found_inf, float16=allow_fp16, sums=False
         )
         here = bool(by_device)

@@ -1,92 +1,76 @@
-"""The state of an optimizer's gradients since its last step, and what may be done with them now."""
+"""What multiplies the gradients of an optimizer since its last step: one number, or nothing.
+
+All `.grad` of a wrapper are multiplied by the scale of one loss, or all are unscaled. Wrappers with
+a parameter in common, directly or through others, always have the same number. A loss puts all
+wrappers that it reaches on its number. When gradients of one of them must be unscaled, those of all
+wrappers with that number are, each gradient once, and an overflow concerns them all.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import operator
+import sys
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lossscale.errors import CallOrderError, GradientsError, UnsupportedError
+from lossscale.errors import CallOrderError, GradientsError
 from lossscale.torch import gradients, ranks
-from lossscale.torch.optimizer_list import with_parts
+from lossscale.torch.gradients import OverflowCheck, stamps
+from lossscale.torch.optimizer_list import watch_step
 from lossscale.torch.ranks import ParameterInfo
 from lossscale.torch.scale import Flag, LossScale, Multiplier
-from lossscale.torch.scaled_gradients import ScaledGradients, holding, owners, register, unheld
-from lossscale.torch.scaling import CPU, real_parts, scalar
+from lossscale.torch.scaling import CPU, scalar
 
 if TYPE_CHECKING:
     from lossscale.torch.engine import StepDecision
 
-Stamps: TypeAlias = tuple[list[int], list[int]]
-"""Values that change if a gradient is written to, or replaced by another tensor."""
-_VERSION = operator.attrgetter("_version")
-_HOOK = "record"
-"""The mark of our hook, by which another one finds it."""
+_DIVIDED = "_divided_by_lossscale"
+"""The mark of a gradient that a deleted wrapper divided: its id, and its version since then."""
+ONE_FOR_SEVERAL = "Make one for both: LossScaleOptimizer([optimizer, other])."
+
+_lock = threading.RLock()
+"""Held while numbers change: autograd runs hooks in a thread for each device."""
+_records: weakref.WeakSet[GradientRecord] = weakref.WeakSet()
 
 
-def _stamps(info: ParameterInfo) -> Stamps:
-    grads = info.gradients()
-    with ranks.UNSEEN():
-        return list(map(id, grads)), list(map(_VERSION, grads))
+def all_records() -> list[GradientRecord]:
+    """The records of all optimizers."""
+    return list(_records)
 
 
-class OverflowCheck(NamedTuple):
-    """The result of checking unscaled gradients.
+def sharing(ids: frozenset[int]) -> list[GradientRecord]:
+    """The records that have one of these parameters, share one with such a record, and so on."""
+    found: list[GradientRecord] = []
+    rest = all_records()
+    while more := [r for r in rest if not r.last_info.ids.isdisjoint(ids)]:
+        rest = [r for r in rest if r.last_info.ids.isdisjoint(ids)]
+        found += more
+        ids = ids.union(*(r.last_info.ids for r in more))
+    return found
 
-    Attributes:
-        overflow: Whether one was infinite or NaN, here or in another optimizer that the same loss
-            reaches: float32 scalar tensor, 1 or 0.
-        ids: The parameters whose gradients were checked, by id.
-        stamps: The stamps of all gradients then; None if nobody needs them.
-        last: The last gradient; None if there was none.
-        version: Its version.
+
+class BackwardPass:
+    """A backward pass of a scaled loss, while it runs.
+
+    Records refer to it weakly: autograd forgets a pass that raised an exception.
+
+    Args:
+        task: Autograd's number of the pass; -1 for one that `backward` runs, whose gradients it
+            unscales after the pass.
     """
 
-    overflow: Tensor
-    ids: frozenset[int]
-    stamps: Stamps | None
-    last: Tensor | None
-    version: int
+    def __init__(self, task: int) -> None:
+        self.task, self.runs = task, True
 
-    @classmethod
-    def of(
-        cls, overflow: Tensor, ids: frozenset[int], stamps: Stamps | None, info: ParameterInfo
-    ) -> OverflowCheck:
-        """The result for the gradients that are there now."""
-        # No weak reference, which would forbid `model.to` to swap the gradient for another one.
-        last = info.last_gradient()
-        return cls(overflow, ids, stamps, last, 0 if last is None else last._version)
-
-    def renewed(self, info: ParameterInfo) -> OverflowCheck:
-        """The same result, with the last gradient that is there now."""
-        return OverflowCheck.of(self.overflow, self.ids, self.stamps, info)
-
-    def covers(self, info: ParameterInfo) -> bool:
-        """Whether all gradients were checked and, as far as can be seen, stayed as they were."""
-        # `.data` of a gradient hides what is done to it, and programs average that by hand.
-        may_hide = not info.groups and ranks.has_others()
-        return info.ids <= self.ids and not may_hide and self.stamps == _stamps(info)
-
-    def is_unchanged(self, info: ParameterInfo) -> bool:
-        """Whether the last gradient is the same one, unchanged."""
-        last = self.last
-        return last is not None and info.last_gradient() is last and last._version == self.version
-
-    def is_gone(self, info: ParameterInfo) -> bool:
-        """Whether the gradients that were checked have been cleared."""
-        if self.last is None or not any(p.grad is self.last for p in info.parameters):
-            return True
-        if self.version == self.last._version:
-            return False
-        # It was changed: to zeros, if gradients were cleared in place.
-        grads = (p.grad for p in info.parameters if p.grad is not None)
-        return not any(part.any() for g in grads for part in real_parts(ranks.local(g)))
+    def end(self) -> None:
+        """Autograd has added all gradients."""
+        self.runs = False
 
 
 class GradientRecord:
@@ -94,176 +78,253 @@ class GradientRecord:
 
     A plain object, because compiled code loses what it writes to an optimizer.
 
-    Only its methods change it. Which fields each moves together:
+    Only its methods change it, and those of other records that have the same number:
 
-    | method | sets | clears |
-    |---|---|---|
-    | `put_into_set` | `sets`; `has_own_loss` of an own loss; in a pass, both `parameters_at_*` | |
-    | | | `decision` (of all owners), `is_cleared` |
-    | `note_unseen_loss` | `has_unseen_loss`, `has_own_loss` | `is_cleared` |
-    | `settle`, `note_check` | `last_check` | what is settled of `sets`, `has_unseen_loss` |
-    | `release` | | what is released of `sets`, `has_unseen_loss` |
-    | `note_decision` | `decision`, `parameters_at_loss` | `has_unseen_loss`, `divided` |
-    | `note_scaled_by_hand` | `by_hand` | |
-    | `note_unscaled_by_hand` | `divided`; without a set also `has_unseen_loss` | `by_hand` |
-    | `note_step` | `after_skip`, if it may be skipped and gradients stay | as `reset` |
-    | `note_zero_grad` | `is_cleared`, after a check of own losses | as `clear`, but |
-    | | | `has_unseen_loss` and `by_hand` stay |
-    | `reset` | | all but `sets`, `parameters_at_pass` and the flags at the end |
-    | `clear` | | as `reset`, and `sets` |
-    | `restart` | without gradients nothing; else `sets`, `has_own_loss`, `parameters_at_loss` | |
-    | | | as `reset` |
+    | event | method | sets | clears |
+    |---|---|---|---|
+    | a loss is about to add | `receive` | `has_own_loss` if own, `strays` unless unscaled after | |
+    | | | the pass, `running` | `decision`, `is_cleared` |
+    | | `put_on` | `multiplier` | |
+    | a loss is not seen | `note_unseen_loss` | `has_unseen_loss`, `has_own_loss` | `is_cleared` |
+    | | its first use | `multiplier` | `has_unseen_loss` |
+    | gradients are unscaled | `settle` | `last_check` | `multiplier` |
+    | | `release`, by a kernel | | `multiplier`, `has_unseen_loss` |
+    | all processes have decided | `note_decision` | `decision`, `last_check` | `has_unseen_loss` |
+    | a step is over | `note_step` | `after_skip`, if gradients stay that it may have skipped | as |
+    | | | | `reset`, and `multiplier` |
+    | `zero_grad` | `note_zero_grad` | `is_cleared`, after a check of own losses | as `clear`, but |
+    | | | | an unseen loss stays |
+    | another process has scaled | `hold`, of all that share | `multiplier` | `decision` |
+    | a state is loaded | `restart` | `has_own_loss`; as `hold` | as `reset` |
+    | a group is added | `info` | `unknown`, or `last_check` | `multiplier` |
+
+    `reset` clears what is known of one step: `last_check`, `decision`, `running` and all flags but
+    `strays`. `clear` clears `multiplier`, `after_skip` and `unknown` as well.
 
     Args:
         inner: The optimizer.
         scale: The loss scale.
         process_group: As `ranks.groups_of` takes it.
+        factor: What multiplies the gradients of a copy; 0 if there are none.
 
     Attributes:
         rule: The rule that moves the loss scale.
         leave_out: A weak reference to what counts a step that was left out.
         last_info: What `info` returned last. A verb calls `info` once, and then reads this.
-        sets: The sets of scaled gradients that a loss of this optimizer, or one that reaches it,
-            has made.
+        multiplier: What multiplies all gradients, those that are assigned later included; None if
+            they are unscaled.
+        running: A weak reference to the backward pass that adds to them; None if none began.
+        before_pass: The stamp of a single parameter's gradient before that pass.
         last_check: The result of checking unscaled gradients; None if they were not checked.
+        decision: The decision of all processes, if `unscale_` or a step made one.
         has_unseen_loss: Whether a loss was scaled whose `backward` cannot be seen, in compiled code
-            or by hand.
+            or under capture.
         has_own_loss: Whether the optimizer itself scaled a loss; other optimizers' losses may
             reach its parameters too.
-        decision: The decision of all processes, if `unscale_` or a step made one.
-        parameters_at_loss: The parameters at the last decision, or when a pass of a scaled loss
-            last reached some.
-        parameters_at_pass: The parameters when a pass last left gradients of others scaled, which a
-            later group may bring; None if none has.
         is_cleared: Whether `zero_grad` was called after gradients of its own losses were checked.
-        by_hand: Whether `get_scaled_loss` was called, and `get_unscaled_gradients` was not.
-        divided: The gradients that `get_unscaled_gradients` was given, if it was called.
         after_skip: If gradients stay after a step that may have been skipped: the id and the
             version of the last one, and whether the step was skipped.
-        in_backward: Whether `backward` runs.
+        left_behind: Whether the next loss began with gradients of a skipped step.
+        strays: Whether a pass may have left gradients of no optimizer scaled.
+        unknown: Parameters of a new group that may have brought such gradients.
         is_joined: Whether this is within a `torch.distributed.algorithms.Join`.
         warned: Whether the user was warned of a step without a scaled loss.
     """
 
     leave_out: weakref.WeakMethod[Callable[[], None]]
 
-    def __init__(self, inner: Optimizer, scale: LossScale, process_group: ranks.Groups) -> None:
+    def __init__(
+        self, inner: Optimizer, scale: LossScale, process_group: ranks.Groups, factor: float = 0.0
+    ) -> None:
         self.inner, self.scale, self.rule = inner, scale, scale.rule
         self.process_group = process_group
-        self.warned = self.in_backward = self.is_joined = False
-        self.parameters_at_pass: ParameterInfo | None = None
-        # One list for good: what `register` keeps outlives the record.
-        self.sets: list[ScaledGradients] = []
-        self.last_info = ParameterInfo(ranks.parameters_of(inner), process_group)
-        self._forget = register(self, self.last_info)
+        self.warned = self.is_joined = self.strays = False
+        self.multiplier: Multiplier | None = None
+        self.unknown: ParameterInfo | None = None
+        self.last_info = ParameterInfo([], [])
         self.reset()
+        info = ParameterInfo(ranks.parameters_of(inner), process_group)
+        _records.add(self)
+        if factor:
+            self.last_info = info
+            self.restart(factor)
+        else:
+            self._take(info)
+
+    def __del__(self) -> None:
+        """Divides gradients that no other record knows of."""
+        multiplier = getattr(self, "multiplier", None)
+        if multiplier is None or sys.is_finalizing():
+            return
+        others = [r for r in all_records() if r.multiplier is multiplier and r is not self]
+        known = frozenset().union(*(r.last_info.ids for r in others))
+        # A record that shares some may be deleted at the same time.
+        divided = {id(p) for p in self.last_info.parameters if _was_divided(p.grad)}
+        info = self.last_info.without(known | divided)
+        # Gradients in float16 stay: no wrapper divides them.
+        with contextlib.suppress(GradientsError):
+            _divide(info, multiplier, checks=False)
+            for gradient in info.gradients():
+                setattr(gradient, _DIVIDED, (id(gradient), gradient._version))
 
     def info(self) -> ParameterInfo:
         """Facts about the parameters that the optimizer has now."""
         parameters = ranks.parameters_of(self.inner)
         if not self.last_info.is_of(parameters):
-            self._forget()
-            self.last_info = ParameterInfo(parameters, self.process_group)
-            self._forget = register(self, self.last_info)
+            self._take(ParameterInfo(parameters, self.process_group))
         return self.last_info
+
+    def _take(self, info: ParameterInfo) -> None:
+        """Has other parameters from now on, whose gradients have the same number as its own."""
+        before = self.last_info.ids
+        others = [r for r in sharing(info.ids - before) if r is not self]
+        if others and not before:
+            self.multiplier = others[0].multiplier
+        new = info.without(before.union(*(r.last_info.ids for r in others)))
+        are_unscaled = info.ids != before and new.first_gradient() is not None
+        if are_unscaled and (self.strays or self.decision):
+            self.unknown, are_unscaled = new, False
+        if are_unscaled or any(r.multiplier is not self.multiplier for r in others):
+            for record in [self, *others]:
+                record.settle()
+        self.last_info = info
 
     def reset(self) -> None:
         """Starts again, after a step or when the gradients were cleared."""
         self.last_check: OverflowCheck | None = None
-        self.has_unseen_loss = self.has_own_loss = self.is_cleared = self.by_hand = False
-        self.divided: list[tuple[weakref.ref[Tensor], int]] | None = None
         self.decision: StepDecision | None = None
-        self.parameters_at_loss: ParameterInfo | None = None
+        self.has_unseen_loss = self.has_own_loss = self.is_cleared = False
+        self.running: weakref.ref[BackwardPass] | None = None
+        self.before_pass: gradients.Stamps | None = None
         self.after_skip: tuple[int, int, Flag] | None = None
+        self.left_behind: Flag = False
 
     def clear(self) -> None:
-        """The gradients of all parameters are cleared: none is scaled any more."""
-        info = self.info()
-        for scaled in holding(info):
-            scaled.leave(info)
-        self.sets.clear()
+        """The gradients of all parameters were cleared: none is scaled any more."""
+        partners = self._partners()
+        self.unknown = self.multiplier = None
         self.reset()
+        for record in partners:
+            record.settle()
+
+    def _partners(self) -> list[GradientRecord]:
+        """The records of scaled gradients that share parameters with this one, itself included."""
+        return [] if self.multiplier is None else sharing(self.info().ids)
 
     # --- What the gradients are ---------------------------------------------------------------
 
     @property
-    def multiplier(self) -> Multiplier | None:
-        """The `Multiplier` of the gradients, or of some; None if no set has any."""
-        return next((s.multiplier for s in self.sets if s.multiplier is not None), None)
-
-    @property
     def is_scaled(self) -> bool:
-        """Whether some gradients are scaled."""
+        """Whether the gradients are scaled."""
         return self.has_unseen_loss or self.multiplier is not None
-
-    @property
-    def overflow(self) -> Tensor | None:
-        """The result of the last check on the device; None if the gradients were not checked."""
-        return None if self.last_check is None else self.last_check.overflow
 
     def no_loss_scaled(self) -> bool:
         """Whether no loss was scaled since the last step."""
-        return not self.is_scaled and self.last_check is None and self.divided is None
+        return not self.is_scaled and self.last_check is None
 
-    def kept_scaled_gradients(self) -> bool:
-        """Whether `.grad` still has the scaled ones, after `get_unscaled_gradients`."""
-        # `get_unscaled_gradients` returns new tensors. The user may have assigned them to `.grad`,
-        # copied them into it, or left `.grad` as it was.
-        given = [(ref(), version) for ref, version in self.divided or ()]
-        versions = {id(t): version for t, version in given if t is not None}
-        as_they_were = [versions.get(id(g)) == g._version for g in self.last_info.gradients()]
-        if any(as_they_were) and not all(as_they_were):
-            raise GradientsError(
-                "Some parameters have a `.grad` that get_unscaled_gradients() returned, and others "
-                "a scaled one. Assign the unscaled gradients to all, or call unscale_(), which "
-                "divides every `.grad` in place."
-            )
-        return any(as_they_were)
+    def is_alone(self) -> bool:
+        """Whether the gradients are scaled and unchecked, and no other record has their number."""
+        self._adopt_unseen_loss()
+        self.check_arrived()
+        if self.multiplier is None or self.last_check is not None:
+            return False
+        return all(r is self or r.multiplier is not self.multiplier for r in all_records())
 
-    def only_set(self) -> ScaledGradients | None:
-        """The set of the gradients, if it is one and has no others; else they are unscaled."""
-        info = self.last_info
-        spoiled = (s for s in self.sets if s.multiplier is not None and s.spoiled_before)
-        sets = [*holding(info), *spoiled]
-        if self.divided is not None and not self.kept_scaled_gradients():
-            # By `get_unscaled_gradients`.
-            self.release(sets)
-            return None
-        sets += self._adopt_unseen_loss()
-        if self.last_check is None and len(sets) == 1 and sets[0].info is info:
-            return sets[0]
-        self.settle(sets)
-        return None
+    def pass_now(self) -> BackwardPass | None:
+        """The backward pass that adds to the gradients now."""
+        found = None if self.running is None else self.running()
+        return found if found is not None and found.runs else None
 
     # --- What is done to them -----------------------------------------------------------------
 
-    def note_check(self, overflow: Tensor, checked: ParameterInfo) -> None:
-        """Gradients of a set were checked; an overflow stays until the next step."""
-        info, ids = self.info(), checked.ids
+    def receive(self, backward_pass: BackwardPass, own: bool) -> None:
+        """A pass is about to add to the gradients, of an own loss or another optimizer's."""
+        self.decision, self.is_cleared = None, False
+        self.has_own_loss |= own
+        self.strays |= backward_pass.task != -1
+        # A pass within another one may add to what the other one adds to.
+        if self.pass_now() is None:
+            self.running = weakref.ref(backward_pass)
+            is_single = len(self.last_info.parameters) == 1
+            self.before_pass = stamps(self.last_info) if is_single else None
+
+    def settle(self) -> None:
+        """Divides and checks the gradients, with all that the same number multiplies."""
+        with _lock:
+            self._adopt_unseen_loss()
+            multiplier = self.multiplier
+            if multiplier is None:
+                return
+            records = [r for r in all_records() if r.multiplier is multiplier]
+            if any(r.pass_now() for r in records):
+                # What others have is not complete.
+                records = sharing(self.last_info.ids)
+            for record in records:
+                record.check_arrived()
+                if record.last_info.has_half:
+                    gradients.check_can_be_divided(record.last_info)
+            divided: frozenset[int] = frozenset()
+            flags = []
+            for record in records:
+                flags.append(record._unscale(multiplier, divided))
+                divided |= record.last_info.ids
+            for record in records:
+                record.multiplier = None
+            pairs = list(zip(records, flags, strict=True))
+            shared = gradients.any_overflow(record._fresh(flag) for record, flag in pairs)
+            for record, flag in pairs:
+                record.note_check(gradients.any_overflow([shared, flag]))
+
+    def _unscale(self, multiplier: Multiplier, divided: frozenset[int]) -> Tensor:
+        """Divides gradients that are not divided yet; whether any of the record's overflowed."""
+        info, checks = self.last_info, self.rule.checks_gradients
+        rest = info.without(divided)
+        found = _divide(rest, multiplier, checks=checks)
+        if checks and rest is not info:
+            given = gradients.collect(info.without(rest.ids))
+            return gradients.any_overflow([*found.values(), *gradients.check(given).values()])
+        return gradients.any_overflow(found.values())
+
+    def _fresh(self, overflow: Tensor) -> Tensor:
+        """An overflow, unless it was there before the loss, which concerns no other wrapper."""
+        before = self.left_behind if self.last_check is None else self.last_check.overflow
+        if isinstance(before, Tensor):
+            return overflow * (1.0 - before.to(overflow.device))
+        return torch.zeros_like(overflow) if before else overflow
+
+    def release(self) -> None:
+        """A kernel divides the gradients."""
+        self.has_unseen_loss, self.multiplier = False, None
+
+    def hold(self, multiplier: Multiplier) -> None:
+        """Another process has scaled the loss, or a state says what multiplies the gradients."""
+        for record in sharing(self.last_info.ids):
+            record.multiplier, record.decision = multiplier, None
+
+    def note_check(self, overflow: Tensor) -> None:
+        """Gradients were checked; an overflow stays until the next step."""
         if self.last_check is not None:
-            before = self.last_check.overflow
-            overflow = torch.maximum(before, overflow.to(before.device))
-            ids = ids if checked is info else ids | self.last_check.ids
-        self.last_check = OverflowCheck.of(overflow, ids, _stamps(info), info)
-        self._drop_empty_sets()
+            overflow = gradients.any_overflow([self.last_check.overflow, overflow])
+        self.last_check = OverflowCheck.of(overflow, stamps(self.last_info), self.last_info)
 
     def note_unseen_loss(self) -> None:
         """A loss was scaled whose `backward` cannot be seen."""
         self.has_unseen_loss = self.has_own_loss = True
         self.is_cleared = False
 
-    def note_scaled_by_hand(self) -> None:
-        """`get_scaled_loss` was called, whose gradients the user unscales."""
-        self.by_hand = True
-
-    def note_unscaled_by_hand(self, given: Iterable[Tensor | None]) -> None:
-        """`get_unscaled_gradients` has divided gradients."""
-        self.by_hand = False
-        if self.multiplier is None:
-            self.has_unseen_loss = True
-        before = [pair for pair in self.divided or () if pair[0]() is not None]
-        # Weakly, so that they are not kept.
-        self.divided = before + [(weakref.ref(g), g._version) for g in given if g is not None]
+    def _adopt_unseen_loss(self) -> None:
+        if not self.has_unseen_loss or self.last_info.first_gradient() is None:
+            return
+        self.has_unseen_loss, scale, now = False, self.scale, self.multiplier
+        if now is None:
+            # A new one, which a CUDA graph reads in each replay.
+            self.multiplier = Multiplier(scale.scale_on(scale.home), self.rule, scale.number)
+            put_on(sharing(self.last_info.ids), self.multiplier)
+        elif now is not scale.multiplier and (now.number is None or now.number != scale.number):
+            raise GradientsError(
+                "Compiled code scaled a loss by another number than multiplies the gradients. "
+                f"{ONE_FOR_SEVERAL}"
+            )
 
     def note_decision(self, decision: StepDecision, overflow: Tensor | None = None) -> None:
         """All processes have decided.
@@ -272,206 +333,47 @@ class GradientRecord:
             decision: The decision.
             overflow: Its tensor, if the gradients stay unscaled and a step is still to come.
         """
-        self.has_unseen_loss, self.divided = False, None
-        self.decision, self.parameters_at_loss = decision, self.last_info
+        self.has_unseen_loss = False
+        self.decision = decision
         if overflow is not None:
-            self.last_check = OverflowCheck.of(overflow, self.last_info.ids, None, self.last_info)
+            self.last_check = OverflowCheck.of(overflow, None, self.last_info)
 
     def note_step(self, decision: StepDecision) -> None:
         """A step is over."""
         self.reset()
-        last = None if decision.apply is True else self.info().last_gradient()
+        self.multiplier = None
+        last = None if decision.apply is True else self.last_info.last_gradient()
         if last is not None:
-            # Infinite ones that stay are no overflow of a later loss. By the id: nothing keeps a
-            # gradient between steps.
+            # By the id: nothing keeps a gradient between steps.
             self.after_skip = id(last), last._version, decision.skipped
 
     def note_zero_grad(self) -> None:
-        """`zero_grad` is called."""
+        """`zero_grad` was called."""
         # The `backward` of a loss that nobody sees is still to come.
-        unseen, by_hand = self.has_unseen_loss, self.by_hand
+        unseen = self.has_unseen_loss
         was_checked = self.last_check is not None and self.has_own_loss
         self.clear()
         self.has_unseen_loss = self.has_own_loss = unseen
-        self.by_hand, self.is_cleared = by_hand, was_checked
+        self.is_cleared = was_checked
 
-    @contextlib.contextmanager
-    def given_gradients(self) -> Iterator[None]:
-        """A step with gradients that the user gives; if it fails, the state is as before."""
-        multiplier, unseen = self.multiplier, self.has_unseen_loss
-        are_unscaled = not self.is_scaled or self.by_hand or self.divided is not None
-        # Those in `.grad` are unscaled, but those of an unseen loss stay as they are.
-        self.has_unseen_loss = False
-        self.settle()
-        before, sets = {**vars(self), "has_unseen_loss": unseen}, list(self.sets)
-        self.reset()
-        if are_unscaled:
-            self.has_unseen_loss, self.divided = True, []
-        else:
-            self.hold(self.last_info, multiplier or self.scale.multiplier)
-        try:
-            yield
-        except BaseException:
-            vars(self).update(before)
-            self.sets[:] = sets
-            raise
-        # It has the id of a gradient that is gone now.
-        self.after_skip = None
+    # --- Steps that are left out --------------------------------------------------------------
 
-    def put_into_set(
-        self,
-        multiplier: Multiplier,
-        info: ParameterInfo,
-        task: int,
-        *,
-        of_loss: GradientRecord,
-        certain: bool = True,
-    ) -> ScaledGradients:
-        """Puts gradients of parameters into the set of a loss that will add to them.
+    def account_for_last_step(self, multiplier: Multiplier | None = None) -> bool:
+        """Before a loss adds to the gradients: was a step left out, what did a skip leave behind?
 
         Args:
-            multiplier: The `Multiplier` of the loss.
-            info: The parameters.
-            task: The backward pass.
-            of_loss: The record of the optimizer that scaled the loss.
-            certain: Whether the loss reaches them for certain.
-        """
-        is_own = of_loss is self
-        target = next((s for s in self.sets if s.multiplier is multiplier), None)
-        if target is None:
-            # What was infinite before, and what the loss may not reach, is no overflow of it.
-            spoiled = not is_own and bool(info.ids) and self._overflowed_before(multiplier, task)
-            target = ScaledGradients(multiplier)
-            if certain and spoiled is False:
-                target = multiplier.gradients = multiplier.gradients or target
-            if isinstance(spoiled, Tensor):
-                target.spoiled_before = spoiled, weakref.ref(of_loss)
-                of_loss.sets.append(target)
-        if is_own and self.is_joined and self.has_own_loss and self.info().groups:
-            raise UnsupportedError(
-                "Within Join, an optimizer with process groups must step after each backward(): a "
-                "process without data takes one step for each forward pass. Accumulate outside of "
-                "Join. With DDP alone, leave `process_group` out."
-            )
-        for record in owners(info):
-            # Decided on gradients that it shares, and that are about to change.
-            record.decision = None
-        self._adopt_unseen_loss()
-        target.begin_pass(task)
-        target.add(info)
-        if target not in self.sets:
-            self.sets.append(target)
-        if self.last_check is not None:
-            # Some may have been replaced.
-            self.last_check = self.last_check.renewed(self.last_info)
-        self.has_own_loss = self.has_own_loss or is_own
-        if task != -1 or self.parameters_at_loss is not None:
-            self.parameters_at_loss = self.last_info
-        if task != -1:
-            self.parameters_at_pass = self.parameters_at_loss
-        self.decision, self.is_cleared = None, False
-        return target
-
-    def _overflowed_before(self, multiplier: Multiplier, task: int) -> Flag:
-        """Whether gradients overflowed that a loss of another optimizer is about to reach."""
-        info = self.info()
-        if not info.has_half:
-            # Within a change from one scale to the other nothing is checked.
-            for scaled in holding(info):
-                in_this_pass = task != -1 and scaled.task == task
-                if scaled.multiplier is not multiplier and not in_this_pass:
-                    scaled.settle(whole=True)
-        if self.overflow is not None:
-            is_on_host = self.overflow.device.type == "cpu"
-            return bool(self.overflow) if is_on_host else self.overflow
-        last = None if self.after_skip is None else info.last_gradient()
-        if self.after_skip is None or last is None:
-            return False
-        *key, skipped = self.after_skip
-        return skipped if key == [id(last), last._version] else False
-
-    def _adopt_unseen_loss(self) -> list[ScaledGradients]:
-        """Makes a set of what is scaled by a loss whose backward pass could not be seen."""
-        if not self.has_unseen_loss:
-            return []
-        self.has_unseen_loss = False
-        # A new one, which a CUDA graph reads in each replay.
-        scale = self.scale
-        multiplier = Multiplier(scale.scale_on(scale.home), self.rule, scale.number)
-        return [self.hold(unheld(self.info()), multiplier)]
-
-    def hold(self, info: ParameterInfo, multiplier: Multiplier) -> ScaledGradients:
-        """Makes a set of gradients that are multiplied already."""
-        made = ScaledGradients(multiplier)
-        made.info = info
-        self.sets.append(made)
-        return made
-
-    def settle(
-        self,
-        sets: Iterable[ScaledGradients] | None = None,
-        *,
-        factor: gradients.Factor | None = None,
-    ) -> None:
-        """Unscales and checks the gradients of the optimizer, with all of the same losses.
-
-        Args:
-            sets: The sets that hold them, if these are known.
-            factor: As for `ScaledGradients.settle`.
-        """
-        sets = [*(holding(self.info()) if sets is None else sets), *self._adopt_unseen_loss()]
-        self._check_arrived(sets)
-        for scaled in sets:
-            if scaled not in self.sets:
-                self.sets.append(scaled)
-            scaled.settle(factor=factor)
-
-    def release(self, sets: Sequence[ScaledGradients]) -> None:
-        """Takes the gradients out of their sets: something else divides them."""
-        self.has_unseen_loss = False
-        self._check_arrived(sets)
-        for scaled in sets:
-            scaled.leave(scaled.arrived(self.last_info))
-        self._drop_empty_sets()
-
-    def _drop_empty_sets(self) -> None:
-        """Drops the sets that hold none of its gradients any more."""
-        ids = self.last_info.ids
-        held = [s for s in self.sets if s.multiplier is not None]
-        self.sets[:] = [s for s in held if s.spoiled_before or not s.info.ids.isdisjoint(ids)]
-
-    # --- Losses and steps that were not seen --------------------------------------------------
-
-    def watch_steps(self) -> None:
-        """Refuses a direct step of the inner optimizer on scaled gradients."""
-        watched = weakref.ref(self)
-
-        def hook(optimizer: Optimizer, args: object, kwargs: object) -> None:
-            record = None if torch.compiler.is_compiling() else watched()
-            if record is not None:
-                record.check_unscaled("step", optimizer)
-
-        hook.of_lossscale = _HOOK  # type: ignore[attr-defined]  # of a function
-        for optimizer in with_parts(self.inner):
-            hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
-            # An object with the interface of an optimizer may have no hooks.
-            if hooks is None:
-                continue
-            for key in [k for k, h in hooks.items() if getattr(h, "of_lossscale", "") == _HOOK]:
-                del hooks[key]
-            optimizer.register_step_pre_hook(hook)
-
-    def count_left_out_step(self, multiplier: Multiplier | None = None) -> bool:
-        """Counts a step that was left out, before a loss with a scale adds to the gradients.
-
-        Args:
-            multiplier: That of the loss; None if its `backward` could not be seen.
+            multiplier: That of the loss; None if it was not seen.
 
         Returns:
             Whether gradients were cleared that had been checked.
         """
-        adds_up = multiplier and any(s.multiplier is multiplier for s in self.sets)
-        if self.last_check is None or adds_up or not self.last_check.is_gone(self.info()):
+        if self.after_skip is not None:
+            # Infinite gradients that stay are no overflow of this loss.
+            last, (*key, skipped) = self.last_info.last_gradient(), self.after_skip
+            stay = last is not None and key == [id(last), last._version]
+            self.after_skip, self.left_behind = None, skipped if stay else False
+        adds_up = self.multiplier is not None and self.multiplier is multiplier
+        if self.last_check is None or adds_up or not self.last_check.is_gone(self.last_info):
             return False
         leave_out = self.leave_out()
         if leave_out is not None:
@@ -483,9 +385,9 @@ class GradientRecord:
         """Accounts for the backward pass of a scaled loss that could not be observed."""
         if not self.has_unseen_loss or self.last_check is None:
             return
-        if self.count_left_out_step():
+        if self.account_for_last_step():
             self.has_unseen_loss = self.has_own_loss = True
-        elif self.last_check.is_unchanged(self.info()):
+        elif self.last_check.stamps in (None, stamps(self.info())):
             self.has_unseen_loss = False
         else:
             raise CallOrderError(
@@ -496,29 +398,32 @@ class GradientRecord:
 
     # --- Checks -------------------------------------------------------------------------------
 
+    def watch_steps(self) -> None:
+        """Refuses a direct step of the inner optimizer on scaled gradients."""
+        watched = weakref.ref(self)
+
+        def hook(optimizer: Optimizer, args: object, kwargs: object) -> None:
+            record = None if torch.compiler.is_compiling() else watched()
+            if record is not None:
+                record.check_unscaled("step", optimizer)
+
+        watch_step(self.inner, hook)
+
     def check_unscaled(self, name: str, optimizer: Optimizer) -> None:
         """Checks that a method of an inner optimizer finds no scaled gradients."""
-        if not self.is_scaled:
+        if not self.is_scaled or self.info().first_gradient() is None:
             return
-        info = self.info()
-        if info.first_gradient() is None:
-            return
-        # A set may be left that holds none of them: another optimizer has cleared those they share.
-        if self.has_unseen_loss or holding(info):
-            raise CallOrderError(
-                f"{name}() of {type(optimizer).__name__} would use gradients that are multiplied "
-                "by the loss scale. Call optimizer.backward(loss) in place of "
-                "optimizer.scale_loss(loss).backward(), or unscale_() first; and step() of the "
-                "LossScaleOptimizer."
-            )
+        raise CallOrderError(
+            f"{name}() of {type(optimizer).__name__} would use gradients that are multiplied "
+            "by the loss scale. Call optimizer.backward(loss) in place of "
+            "optimizer.scale_loss(loss).backward(), or unscale_() first; and step() of the "
+            "LossScaleOptimizer."
+        )
 
     def check_no_new_group(self) -> None:
         """Checks that no gradient came with a group that was added after the last loss."""
-        at_loss, info = self.parameters_at_loss, self.last_info
-        before = at_loss or self.parameters_at_pass
-        if before is None or info is before or (at_loss is None and self.has_unseen_loss):
-            return
-        if unheld(info.without(before.ids)).first_gradient() is None:
+        if self.unknown is None or self.unknown.first_gradient() is None:
+            self.unknown = None
             return
         raise CallOrderError(
             "A parameter group with gradients was added after a loss was scaled. It is unknown "
@@ -526,68 +431,110 @@ class GradientRecord:
             "by model.zero_grad()."
         )
 
-    def _check_arrived(self, sets: Iterable[ScaledGradients]) -> None:
-        """Checks that a step within a backward pass finds no gradient that is still scaled."""
-        if torch._C._current_graph_task_id() == -1:
+    def check_can_clear(self) -> None:
+        """Checks that no backward pass is still to add to the gradients."""
+        for record in self._partners():
+            record.check_arrived()
+
+    def check_arrived(self) -> None:
+        """Checks, within a backward pass, that it has added the gradient of the one parameter."""
+        if self.pass_now() is None or self.before_pass not in (None, stamps(self.last_info)):
             return
-        ids = self.info().ids
-        for scaled in sets:
-            waiting = scaled.info.without(scaled.arrived(scaled.info).ids)
-            if any(id(p) in ids and p.grad is not None for p in waiting.parameters):
-                raise CallOrderError(
-                    "step() was called in a backward pass before all gradients have arrived. Call "
-                    "it after the backward pass, or make an optimizer for each parameter."
-                )
+        raise CallOrderError(
+            "step() was called in a backward pass before all gradients have arrived. Call "
+            "it after the backward pass, or make an optimizer for each parameter."
+        )
+
+    def check_can_receive(self, multiplier: Multiplier, task: int) -> None:
+        """Checks that no other pass is still adding to the gradients, which a loss reaches."""
+        running = self.pass_now()
+        if running is None or self.multiplier is None:
+            return
+        if self.multiplier is multiplier and -1 not in (task, running.task):
+            return
+        if running.task == task != -1:
+            raise GradientsError(
+                "One backward pass reaches the same parameters by losses with different "
+                f"scales. {ONE_FOR_SEVERAL}"
+            )
+        raise GradientsError(
+            "A backward pass that is still running adds to gradients that this loss reaches. "
+            "Call backward() of this loss after that pass."
+        )
 
     # --- Saved between `backward` and `step` --------------------------------------------------
 
     def gradient_factor(self) -> float:
-        """The factor of the gradients, which a state saves: 1 if unscaled, 0 if no loss made any.
-
-        Raises:
-            CallOrderError: If it is not one number.
-        """
-        rest, numbers = self.info(), set()
-        if rest.first_gradient() is None:
+        """What multiplies the gradients, for a state: 1 if unscaled, 0 if no loss made any."""
+        if self.info().first_gradient() is None or self.no_loss_scaled():
             return 0.0
-        for scaled in holding(rest):
-            numbers.add(scaled.number())
-            rest = rest.without(scaled.info.ids)
-        if (numbers or not self.no_loss_scaled()) and rest.first_gradient() is not None:
-            numbers.add(float(self.scale.scale_on(CPU)) if self.has_unseen_loss else 1.0)
-        if len(numbers) > 1:
-            raise CallOrderError(
-                "The gradients are multiplied by different loss scales, which a state cannot say. "
-                "Call optimizer.unscale_() before you save it between backward() and step()."
-            )
-        return numbers.pop() if numbers else 0.0
+        unseen = self.scale.multiplier if self.has_unseen_loss else None
+        multiplier = self.multiplier or unseen
+        return 1.0 if multiplier is None else multiplier.value()
 
-    def check_restart(self, number: float) -> None:
+    def check_restart(self, factor: float) -> None:
         """Checks, before a state is loaded, that it says what multiplies the gradients.
 
         Raises:
             CallOrderError: If those that are there are multiplied by another number.
         """
-        for scaled in holding(self.info()) if number else ():
-            if scaled.number() != number and self.info().first_gradient() is not None:
-                raise CallOrderError(
-                    f"{number:g} multiplied the gradients when this state was saved, and another "
-                    "number multiplies them now. Call optimizer.zero_grad() before "
-                    "load_state_dict(), and restore the gradients after it."
-                )
+        is_scaled = self.multiplier is not None and self.info().first_gradient() is not None
+        if factor and is_scaled and factor != self.gradient_factor():
+            raise CallOrderError(
+                f"{factor:g} multiplied the gradients when this state was saved, and another "
+                "number multiplies them now. Call optimizer.zero_grad() before "
+                "load_state_dict(), and restore the gradients after it."
+            )
 
-    def restart(self, number: float) -> None:
-        """Starts with the gradients of a state, which `number` multiplies; 0 if there are none."""
-        info = self.info()
-        if not number:
-            # Without gradients of its own, the sets are those of others, which may be loaded, too.
-            if info.first_gradient() is not None:
-                self.settle([s for s in self.sets if s.multiplier is not None])
-            self.reset()
-            return
-        # They may be assigned before or after this.
-        for scaled in holding(info):
-            scaled.leave(info)
+    def restart(self, factor: float) -> None:
+        """Starts with the gradients of a state, which a factor multiplies; 0 if there are none.
+
+        They may be assigned before or after this.
+        """
+        info, now = self.info(), self.multiplier
+        if not factor and info.first_gradient() is not None:
+            self.settle()
+        elif factor and (now is None or factor != now.value()):
+            if any(map(_was_divided, info.gradients())):
+                # By a wrapper that was deleted since.
+                factor = 1.0
+            self.hold(Multiplier(scalar(factor, CPU), self.rule, factor))
         self.reset()
-        self.hold(info, Multiplier(scalar(number, CPU), self.rule, number))
-        self.has_own_loss, self.parameters_at_loss = True, info
+        self.has_own_loss = bool(factor)
+
+
+def put_on(records: Iterable[GradientRecord], multiplier: Multiplier) -> None:
+    """Puts the gradients of records on the number of a loss, which is about to add to them."""
+    with _lock:
+        records = [r for r in records if r.multiplier is not multiplier]
+        for record in records:
+            record.settle()
+        there = [r.last_info.ids for r in all_records() if r.multiplier is multiplier]
+        multiplied: frozenset[int] = frozenset().union(*there)
+        for record in records:
+            info = record.last_info.without(multiplied)
+            if info.first_gradient() is not None:
+                gradients.multiply(info, multiplier)
+            multiplied |= record.last_info.ids
+            record.multiplier = multiplier
+
+
+def _divide(
+    info: ParameterInfo, multiplier: Multiplier, *, checks: bool
+) -> dict[torch.device, Tensor]:
+    """Divides gradients by a number, and checks each; results as of `gradients.unscale`."""
+    divides = not multiplier.rule.powers_of_two
+    return gradients.unscale(
+        info,
+        multiplier.scale_on if divides else multiplier.reciprocal_on,
+        divides=divides,
+        checks=checks,
+        recheck=multiplier.may_be_below_one(),
+    )
+
+
+def _was_divided(gradient: Tensor | None) -> bool:
+    """Whether a wrapper divided a gradient when it was deleted, and nothing changed it since."""
+    # A copy has the mark, too, and another id.
+    mark = getattr(gradient, _DIVIDED, None)
+    return gradient is not None and mark == (id(gradient), gradient._version)

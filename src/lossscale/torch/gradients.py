@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +21,11 @@ from lossscale.torch import ranks
 from lossscale.torch.ranks import ParameterInfo, largest_and_added, local
 from lossscale.torch.scaling import CPU, real_parts, scalar, unscaled, widened
 
+if TYPE_CHECKING:
+    from lossscale.torch.scale import Multiplier
+
 _DTYPE, _GRAD = operator.attrgetter("dtype"), operator.attrgetter("grad")
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _PLAIN_TYPES = frozenset({Tensor, Parameter})
 _ONE = functools.partial(scalar, 1.0)
 _IN_PLACE = frozenset({torch.float32, torch.float64, torch.bfloat16})
@@ -34,6 +38,8 @@ IN_FLOAT32 = (
 """What to do about float16 parameters, for messages."""
 
 
+Stamps: TypeAlias = tuple[list[int], list[int]]
+"""What `stamps` returns: the ids and the versions of gradients."""
 Pair: TypeAlias = tuple[Tensor, Tensor]
 """A gradient, with the dense tensor of real numbers that it is stored in."""
 Factor: TypeAlias = Callable[[torch.device], Tensor]
@@ -91,8 +97,7 @@ def collect(
         if len(dtypes) == 1 and dtypes <= _IN_PLACE and not share_memory(grads, info):
             return Gradients(grads, [grads], [grads])
     if not allow_float16:
-        for parameter in info.parameters:
-            _check_can_be_widened(parameter)
+        check_can_be_divided(info)
     given = _all_dense(info, allow_float16, sums)
     if share_memory([tensor for group in given.dense_groups for tensor in group], info):
         with torch.enable_grad():
@@ -180,6 +185,12 @@ def _dense(parameter: Tensor, gradient: Tensor, allow_float16: bool, sums: bool)
     if values.layout != torch.strided:
         values = values._values() if values.layout == torch.sparse_coo else values.values()
     return gradient, torch.view_as_real(values) if values.is_complex() else values
+
+
+def check_can_be_divided(info: ParameterInfo) -> None:
+    """Checks that no gradient is in float16, where dividing it would flush it to zero."""
+    for parameter in info.parameters:
+        _check_can_be_widened(parameter)
 
 
 def _check_can_be_widened(parameter: Tensor) -> None:
@@ -348,7 +359,8 @@ def any_overflow(overflows: Iterable[Tensor], device: torch.device = CPU) -> Ten
         overflows: float32 scalar tensors, 1 or 0.
         device: Where the result, 0, is if there are none.
     """
-    flags = list(overflows)
+    # One that is given twice needs no operator.
+    flags = list({id(flag): flag for flag in overflows}.values())
     joined = flags[0] if flags else scalar(0.0, device)
     for flag in flags[1:]:
         joined = torch.maximum(joined, flag.to(joined.device))
@@ -493,3 +505,118 @@ def compute(
 ) -> GradientStats:
     """Returns the statistics of gradients that only this process has."""
     return as_stats(needs, measure(needs, gradients, scale, are_scaled=are_scaled), finite)
+
+
+def have_graph(grads: Iterable[Tensor]) -> bool:
+    """Whether a gradient is part of a graph."""
+    with ranks.UNSEEN():
+        return any(map(_REQUIRES_GRAD, grads))
+
+
+# --- Of parameters ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def multiply(info: ParameterInfo, multiplier: Multiplier) -> None:
+    """Multiplies gradients by a scale."""
+    unscale(info, multiplier.scale_on, checks=False, float16=True)
+
+
+def unscale(
+    info: ParameterInfo,
+    factor: Factor,
+    *,
+    divides: bool = False,
+    checks: bool = True,
+    recheck: bool = False,
+    into: Tensor | None = None,
+    float16: bool = False,
+    sums: bool = True,
+) -> dict[torch.device, Tensor]:
+    """Unscales gradients, and checks each number; those that have a graph are replaced.
+
+    Args:
+        info: Their parameters.
+        factor, recheck, into: As for `unscale_and_check_`.
+        divides: Whether to divide by the factor.
+        checks: Whether to check them.
+        float16: Whether some may be in float16.
+        sums: As for `collect`.
+
+    Returns:
+        By device, whether any number was infinite or NaN: float32 scalar tensor, 1 or 0. Empty if
+        they are not checked.
+    """
+    grads = info.gradients()
+    in_graph: list[tuple[Tensor, Tensor]] = []
+    if have_graph(grads):
+        in_graph = [
+            (p, g) for p in info.parameters if (g := p.grad) is not None and g.requires_grad
+        ]
+        info = info.without({id(p) for p, _ in in_graph})
+        grads = info.gradients()
+    # It may raise.
+    given = collect(info, grads, allow_float16=float16, sums=sums)
+    for parameter, gradient in in_graph:
+        number = factor(gradient.device)
+        with torch.enable_grad():
+            parameter.grad = gradient / number if divides else gradient * number
+    if not checks:
+        unscale_(given, factor, divide=divides)
+        return {}
+    by_device = unscale_and_check_(given, factor, divide=divides, recheck=recheck, into=into)
+    if in_graph:
+        finite = all_finite([p.grad for p, _ in in_graph])
+        so_far = by_device.get(finite.device)
+        bad = (~finite).to(torch.float32)
+        by_device[finite.device] = bad if so_far is None else torch.maximum(so_far, bad)
+    return by_device
+
+
+# --- The result of a check ---------------------------------------------------------------------
+
+
+def stamps(info: ParameterInfo) -> Stamps:
+    """Values that change if a gradient is written to, or replaced by another tensor."""
+    grads = info.gradients()
+    with ranks.UNSEEN():
+        return list(map(id, grads)), [gradient._version for gradient in grads]
+
+
+class OverflowCheck(NamedTuple):
+    """The result of checking unscaled gradients.
+
+    Attributes:
+        overflow: Whether one was infinite or NaN, here or in another wrapper that the same loss
+            reached: float32 scalar tensor, 1 or 0.
+        stamps: The stamps of all gradients then; None if nobody needs them.
+        last: The last gradient; None if there was none.
+        version: Its version.
+    """
+
+    overflow: Tensor
+    stamps: Stamps | None
+    last: Tensor | None
+    version: int
+
+    @classmethod
+    def of(cls, overflow: Tensor, stamps: Stamps | None, info: ParameterInfo) -> OverflowCheck:
+        """The result for the gradients that are there now."""
+        # No weak reference, which would forbid `model.to` to swap the gradient for another one.
+        last = info.last_gradient()
+        return cls(overflow, stamps, last, 0 if last is None else last._version)
+
+    def covers(self, info: ParameterInfo) -> bool:
+        """Whether all gradients were checked and, as far as can be seen, stayed as they were."""
+        # `.data` of a gradient hides what is done to it, and programs average that by hand.
+        may_hide = not info.groups and ranks.has_others()
+        return not may_hide and self.stamps == stamps(info)
+
+    def is_gone(self, info: ParameterInfo) -> bool:
+        """Whether the gradients that were checked have been cleared."""
+        if self.last is None or not any(p.grad is self.last for p in reversed(info.parameters)):
+            return True
+        if self.version == self.last._version:
+            return False
+        # It was changed: to zeros, if gradients were cleared in place.
+        return not any(part.any() for g in info.gradients() for part in real_parts(local(g)))

@@ -30,13 +30,12 @@ from lossscale.torch.backward import (
     was_scaled,
     watch,
 )
-from lossscale.torch.documented_verbs import DocumentedVerbs
 from lossscale.torch.engine import Engine, StepDecision
+from lossscale.torch.gradient_record import ONE_FOR_SEVERAL, BackwardPass
 from lossscale.torch.master_weights import compares_once
 from lossscale.torch.observers import Decided, FloorWarning, Observers, SkippedStepHook, Stepped
 from lossscale.torch.optimizer_list import OptimizerList, with_parts, zero_grad
 from lossscale.torch.scale import DeviceLossScale, LossScale, Multiplier
-from lossscale.torch.scaled_gradients import ONE_FOR_SEVERAL
 from lossscale.torch.scaling import CPU, WIDE, scalar, uncompiled, widened
 from lossscale.torch.settings import (
     InnerSettings,
@@ -60,7 +59,7 @@ Number = TypeVar("Number")
 
 
 @FrontDoor.register
-class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
+class LossScaleOptimizer(InnerSettings, Optimizer):
     """Wraps a PyTorch optimizer to train in float16 with a loss scale.
 
     The wrapper is a `torch.optim.Optimizer` with the parameter groups, the state and the hooks of
@@ -221,20 +220,16 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
         self._observers.scaled(self, loss)
         self._adopt_written()
         multiplier = self._engine.scale.multiplier
-        outer = torch._C._current_graph_task_id()
-        sets = prepare_backward(loss, multiplier, record, inputs=inputs, outer=outer)
-        record.in_backward = True
+        finish = prepare_backward(loss, multiplier, record, BackwardPass(-1), inputs)
         try:
             _backpropagate(loss, multiplier, gradient, retain_graph, create_graph, inputs)
         except RuntimeError as error:
             masters.check_not_of_ddp(error)
             raise
         finally:
-            record.in_backward = False
-            for scaled in sets:
-                scaled.settle(whole=True)
-        overflow = record.overflow
-        return scalar(True, CPU, torch.bool) if overflow is None else overflow == 0
+            finish()
+        check = record.last_check
+        return scalar(True, CPU, torch.bool) if check is None else check.overflow == 0
 
     @overload
     def scale_loss(self, loss: Tensor | float) -> Tensor: ...
@@ -260,18 +255,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
             >>> optimizer.scale_loss(weight.sum())
             tensor(16., grad_fn=<MulBackward0>)
         """
-        return self._scaled(loss)
-
-    def _scaled(self, loss: Any, seen: bool = True) -> Any:
-        """Scales a loss.
-
-        Args:
-            loss: The loss, or what returns it.
-            seen: Whether gradients come by a `backward` that can be seen when it starts.
-        """
         record, scale = self._record, self._engine.scale
         if callable(loss) and not isinstance(loss, Tensor):
-            return lambda: self._scaled(loss(), seen)
+            return lambda: self.scale_loss(loss())
         if not isinstance(loss, Tensor):
             try:
                 loss = scalar(float(loss), CPU)
@@ -291,7 +277,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
                 )
             self._observers.scaled(self, loss)
             self._adopt_written()
-        if seen and not is_compiling and is_seen(loss):
+        if not is_compiling and is_seen(loss):
             multiplier = scale.multiplier
             scaled = widened(loss) * multiplier.scale_on(loss.device)
             watch(scaled, loss, multiplier, record)
@@ -419,10 +405,11 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
 
         After a `backward` or an `unscale_` that found an overflow, the step is skipped by that.
         """
+        self._record.check_can_clear()
         if self._record.last_check is not None:
             self._leave_out()
-        self._record.note_zero_grad()
         zero_grad(self.inner_optimizer, set_to_none)
+        self._record.note_zero_grad()
 
     def register_step_skipped_hook(
         self, hook: Callable[[LossScaleOptimizer], object]
@@ -713,8 +700,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
         )
         scale = _new_scale(rule, inner, decide)
         state_dicts.restore(scale, numbers)
-        engine = Engine(inner, scale, clip_norm, process_group)
-        engine.record.restart(factor)
+        engine = Engine(inner, scale, clip_norm, process_group, factor)
         self._start(engine, name)
         self.__dict__.update(state)
 

@@ -14,6 +14,9 @@ from lossscale.common.checks import takes
 from lossscale.errors import ArgumentError, StateDictError, UnsupportedError
 from lossscale.torch.scaling import uncompiled
 
+_WATCHES = "watches"
+"""The mark of the hook of `watch_step`."""
+
 
 class OuterOptimizer(Optimizer):
     """An optimizer that steps others; its own hooks run before and after them.
@@ -206,3 +209,20 @@ def zero_grad(optimizer: Optimizer, set_to_none: bool) -> None:
         optimizer.zero_grad(set_to_none=set_to_none)
     else:
         optimizer.zero_grad()
+
+
+def watch_step(inner: Optimizer, hook: Callable[[Optimizer, object, object], None]) -> None:
+    """Calls a hook before each step of an optimizer and its parts, in place of an earlier one."""
+    hook.of_lossscale = _WATCHES  # type: ignore[attr-defined]  # of a function
+    for optimizer in with_parts(inner):
+        hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+        # An object with the interface of an optimizer may have no hooks.
+        if hooks is None:
+            continue
+        for key in [key for key, each in hooks.items() if _watches(each)]:
+            del hooks[key]
+        optimizer.register_step_pre_hook(hook)
+
+
+def _watches(hook: object) -> bool:
+    return getattr(hook, "of_lossscale", None) == _WATCHES

@@ -109,10 +109,8 @@ class ParameterInfo:
         is_given: Whether the user passed process groups: their processes may run different code.
         is_sharded: Whether the model computes with other tensors, as FSDP does.
         places: Where the gradients lay when they were last found to share no memory.
-        owners: What `scaled_gradients.owners` keeps.
     """
 
-    owners: tuple[int, list[Any]] | None = None
     places: list[int] | None = None
 
     def __init__(self, parameters: Sequence[Tensor], process_group: Groups = None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard, cast
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
 
 import numpy
 import torch
@@ -28,9 +28,6 @@ from lossscale.rules import (
 from lossscale.torch.ranks import parameters_of
 from lossscale.torch.scaling import CPU, is_captured, scalar
 
-if TYPE_CHECKING:
-    from lossscale.torch.scaled_gradients import ScaledGradients
-
 _MOST_FLAGS = 100
 """After how many flags their sum replaces them."""
 
@@ -49,12 +46,7 @@ class Multiplier:
         scale: float32 scalar tensor that is never changed.
         rule: The rule of the loss scale.
         number: The scale as a Python float; None if only the device knows it.
-
-    Attributes:
-        gradients: The `ScaledGradients` that it multiplies, or None.
     """
-
-    gradients: ScaledGradients | None = None
 
     def __init__(self, scale: Tensor, rule: ScaleRule, number: float | None) -> None:
         self._scale, self.rule, self.number = scale, rule, number
@@ -75,6 +67,10 @@ class Multiplier:
         if device not in self._reciprocals:
             self._reciprocals[device] = self.scale_on(device).reciprocal()
         return self._reciprocals[device]
+
+    def value(self) -> float:
+        """The scale as a Python float, for which the host may wait."""
+        return float(self._scale) if self.number is None else self.number
 
     def may_be_below_one(self) -> bool:
         """Whether the scale may be below 1, so that dividing by it can overflow."""
@@ -449,16 +445,14 @@ class FirstSteps:
             )
 
     def made(self, inner: Optimizer, empty: bool, is_scaled: bool) -> None:
-        """Counts a step of a scaled loss that left no gradient; with one, all is well."""
-        if self.without is None or not empty:
-            self.without = None
-            return
-        self.without += is_scaled and any(p.requires_grad for p in parameters_of(inner))
+        """Counts a first step of a scaled loss that left no gradient, and warns of the third."""
+        if self.without is not None:
+            trains = is_scaled and any(p.requires_grad for p in parameters_of(inner))
+            self.without = self.without + trains if empty else None
         if self.without == _NO_GRADIENTS:
             self.without = None
             warn(
                 f"No parameter of {type(inner).__name__} got a gradient from the first "
-                f"{_NO_GRADIENTS} losses, so nothing trains. Its parameters may belong to another "
-                "model than the one that computes the loss. Make the optimizer after the model is "
-                "moved, wrapped or replaced, with that model's parameters."
+                f"{_NO_GRADIENTS} losses, so nothing trains. Make the optimizer with parameters of "
+                "the model that computes the loss, after it is moved, wrapped or replaced."
             )

@@ -45,7 +45,6 @@ def scalar(value: float, device: torch.device, dtype: torch.dtype = torch.float3
 
 def filled(number: Tensor) -> Callable[[torch.device], Tensor]:
     """Returns what makes a scalar tensor of the CPU on a device, without a copy, which waits."""
-
     return lambda device: scalar(number.item(), device, number.dtype)
 
 

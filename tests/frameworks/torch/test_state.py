@@ -181,19 +181,29 @@ def test_a_state_with_gradients_of_another_scale_is_refused_before_anything_chan
     assert [p.grad.tolist() for p in given] == [torch.ones(shape).tolist() for shape in SHAPES]
 
 
-def test_gradients_that_are_multiplied_by_two_scales_are_not_saved():
+def test_a_state_says_what_multiplies_the_gradients_and_changes_none():
     given = parameters(*SHAPES)
     first, second = (wrapped(torch.optim.SGD(given, lr=0.5), initial_scale=s) for s in (8.0, 4.0))
-    first.scale_loss(given[0].sum()).backward()
-    second.scale_loss(given[1].sum()).backward()
-    assert second.state_dict()["param_groups"][0]["loss_scale_of_gradients"] == 4.0
-    first.backward(given[0].sum())
     third = wrapped(torch.optim.SGD([given[1]], lr=0.5), initial_scale=2.0)
+
+    def saved():
+        before = bits([p.grad for p in given])
+        states = [each.state_dict()["param_groups"][0] for each in (first, second, third)]
+        assert bits([p.grad for p in given]) == before
+        return [state["loss_scale_of_gradients"] for state in states]
+
+    assert saved() == [0.0, 0.0, 0.0]
+    first.scale_loss(given[0].sum()).backward()
+    # The third has no gradient yet.
+    assert saved() == [8.0, 8.0, 0.0]
+    second.scale_loss(given[1].sum()).backward()
+    assert saved() == [4.0, 4.0, 4.0]
+    first.backward(given[0].sum())
+    assert saved() == [1.0, 1.0, 1.0]
     third.scale_loss(given[1].sum()).backward()
-    with pytest.raises(CallOrderError, match="which a state cannot say"):
-        first.state_dict()
-    first.unscale_()
-    assert first.state_dict()["param_groups"][0]["loss_scale_of_gradients"] == 1.0
+    assert saved() == [2.0, 2.0, 2.0]
+    first.step()
+    assert saved() == [0.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("group", [0, 1])
