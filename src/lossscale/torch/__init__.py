@@ -23,7 +23,6 @@ __all__ = [
     "explain",
     "guard",
     "install",
-    "report_skips_to_accelerate",
     "unguard",
 ]
 
@@ -36,7 +35,6 @@ _WHERE = {
     "explain": "repeated_step",
     "guard": "scheduler",
     "install": "installation",
-    "report_skips_to_accelerate": "scheduler",
     "unguard": "scheduler",
 }
 """The modules of the names."""
@@ -50,7 +48,6 @@ if TYPE_CHECKING:
     from lossscale.torch.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from lossscale.torch.repeated_step import explain as explain
     from lossscale.torch.scheduler import guard as guard
-    from lossscale.torch.scheduler import report_skips_to_accelerate as report_skips_to_accelerate
     from lossscale.torch.scheduler import unguard as unguard
 else:
     # To import this module is not to import PyTorch; to take a name out of it is.

@@ -16,7 +16,7 @@ import reprlib
 import types
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -38,7 +38,7 @@ from lossscale.errors import (
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
 from lossscale.torch import fused, ranks
-from lossscale.torch.optimizer_list import OuterOptimizer
+from lossscale.torch.optimizer_list import OuterOptimizer, check_needs_no_closure
 
 Pairs = list[tuple[Tensor, Tensor]]
 """Parameters, each with its master."""
@@ -113,6 +113,7 @@ class MasterWeights(OuterOptimizer):
                 "LossScaleOptimizer([MasterWeights(first), MasterWeights(second)])."
             )
         check_not_wrapped(optimizer)
+        check_needs_no_closure(optimizer)
         self.__setstate__({"inner_optimizer": optimizer, "_masters": {}})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -358,10 +359,8 @@ class MasterWeights(OuterOptimizer):
 
     # --- The methods of an optimizer ------------------------------------------------------------
 
-    def _step(self, closure: Callable[[], object] | None, **more: Any) -> object:
+    def _step(self, **more: Any) -> object:
         inner = self.inner_optimizer
-        if closure is not None:
-            more["closure"] = functools.partial(self._evaluate, closure)
         # A gradient scaler has set them on this optimizer.
         of_scaler = (vars(self).get(name) for name in ("grad_scale", "found_inf"))
         hooks = {name: getattr(inner, name) for name in _HOOKS if hasattr(inner, name)}
@@ -379,22 +378,6 @@ class MasterWeights(OuterOptimizer):
         for hook in after:
             hook(inner, (), more)
         return returned
-
-    def _evaluate(self, closure: Callable[[], object]) -> object:
-        """Evaluates a closure with rounded parameters, as they are at this point of a step."""
-        _round(self._pairs)
-        for parameter, master in self._pairs:
-            parameter.grad = master.grad
-        self._rename(_reversed(self._pairs))
-        try:
-            with torch.enable_grad():
-                loss = closure()
-        finally:
-            self._rename(self._pairs)
-        self._adopt()
-        for parameter, master in self._pairs:
-            master.grad = parameter.grad
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._prepare()

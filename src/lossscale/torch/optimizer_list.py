@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import reprlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lossscale.common.checks import takes
-from lossscale.errors import ArgumentError, StateDictError, UnsupportedError
+from lossscale.common.checks import signature_of, takes
+from lossscale.errors import ArgumentError, ArgumentTypeError, StateDictError, UnsupportedError
 from lossscale.torch.scaling import uncompiled
+
+Loss = TypeVar("Loss")
+
+_IN_STEP = "ScheduleFreeClosure", "AliG"
+"""How classes end whose step needs a closure, although its signature does not show it."""
 
 
 class OuterOptimizer(Optimizer):
@@ -28,12 +35,13 @@ class OuterOptimizer(Optimizer):
 
     @uncompiled
     def step(self, closure: Callable[[], object] | None = None, **more: Any) -> Any:
+        loss = None if closure is None else evaluated(self, closure)
         for hook in list(self._optimizer_step_pre_hooks.values()):
             hook(self, (), {})
-        returned = self._step(closure, **more)
+        returned = self._step(**more)
         for hook in list(self._optimizer_step_post_hooks.values()):
             hook(self, (), {})
-        return returned
+        return returned if closure is None else loss
 
     # PyTorch's own wrapper around a `step` would call global hooks for this one, too.
     step.hooked = True  # type: ignore[attr-defined]  # of a function
@@ -113,7 +121,7 @@ class OptimizerList(OuterOptimizer):
 
         return call_all
 
-    def _step(self, closure: object, **more: Any) -> None:
+    def _step(self, **more: Any) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -206,3 +214,52 @@ def zero_grad(optimizer: Optimizer, set_to_none: bool) -> None:
         optimizer.zero_grad(set_to_none=set_to_none)
     else:
         optimizer.zero_grad()
+
+
+# --- Closures -----------------------------------------------------------------------------------
+
+
+def check_needs_no_closure(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that evaluates a closure within its step, such as LBFGS.
+
+    Raises:
+        UnsupportedError: If one of its parts is known to do so.
+    """
+    for part in parts_of(optimizer):
+        name = type(part).__name__
+        closure = signature_of(type(part).step).get("closure")
+        is_required = closure is not None and closure.default is inspect.Parameter.empty
+        # SAM has two calls in place of it.
+        if (is_required and not _is_sam(part)) or name.endswith(_IN_STEP):
+            raise UnsupportedError(
+                f"{name} evaluates a closure within its step, which is not supported. Use it "
+                "without LossScaleOptimizer and MasterWeights, in float32."
+            )
+
+
+def _is_sam(optimizer: Optimizer) -> bool:
+    return hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")
+
+
+def evaluated(optimizer: Optimizer, closure: Callable[[], Loss]) -> Loss:
+    """Evaluates a closure before a step, which then takes none and can still be skipped.
+
+    Raises:
+        ArgumentTypeError: If it cannot be called.
+        UnsupportedError: If the optimizer moves the weights before it evaluates a closure.
+    """
+    if not callable(closure):
+        raise ArgumentTypeError(
+            "`closure` must be a callable that evaluates the model, calls backward() and "
+            f"returns the loss. Received: {type(closure).__name__}. step() takes no loss: call "
+            "optimizer.backward(loss) before it."
+        )
+    for part in parts_of(optimizer):
+        if _is_sam(part):
+            raise UnsupportedError(
+                f"{type(part).__name__} moves the weights before it evaluates a closure. Make "
+                "its two calls: backward(loss) and first_step(), then zero_grad(), "
+                "backward(loss) and second_step()."
+            )
+    with torch.enable_grad():
+        return closure()
