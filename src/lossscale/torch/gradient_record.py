@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lossscale.errors import CallOrderError, GradientsError, UnsupportedError
+from lossscale.errors import CallOrderError
 from lossscale.torch import gradients, ranks
 from lossscale.torch.optimizer_list import with_parts
 from lossscale.torch.ranks import ParameterInfo
@@ -123,7 +123,7 @@ class GradientRecord:
         sets: The sets of scaled gradients that a loss of this optimizer, or one that reaches it,
             has made.
         last_check: The result of checking unscaled gradients; None if they were not checked.
-        has_unseen_loss: Whether a loss was scaled whose `backward` cannot be seen, in compiled code.
+        has_unseen_loss: Whether a loss was scaled whose `backward` cannot be seen (compiled code).
         has_own_loss: Whether the optimizer itself scaled a loss; other optimizers' losses may
             reach its parameters too.
         decision: The decision of all processes, if `unscale_` or a step made one.
@@ -135,7 +135,6 @@ class GradientRecord:
         after_skip: If gradients stay after a step that may have been skipped: the id and the
             version of the last one, and whether the step was skipped.
         in_backward: Whether `backward` runs.
-        is_joined: Whether this is within a `torch.distributed.algorithms.Join`.
         warned: Whether the user was warned of a step without a scaled loss.
     """
 
@@ -144,7 +143,7 @@ class GradientRecord:
     def __init__(self, inner: Optimizer, scale: LossScale, process_group: ranks.Groups) -> None:
         self.inner, self.scale, self.rule = inner, scale, scale.rule
         self.process_group = process_group
-        self.warned = self.in_backward = self.is_joined = False
+        self.warned = self.in_backward = False
         self.parameters_at_pass: ParameterInfo | None = None
         # One list for good: what `register` keeps outlives the record.
         self.sets: list[ScaledGradients] = []
@@ -285,12 +284,6 @@ class GradientRecord:
             if isinstance(spoiled, Tensor):
                 target.spoiled_before = spoiled, weakref.ref(of_loss)
                 of_loss.sets.append(target)
-        if is_own and self.is_joined and self.has_own_loss and self.info().groups:
-            raise UnsupportedError(
-                "Within Join, an optimizer with process groups must step after each backward(): a "
-                "process without data takes one step for each forward pass. Accumulate outside of "
-                "Join. With DDP alone, leave `process_group` out."
-            )
         for record in owners(info):
             # Decided on gradients that it shares, and that are about to change.
             record.decision = None
