@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, TypeVar, cast, overload
@@ -31,7 +32,7 @@ from lossscale.torch.backward import (
 )
 from lossscale.torch.engine import Engine, StepDecision
 from lossscale.torch.observers import Decided, FloorWarning, Observers, SkippedStepHook, Stepped
-from lossscale.torch.optimizer_list import OptimizerList, evaluated, with_parts, zero_grad
+from lossscale.torch.optimizer_list import OptimizerList, step_with_closure, with_parts, zero_grad
 from lossscale.torch.scale import DeviceLossScale, LossScale, Multiplier
 from lossscale.torch.scaled_gradients import ONE_FOR_SEVERAL
 from lossscale.torch.scaling import CPU, WIDE, scalar, uncompiled, widened
@@ -328,9 +329,8 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
         """
         if closure is None:
             return self._take_step(**more)
-        loss = evaluated(self.inner_optimizer, closure)
-        self._take_step(**more)
-        return loss
+        take_step = functools.partial(self._take_step, **more)
+        return step_with_closure(self.inner_optimizer, closure, take_step)
 
     # PyTorch's wrapper around a `step` would call global hooks twice, for the inner optimizer and
     # for this one.

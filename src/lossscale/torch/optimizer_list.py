@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import reprlib
 import types
@@ -20,6 +21,10 @@ Loss = TypeVar("Loss")
 
 _IN_STEP = "ScheduleFreeClosure", "AliG"
 """How classes end whose step needs a closure, although its signature does not show it."""
+_NEEDS_IT = (
+    "evaluates a closure within its step, which is not supported. Use it without "
+    "LossScaleOptimizer and MasterWeights, in float32."
+)
 
 
 class OuterOptimizer(Optimizer):
@@ -35,13 +40,14 @@ class OuterOptimizer(Optimizer):
 
     @uncompiled
     def step(self, closure: Callable[[], object] | None = None, **more: Any) -> Any:
-        loss = None if closure is None else evaluated(self, closure)
+        if closure is not None:
+            return step_with_closure(self, closure, functools.partial(self.step, **more))
         for hook in list(self._optimizer_step_pre_hooks.values()):
             hook(self, (), {})
         returned = self._step(**more)
         for hook in list(self._optimizer_step_post_hooks.values()):
             hook(self, (), {})
-        return returned if closure is None else loss
+        return returned
 
     # PyTorch's own wrapper around a `step` would call global hooks for this one, too.
     step.hooked = True  # type: ignore[attr-defined]  # of a function
@@ -231,22 +237,26 @@ def check_needs_no_closure(optimizer: Optimizer) -> None:
         is_required = closure is not None and closure.default is inspect.Parameter.empty
         # SAM has two calls in place of it.
         if (is_required and not _is_sam(part)) or name.endswith(_IN_STEP):
-            raise UnsupportedError(
-                f"{name} evaluates a closure within its step, which is not supported. Use it "
-                "without LossScaleOptimizer and MasterWeights, in float32."
-            )
+            raise UnsupportedError(f"{name} {_NEEDS_IT}")
 
 
 def _is_sam(optimizer: Optimizer) -> bool:
     return hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")
 
 
-def evaluated(optimizer: Optimizer, closure: Callable[[], Loss]) -> Loss:
+def step_with_closure(
+    optimizer: Optimizer, closure: Callable[[], Loss], step: Callable[[], object]
+) -> Loss:
     """Evaluates a closure before a step, which then takes none and can still be skipped.
 
+    Args:
+        optimizer: The optimizer.
+        closure: The closure, whose result is returned.
+        step: Makes the step.
+
     Raises:
-        ArgumentTypeError: If it cannot be called.
-        UnsupportedError: If the optimizer moves the weights before it evaluates a closure.
+        ArgumentTypeError: If the closure cannot be called.
+        UnsupportedError: If the optimizer needs the closure, or moves the weights before it.
     """
     if not callable(closure):
         raise ArgumentTypeError(
@@ -262,4 +272,14 @@ def evaluated(optimizer: Optimizer, closure: Callable[[], Loss]) -> Loss:
                 "backward(loss) and second_step()."
             )
     with torch.enable_grad():
-        return closure()
+        loss = closure()
+    try:
+        step()
+    except Exception as error:
+        # Some ask for it although it is optional in their signature.
+        if "closure" in str(error):
+            raise UnsupportedError(
+                f"{type(parts_of(optimizer)[0]).__name__} {_NEEDS_IT}"
+            ) from error
+        raise
+    return loss

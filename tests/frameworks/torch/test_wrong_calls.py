@@ -206,6 +206,11 @@ def lbfgs():
     return torch.optim.LBFGS([parameter()])
 
 
+class Asks(torch.optim.SGD):
+    def step(self, closure=None):
+        assert closure is not None, "it requires a closure"
+
+
 def sam_by(wrap):
     """A call of SAM's step with a closure, which nothing evaluates."""
     return lambda o: wrap(Sam([parameter()])).step(lambda: pytest.fail("evaluated"))
@@ -260,6 +265,11 @@ MISTAKES = {
         several(lambda a, b: type("SGDScheduleFreeClosure", (SGD,), {})([parameter()])),
         errors.UnsupportedError,
         "ScheduleFreeClosure evaluates a closure",
+    ),
+    "one that asks": (
+        lambda o: wrapped(Asks([parameter()])).step(lambda: None),
+        errors.UnsupportedError,
+        "Asks evaluates a closure",
     ),
     "SAM": (sam_by(lambda sam: wrapped(sam)), errors.UnsupportedError, TWO_CALLS),
     "SAM, a list": (sam_by(lambda sam: wrapped([sam])), errors.UnsupportedError, TWO_CALLS),
