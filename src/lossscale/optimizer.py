@@ -51,10 +51,10 @@ class LossScaleOptimizer(DocumentedMembers, abc.ABC):
     The call returns an optimizer of the framework of `inner_optimizer`: a
     `lossscale.keras.LossScaleOptimizer`, `lossscale.tf_keras.LossScaleOptimizer` or
     `lossscale.torch.LossScaleOptimizer`. Each is an instance of this class for `isinstance`.
-    Inherit from one of them, not from this class. Settings such as `momentum` or `clipnorm` are
-    read from and written to `inner_optimizer`.
+    Inherit from one of them, not from this class. With Keras, settings such as `momentum` or
+    `clipnorm` are read from and written to `inner_optimizer`.
 
-    The members below are those for Keras; `lossscale.torch.LossScaleOptimizer` has others.
+    The members below are those for Keras; with PyTorch, call `backward(loss)` and `step()`.
 
     Args:
         inner_optimizer: The optimizer to wrap, an instance.

@@ -58,7 +58,7 @@ OWNERS = {
 METHODS = [cls for classes in OWNERS.values() for cls in classes]
 METHODS += [torch.Tensor, torch.distributed.fsdp, optax.sgd(0.1)]
 # The user's own.
-YOURS = ("YourLayer(", "loss_fn(")
+YOURS = ("YourLayer(", "loss_fn(", "first_step(", "second_step(")
 
 
 def messages():

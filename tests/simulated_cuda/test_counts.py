@@ -149,15 +149,19 @@ def guarded_buffers(way):
     way.step = lambda: (model(torch.ones(4, 2, device="cuda")), step())
 
 
-def by_a_list(way):
-    way.step = lambda: (way.scaler.step(way.inners), way.scaler.update())
+def unscaled_together(way):
+    way.step = lambda: (
+        *map(way.scaler.unscale_, way.inners),
+        *map(way.scaler.step, way.inners),
+        way.scaler.update(),
+    )
 
 
 WAITING = lossscale.DynamicScale(2.0**10, overflows_before_backoff=2)
 WAITS = {
     "nothing": (lambda way: None, 0),
     "a repr": (lambda way: then(way, lambda: repr(way.scaler)), 0),
-    "a list": (by_a_list, 0),
+    "unscaled together": (unscaled_together, 0),
     # Once for each optimizer.
     "a hook of skips": (
         lambda way: way.scaler.register_step_skipped_hook(lambda optimizer: None),

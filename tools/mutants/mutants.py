@@ -310,7 +310,9 @@ tests/frameworks/torch/test_trainers.py
     torch GradScaler._only_makes_state: fused.is_dummy_step(optimizer) -> False
         -k only_makes_state
 tests/frameworks/torch/test_backward.py
-    torch _evaluate: engine.scale.update(decision.stats) -> pass
+    torch step_with_closure: torch.enable_grad() -> torch.no_grad()  -k evaluated_once
+tests/frameworks/torch/test_every_optimizer.py
+    torch GradScaler.step: self._share_overflows(...) -> pass  -k unscaled_together
 tests/frameworks/torch/test_scaled_gradients.py
     torch GradientRecord.settle: r.multiplier is multiplier -> r is self  -k the_scale_falls
     torch GradientRecord._fresh: overflow * (...) -> overflow  -k critics_loss
@@ -352,6 +354,12 @@ tests/frameworks/torch/test_state.py
     torch GradientRecord.check_restart: factor != self.gradient_factor() -> False
         -k of_another_scale
     torch GradientRecord.gradient_factor: self.no_loss_scaled() -> False  -k changes_none
+    torch has_loaded: any(...) -> False  -k taken_over
+    torch take_numbers: group.pop(name, None) -> pass  -k taken_over
+    torch LossScaleOptimizer._adopt_loaded: not self._record.no_loss_scaled() -> False
+        -k taken_over
+    torch LossScaleOptimizer._start_from: self._record.restart(...) -> pass  -k within_a_step_itself
+    torch checked_scaler_state: 'growth_tracker' in saved -> False  -k another_scaler
 tests/frameworks/torch/test_beside_torch.py
     torch GradScaler._move_as_torch: super().update() -> pass  -k four_calls
     torch GradScaler._step_that_skips_by_itself: entry['stage'] = OptState.STEPPED; return result
@@ -375,7 +383,6 @@ tests/frameworks/torch/test_grad_scaler.py
     torch unscale_and_check_: recheck -> False  -k d20
     torch GradScaler._move_as_torch: scale.clamp_(...) -> pass  -k put_back
     torch GradScaler._move_as_torch: scale.nan_to_num_(...) -> pass  -k put_back
-    torch GradScaler._unscale_several: check(optimizer) -> pass  -k list_of_optimizers
     torch GradScaler._step_that_skips_by_itself: fused.attributes(...)
         -> fused.attributes([optimizer], divisor, None)  -k d25
 tests/frameworks/torch/test_processes.py
@@ -388,6 +395,11 @@ tests/frameworks/torch/test_processes.py
     torch _groups_along: placement.is_replicate() -> not placement.is_shard()
         -k spread_over
 tests/frameworks/torch/test_wrong_calls.py
+    torch check_needs_no_closure: name.endswith(_IN_STEP) -> False  -k mistakes
+    torch step_with_closure: _is_sam(part) -> False  -k mistakes
+    torch step_with_closure: 'closure' in str(error) -> False  -k mistakes
+    torch InnerSettings.__setattr__: self._check_no_setting(name) -> pass  -k mistakes
+    torch InnerSettings.__getattr__: name in _INSTEAD -> False  -k mistakes
     torch _dense: not gradient.is_coalesced() -> False  -k one_index
     torch LossScaleOptimizer._unscale_: if decision.empty: return decision
         -> pass  -k before_there_are_gradients

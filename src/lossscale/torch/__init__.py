@@ -25,7 +25,6 @@ __all__ = [
     "float32_state_dict",
     "guard",
     "install",
-    "report_skips_to_accelerate",
     "unguard",
 ]
 
@@ -39,7 +38,6 @@ _WHERE = {
     "float32_state_dict": "averages",
     "guard": "scheduler",
     "install": "installation",
-    "report_skips_to_accelerate": "scheduler",
     "unguard": "scheduler",
 }
 """The modules of the names."""
@@ -54,7 +52,6 @@ if TYPE_CHECKING:
     from lossscale.torch.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from lossscale.torch.repeated_step import explain as explain
     from lossscale.torch.scheduler import guard as guard
-    from lossscale.torch.scheduler import report_skips_to_accelerate as report_skips_to_accelerate
     from lossscale.torch.scheduler import unguard as unguard
 else:
     # To import this module is not to import PyTorch; to take a name out of it is.

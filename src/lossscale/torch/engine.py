@@ -123,7 +123,7 @@ class Engine:
         overflow = self._overflow(divisor, multiplier)
         somebody_scaled = is_scaled
         # Processes of a given group may run different code, but send the same messages.
-        if groups and (self.rule.checks_gradients or info.is_given or record.is_joined):
+        if groups and (self.rule.checks_gradients or info.is_given):
             overflow, flag = ranks.agreed(overflow, first is not None, is_scaled, groups)
             # Only a process that scaled no loss has to wait for those of others.
             somebody_scaled = is_scaled or bool(flag)
@@ -255,16 +255,6 @@ class Engine:
             return inner.step(*args, **more)
         with fused.attributes(list(filter(fused.can_skip, parts_of(inner))), divisor, overflow):
             return inner.step(*args, **more)
-
-    def step_without_data(self) -> None:
-        """Takes part in a step of the processes that still have data, if they send messages."""
-        info = self.record.info()
-        if not info.groups:
-            return
-        overflow, _ = ranks.agreed(scalar(0.0, info.device), False, False, info.groups)
-        decision = self._read(overflow, None, None, has_gradients=False)
-        if not decision.empty:
-            self.update(decision)
 
     def decision_if_left_out(self) -> StepDecision | None:
         """The decision on checked gradients that are cleared without a step; None if unknown."""

@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -289,15 +289,8 @@ class GradScaler(torch.amp.GradScaler):
         entry["is_empty"] = not here
         return {device: overflow if here else torch.zeros_like(overflow)}
 
-    @overload
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None: ...
-    @overload
-    def step(
-        self, optimizer: Sequence[Optimizer], *args: Any, **kwargs: Any
-    ) -> list[float | None]: ...
-
     @uncompiled
-    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales the gradients if `unscale_` did not, and applies them if all are finite.
 
         A step without any gradient is applied, and the scale stays. Several optimizers may share
@@ -307,7 +300,7 @@ class GradScaler(torch.amp.GradScaler):
         skipped step, too, so that the host does not wait.
 
         Args:
-            optimizer: An optimizer, or a list of them, which are all applied or all skipped.
+            optimizer: The optimizer.
             *args: Passed to `optimizer.step`.
             **kwargs: Passed to `optimizer.step`; a closure is an error.
 
@@ -320,22 +313,25 @@ class GradScaler(torch.amp.GradScaler):
             GradientsError: If a gradient is float16.
             TypeError: If it is not an optimizer, or a LossScaleOptimizer.
         """
-        if isinstance(optimizer, (list, tuple)):
-            self._unscale_several(optimizer, args, kwargs)
-            return [self.step(each, *args, **kwargs) for each in optimizer]
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
-        self._check_step([optimizer], args, kwargs)
+        check_steppable(optimizer)
+        if any(map(callable, args)) or "closure" in kwargs:
+            raise CallOrderError(
+                "step() of a GradScaler takes no closure: the optimizer would see scaled losses. "
+                "Call step(closure) of a lossscale.torch.LossScaleOptimizer."
+            )
         if self._only_makes_state(optimizer):
             self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
-            return optimizer.step(*args, **kwargs)
+            made: float | None = optimizer.step(*args, **kwargs)
+            return made
         if self._stage_of(optimizer) is OptState.UNSCALED:
             # Those that `unscale_` has unscaled may have been clipped together.
             states = self._per_optimizer_states.items()
             self._share_overflows({k: e for k, e in states if e["stage"] is OptState.UNSCALED})
         alone = _skips_by_itself(optimizer) and not fused.takes_a_scaler(optimizer.step)
         step = self._step_that_skips_by_itself if alone else super().step
-        result = step(optimizer, *args, **kwargs)
+        result: float | None = step(optimizer, *args, **kwargs)
         entry = self._per_optimizer_states[id(optimizer)]
         if "skipped" not in entry:
             found: Flag = next(iter(entry["found_inf_per_device"].values()), False)
@@ -361,7 +357,7 @@ class GradScaler(torch.amp.GradScaler):
         if entry["stage"] is OptState.STEPPED:
             raise CallOrderError(_STEPPED)
         is_scaled = entry["stage"] is OptState.READY
-        if is_scaled and "is_shared" not in entry:
+        if is_scaled:
             self._check_inf_per_device(optimizer)
         scale = self._get_scale_async()
         assert scale is not None
@@ -379,42 +375,6 @@ class GradScaler(torch.amp.GradScaler):
                 result = optimizer.step(*args, **kwargs)
         entry["stage"] = OptState.STEPPED
         return result
-
-    def _check_step(
-        self, optimizers: Sequence[Optimizer], args: Sequence[object], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Checks a call of `step` with some optimizers, before anything changes."""
-        for each in optimizers:
-            check_steppable(each, is_one_of_several=len(optimizers) > 1)
-        if any(map(callable, args)) or "closure" in kwargs:
-            raise CallOrderError(
-                "step() of a GradScaler takes no closure: the optimizer would see scaled losses. "
-                "lossscale.torch.LossScaleOptimizer takes closures, also those of LBFGS."
-            )
-
-    def _unscale_several(
-        self, optimizers: Sequence[Optimizer], args: Sequence[object], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Unscales or checks the gradients of optimizers that are all applied or all skipped."""
-        if not self._enabled:
-            return
-        self._check_step(optimizers, args, kwargs)
-        self._check_scale_growth_tracker("step")
-        is_twice = len(set(map(id, optimizers))) < len(optimizers)
-        if is_twice or any(self._stage_of(each) is OptState.STEPPED for each in optimizers):
-            raise CallOrderError(_STEPPED)
-        ready = [one for one in optimizers if self._stage_of(one) is OptState.READY]
-        for optimizer in ready:
-            # If one of them raises, the gradients of the others stay as they are.
-            info, in_kernel = self._record_of(optimizer).info, _skips_by_itself(optimizer)
-            gradients.collect(info, allow_float16=in_kernel, sums=False)
-        for optimizer in ready:
-            # A fused kernel divides by itself, float16 gradients too.
-            itself = _skips_by_itself(optimizer)
-            check = self._check_inf_per_device if itself else self.unscale_
-            check(optimizer)
-        states = self._per_optimizer_states
-        self._share_overflows({id(one): states[id(one)] for one in optimizers})
 
     def _share_overflows(self, entries: Mapping[int, dict[str, Any]]) -> None:
         """Each of some optimizers, which have yet to step, sees the overflows of all."""
@@ -636,15 +596,14 @@ class GradScaler(torch.amp.GradScaler):
         return state_dicts.scaler_state(self._rule, state, self.steps_skipped)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state of this class, of PyTorch's or of Apex; does nothing if disabled.
+        """Loads a state of this class or of PyTorch's; does nothing if disabled.
 
         Args:
-            state_dict: What `state_dict()` returned; values that it does not have stay. From Apex
-                that of a loss scaler, or `amp.state_dict()`. A scale outside the range of the rule
-                is moved into it, with a warning.
+            state_dict: What `state_dict()` returned; values that it does not have stay. A scale
+                outside the range of the rule is moved into it, with a warning.
 
         Raises:
-            StateDictError: If it is empty or not of these kinds; nothing changes then.
+            StateDictError: If it is empty or of another kind; nothing changes then.
             ScalerArgumentError: If a factor in it cannot be used.
         """
         if not self._enabled:

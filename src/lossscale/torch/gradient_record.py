@@ -127,7 +127,6 @@ class GradientRecord:
         left_behind: Whether the next loss began with gradients of a skipped step.
         strays: Whether a pass may have left gradients of no optimizer scaled.
         unknown: Parameters of a new group that may have brought such gradients.
-        is_joined: Whether this is within a `torch.distributed.algorithms.Join`.
         warned: Whether the user was warned of a step without a scaled loss.
     """
 
@@ -138,7 +137,7 @@ class GradientRecord:
     ) -> None:
         self.inner, self.scale, self.rule = inner, scale, scale.rule
         self.process_group = process_group
-        self.warned = self.is_joined = self.strays = False
+        self.warned = self.strays = False
         self.multiplier: Multiplier | None = None
         self.unknown: ParameterInfo | None = None
         self.last_info = ParameterInfo([], [])

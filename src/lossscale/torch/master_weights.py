@@ -38,7 +38,7 @@ from lossscale.torch.masters import (
     round_into,
     with_held,
 )
-from lossscale.torch.optimizer_list import OuterOptimizer, with_parts
+from lossscale.torch.optimizer_list import OuterOptimizer, check_needs_no_closure, with_parts
 
 _P, _R = ParamSpec("_P"), TypeVar("_R")
 _KEY, _REFUSES = "master_weight", "masters"
@@ -108,6 +108,7 @@ class MasterWeights(OuterOptimizer):
                 "LossScaleOptimizer([MasterWeights(first), MasterWeights(second)])."
             )
         check_not_wrapped(optimizer)
+        check_needs_no_closure(optimizer)
         self.__setstate__({"inner_optimizer": optimizer, "_masters": {}})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -436,10 +437,8 @@ class MasterWeights(OuterOptimizer):
 
     # --- The methods of an optimizer ------------------------------------------------------------
 
-    def _step(self, closure: Callable[[], object] | None, **more: Any) -> object:
+    def _step(self, **more: Any) -> object:
         inner = self.inner_optimizer
-        if closure is not None:
-            more["closure"] = functools.partial(self._evaluate, closure)
         # A gradient scaler has set them on this optimizer.
         of_scaler = [vars(self).get(name) for name in ("grad_scale", "found_inf")]
         self._check_is_newest()
@@ -464,22 +463,6 @@ class MasterWeights(OuterOptimizer):
         for hook in after:
             hook(inner, (), more)
         return returned
-
-    def _evaluate(self, closure: Callable[[], object]) -> object:
-        """Evaluates a closure with rounded parameters, as they are at this point of a step."""
-        round_into(self._pairs)
-        for parameter, master in self._pairs:
-            parameter.grad = master.grad
-        self._rename(_reversed(self._pairs))
-        try:
-            with torch.enable_grad():
-                loss = closure()
-        finally:
-            self._rename(self._pairs)
-        self._adopt()
-        for parameter, master in self._pairs:
-            master.grad = parameter.grad
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not self._is_compared and self._has_changed():

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import copy
-import types
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
-from torch.distributed.algorithms import join
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lossscale.arguments import rule_from_arguments
 from lossscale.common.checks import living_wrapper, remember_wrapper
-from lossscale.errors import ArgumentTypeError, CallOrderError, GradientsError, UnsupportedError
+from lossscale.errors import CallOrderError, GradientsError, UnsupportedError
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
-from lossscale.rules import ScaleRule, StatsRequest
-from lossscale.torch import closures, fused, gradients, masters, ranks
+from lossscale.rules import ScaleRule
+from lossscale.torch import fused, gradients, masters, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.backward import (
     Inputs,
@@ -34,7 +33,7 @@ from lossscale.torch.engine import Engine, StepDecision
 from lossscale.torch.gradient_record import ONE_FOR_SEVERAL, BackwardPass
 from lossscale.torch.master_weights import compares_once
 from lossscale.torch.observers import Decided, FloorWarning, Observers, SkippedStepHook, Stepped
-from lossscale.torch.optimizer_list import OptimizerList, with_parts, zero_grad
+from lossscale.torch.optimizer_list import OptimizerList, step_with_closure, with_parts, zero_grad
 from lossscale.torch.scale import DeviceLossScale, LossScale, Multiplier
 from lossscale.torch.scaling import CPU, WIDE, scalar, uncompiled, widened
 from lossscale.torch.settings import (
@@ -42,6 +41,7 @@ from lossscale.torch.settings import (
     check_backpropagated,
     check_decide,
     check_inner,
+    check_is_tensor,
     check_processes,
     checked_clip_norm,
 )
@@ -91,6 +91,7 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
         TypeError: If `inner_optimizer` is not an optimizer or already has loss scaling, `dynamic`
             is not a bool, or `rule` is not a `ScaleRule`.
         ValueError: If a value cannot be used.
+        UnsupportedError: If the optimizer needs a closure within its step, as LBFGS does.
 
     Examples:
         >>> model = torch.nn.Linear(3, 1)
@@ -131,7 +132,7 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
         rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
         if isinstance(inner_optimizer, (list, tuple)):
             for each in inner_optimizer:
-                check_inner(each, is_one_of_several=True)
+                check_inner(each)
             inner_optimizer = OptimizerList(list(inner_optimizer))
         inner = cast(Optimizer, inner_optimizer)
         check_inner(inner)
@@ -139,9 +140,10 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
         clip_norm = checked_clip_norm(clip_norm)
         check_decide(decide, inner)
         scale = _new_scale(rule, inner, decide)
-        state_dicts.restore(scale, state_dicts.take_numbers(scale, inner))
+        numbers = state_dicts.take_numbers(scale, inner)
         engine = Engine(inner, scale, clip_norm, process_group)
         self._start(engine, name or "loss_scale_optimizer")
+        self._start_from(numbers)
 
     def _start(self, engine: Engine, name: str) -> None:
         self.name, self._rule, self._inner, self._engine = name, engine.rule, engine.inner, engine
@@ -149,7 +151,6 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
         self._observers.add(FloorWarning())
         # Weakly: nothing but the user holds the wrapper.
         engine.record.leave_out = weakref.WeakMethod(self._leave_out)
-        state_dicts.reserve_names(engine.scale, engine.inner)
         for each in with_parts(engine.inner):
             # That of a part may be a `MasterWeights`.
             if living_wrapper(each) is None:
@@ -218,7 +219,7 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
         record = self._record
         check_backpropagated(loss, record.info())
         self._observers.scaled(self, loss)
-        self._adopt_written()
+        self._adopt_loaded()
         multiplier = self._engine.scale.multiplier
         finish = prepare_backward(loss, multiplier, record, BackwardPass(-1), inputs)
         try:
@@ -231,22 +232,17 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
         check = record.last_check
         return scalar(True, CPU, torch.bool) if check is None else check.overflow == 0
 
-    @overload
-    def scale_loss(self, loss: Tensor | float) -> Tensor: ...
-    @overload
-    def scale_loss(self, loss: Callable[[], Tensor | float]) -> Callable[[], Tensor]: ...
-
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         """Multiplies the loss by the loss scale, before `.backward()` of the result.
 
         `step` divides the gradients by it. `backward` does both, and is the usual way. Scale each
         loss of a step once.
 
         Args:
-            loss: A tensor of any shape and dtype, a number, or a callable that returns one.
+            loss: A tensor of any shape and dtype.
 
         Returns:
-            The product, in float32 or wider. For a callable, a callable that returns the product.
+            The product, in float32 or wider.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -256,17 +252,7 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
             tensor(16., grad_fn=<MulBackward0>)
         """
         record, scale = self._record, self._engine.scale
-        if callable(loss) and not isinstance(loss, Tensor):
-            return lambda: self.scale_loss(loss())
-        if not isinstance(loss, Tensor):
-            try:
-                loss = scalar(float(loss), CPU)
-            except (TypeError, ValueError):
-                raise ArgumentTypeError(
-                    "The loss must be a tensor, a number, or a callable that returns one. "
-                    f"Received: {loss!r} of type {type(loss).__name__}. For several losses, scale "
-                    "their sum, or each of them."
-                ) from None
+        check_is_tensor(loss)
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
             if was_scaled(loss):
@@ -276,7 +262,7 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
                     f"{ONE_FOR_SEVERAL}"
                 )
             self._observers.scaled(self, loss)
-            self._adopt_written()
+            self._adopt_loaded()
         if not is_compiling and is_seen(loss):
             multiplier = scale.multiplier
             scaled = widened(loss) * multiplier.scale_on(loss.device)
@@ -289,10 +275,6 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
         if not is_compiling:
             remember_scaled(scaled)
         return scaled
-
-    def _adopt_written(self) -> None:
-        """Adopts values of the loss scale that other code has written into the groups."""
-        state_dicts.adopt_written(self._engine.scale, self._engine.inner)
 
     def _check_unscaled(self, name: str) -> None:
         """Checks that a method of the inner optimizer finds unscaled, finite gradients."""
@@ -323,14 +305,15 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
 
         Args:
             closure: A callable that evaluates the model, calls `optimizer.backward(loss)` and
-                returns the unscaled loss. LBFGS evaluates it several times. If the gradients
-                overflow, it is evaluated again at a lower scale.
+                returns the loss. It is evaluated once, before the step.
 
         Returns:
-            The result of the inner optimizer's `step`, or the loss of the closure.
+            The result of the inner optimizer's `step`, or that of the closure.
 
         Raises:
             GradientsError: If a parameter and its gradient have the dtype float16.
+            UnsupportedError: With a closure for an optimizer such as SAM, which moves the weights
+                before it evaluates the closure. Make its two calls, `first_step` and `second_step`.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -342,7 +325,8 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
         """
         if closure is None:
             return self._take_step(**more)
-        return closures.step(self, closure, **more)
+        take_step = functools.partial(self._take_step, **more)
+        return step_with_closure(self.inner_optimizer, closure, take_step)
 
     # PyTorch's wrapper around a `step` would call global hooks twice, for the inner optimizer and
     # for this one.
@@ -352,7 +336,7 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
     def _take_step(self, **more: Any) -> Any:
         """Decides on the gradients as they are now, applies or skips them, moves the scale."""
         record, engine = self._record, self._engine
-        self._adopt_written()
+        self._adopt_loaded()
         record.account_for_unseen_backward()
         if record.decision is None:
             decision = engine.decide()
@@ -468,6 +452,7 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
     def _unscale_(self) -> StepDecision:
         """Unscales the gradients before the step, for code that reads or changes them."""
         record, engine = self._record, self._engine
+        self._adopt_loaded()
         record.account_for_unseen_backward()
         if record.decision is not None:
             return record.decision
@@ -560,63 +545,6 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
     def _is_on_host(self) -> bool:
         return self.decide == "host"
 
-    # --- Processes that run out of data -------------------------------------------------------
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device that `torch.distributed.algorithms.Join` communicates on."""
-        return self._record.info().device
-
-    @property
-    def join_process_group(self) -> torch.distributed.ProcessGroup:
-        """The processes that `torch.distributed.algorithms.Join` keeps together."""
-        groups = self._record.info().groups
-        # Join makes sure that there is one.
-        return groups[0] if groups else cast(ranks.Group, torch.distributed.group.WORLD)
-
-    def join_hook(self, **kwargs: Any) -> Any:
-        """Returns the hook that `Join([model, optimizer])` runs on a process without data.
-
-        At the end, all processes have the loss scale of the last one with data. With process
-        groups, a process without data takes part in one step for each forward pass of the model.
-
-        Raises:
-            UnsupportedError: With process groups and `clip_norm` or a rule that needs statistics of
-                gradients.
-
-        Source: https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html
-        """
-        engine, record = self._engine, self._record
-        if record.info().groups and (engine.rule.needs != StatsRequest() or self.clip_norm):
-            raise UnsupportedError(
-                "With process groups, Join does not support `clip_norm`, or rules that need "
-                "statistics of gradients. A process without data has none. Clip by "
-                "torch.nn.utils.clip_grad_norm_, or use a DynamicScale."
-            )
-
-        def leave(is_last_joiner: bool) -> None:
-            record.is_joined = False
-            device, group = self.join_device, self.join_process_group
-            numbers = ranks.of_last_joiner(engine.scale.numbers(), is_last_joiner, device, group)
-            if not is_last_joiner:
-                state_dicts.restore(engine.scale, numbers)
-
-        return types.SimpleNamespace(main_hook=engine.step_without_data, post_hook=leave)
-
-    @property
-    def _join_config(self) -> Any:
-        return self.__dict__.get("_joined")
-
-    @_join_config.setter
-    def _join_config(self, config: Any) -> None:
-        if config.enable and config.is_first_joinable:
-            raise CallOrderError(
-                "Join counts the forward passes of the first object in its list. Pass the model "
-                "before the optimizer."
-            )
-        self.__dict__["_joined"] = config
-        self._record.is_joined = config.enable
-
     # --- Saving and restoring -----------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -635,6 +563,7 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
             >>> optimizer.state_dict()["param_groups"][0]["loss_scale"]
             32768.0
         """
+        self._adopt_loaded()
         saved = self.inner_optimizer.state_dict()
         return state_dicts.with_numbers(saved, self._engine.scale, self._record.gradient_factor())
 
@@ -661,7 +590,28 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
         inner.load_state_dict(rest)
         self._record.restart(factor)
         state_dicts.restore(scale, numbers)
-        state_dicts.reserve_names(scale, inner)
+
+    def _start_from(self, numbers: dict[str, float]) -> None:
+        """Starts from numbers that an optimizer has loaded beside its own state."""
+        if numbers:
+            self._record.restart(numbers.pop("of_gradients", 0.0))
+            state_dicts.restore(self._engine.scale, numbers)
+
+    def _adopt_loaded(self) -> None:
+        """Adopts the loss scale, if `inner_optimizer.load_state_dict` has loaded one.
+
+        Raises:
+            CallOrderError: If it was called between `backward` and `step`.
+        """
+        engine = self._engine
+        if not state_dicts.has_loaded(engine.inner):
+            return
+        if not self._record.no_loss_scaled():
+            raise CallOrderError(
+                "The inner optimizer loaded a loss scale between backward() and step(). Call "
+                "load_state_dict() of the LossScaleOptimizer, which knows of the gradients."
+            )
+        self._start_from(state_dicts.take_numbers(engine.scale, engine.inner))
 
     @property
     def loss_scale_state(self) -> state_dicts.LossScaleState:
@@ -670,11 +620,13 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
         `StateDictOptions(flatten_optimizer_state_dict=True)` drops the loss scale from the
         optimizer's dictionary. Save `{"loss_scale": optimizer.loss_scale_state}` as well.
         """
+        self._adopt_loaded()
         return state_dicts.LossScaleState(self._engine.scale)
 
     def __getstate__(self) -> dict[str, Any]:
         # What a later release needs to recreate it, and attributes that users have set; but not the
         # methods that schedulers and trainers have replaced, which refer to this optimizer.
+        self._adopt_loaded()
         engine = self._engine
         own = {
             name: value
@@ -723,9 +675,6 @@ def wrapper_in(optimizer: object) -> Any:
     return optimizer
 
 
-if torch.distributed.is_available():
-    join.Joinable.register(LossScaleOptimizer)
-
 _PICKLED = (
     *("inner_optimizer", "rule", "clip_norm", "process_group", "decide", "name", "numbers"),
     "gradient_factor",
@@ -733,7 +682,7 @@ _PICKLED = (
 
 _RECREATED = frozenset({"_engine", "_inner", "_record", "_rule", "_observers"})
 
-_SET_BY_LIGHTNING = frozenset({"_joined", "_strategy", "_on_before_step", "_on_after_step"})
+_SET_BY_LIGHTNING = frozenset({"_strategy", "_on_before_step", "_on_after_step"})
 """Attributes that Lightning sets on an optimizer."""
 
 

@@ -351,24 +351,6 @@ def largest_and_added(numbers: Tensor, groups: Sequence[Group]) -> Tensor:
     return numbers
 
 
-def of_last_joiner(
-    numbers: dict[str, float], is_last: bool, device: torch.device, group: Group
-) -> dict[str, float]:
-    """Returns the numbers of a process that was the last to run out of data.
-
-    Args:
-        numbers: Those of this process, with the same names in each.
-        is_last: Whether it is such a process.
-        device: Where its parameters are.
-        group: The processes of a `torch.distributed.algorithms.Join`.
-    """
-    sent = torch.tensor([is_last, *numbers.values()], dtype=torch.float64, device=device)
-    of_all = [torch.empty_like(sent) for _ in range(group.size())]
-    distributed.all_gather(of_all, sent, group=group)
-    of_last = next(rest for is_it, *rest in map(Tensor.tolist, of_all) if is_it)
-    return dict(zip(numbers, of_last, strict=True))
-
-
 def _device(numbers: Tensor, group: Group) -> torch.device:
     """The device that a group sends from: not the CPU if gradients are only offloaded there."""
     served = group._device_types

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
 
-import numpy
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -135,7 +134,6 @@ class LossScale:
     Attributes:
         home: The device that updates it.
         start: The counts at the last load, Python numbers; each load makes another object.
-        live: The values by their names in a state dictionary, tensors that are kept up to date.
     """
 
     on_device = False
@@ -155,15 +153,9 @@ class LossScale:
             self.scale_on(device)
 
     def _make(self, devices: Sequence[torch.device]) -> None:
-        """Makes the state, the counts and the values that others see."""
+        """Makes the state and the counts."""
         self.state: ScaleState = self.first
         self.counts = self.start
-        self._numbers = numpy.zeros(len(self.names))
-        # Tensors, because compiled code is recompiled for each Python number in a group. They share
-        # the memory of an array, which is compared at once.
-        tensors = torch.from_numpy(self._numbers).unbind()
-        self.live: dict[str, Tensor] = dict(zip(self.names, tensors, strict=True))
-        self._fill_live()
 
     @property
     def number(self) -> float | None:
@@ -200,18 +192,6 @@ class LossScale:
         for scale in self._scales.values():
             scale.fill_(number)
 
-    def _fill_live(self) -> None:
-        self._last = [*map(float, self.state), *map(float, self.counts[:2])]
-        self._numbers[:] = self._last
-
-    def foreign_writes(self) -> dict[str, float]:
-        """Returns the values that other code has written into `live`."""
-        now = self._numbers.tolist()
-        if now == self._last:
-            return {}
-        changed = zip(self.names, now, self._last, strict=True)
-        return {name: new for name, new, old in changed if new != old}
-
     def update(self, stats: GradientStats, overflow: Flag | None = None) -> None:
         """Updates the scale after a step.
 
@@ -228,7 +208,6 @@ class LossScale:
         """Counts a step; `skipped` is a bool."""
         made, before, _ = self.counts
         self.counts = Counts(made + 1, before + skipped, skipped)
-        self._fill_live()
 
     def numbers(self) -> dict[str, Any]:
         """Returns the state and the counts as Python numbers, by field."""
@@ -238,7 +217,6 @@ class LossScale:
     def restore(self, state: ScaleState, counts: Counts) -> None:
         """Sets the state and the counts from Python numbers that are valid for the rule."""
         self.state, self.counts, self.start = state, counts, Counts(*counts)
-        self._fill_live()
         self._fill_scales()
 
 
@@ -247,8 +225,8 @@ class DeviceLossScale(LossScale):
 
     on_device = True
     number = None
-    _versions: Sequence[int] = ()
-    """Of the state, as PyTorch's kernel has left it; empty if that cannot move it."""
+    _kernel_moves = False
+    """Whether PyTorch's kernel moves the scale as the rule does."""
 
     def _make(self, devices: Sequence[torch.device]) -> None:
         self.home = devices[0]
@@ -256,15 +234,9 @@ class DeviceLossScale(LossScale):
         # A step adds the second to the first: 1, and whether it was skipped. The counts are parts.
         self._counted = scalar(0, self.home, torch.int64).repeat(2)
         self._added = scalar(True, self.home, torch.bool).repeat(2)
-        counted = self._counted[0], self._counted[1]
-        self.counts = Counts(*counted, self._added[1])
-        self.live = dict(zip(self.names, (*self.state, *counted), strict=True))
+        self.counts = Counts(self._counted[0], self._counted[1], self._added[1])
         self._scales[self.home] = self.state.scale
         self.restore(self.first, self.start)
-
-    def foreign_writes(self) -> dict[str, float]:
-        # The device updates the tensors in `live`, so that what is written there counts.
-        return {}
 
     def _new_scale(self, device: torch.device) -> Tensor:
         return self._scales[self.home].to(device, copy=True)
@@ -286,14 +258,13 @@ class DeviceLossScale(LossScale):
             copy.copy_(scale)
 
     def update(self, stats: GradientStats, overflow: Flag | None = None) -> None:
-        if self._versions == self._versions_now():
+        if self._kernel_moves:
             # Two kernels in the place of some twenty operators on scalars.
             rule, state = cast(DynamicScale, self.rule), self.state
             numbers = rule.growth_factor, rule.backoff_factor, rule.growth_interval
             flag = cast(Tensor, overflow)
             torch._amp_update_scale_(state.scale, state.good_steps, flag, *numbers)
             state.scale.clamp_(rule.min_scale, rule.ceiling)
-            self._versions = self._versions_now()
             self._fill_scales()
             return
         if stats.finite is None:
@@ -303,9 +274,6 @@ class DeviceLossScale(LossScale):
             for tensor, value in zip(self.state, after, strict=True):
                 tensor.copy_(value)
             self._fill_scales()
-
-    def _versions_now(self) -> list[int]:
-        return [tensor._version for tensor in self.state]
 
     def count(self, skipped: Flag) -> None:
         """Counts a step in place; `skipped` is a float32 scalar tensor, 1 or 0."""
@@ -317,8 +285,7 @@ class DeviceLossScale(LossScale):
         self.start = Counts(*counts)
         for tensor, value in zip((*self.state, *self.counts), (*state, *counts), strict=True):
             tensor.fill_(value)
-        # Until other code writes to the state, PyTorch's kernel moves it as the rule does.
-        self._versions = self._versions_now() if _moves_as_torch(self.rule, state) else ()
+        self._kernel_moves = _moves_as_torch(self.rule, state)
         self._fill_scales()
 
 

@@ -31,9 +31,14 @@ from lossscale.members import Wrapper
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule
-from lossscale.torch import closures, fused, gradients, ranks
+from lossscale.torch import fused, gradients, ranks
 from lossscale.torch.backward import was_scaled
-from lossscale.torch.optimizer_list import parts_of, with_parts
+from lossscale.torch.optimizer_list import (
+    OptimizerList,
+    check_needs_no_closure,
+    parts_of,
+    with_parts,
+)
 
 
 def _of_inner(name: str) -> Any:
@@ -46,8 +51,19 @@ def _of_inner(name: str) -> Any:
     return property(lambda wrapper: getattr(wrapper.inner_optimizer, name), set_, doc=doc)
 
 
+_CALLS = "Call optimizer.backward(loss), then optimizer.step()."
+_BATCHES = "`Join` is not supported: give each process as many batches as the others."
+_INSTEAD = {
+    **dict.fromkeys(("minimize", "get_scaled_loss", "get_unscaled_gradients"), _CALLS),
+    **dict.fromkeys(("apply_gradients", "get_gradients", "get_updates"), _CALLS),
+    # An inner ZeroRedundancyOptimizer has them, and would step beside the loss scale.
+    **dict.fromkeys(("join_hook", "join_device", "join_process_group"), _BATCHES),
+}
+"""Names that are not read from the inner optimizer, and what to do."""
+
+
 class InnerSettings(Wrapper):
-    """The inner optimizer's groups, learning rate, hooks and methods."""
+    """The inner optimizer's groups, hooks and methods."""
 
     _inner_attribute = "_inner"
 
@@ -64,43 +80,22 @@ class InnerSettings(Wrapper):
         """
         self.inner_optimizer.add_param_group(param_group)
 
-    @property
-    def lr(self) -> Any:
-        """`lr` of all parameter groups; reading it is an error if they differ."""
-        values = [group.get("lr") for group in self.param_groups]
-        if any(value is not values[0] and value != values[0] for value in values):
-            raise UnknownSettingError(
-                f"The parameter groups have different values of 'lr': {values}. Read "
-                "param_groups[i]['lr']."
-            )
-        return values[0]
-
-    @lr.setter
-    def lr(self, value: Any) -> None:
-        for group in self.param_groups:
-            group["lr"] = value
-
-    @property
-    def learning_rate(self) -> Any:
-        """`lr`, by the name that it has in Keras."""
-        # Not `learning_rate = lr`, whose type mypy cannot find from the front door.
-        return self.lr
-
-    @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
-        self.lr = value
-
     def _check_no_setting(self, name: str) -> None:
-        if any(name in group for group in self.param_groups):
+        setting = "lr" if name == "learning_rate" else name
+        if setting == "lr" or any(setting in group for group in self.param_groups):
             raise UnknownSettingError(
                 f"{name!r} is a setting of the parameter groups. Read or set "
-                f"optimizer.param_groups[i][{name!r}], as with any optimizer of PyTorch."
+                f"optimizer.param_groups[i][{setting!r}], as with any optimizer of PyTorch."
             )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_optimizer_"):
             # The inner optimizer calls its hooks, once for each step that it takes.
             return getattr(self.inner_optimizer, name)
+        if name in _INSTEAD and not hasattr(type(self), name):
+            raise UnknownSettingError(
+                f"LossScaleOptimizer has no `{name}` on PyTorch. {_INSTEAD[name]}"
+            )
         try:
             value = super().__getattr__(name)
         except UnknownSettingError:
@@ -125,22 +120,26 @@ class InnerSettings(Wrapper):
         # Schedulers replace `step`, a method, by one that counts its calls.
         if inner is None or own:
             object.__setattr__(self, name, value)
-        elif hasattr(inner, name):
-            setattr(inner, name, value)
-        elif hasattr(self._rule, name):
+            return
+        self._check_no_setting(name)
+        if any(hasattr(part, name) for part in with_parts(inner)):
+            place = "optimizers[i]" if isinstance(inner, OptimizerList) else "inner_optimizer"
+            raise UnknownSettingError(
+                f"{name!r} belongs to the inner optimizer, and is only read here. Write "
+                f"optimizer.{place}.{name} = ... instead."
+            )
+        if hasattr(self._rule, name):
             raise UnknownSettingError(
                 f"{name!r} belongs to the rule, which is frozen. Make the optimizer with another "
                 f"`rule`. Received: {name}={value!r}, for {self._rule!r}."
             )
-        else:
-            self._check_no_setting(name)
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, name, value)
 
 
 # --- Arguments of the wrapper --------------------------------------------------------------------
 
 
-def check_inner(inner: object, is_one_of_several: bool = False) -> None:
+def check_inner(inner: object) -> None:
     check_not_wrapped(inner, FrontDoor)
     if not isinstance(inner, Optimizer):
         hint = " This is a class: create an instance first." if isinstance(inner, type) else ""
@@ -155,11 +154,7 @@ def check_inner(inner: object, is_one_of_several: bool = False) -> None:
             "step is skipped here. Remove the argument; a fused kernel reads the attributes "
             "`grad_scale` and `found_inf` instead."
         )
-    if is_one_of_several and closures.demands_closure(inner):
-        raise UnsupportedError(
-            f"{type(inner).__name__} evaluates a closure in its step, so it cannot be one of "
-            "several optimizers. Wrap it alone."
-        )
+    check_needs_no_closure(inner)
     if any(group.get("differentiable") for group in inner.param_groups):
         raise UnsupportedError(
             "An optimizer with differentiable=True cannot be wrapped: its gradients belong to a "
@@ -223,11 +218,16 @@ def check_decide(decide: object, inner: Optimizer) -> None:
             )
 
 
-def check_backpropagated(loss: object, info: ranks.ParameterInfo) -> None:
+def check_is_tensor(loss: object) -> None:
     if not isinstance(loss, Tensor):
         raise ArgumentTypeError(
-            f"The loss must be a tensor. Received: {loss!r} of type {type(loss).__name__}."
+            f"The loss must be a tensor. Received: {loss!r} of type {type(loss).__name__}. For "
+            "several losses, pass their sum, or each of them."
         )
+
+
+def check_backpropagated(loss: Tensor, info: ranks.ParameterInfo) -> None:
+    check_is_tensor(loss)
     if was_scaled(loss):
         raise GradientsError(
             "This loss is already scaled. Pass the unscaled loss to optimizer.backward(loss)."
@@ -322,7 +322,7 @@ def new_scale_of(new_scale: object, rule: ScaleRule) -> float:
     return number
 
 
-def check_steppable(optimizer: Any, is_one_of_several: bool = False) -> None:
+def check_steppable(optimizer: Any) -> None:
     """Refuses optimizers that a scaler cannot step.
 
     Raises:
@@ -334,14 +334,15 @@ def check_steppable(optimizer: Any, is_one_of_several: bool = False) -> None:
             "This optimizer is a LossScaleOptimizer, which scales by itself. Use it without a "
             f"GradScaler, or pass its inner optimizer. Received: {optimizer!r}."
         )
+    if isinstance(optimizer, (list, tuple)):
+        raise ArgumentTypeError(
+            "A GradScaler steps one optimizer at a time. Write scaler.step(first) and "
+            "scaler.step(second); after scaler.unscale_(first) and scaler.unscale_(second), both "
+            f"step or none. Received: a {type(optimizer).__name__}."
+        )
     if not hasattr(optimizer, "param_groups"):
         raise ArgumentTypeError(
             "A GradScaler unscales and steps an optimizer, such as "
             f"torch.optim.AdamW(model.parameters()). Received: {optimizer!r} of type "
             f"{type(optimizer).__name__}."
-        )
-    if is_one_of_several and fused.takes_a_scaler(optimizer.step):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} cannot skip together with other optimizers: its step "
-            "takes a `grad_scaler` and decides by itself. Step it alone."
         )

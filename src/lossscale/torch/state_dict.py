@@ -1,9 +1,8 @@
 """State dictionaries of the wrapper and of gradient scalers.
 
 `torch.distributed.checkpoint` saves only `state` and `param_groups` of an optimizer's state
-dictionary. So the values of the loss scale are saved in the first group. Code that flattens a
-dictionary, or fills in a flat one, goes by the keys of the optimizer's own groups. So the first of
-these holds the values at all times.
+dictionary. So the values of the loss scale are saved in the first group. The optimizer's own groups
+never keep them.
 """
 
 from __future__ import annotations
@@ -14,15 +13,12 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from lossscale.checks import LONGEST_INTERVAL
 from lossscale.errors import ArgumentError, StateDictError
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule, ScaleState
-from lossscale.torch.foreign_states import as_torchs, number_of, whole_number_of
-from lossscale.torch.optimizer_list import OptimizerList, joined
 from lossscale.torch.scale import Counts, LossScale
 
 _PREFIX = "loss_scale"
@@ -50,7 +46,7 @@ def numbers_of(scale: LossScale) -> dict[str, Any]:
 
 
 def _names(scale: LossScale) -> set[str]:
-    """The keys in a parameter group that may hold a value of the loss scale."""
+    """The keys in a saved parameter group that may hold a value of the loss scale."""
     return {*scale.names, _OVERFLOWS, _OF_GRADIENTS}
 
 
@@ -79,13 +75,6 @@ def without_numbers(
         StateDictError: If it is not the state of an optimizer.
         ArgumentError: If a value is not a number.
     """
-    if isinstance(inner, OptimizerList) and isinstance(state_dict, (list, tuple)):
-        if len(state_dict) != len(inner):
-            raise StateDictError(
-                f"Expected one state dictionary for each of {len(inner)} optimizers: "
-                f"{inner.described()}. Received: {len(state_dict)}."
-            )
-        state_dict = joined(state_dict)
     known = state_dict if isinstance(state_dict, Mapping) else {}
     # The optimizer has a format of its own, in which the values have a key of theirs.
     if isinstance(known.get(_PREFIX), Mapping):
@@ -106,28 +95,9 @@ def without_numbers(
     return {**known, "param_groups": without}, checked_numbers(groups[0], scale)
 
 
-def reserve_names(scale: LossScale, inner: Optimizer) -> None:
-    """Puts the live values into the first parameter group of an optimizer."""
-    for group in inner.param_groups[:1]:
-        group.update(scale.live)
-        group.setdefault(_OF_GRADIENTS, torch.zeros(()))
-
-
-def adopt_written(scale: LossScale, inner: Optimizer) -> None:
-    """Adopts values that other code has written into the first parameter group.
-
-    Raises:
-        ArgumentError: If it is not a number.
-    """
-    for group in inner.param_groups[:1]:
-        written = scale.foreign_writes()
-        for name, tensor in scale.live.items():
-            now = group.get(name)
-            if now is not tensor and now is not None:
-                written[name] = now
-        if written:
-            reserve_names(scale, inner)
-            restore(scale, checked_numbers(written, scale))
+def has_loaded(inner: Optimizer) -> bool:
+    """Whether an optimizer itself has loaded the wrapper's state."""
+    return any(_PREFIX in group for group in inner.param_groups)
 
 
 def take_numbers(scale: LossScale, inner: Optimizer) -> dict[str, float]:
@@ -136,21 +106,20 @@ def take_numbers(scale: LossScale, inner: Optimizer) -> dict[str, float]:
     Raises:
         ArgumentError: If a group has a key of the user's by the name of one of these values.
     """
-    # The wrapper writes all of them, into the first group.
     together = {_PREFIX, f"{_PREFIX}_iterations", f"{_PREFIX}_steps_skipped"}
-    for group in inner.param_groups:
+    found = [group for group in inner.param_groups if group.keys() & _names(scale)]
+    for group in found:
         taken = group.keys() & _names(scale)
-        if taken and not together <= taken:
+        if not together <= taken:
             raise ArgumentError(
                 f"A parameter group has the keys {sorted(taken)}. A state dictionary has the loss "
                 "scale by these. Give them other names."
             )
-    group = inner.param_groups[0] if inner.param_groups else {}
-    # A tensor is a live value of a wrapper that no longer exists.
-    saved = {name: value for name, value in group.items() if not torch.is_tensor(value)}
-    numbers = checked_numbers(saved, scale)
-    for name in _names(scale):
-        group.pop(name, None)
+    # Several optimizers may each have loaded a state; they share the first scale.
+    numbers = checked_numbers(found[0], scale) if found else {}
+    for group in found:
+        for name in _names(scale):
+            group.pop(name, None)
     return numbers
 
 
@@ -227,11 +196,12 @@ class LossScaleState:
         """Loads what `state_dict` of this or of a gradient scaler returned.
 
         Raises:
+            StateDictError: If it is of another kind. Then nothing is changed.
             ArgumentError: If one of them is not a number. Then nothing is changed.
         """
         is_own = isinstance(state_dict, Mapping) and state_dict.keys() & self._scale.names
         if not is_own or "unskipped" in state_dict:
-            scaler, rule = as_torchs(state_dict), self._scale.rule
+            scaler, rule = checked_scaler_state(state_dict), self._scale.rule
             state_dict = {new: scaler[old] for old, new in _OF_A_SCALER.items() if old in scaler}
             settings = {name: scaler[name] for name in _SETTINGS if name in scaler}
             others = {n: value for n, value in settings.items() if value != setting(rule, n)}
@@ -298,8 +268,7 @@ def read_scaler_state(
     """Reads a state dictionary for a scaler with a rule and a state.
 
     Args:
-        saved: PyTorch's dictionary, or a part of it; that of an Apex loss scaler, of
-            `amp.state_dict()` or of Megatron.
+        saved: PyTorch's dictionary, or a part of it.
         rule: The rule of the scaler that reads it.
         state: The state of that scaler, for values that the dictionary does not have.
 
@@ -308,27 +277,64 @@ def read_scaler_state(
         range of that rule; the number of skipped steps, None if it was not saved.
 
     Raises:
-        StateDictError: If it is empty or not of these kinds.
+        StateDictError: If it is empty or of another kind.
         ArgumentError: If a value in it cannot be used.
 
     Examples:
         >>> from lossscale import DynamicScale
-        >>> rule, saved = DynamicScale(), {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 3}}
+        >>> rule, saved = DynamicScale(), {"scale": 8.0, "_growth_tracker": 3}
         >>> _, state, _ = read_scaler_state(saved, rule, rule.init())
         >>> state
         ScaleState(scale=8.0, good_steps=3)
     """
-    values = as_torchs(saved)
+    values = checked_scaler_state(saved)
     # Other rules have no such settings.
     if isinstance(rule, DynamicScale):
         rule = with_settings(rule, **{n: values[n] for n in _SETTINGS if n in values})
-    numbers = {name: number_of(name, value) for name, value in values.get("rule_state", {}).items()}
+    given = values.get("rule_state", {})
+    numbers = {name: _number_of(name, value) for name, value in given.items()}
     # A fixed scale stays as the code says.
     if "scale" in values and rule.is_dynamic:
-        numbers["scale"] = number_of("scale", values["scale"])
+        numbers["scale"] = _number_of("scale", values["scale"])
     if "_growth_tracker" in values:
-        numbers["good_steps"] = whole_number_of("_growth_tracker", values["_growth_tracker"])
+        numbers["good_steps"] = _whole_number_of("_growth_tracker", values["_growth_tracker"])
     restored = _restored(rule, state, numbers)
     skipped = values.get("steps_skipped")
-    skipped = None if skipped is None else whole_number_of("steps_skipped", skipped)
+    skipped = None if skipped is None else _whole_number_of("steps_skipped", skipped)
     return rule, restored, skipped
+
+
+def checked_scaler_state(saved: object) -> dict[str, Any]:
+    """Returns a gradient scaler's dictionary.
+
+    Raises:
+        StateDictError: If it is empty, or that of another kind of scaler.
+    """
+    if not isinstance(saved, Mapping) or not saved:
+        raise StateDictError(
+            "A scaler's state must be a dictionary, as state_dict() returns it. Received: "
+            f"{saved!r}. A disabled scaler saves an empty one: make this scaler with "
+            "enabled=False, or do not load it."
+        )
+    # Megatron has the first key, and a count that would be lost.
+    if "growth_tracker" in saved or not saved.keys() & {"scale", "_growth_tracker"}:
+        raise StateDictError(
+            "This is not the state of torch.amp.GradScaler: it must have 'scale' or "
+            f"'_growth_tracker'. Received the keys {', '.join(map(repr, saved))}. From another "
+            "scaler, load {'scale': its scale, '_growth_tracker': its finite steps}."
+        )
+    return dict(saved)
+
+
+def _number_of(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise StateDictError(
+            f"{name!r} of a scaler's state must be a number. Received: {value!r}."
+        ) from None
+
+
+def _whole_number_of(name: str, value: Any) -> int:
+    number = _number_of(name, value)
+    return int(number) if math.isfinite(number) else 0

@@ -20,7 +20,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import distributed
-from torch.distributed.algorithms import Join
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -48,7 +47,6 @@ from frameworks.torch.support import (
     train_step,
     wrapper,
 )
-from lossscale.errors import CallOrderError, UnsupportedError
 from lossscale.rules import StatsRequest
 from lossscale.torch import LossScaleOptimizer, ranks
 from lossscale.torch.installation import ShardedGradScaler as OurShardedGradScaler
@@ -432,20 +430,6 @@ def as_given(folder):
             assert whole([weight]) == [1.0 if skips else 0.5] * 4
 
 
-def minimized(folder):
-    """The documents' call with `fully_shard`, which computes with other tensors than parameters."""
-    net = model()
-    if distributed.is_initialized():
-        net = fully_shard(net, mesh=mesh_of_all())
-    optimizer = LossScaleOptimizer(torch.optim.AdamW(net.parameters(), lr=0.1))
-    for number in range(2):
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
-        optimizer.minimize(lambda x=x: net(x).square().mean())
-    # As on one process, `.grad` stays as it was.
-    assert whole(p.grad for p in net.parameters()) == []
-    return whole(net.parameters())
-
-
 def seen_by_hand(folder):
     """Each process has a weight of its own, and the last one no gradient in the second step."""
     one = whole_gradients()[0]
@@ -564,52 +548,6 @@ def averaged_by_hand(folder):
     return shown
 
 
-def uneven(folder):
-    """Uneven data over two epochs: the scales of all processes, and how far DDP alone is away."""
-    number = distributed.get_rank()
-
-    def train(scales, micro_batches=1, **settings):
-        torch.manual_seed(0)
-        model = DistributedDataParallel(torch.nn.Linear(4, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0625)
-        joined = [model]
-        if scales:
-            rule = lossscale.DynamicScale(initial_scale=8.0, growth_interval=3)
-            optimizer = LossScaleOptimizer(optimizer, rule=rule, **settings)
-            joined.append(optimizer)
-        shown = []
-        for _ in range(2):
-            with Join(joined):
-                for step in range(4 + 2 * number):
-                    optimizer.zero_grad()
-                    for _ in range(micro_batches):
-                        loss = model(torch.ones(2, 4) * (number + 1)).square().mean()
-                        # The process that has run out of data hears of an overflow, too.
-                        loss = loss / micro_batches * (INF if scales and step == 5 else 1.0)
-                        optimizer.backward(loss) if scales else loss.backward()
-                    if scales or step != 5:
-                        optimizer.step()
-            if scales:
-                counts = optimizer.steps_skipped, optimizer.last_step_skipped, optimizer.iterations
-                shown.append([float(optimizer.loss_scale), optimizer.dynamic_counter, *counts])
-        return shown, [p.detach().flatten().tolist() for p in model.parameters()]
-
-    world = distributed.group.WORLD
-    ways = (1, {}), (2, {}), (2, {"clip_norm": 1e9}), (1, {"process_group": world})
-    for micro_batches, settings in ways:
-        shown, weights = train(True, micro_batches, **settings)
-        assert [each[2:] for each in shown] == [[1, True, 6], [2, True, 12]]
-        assert weights == train(False, micro_batches)[1]
-    with pytest.raises(UnsupportedError, match="must step after each backward"):
-        train(True, micro_batches=2, process_group=world)
-    with pytest.raises(UnsupportedError, match="does not support `clip_norm`"):
-        train(True, clip_norm=1.0, process_group=world)
-    model = DistributedDataParallel(torch.nn.Linear(4, 1))
-    with pytest.raises(CallOrderError, match="Pass the model before the optimizer"):
-        Join([LossScaleOptimizer(torch.optim.SGD(model.parameters())), model])
-    return shown
-
-
 def compressed(folder):
     """PowerSGD after one overflow, with the lines of docs/parallel.md: the steps skipped."""
     torch.manual_seed(0)
@@ -665,12 +603,11 @@ CASES = {
         seen,
         seen_by_hand,
         as_given,
-        minimized,
         clipped,
         sharded_scaler,
     ),
-    2: (ddp, guarded, explained, fsdp, averaged_by_hand, uneven, compressed, in_zero, monitored),
-    1: (seen, clipped, minimized),
+    2: (ddp, guarded, explained, fsdp, averaged_by_hand, compressed, in_zero, monitored),
+    1: (seen, clipped),
 }
 CASES = {size: (*cases_of_parallel.CASES[size], *cases) for size, cases in CASES.items()}
 """Of each size of a set, in the order in which they run: what was saved is gone on from."""

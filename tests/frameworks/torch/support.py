@@ -107,7 +107,7 @@ def spoiled(value, place):
 
 
 class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimization, as its repositories write it: it moves between two closures."""
+    """Sharpness-aware minimization, as its repositories write it: with a closure, or two calls."""
 
     def __init__(self, parameters, rho=0.05):
         super().__init__(parameters, {"rho": rho})
@@ -115,17 +115,24 @@ class Sam(torch.optim.Optimizer):
         self.param_groups = self.base.param_groups
 
     @torch.no_grad()
-    def step(self, closure):
-        weights, evaluate = self.param_groups[0]["params"], torch.enable_grad()(closure)
-        loss = evaluate()
+    def first_step(self):
+        weights = self.param_groups[0]["params"]
         norm = torch.stack([p.grad.norm() for p in weights]).norm()
         for p in weights:
             self.state[p]["e"] = p.grad * (self.defaults["rho"] / norm)
             p.data.add_(self.state[p]["e"])
-        evaluate()
-        for p in weights:
+
+    @torch.no_grad()
+    def second_step(self):
+        for p in self.param_groups[0]["params"]:
             p.sub_(self.state[p]["e"])
         self.base.step()
+
+    def step(self, closure):
+        loss = closure()
+        self.first_step()
+        closure()
+        self.second_step()
         return loss
 
 

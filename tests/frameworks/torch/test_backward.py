@@ -4,8 +4,6 @@ With every optimizer it trains in test_every_optimizer.py, in every order of cal
 test_scaled_gradients.py.
 """
 
-import contextlib
-import math
 import warnings
 import weakref
 
@@ -22,13 +20,9 @@ from frameworks.torch.support import (
     ends_as_without_scaling,
     parameter,
     parameters,
-    snapshot,
     wrapped,
 )
-from lossscale import DynamicScale, FixedScale, LossScaleWarning
-from lossscale.errors import ArgumentTypeError, GradientsError
-from lossscale.torch import Monitor
-from recording_rule import RecordingRule
+from lossscale.torch import MasterWeights
 
 
 def model():
@@ -150,21 +144,16 @@ def test_only_the_last_gradient_is_kept_until_the_step():
     assert gradients[1]() is None
 
 
-@pytest.mark.parametrize(("scale", "overflow"), [(2.0**15, None), (2.0**126, None), (2.0**15, 1)])
+@pytest.mark.parametrize("scale", [2.0**15, 2.0**126])
 @ends_as_without_scaling
-def test_a_closure_that_moves_first_is_evaluated_lower_or_skipped(wrap, scale, overflow):
+def test_sam_by_its_two_calls(wrap, scale):
     net = model()
     optimizer = wrap(Sam(net.parameters(), rho=0.5), initial_scale=scale)
     for number in range(3):
-        if number == overflow and wrap is alone:
-            continue
-        factor = torch.inf if number == overflow else 1.0
-
-        def loss_fn(number=number, factor=factor):
-            return net(batch(number)).square().mean() * factor
-
-        optimizer.step(closure_of(optimizer, loss_fn, "verb"))
-    assert wrap is alone or optimizer.steps_skipped == (overflow is not None)
+        for call in (optimizer.first_step, optimizer.second_step):
+            optimizer.zero_grad()
+            derive(optimizer, net(batch(number)).square().mean())
+            call()
     return bits(list(net.parameters()))
 
 
@@ -185,184 +174,48 @@ def test_gradients_that_are_combined_after_zero_grad_are_applied_without_a_warni
     assert float(optimizer.loss_scale) == 2.0 ** (15 - overflows)
 
 
-# Steps with a closure: evaluated once, or by LBFGS as often as it likes.
+# Steps with a closure.
 
 
-def closure_of(optimizer, loss_fn, way="scale_loss"):
-    """A closure; that of an optimizer which is not wrapped scales nothing."""
+class EvaluatesFirst(torch.optim.SGD):
+    """As optimizers are written outside of PyTorch, Schedule-Free's among them."""
 
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_fn()
-        derive(optimizer, loss, way)
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        super().step()
         return loss
 
-    return closure
+
+class TakesNone(torch.optim.SGD):
+    def step(self):
+        super().step()
 
 
-def starting_point():
-    return torch.nn.Parameter(torch.tensor([-1.2, 1.0]))
-
-
-def rosenbrock(point):
-    x, y = point
-    return (1 - x) ** 2 + 100 * (y - x**2) ** 2
-
-
-def without_a_finite_gradient(point):
-    """A loss of 0."""
-    return (point - point.detach()).abs().sum().sqrt()
-
-
-@pytest.mark.parametrize("line_search", ["strong_wolfe", None])
-@pytest.mark.parametrize("scale", [2.0**15, 2.0**124])
+@pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize("way", ["verb", "scale_loss"])
-def test_lbfgs_ends_bit_identical_to_no_loss_scaling(scale, line_search, way):
-    def run(wrap):
-        point, evaluations = starting_point(), []
-        inner = torch.optim.LBFGS([point], lr=0.5, line_search_fn=line_search, max_iter=5)
-        optimizer = wrap(inner, rule=DynamicScale(scale))
-        closure = closure_of(optimizer, lambda: evaluations.append(1) or rosenbrock(point), way)
-        losses = [optimizer.step(closure).detach() for _ in range(8)]
-        return snapshot([point], optimizer), bits(losses), len(evaluations), optimizer
-
-    *ours, evaluations, optimizer = run(wrapped)
-    *plain, plain_evaluations, _ = run(alone)
-    assert ours == plain
-    again = evaluations - plain_evaluations
-    assert (again > 0) is (scale == 2.0**124)
-    # An evaluation that was made again is no skipped step.
-    assert optimizer.steps_skipped == 0
-    assert optimizer.iterations == 8
-    assert float(optimizer.loss_scale) == scale / 2.0**again
-
-
-def test_lbfgs_is_not_stepped_where_no_scale_helps():
-    point, scales = starting_point(), []
-    optimizer = wrapped(torch.optim.LBFGS([point]), initial_scale=4)
-    before = snapshot([point], optimizer)
-
-    def loss_fn():
-        scales.append(float(optimizer.loss_scale))
-        return without_a_finite_gradient(point)
-
-    optimizer.step(closure_of(optimizer, loss_fn))
-    assert snapshot([point], optimizer) == before
-    assert scales == [4.0, 2.0, 1.0]
-    assert (optimizer.steps_skipped, optimizer.last_step_skipped) == (1, True)
-    evaluations = []
-    nan = closure_of(optimizer, lambda: evaluations.append(1) or (point * torch.nan).sum())
-    optimizer.step(nan)
-    assert len(evaluations) == 1
-    assert snapshot([point], optimizer) == before
-    # An evaluation that scales nothing does not lower the scale.
-    optimizer = wrapped(inner := torch.optim.LBFGS([point]))
-    with pytest.warns(LossScaleWarning, match=r"optimizer.backward\(loss\)"):
-        optimizer.step(closure_of(inner, lambda: without_a_finite_gradient(point)))
-    assert float(optimizer.loss_scale) == 2.0**15
-    assert point.tolist() == pytest.approx([-1.2, 1.0])
-
-
-@pytest.mark.parametrize("line_search", ["strong_wolfe", None])
-@pytest.mark.parametrize("factor", [math.inf, math.nan])
-def test_lbfgs_is_put_back_if_a_later_evaluation_is_not_finite(factor, line_search):
-    def run(steps):
-        point, evaluations = starting_point(), []
-        inner = torch.optim.LBFGS([point], lr=0.5, line_search_fn=line_search, max_iter=5)
-        rule = FixedScale(8.0, skip_nonfinite=True)
-        optimizer = wrapped(inner, rule=rule)
-        monitor = Monitor(optimizer, [("point", point)], on_floor="ignore")
-        for is_broken in steps:
-            evaluations.clear()
-
-            def loss_fn(is_broken=is_broken):
-                evaluations.append(1)
-                later = factor if is_broken and len(evaluations) > 2 else 1.0
-                return rosenbrock(point) * later
-
-            optimizer.step(closure_of(optimizer, loss_fn))
-            assert optimizer.last_step_skipped == is_broken
-            monitor.step(1.0)
-            assert monitor.last_record.skipped == is_broken
-            assert bool(monitor.last_record.nonfinite) == is_broken
-        state = inner.state_dict()["state"]
-        return bits([point]), {k: bits(v) for k, v in state[0].items() if torch.is_tensor(v)}, state
-
-    *broken, state = run([False, True, False, True, False])
-    *without, other = run([False, False, False])
-    assert broken == without
-    assert state[0]["n_iter"] == other[0]["n_iter"]
-
-
-def test_lbfgs_lowers_the_scale_by_a_rule_that_looks():
-    point, scales = starting_point(), []
-    inner = torch.optim.LBFGS([point], line_search_fn="strong_wolfe")
-    optimizer = wrapped(inner, rule=RecordingRule())
-
-    def loss_fn():
-        scales.append(float(optimizer.loss_scale))
-        loss = point.square().sum()
-        return loss if len(scales) > 2 else loss + without_a_finite_gradient(point)
-
-    optimizer.step(closure_of(optimizer, loss_fn))
-    assert scales[:4] == [8.0, 4.0, 2.0, 2.0]
-    assert optimizer.steps_skipped == 0
-
-
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam])
-def test_a_closure_is_evaluated_once_and_its_loss_returned(cls):
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam, EvaluatesFirst, TakesNone])
+def test_a_closure_is_evaluated_once_before_the_step_and_its_loss_returned(cls, way, masters):
     def run(wrap, factors):
         given, left = parameters((3,)), list(factors)
-        optimizer = wrap(cls(given, lr=0.1))
+        inner = cls(given, lr=0.1)
+        optimizer = wrap(MasterWeights(inner) if masters else inner)
 
-        def loss_fn():
+        def closure():
             assert torch.is_grad_enabled()
-            return given[0].square().sum() * left.pop(0)
+            optimizer.zero_grad()
+            loss = given[0].square().sum() * left.pop(0)
+            derive(optimizer, loss, way)
+            return loss
 
         with torch.no_grad():
-            losses = [optimizer.step(closure_of(optimizer, loss_fn)) for _ in factors]
+            if optimizer is inner and cls is TakesNone:
+                losses = [(torch.enable_grad()(closure)(), inner.step())[0] for _ in factors]
+            else:
+                losses = [optimizer.step(closure) for _ in factors]
         assert left == []
-        return bits([losses[0], losses[-1]]), snapshot(given, optimizer)
+        return bits([losses[0], losses[-1]]), bits(given)
 
     assert run(wrapped, (1, torch.inf, 1)) == run(alone, (1, 1))
-
-
-# Mistakes.
-
-
-def returning_the_scaled_loss(o, p):
-    return closure_of(o.inner_optimizer, lambda: o.scale_loss(rosenbrock(p)))
-
-
-def returning_nothing(o, p):
-    return lambda: o.scale_loss(rosenbrock(p)).backward()
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (lambda o, p: None, TypeError, "closure"),
-        (returning_the_scaled_loss, GradientsError, "returned the scaled loss.*LBFGS"),
-        (returning_nothing, ArgumentTypeError, "must return the loss: LBFGS"),
-    ],
-)
-def test_lbfgs_and_a_wrong_closure(make, error, words):
-    point = starting_point()
-    optimizer = wrapped(torch.optim.LBFGS([point]))
-    before = bits(point)
-    with pytest.raises(error, match=words):
-        optimizer.step(make(optimizer, point))
-    assert bits(point) == before
-
-
-@ends_as_without_scaling
-def test_lbfgs_and_a_closure_that_scales_nothing(wrap):
-    point = starting_point()
-    optimizer = wrap(inner := torch.optim.LBFGS([point]))
-    warns = pytest.warns(LossScaleWarning, match="^The optimizer has scaled no loss")
-    with contextlib.nullcontext() if optimizer is inner else warns:
-        optimizer.step(closure_of(inner, lambda: rosenbrock(point)))
-    return bits(point)
 
 
 CHANGES = {

@@ -35,7 +35,8 @@ def cases():
     for name, cls in vars(torch.optim).items():
         if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer):
             continue
-        if cls is torch.optim.Optimizer:
+        # LBFGS evaluates a closure within its step, and is refused.
+        if cls in (torch.optim.Optimizer, torch.optim.LBFGS):
             continue
         arguments = inspect.signature(cls).parameters
         settings = {key: value for key, value in _STATEFUL.items() if key in arguments}
@@ -46,8 +47,6 @@ def cases():
             yield pytest.param(cls, {**settings, **off, flag: True}, id=f"{name}-{flag}")
         # Without momentum some keep a state and others none.
         yield pytest.param(cls, {}, id=f"{name}-defaults")
-        if cls is torch.optim.LBFGS:
-            yield pytest.param(cls, {"line_search_fn": "strong_wolfe"}, id=f"{name}-wolfe")
 
 
 CASES = list(cases())
@@ -68,7 +67,7 @@ class Run:
         torch.manual_seed(1)
         self.targets = [torch.randn(shape) for shape in SHAPES]
 
-    def closure(self, factor):
+    def backward(self, factor):
         self.optimizer.zero_grad()
         pairs = zip(self.given, self.targets, strict=True)
         loss = sum(((p - t) ** 2).sum() * factor for p, t in pairs)
@@ -81,13 +80,9 @@ class Run:
         if self.cls is torch.optim.SparseAdam:
             for p in self.given:
                 p.grad = p.grad.to_sparse(1)
-        return loss.detach()
 
     def step(self, factor, unscales=False):
-        if self.cls is torch.optim.LBFGS:
-            self.optimizer.step(lambda: self.closure(factor))
-            return
-        self.closure(factor)
+        self.backward(factor)
         if unscales:
             self.optimizer.unscale()
         self.optimizer.step()
@@ -96,9 +91,7 @@ class Run:
         return snapshot(self.given, self.optimizer)
 
 
-# LBFGS needs a closure, which a scaler cannot give it.
-OF_SCALERS = [case for case in CASES if case.values[0] is not torch.optim.LBFGS]
-WAYS = {"host": CASES, "device": FUSED, "scaler": OF_SCALERS, "scaler, unscaled": OF_SCALERS}
+WAYS = {"host": CASES, "device": FUSED, "scaler": CASES, "scaler, unscaled": CASES}
 
 
 @pytest.mark.parametrize(
@@ -120,7 +113,6 @@ def test_it_trains_as_without_loss_scaling_and_a_skip_changes_no_byte(cls, setti
         assert ours.snapshot() == (plain.snapshot() if is_finite else before)
         assert has_scaler or bool(ours.optimizer.last_step_skipped) is not is_finite
     assert not hasattr(ours.inner, "found_inf")
-    # A closure whose loss is not finite is not evaluated again at another scale.
     if has_scaler:
         assert (ours.optimizer.shown()[0], ours.optimizer.scaler.steps_skipped) == (2.0**6, 4)
     else:
@@ -136,7 +128,7 @@ def test_the_device_decides_without_the_host_for_optimizers_alone_that_skip_by_t
 
     def reads(run):
         run.step(1.0)
-        run.closure(1.0)
+        run.backward(1.0)
         with Reads() as found:
             run.optimizer.step()
         return found.count
@@ -264,13 +256,16 @@ def copied(how, model, optimizer, pair):
     if how == "torch.save":
         made.load_state_dict(through_a_file(optimizer.state_dict()))
     elif how == "list":
-        plain = copy.deepcopy([part.state_dict() for part in optimizer])
-        made.load_state_dict(plain)
+        for part, before in zip(made, optimizer, strict=True):
+            part.load_state_dict(copy.deepcopy(before.state_dict()))
         made.loss_scale_state.load_state_dict(optimizer.loss_scale_state.state_dict())
     else:
         options = dcp.StateDictOptions(flatten_optimizer_state_dict=how == "flat")
         saved = copy.deepcopy(dcp.get_optimizer_state_dict(model, optimizer, options=options))
         dcp.set_optimizer_state_dict(other, made, saved, options=options)
+        if how == "flat":
+            # A flat dictionary goes by the keys of the groups, which do not have the scale.
+            made.loss_scale_state.load_state_dict(optimizer.loss_scale_state.state_dict())
     return other, made
 
 
@@ -325,13 +320,11 @@ def test_they_are_seen_one_by_one():
         with pytest.raises(TypeError):
             call(one)
     # What does not say which of them.
-    optimizer.lr = 0.25
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
     saved = optimizer.state_dict()
     smaller, before = {**saved, "param_groups": saved["param_groups"][:1]}, bits(saved)
     for misuse, given, error, words in (
         (optimizer.add_param_group, {"params": [parameter()]}, errors.UnsupportedError, WHICH),
-        (optimizer.load_state_dict, [{}] * 3, errors.StateDictError, "each of 2 .*Received: 3"),
+        (optimizer.load_state_dict, [{}] * 2, errors.StateDictError, "must be a dictionary"),
         (optimizer.load_state_dict, smaller, errors.ArgumentError, "do not match the optimizers"),
     ):
         with pytest.raises(error, match=words):
@@ -362,7 +355,7 @@ def test_schedules_and_hooks():
 
 @PAIRS
 @pytest.mark.parametrize("clip_norm", [None, 0.01])
-def test_those_unscaled_together_or_in_a_list_are_all_stepped_or_none(pair, clip_norm):
+def test_those_unscaled_together_are_all_stepped_or_none(pair, clip_norm):
     plain = Model()
     train_plain(plain, optimizers(plain, pair), (0, 2), clip_norm)
     model, scaler = Model(), GradScaler("cpu", init_scale=8.0)
@@ -373,14 +366,12 @@ def test_those_unscaled_together_or_in_a_list_are_all_stepped_or_none(pair, clip
         scaler.scale(loss_of(model, seed)).backward()
         if seed == 1:
             model.other.weight.grad[0, 0] = torch.nan
-        if clip_norm is None:
-            scaler.step(parts)
-        else:
-            for part in parts:
-                scaler.unscale_(part)
+        for part in parts:
+            scaler.unscale_(part)
+        if clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-            for part in parts:
-                scaler.step(part)
+        for part in parts:
+            scaler.step(part)
         scaler.update()
         assert scaler.last_step_skipped is (seed == 1)
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)

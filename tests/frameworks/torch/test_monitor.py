@@ -87,9 +87,9 @@ def test_optimizers_that_share_a_scaler_are_one_step():
     assert (record.step, record.steps_skipped, record.next_scale) == (3, 2, 2.0)
 
 
-def test_lbfgs_is_watched_and_parameters_without_a_name_are_numbered():
+def test_a_closure_is_watched_and_parameters_without_a_name_are_numbered():
     weight = parameter(1)
-    optimizer = lossscale.torch.LossScaleOptimizer(torch.optim.LBFGS([weight], max_iter=3))
+    optimizer = lossscale.torch.LossScaleOptimizer(torch.optim.SGD([weight]))
 
     def closure():
         optimizer.zero_grad()

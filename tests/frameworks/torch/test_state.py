@@ -1,6 +1,7 @@
 """State dictionaries: into and out of the plain optimizer and other scalers, damaged, flattened."""
 
 import copy
+import itertools
 import json
 import warnings
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -33,6 +35,7 @@ from lossscale import DynamicScale, FixedScale, LossScaleWarning
 from lossscale.errors import ArgumentError, CallOrderError, StateDictError
 from lossscale.torch.grad_scaler import GradScaler
 
+PLAIN = torch.optim.Adam([torch.ones(1)]).param_groups[0]
 KEYS = ("loss_scale", "loss_scale_good_steps", "loss_scale_iterations", "loss_scale_steps_skipped")
 
 
@@ -52,28 +55,102 @@ def test_the_numbers_are_in_the_first_group_and_are_plain(decide):
     numbers = {key: saved["param_groups"][0][key] for key in KEYS}
     assert numbers == dict(zip(KEYS, (2.0**14, 2, 4, 1), strict=True))
     assert [type(value) for value in numbers.values()] == [float, int, int, int]
-    # They stand in the groups too, for those who flatten dictionaries by them, or log them.
-    assert {key: optimizer.param_groups[0][key].item() for key in KEYS} == numbers
+    # The live groups never have them.
+    assert set(optimizer.param_groups[0]) == set(PLAIN)
     for other in ("host", "device"):
         _, loaded = trained(other, steps=())
         loaded.load_state_dict(state_dict=through_a_file(saved))
         assert bits(loaded.state_dict()) == bits(saved)
-        assert {key: loaded.param_groups[0][key].item() for key in KEYS} == numbers
+        assert set(loaded.param_groups[0]) == set(PLAIN)
 
 
-def test_a_number_that_is_written_into_the_live_group_is_heard():
-    given, optimizer = trained(steps=())
-    [group] = optimizer.param_groups
-    # Code that logs them formats them.
-    assert [f"{float(group[key]):g}" for key in KEYS] == ["32768", "0", "0", "0"]
-    group["loss_scale"] = 8.0
-    assert optimizer.scale_loss(torch.ones(())) == 8.0
+VERBS_AFTER = {
+    "backward": lambda o, loss: o.backward(loss),
+    "scale_loss": lambda o, loss: o.scale_loss(loss),
+    "step": lambda o, loss: o.step(),
+    "unscale_": lambda o, loss: o.unscale_(),
+    "state_dict": lambda o, loss: o.state_dict(),
+    "loss_scale_state": lambda o, loss: o.loss_scale_state,
+    "copy": lambda o, loss: copy.deepcopy(o),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS_AFTER)
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("decide", ["host", "device"])
+def test_what_the_inner_optimizer_loads_is_taken_over_at_the_next_verb(verb, parts, decide):
+    def new():
+        given = parameters(*SHAPES)
+        inner = [torch.optim.Adam(some, fused=True) for some in (given[:1], given[1:])]
+        inner = inner if parts == 2 else torch.optim.Adam(given, fused=True)
+        return given, wrapped(inner, decide=decide)
+
+    given, optimizer = new()
+    step(optimizer, given, [g * torch.nan for g in ONES])
     step(optimizer, given, ONES)
-    assert (float(optimizer.loss_scale), optimizer.dynamic_counter) == (8.0, 1)
-    assert float(group["loss_scale_iterations"]) == 1
-    group["loss_scale"] = "high"
-    with pytest.raises(ArgumentError, match="`loss_scale` in the state must be a number"):
-        optimizer.backward(given[0].sum())
+    saved = through_a_file(optimizer.state_dict())
+    given, loaded = new()
+    loaded.inner_optimizer.load_state_dict(saved)
+    VERBS_AFTER[verb](loaded, sum(p.sum() for p in given))
+    assert float(loaded.loss_scale) == 2.0**14
+    assert (int(loaded.steps_skipped), int(loaded.iterations)) == (1, 2)
+    assert all(set(group) == set(PLAIN) for group in loaded.param_groups)
+    # Within a step it is an error, and the scale that multiplied the gradients stays.
+    loaded.backward(sum(p.sum() for p in given))
+    loaded.inner_optimizer.load_state_dict({**saved})
+    with pytest.raises(CallOrderError, match=r"load_state_dict\(\) of the LossScaleOptimizer"):
+        loaded.step()
+    loaded.load_state_dict(saved)
+    assert all(set(group) == set(PLAIN) for group in loaded.param_groups)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["wrap", "load", "assign"])))
+def test_an_optimizer_that_loads_a_state_saved_within_a_step_itself(order):
+    given = parameters(*SHAPES)
+    optimizer = wrapped(torch.optim.SGD(given, lr=0.5), initial_scale=8.0)
+    optimizer.scale_loss(sum(p.sum() for p in given)).backward()
+    saved, kept = copy.deepcopy((optimizer.state_dict(), [p.grad for p in given]))
+    given = parameters(*SHAPES)
+    before = [p.detach().clone() for p in given]
+    inner = resumed = torch.optim.SGD(given, lr=0.5)
+    for each in order:
+        if each == "wrap":
+            resumed = wrapped(inner)
+        elif each == "load":
+            inner.load_state_dict(saved)
+        else:
+            for p, gradient in zip(given, kept, strict=True):
+                p.grad = gradient
+    resumed.step()
+    assert bits(given) == bits([p - 0.5 for p in before])
+    assert float(resumed.loss_scale) == 8.0
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize("recipe", [False, True])
+def test_torch_distributed_checkpoint_saves_the_scale(flat, recipe, tmp_path):
+    """In a nested dictionary with the optimizer; beside a flat one as the pages say."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+
+    def state_of(model, optimizer):
+        found = {"o": get_optimizer_state_dict(model, optimizer, options=options)}
+        return found | ({"loss_scale": optimizer.loss_scale_state} if recipe else {})
+
+    model, optimizer = small()
+    for factor in (torch.inf, 1.0, 1.0):
+        optimizer.zero_grad()
+        optimizer.backward(model(BATCHES[0]).square().mean() * factor)
+        optimizer.step()
+    dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path, no_dist=True)
+    other, resumed = small()
+    state = state_of(other, resumed)
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(other, resumed, state["o"], options=options)
+    assert bits(resumed.state_dict()["state"]) == bits(optimizer.state_dict()["state"])
+    is_saved = recipe or not flat
+    assert float(resumed.loss_scale) == (512.0 if is_saved else 1024.0)
+    assert (resumed.iterations, resumed.steps_skipped) == ((3, 1) if is_saved else (0, 0))
 
 
 def test_a_plain_optimizer_loads_it_and_from_that_of_a_plain_one_the_scale_stays():
@@ -250,38 +327,23 @@ def test_both_ways(saves, loads, before_first_use):
     assert "torch" in (saves, loads) or other.steps_skipped == 2
 
 
-OF_OTHERS = {
-    "PyTorch": {
-        "scale": 512.0,
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 2000,
-        "_growth_tracker": 7,
-    },
-    "Apex, amp.state_dict()": {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}},
-    "Apex, one scaler": {"loss_scale": 512.0, "unskipped": 7},
-    "Megatron": {"scale": torch.tensor([512.0]), "growth_tracker": 7, "hysteresis_tracker": 1},
-    "DeepSpeed": {
-        "dynamic_loss_scale": True,
-        "cur_scale": 512.0,
-        "cur_iter": 20,
-        "last_overflow_iter": 12,
-        "scale_factor": 2.0,
-        "scale_window": 2000,
-        "clip_grad": 0.0,
-    },
+OF_PYTORCH = {
+    "scale": 512.0,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+    "_growth_tracker": 7,
 }
 
 
 @pytest.mark.parametrize("decide", ["host", "device"])
-@pytest.mark.parametrize("state", OF_OTHERS.values(), ids=OF_OTHERS)
-def test_states_of_other_scalers_are_taken_over_by_both(state, decide):
+def test_the_state_of_pytorchs_scaler_goes_into_the_wrapper_and_back(decide):
     scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.load_state_dict(state)
+    scaler.load_state_dict(OF_PYTORCH)
     assert scale_and_tracker(scaler) == (512.0, 7)
     inner = torch.optim.SGD([parameter()], lr=1.0, fused=True)
     optimizer = wrapped(inner, decide=decide)
-    optimizer.loss_scale_state.load_state_dict(state)
+    optimizer.loss_scale_state.load_state_dict(OF_PYTORCH)
     assert (float(optimizer.loss_scale), optimizer.dynamic_counter) == (512.0, 7)
     # And back: the wrapper's, as PyTorch's scaler and the drop-in read it.
     for make in (torch.amp.GradScaler, GradScaler):
@@ -290,20 +352,13 @@ def test_states_of_other_scalers_are_taken_over_by_both(state, decide):
         theirs.load_state_dict(json.loads(json.dumps(saved)))
         theirs.scale(torch.ones(()))
         assert scale_and_tracker(theirs) == (512.0, 7)
-    scaler.load_state_dict(optimizer.loss_scale_state.state_dict())
-    assert scale_and_tracker(scaler) == (512.0, 7)
-
-
-def test_what_cannot_be_taken_over_is_named():
-    for name, lost in (("Megatron", "hysteresis_tracker"), ("DeepSpeed", "delayed_shift")):
-        with pytest.warns(LossScaleWarning, match=f"hysteresis .{lost}=2.*is not loaded"):
-            GradScaler("cpu").load_state_dict(OF_OTHERS[name] | {lost: 2})
-    optimizer = wrapped(sgd(parameter()))
     words = r"growth_interval=500.*rule=lossscale.DynamicScale"
     with pytest.warns(LossScaleWarning, match=words) as warned:
-        optimizer.loss_scale_state.load_state_dict(OF_OTHERS["PyTorch"] | {"growth_interval": 500})
+        optimizer.loss_scale_state.load_state_dict(OF_PYTORCH | {"growth_interval": 500})
     assert warned[0].filename == __file__
     assert float(optimizer.loss_scale) == 512.0
+    with pytest.raises(ArgumentError, match="must be a number"):
+        optimizer.loss_scale_state.load_state_dict({"loss_scale": 10**400})
 
 
 @pytest.mark.parametrize(("saves", "loads"), [(1, 2), (2, 1), (2, 2)])
@@ -316,25 +371,36 @@ def test_states_go_between_rules_that_wait_and_that_do_not(saves, loads):
     assert other.state_dict().get("rule_state", {}).get("overflows") == {1: None, 2: 0}[loads]
 
 
-class Saved:
-    """DeepSpeed saves its scaler as an object."""
+# Those of others are refused; from_gradscaler.md has what to load instead.
 
-    def __init__(self):
-        self.cur_scale, self.cur_iter, self.last_overflow_iter = 512.0, 8, 0
-        self.scale_factor, self.scale_window, self.delayed_shift = 2.0, 1000, 1
+APEX = {f"loss_scaler{i}": {"loss_scale": 512.0, "unskipped": 7} for i in range(2)}
+MEGATRON = {"scale": torch.tensor([512.0]), "growth_tracker": 7, "hysteresis_tracker": 1}
+DEEPSPEED = {
+    "dynamic_loss_scale": True,
+    "cur_scale": 512.0,
+    "cur_iter": 20,
+    "last_overflow_iter": 12,
+    "scale_factor": 2.0,
+    "scale_window": 2000,
+}
+OF_OTHERS = {
+    "Apex, amp.state_dict()": (APEX, "'loss_scaler0', 'loss_scaler1'"),
+    "Apex, one scaler": (APEX["loss_scaler0"], "'loss_scale', 'unskipped'"),
+    "Megatron": (MEGATRON, "'scale', 'growth_tracker', 'hysteresis_tracker'"),
+    "DeepSpeed": (DEEPSPEED, "'cur_scale', 'cur_iter'"),
+    "DeepSpeed, an object": ({"loss_scaler": object()}, "'loss_scaler'"),
+}
 
 
-APEX = {f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(2)}
-
-
-def test_a_scaler_that_was_saved_itself_and_one_of_several():
-    scaler = GradScaler("cpu")
-    scaler.load_state_dict({"loss_scaler": Saved(), "dynamic_loss_scale": True})
-    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (512.0, 7)
-    scaler.load_state_dict(APEX["loss_scaler1"])
-    assert scale_and_tracker(scaler) == (2.0, 1)
-    with pytest.raises(ArgumentError, match="must be a number"):
-        wrapped(sgd(parameter())).loss_scale_state.load_state_dict({"loss_scale": 10**400})
+@pytest.mark.parametrize("case", OF_OTHERS)
+def test_a_state_of_another_scaler_is_refused_by_its_keys_and_changes_nothing(case):
+    state, keys = OF_OTHERS[case]
+    scaler, optimizer = GradScaler("cpu"), wrapped(sgd(parameter()))
+    for each in (scaler, optimizer.loss_scale_state):
+        before = each.state_dict()
+        with pytest.raises(StateDictError, match=f"the keys .*{keys}.*_growth_tracker.: its"):
+            each.load_state_dict(state)
+        assert each.state_dict() == before
 
 
 @pytest.mark.parametrize("key", sorted(SCALER_KEYS))
@@ -361,13 +427,12 @@ def changed(**change):
     return made
 
 
-NO_SCALER, NO_NUMBER = "not the state of a gradient scaler", "must be a number"
+NO_SCALER, NO_NUMBER = "not the state of torch.amp.GradScaler", "must be a number"
 BAD = {
     "empty": ({}, StateDictError, "empty"),
     "none": (None, StateDictError, "dictionary"),
     "another kind": ({"state": {}, "param_groups": []}, StateDictError, "'state', 'param_groups'"),
-    "no scaler": ({"loss_scaler": 5}, StateDictError, NO_SCALER),
-    "several": (APEX, StateDictError, r"2 loss scalers.*state\['loss_scaler0'\]"),
+    "the wrapper's": ({"loss_scale": 5.0}, StateDictError, NO_SCALER),
     "no number": ({"scale": "high"}, StateDictError, "'scale'.*'high'"),
     "growth": ({"scale": 2.0, "growth_factor": 0.5}, ArgumentError, "growth_factor"),
     "interval": ({"scale": 2.0, "growth_interval": 0}, ArgumentError, "growth_interval"),

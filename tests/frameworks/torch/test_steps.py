@@ -31,6 +31,7 @@ from frameworks.torch.support import (
     snapshot,
     spoiled,
     step,
+    train_step,
     wrapped,
     wrapper,
 )
@@ -121,11 +122,6 @@ def test_what_breaks_after_unscaling_reaches_the_parameters(by, kind):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_loss_is_scaled_in_float32_or_wider(dtype, shape, by):
     run = OURS[by](sgd(parameter()), rule=FixedScale(2.0**20))
-    if by == "wrapper":
-        # Numbers and functions, too.
-        scaled = run.scale_loss(1000)
-        assert (scaled.dtype, float(scaled)) == (torch.float32, 1000 * 2.0**20)
-        assert run.scale_loss(lambda: torch.tensor(2.0))() == 2.0**21
     loss = torch.full(shape, 1000.0, dtype=dtype, requires_grad=True)
     scaled = run.scale_loss(loss)
     assert scaled.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -134,29 +130,41 @@ def test_a_loss_is_scaled_in_float32_or_wider(dtype, shape, by):
     assert loss.grad.dtype == dtype
 
 
-def test_the_learning_rate_is_an_attribute_and_other_settings_are_in_the_groups():
+def test_attributes_of_the_inner_optimizer_are_read_and_those_of_users_are_kept():
+    class Warm(torch.optim.SGD):
+        warmup = 3
+
+        def restart(self, warmup):
+            self.warmup = warmup
+
     _, optimizer = made()
-    assert optimizer.lr == optimizer.learning_rate == 0.5
-    optimizer.learning_rate = 0.25
-    assert optimizer.param_groups[0]["lr"] == 0.25
-    with pytest.raises(AttributeError, match=r"param_groups\[i\]\['momentum'\]"):
-        optimizer.momentum  # noqa: B018
-    with pytest.raises(AttributeError, match=r"param_groups\[i\]\['momentum'\]"):
-        optimizer.momentum = 0.5
-    assert optimizer.param_groups[0]["momentum"] == 0.9
-    with pytest.raises(AttributeError, match="SGD, has an attribute 'momentun'"):
-        optimizer.momentun  # noqa: B018
-    for name in ("variables", "weights", "get_weights"):
+    for name, words in (
+        ("lr", r"param_groups\[i\]\['lr'\]"),
+        ("learning_rate", r"param_groups\[i\]\['lr'\]"),
+        ("momentum", r"param_groups\[i\]\['momentum'\]"),
+        ("momentun", "SGD, has an attribute 'momentun'"),
+        ("apply_gradients", r"Call optimizer.backward\(loss\), then optimizer.step\(\)"),
+        ("get_weights", "LossScaleOptimizer has no `get_weights` around torch"),
+        ("join_hook", "as many batches"),
+    ):
         assert not hasattr(optimizer, name)
-        with pytest.raises(
-            AttributeError, match=f"LossScaleOptimizer has no `{name}` around torch"
-        ):
+        with pytest.raises(AttributeError, match=words):
             getattr(optimizer, name)
     optimizer.epoch_of_mine = 3
     assert copy.deepcopy(optimizer).epoch_of_mine == 3
-    optimizer.add_param_group({"params": parameters((2,)), "lr": 0.125})
-    with pytest.raises(AttributeError, match="different values of 'lr'"):
-        optimizer.lr  # noqa: B018
+    optimizer = wrapped(inner := Warm(parameters((2,))))
+    optimizer.restart(warmup=5)
+    assert optimizer.warmup == inner.warmup == 5
+    several = wrapped([Warm(parameters((2,))), torch.optim.SGD(parameters((2,)))])
+    for each, place in ((optimizer, "inner_optimizer"), (several, r"optimizers\[i\]")):
+        with pytest.raises(AttributeError, match=rf"optimizer\.{place}\.warmup = \.\.\."):
+            each.warmup = 7
+    assert (inner.warmup, several.optimizers[0].warmup) == (5, 3)
+    # What every optimizer of PyTorch has is written, too.
+    optimizer.defaults = {**optimizer.defaults, "lr": 0.25}
+    optimizer.param_groups = [{**optimizer.param_groups[0], "lr": 0.5}]
+    optimizer.state = {}
+    assert (inner.defaults["lr"], inner.param_groups[0]["lr"], inner.state) == (0.25, 0.5, {})
 
 
 @pytest.mark.parametrize("bad", [False, True])
@@ -325,91 +333,27 @@ class Counting(lossscale.torch.LossScaleOptimizer):
         self.calls = []
         super().__init__(*args, **kwargs)
 
-    def get_scaled_loss(self, loss):
+    def scale_loss(self, loss):
         self.calls.append("scaled")
-        return super().get_scaled_loss(loss)
+        return super().scale_loss(loss)
 
-    def get_unscaled_gradients(self, grads):
-        self.calls.append("unscaled")
-        return super().get_unscaled_gradients(grads)
-
-    def apply_gradients(self, grads_and_vars, **kwargs):
-        self.calls.append("applied")
-        return super().apply_gradients(grads_and_vars, **kwargs)
+    def step(self, closure=None):
+        self.calls.append("stepped")
+        return super().step(closure)
 
 
-def test_the_documented_verbs_and_what_a_subclass_overrides():
+def test_a_subclass_overrides_verbs_and_has_attributes_of_its_own():
     given = parameters((3,))
     optimizer = Counting(torch.optim.SGD(given, lr=0.5))
     before = given[0].detach().clone()
-    assert optimizer.minimize(lambda: given[0].sum()) == 1
-    assert optimizer.calls == ["scaled", "unscaled", "applied"]
+    train_step(optimizer, given[0].sum(), "scale_loss")
+    assert optimizer.calls == ["scaled", "stepped"]
     assert bits(given[0]) == bits(before - 0.5)
-    assert given[0].grad is None
     other = pickle.loads(pickle.dumps(optimizer))
     assert isinstance(other, Counting)
     assert other.calls == optimizer.calls
-    scaled = torch.autograd.grad(optimizer.get_scaled_loss(given[0].sum()), given)
-    unscaled = optimizer.get_unscaled_gradients([*scaled, None])
-    assert unscaled.pop() is None
-    assert bits(unscaled) == bits([torch.ones(3)])
-    assert optimizer.apply_gradients(zip(unscaled, given, strict=True)) == 2
-    assert bits(given[0]) == bits(before - 1.0)
-    half = torch.tensor([2.0**15], dtype=torch.float16)
-    assert optimizer.get_unscaled_gradients([half]) == [torch.ones(1)]
-
-
-@pytest.mark.parametrize("overflows", [False, True])
-@pytest.mark.parametrize("scales", ["scale_loss", "backward"])
-def test_apply_gradients_that_raises_changes_nothing(scales, overflows):
-    def refuse(optimizer, args, kwargs):
-        raise OSError("no")
-
-    given, optimizer = made()
-    before = [p.detach().clone() for p in given]
-    loss = sum(p.sum() for p in given) * (torch.inf if overflows else 1.0)
-    if scales == "backward":
-        optimizer.backward(loss)
-    else:
-        optimizer.scale_loss(loss).backward()
-    handle = optimizer.register_step_pre_hook(refuse)
-    with pytest.raises(OSError, match="no"):
-        optimizer.apply_gradients([(torch.zeros_like(p), p) for p in given])
-    handle.remove()
-    assert bits(given) == bits(before)
-    # What was in `.grad` is decided by itself.
-    optimizer.step()
-    assert bits(given) == bits([p if overflows else p - 0.5 for p in before])
-    assert (optimizer.iterations, float(optimizer.loss_scale)) == (1, 2.0 ** (15 - overflows))
-
-
-@pytest.mark.parametrize("overflows", [False, True])
-@pytest.mark.parametrize("way", ["step", "assigned", "copied", "looked at"])
-def test_gradients_of_get_scaled_loss_are_divided_once_and_checked(way, overflows):
-    given, optimizer = made()
-    before = [p.detach().clone() for p in given]
-    loss = sum(p.sum() for p in given) * (torch.inf if overflows else 1.0)
-    optimizer.get_scaled_loss(loss).backward()
-    if way != "step":
-        unscaled = optimizer.get_unscaled_gradients(p.grad for p in given)
-        for p, gradient in zip(given, unscaled, strict=True):
-            if way == "assigned":
-                p.grad = gradient
-            elif way == "copied":
-                p.grad.copy_(gradient)
-    optimizer.step()
-    assert bits(given) == bits([p if overflows else p - 0.5 for p in before])
-    assert (optimizer.iterations, float(optimizer.loss_scale)) == (1, 2.0 ** (15 - overflows))
-
-
-def test_putting_back_the_unscaled_gradients_of_some_is_an_error():
-    given, optimizer = made()
-    before = snapshot(given, optimizer)
-    optimizer.get_scaled_loss(sum(p.sum() for p in given)).backward()
-    given[0].grad = optimizer.get_unscaled_gradients(p.grad for p in given)[0]
-    with pytest.raises(ValueError, match="others a scaled one"):
-        optimizer.step()
-    assert snapshot(given, optimizer) == before
+    optimizer.calls = ["written"]
+    assert (optimizer.calls, hasattr(optimizer.inner_optimizer, "calls")) == (["written"], False)
 
 
 CHANGES = {

@@ -9,9 +9,11 @@ import weakref
 
 import pytest
 import torch
+from torch.distributed.algorithms import Join
 
 import lossscale
 from frameworks.torch.support import (
+    Sam,
     alone,
     bits,
     derive,
@@ -27,6 +29,7 @@ from frameworks.torch.support import (
 )
 from lossscale import LossScaleWarning, errors
 from lossscale.errors import CallOrderError, UnsupportedError
+from lossscale.torch import MasterWeights
 from lossscale.torch.grad_scaler import GradScaler
 
 INNER = {
@@ -53,19 +56,17 @@ def loss_of(given):
 
 def test_a_loss_that_is_scaled_already_is_known_to_copies_too_and_not_kept_alive():
     given, optimizer = made()
-    for scale in (optimizer.scale_loss, optimizer.get_scaled_loss):
-        scaled = scale(loss_of(given).detach())
-        for again in (optimizer.scale_loss, optimizer.get_scaled_loss):
-            with pytest.raises(errors.GradientsError, match=r"already scaled.*once"):
-                again(scaled)
-        # Another tensor with the same numbers is another loss.
-        assert float(optimizer.scale_loss(scaled.clone())) == float(scaled) * 2**15
-        for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-            with pytest.raises(errors.GradientsError, match="already scaled"):
-                copied.scale_loss(scaled)
-        kept = weakref.ref(scaled)
-        del scaled
-        assert kept() is None
+    scaled = optimizer.scale_loss(loss_of(given).detach())
+    with pytest.raises(errors.GradientsError, match=r"already scaled.*once"):
+        optimizer.scale_loss(scaled)
+    # Another tensor with the same numbers is another loss.
+    assert float(optimizer.scale_loss(scaled.clone())) == float(scaled) * 2**15
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        with pytest.raises(errors.GradientsError, match="already scaled"):
+            copied.scale_loss(scaled)
+    kept = weakref.ref(scaled)
+    del scaled
+    assert kept() is None
 
 
 SCALING = {
@@ -191,13 +192,6 @@ STATES = {
 }
 
 
-def apply(gradient, *variable):
-    """A call with this gradient of a variable, by default of the one that is trained."""
-    return lambda o: o.apply_gradients(
-        [(gradient, variable[0] if variable else o.param_groups[0]["params"][0])]
-    )
-
-
 def new(**settings):
     """A call that wraps an optimizer with these settings."""
     return lambda o: wrapped(torch.optim.SGD([{"params": []}], lr=0.1), **settings)
@@ -208,17 +202,39 @@ def several(choose):
     return lambda o: wrapped(choose(sgd(parameter()), sgd(parameter())))
 
 
+def lbfgs():
+    return torch.optim.LBFGS([parameter()])
+
+
+class Asks(torch.optim.SGD):
+    def step(self, closure=None):
+        assert closure is not None, "it requires a closure"
+
+
+def sam_by(wrap):
+    """A call of SAM's step with a closure, which nothing evaluates."""
+    return lambda o: wrap(Sam([parameter()])).step(lambda: pytest.fail("evaluated"))
+
+
+SGD = torch.optim.SGD
+IN_STEP = "LBFGS evaluates a closure within its step.*without .*, in float32"
+TWO_CALLS = r"Sam moves the weights .*backward\(loss\) and first_step\(\).* second_step\(\)"
+of_tensorflow = AttributeError, r"Call optimizer.backward\(loss\), then optimizer.step\(\)"
 LOSS, META = torch.ones(()), torch.nn.Parameter(torch.ones(2, device="meta"))
 A_CLASS = "a class: create an instance first"
 MISTAKES = {
-    "no pair": (lambda o: o.apply_gradients([3]), TypeError, r"\(gradient, variable\) pairs"),
-    "a stranger": (apply(torch.ones(3), torch.ones(3)), ValueError, "in no parameter group"),
-    "another shape": (apply(torch.ones(2)), ValueError, "must have the shape"),
-    "several losses": (lambda o: o.scale_loss([LOSS]), TypeError, "a number, or a callable"),
-    "a loss": (lambda o: o.minimize(LOSS), TypeError, "must be a callable"),
-    "a constant": (lambda o: o.minimize(lambda: LOSS), ValueError, "does not depend"),
-    "a tape": (lambda o: o.minimize(lambda: 0, tape=1), ValueError, "for TensorFlow"),
-    "no list": (lambda o: o.get_unscaled_gradients(3), TypeError, "list of gradients"),
+    **{
+        name: (functools.partial(lambda name, o: getattr(o, name)(LOSS), name), *of_tensorflow)
+        for name in ("minimize", "apply_gradients", "get_scaled_loss", "get_unscaled_gradients")
+    },
+    "several losses": (lambda o: o.scale_loss([LOSS]), TypeError, "must be a tensor.*their sum"),
+    "a number": (lambda o: o.scale_loss(1.0), TypeError, "must be a tensor"),
+    "a function": (lambda o: o.scale_loss(lambda: LOSS), TypeError, "must be a tensor"),
+    "lr": (lambda o: setattr(o, "lr", 0.25), AttributeError, r"param_groups\[i\]\['lr'\]"),
+    "a rate": (lambda o: setattr(o, "learning_rate", 1), AttributeError, r"groups\[i\]\['lr'\]"),
+    "a setting": (lambda o: setattr(o, "momentum", 0.5), AttributeError, r"\[i\]\['momentum'\]"),
+    "of a rule": (lambda o: setattr(o, "min_scale", 2.0), AttributeError, "belongs to the rule"),
+    "Join": (lambda o: Join([o]), AttributeError, "as many batches"),
     "get_config": (lambda o: o.get_config(), AttributeError, "LossScaleOptimizer has no"),
     "from_config": (lambda o: o.from_config({}), AttributeError, "LossScaleOptimizer has no"),
     "no closure": (lambda o: o.step(LOSS), TypeError, r"Received: Tensor.*optimizer.backward\("),
@@ -242,11 +258,22 @@ MISTAKES = {
     "one twice": (several(lambda a, b: [a, a]), errors.ArgumentError, "0 and 1|in two"),
     "a wrapper": (several(lambda a, b: [wrapped(a), b]), errors.AlreadyWrappedError, "LossScaleO"),
     "a name": (several(lambda a, b: [a, "adam"]), TypeError, "adam"),
-    "LBFGS": (
-        several(lambda a, b: [a, torch.optim.LBFGS([parameter()])]),
+    "LBFGS": (several(lambda a, b: lbfgs()), errors.UnsupportedError, IN_STEP),
+    "LBFGS, a list": (several(lambda a, b: [a, lbfgs()]), errors.UnsupportedError, IN_STEP),
+    "LBFGS, masters": (lambda o: MasterWeights(lbfgs()), errors.UnsupportedError, IN_STEP),
+    "Schedule-Free": (
+        several(lambda a, b: type("SGDScheduleFreeClosure", (SGD,), {})([parameter()])),
         errors.UnsupportedError,
-        "LBFGS evaluates a closure",
+        "ScheduleFreeClosure evaluates a closure",
     ),
+    "one that asks": (
+        lambda o: wrapped(Asks([parameter()])).step(lambda: None),
+        errors.UnsupportedError,
+        "Asks evaluates a closure",
+    ),
+    "SAM": (sam_by(lambda sam: wrapped(sam)), errors.UnsupportedError, TWO_CALLS),
+    "SAM, a list": (sam_by(lambda sam: wrapped([sam])), errors.UnsupportedError, TWO_CALLS),
+    "SAM, masters": (sam_by(MasterWeights), errors.UnsupportedError, TWO_CALLS),
     "no clipping": (lambda o: setattr(o, "clip_norm", 0), ValueError, "`clip_norm` .* above 0"),
     **{
         f"a state, {kind}": (lambda o, found=found: o.load_state_dict(found), KeyError, NO_STATE)
@@ -296,9 +323,6 @@ def test_half_after_wrapping():
 # Strange optimizers and gradients: the oracle is plain training, or an error is what is wanted.
 
 
-SGD = torch.optim.SGD
-
-
 def leaf(*values, dtype=torch.float32):
     """A tensor to train. A copy of an `nn.Parameter` would lose its gradient."""
     return torch.tensor(values or (1.0, 2.0), dtype=dtype, requires_grad=True)
@@ -308,7 +332,7 @@ def leaf(*values, dtype=torch.float32):
 
 
 class Methods(SGD):
-    """Has the methods of SAM, Sophia and Schedule-Free, and notes the gradients they find."""
+    """Has methods of SAM, Sophia and Schedule-Free, and notes the gradients they find."""
 
     def __init__(self, given):
         super().__init__(given, lr=0.5)
@@ -409,18 +433,20 @@ KINDS = [
 
 
 @pytest.mark.parametrize("cls", KINDS)
-@pytest.mark.parametrize("as_list", [False, True])
-def test_a_scaler_tells_optimizers_apart_that_are_equal_or_have_no_hash(cls, as_list):
-    """The first of two overflows once: it is skipped by itself, or both are in a list."""
+@pytest.mark.parametrize("together", [False, True])
+def test_a_scaler_tells_optimizers_apart_that_are_equal_or_have_no_hash(cls, together):
+    """The first of two overflows once: it is skipped by itself, or both after `unscale_`."""
     a, b = leaf(), leaf()
     parts, scaler = [cls([a], lr=0.5), cls([b], lr=0.5)], GradScaler("cpu", init_scale=8.0)
     for factor in (torch.inf, 1.0):
         a.grad = b.grad = None
         scaler.scale((a * factor).sum() + b.sum()).backward()
-        for each in [parts] if as_list else parts:
+        for each in parts if together else ():
+            scaler.unscale_(each)
+        for each in parts:
             scaler.step(each)
         scaler.update()
-    assert (a.tolist(), b.tolist()) == ([0.5, 1.5], [0.5, 1.5] if as_list else [0.0, 1.0])
+    assert (a.tolist(), b.tolist()) == ([0.5, 1.5], [0.5, 1.5] if together else [0.0, 1.0])
 
 
 @pytest.mark.parametrize("kind", ["verb", "scale_loss", "device", "scaler"])
@@ -454,7 +480,7 @@ def without_data(a, b):
 
 def frozen_with_a_scaler(a, b):
     parts, scaler = [sgd(a), sgd(b.requires_grad_(False))], GradScaler("cpu")
-    return lambda: (scaler.scale(a.sum()).backward(), scaler.step(parts), scaler.update())
+    return lambda: (scaler.scale(a.sum()).backward(), *map(scaler.step, parts), scaler.update())
 
 
 @pytest.mark.parametrize("make", [trained_critic_first, frozen, without_data, frozen_with_a_scaler])
@@ -518,16 +544,3 @@ def test_gradients_that_share_memory_or_are_views(name, place, way, settings, fi
 
     ours = scaler if way == "scaler" else functools.partial(wrapped, **SETTINGS[settings])
     assert run(ours) == run(alone)
-
-
-def test_get_unscaled_gradients_keeps_none_of_them():
-    model, kept = torch.nn.Linear(4, 3), []
-    optimizer = wrapped(SGD(model.parameters(), lr=0.5))
-    for _ in range(8):
-        loss = optimizer.get_scaled_loss(model(torch.ones(1, 4)).sum())
-        given = torch.autograd.grad(loss, list(model.parameters()))
-        found = optimizer.get_unscaled_gradients(given)
-        kept += map(weakref.ref, (*given, *found))
-        del loss, given, found
-        assert len(optimizer._record.divided) <= 4
-    assert not any(reference() is not None for reference in kept)

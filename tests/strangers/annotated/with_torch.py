@@ -16,7 +16,6 @@ schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 optimizer.zero_grad()
 loss: torch.Tensor = model(torch.ones(4, 2)).float().mean()
 reveal_type(optimizer.scale_loss(loss))  # Tensor
-reveal_type(optimizer.scale_loss(lambda: loss)())  # Tensor
 reveal_type(optimizer.backward(loss))  # Tensor
 reveal_type(optimizer.step())  # None
 
