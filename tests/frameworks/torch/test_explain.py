@@ -61,6 +61,7 @@ class Program:
         rule = rule or lossscale.FixedScale(scale, skip_nonfinite=True)
         self.optimizer = lossscale.LossScaleOptimizer(inner, rule=rule)
         settings = {"explain": 20, "on_floor": "ignore", **settings}
+        settings["loss_fn"] = lambda model, x: self.loss(model, x)
         self.monitor = lossscale.torch.Monitor(self.optimizer, self.model, **settings)
         self.calls = 0
 
@@ -68,6 +69,7 @@ class Program:
         return self.model[1](self.model[0](x))
 
     def backward(self, x, loss=square):
+        self.loss, self.batch = loss, x
         with torch.autocast(DEVICE, torch.float16):
             value = loss(self.model, x)
         self.optimizer.backward(value)
@@ -86,7 +88,7 @@ class Program:
             value = self.backward(x, loss)
         before()
         self.optimizer.step()
-        self.monitor.step(value)
+        self.monitor.step(value, batch=self.batch)
         self.optimizer.zero_grad()
         return self.monitor.explanation if self.optimizer.last_step_skipped else None
 
@@ -760,7 +762,6 @@ def test_a_divisor_that_float16_rounds_to_0():
 
 @pytest.mark.parametrize("name", on_this_device(PROGRAMS))
 def test_a_program_is_explained(name, monkeypatch):
-    monkeypatch.setattr(isolation, "_WAIT", 0.01)
     program, (cause, words) = Program(), name.split(": ", 1)
     found = PROGRAMS[name](program)
     assert (found.cause, words in found.text) == (cause, True), found.text
