@@ -13,9 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from lossscale import registry
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.framework_types import KerasOptimizer, Library, Model, Scalar, Structure, Tensor
-from lossscale.monitoring.explainer import Explainer
-from lossscale.monitoring.explanation import Explanation, Facts, scale_in_words
+from lossscale.framework_types import KerasOptimizer, Library, Model, Scalar
 from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.record import StepRecord
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
@@ -57,12 +55,6 @@ class LossScaleMonitor:
             the only one among the attributes of the model.
         name: Prefix of the names in `logs`, for several monitors: "d" adds `d_loss_scale` and
             `d_steps_skipped`, and records `d_loss` as the loss if `logs` has it.
-        explain: Number of sampled steps to explain, such as 20; 0 for none: skipped ones, and those
-            whose loss is not finite. On PyTorch and JAX the monitor keeps the last batch, and
-            repeats such a step, which takes many times as long and changes nothing. On TensorFlow
-            and with tf_keras, the explanation has the numbers of the epoch and of the batch.
-        loss_fn: With `explain`, for a model with its own `train_step`: as for
-            `lossscale.diagnosis.explain`.
 
     Raises:
         ArgumentError: If an argument is invalid; the message names it.
@@ -88,14 +80,9 @@ class LossScaleMonitor:
     # The optimizer whose steps were recorded, and what is made with it.
     _recorded: KerasOptimizer | None = None
     _recorder: Recorder
-    _explainer: Explainer
     # While `fit` runs, the watched optimizer, and from the first step on the counter of steps.
     _optimizer: KerasOptimizer | None = None
     _loop: LoopMonitor | None = None
-
-    # While `fit` runs, if steps are explained: their passes, and the batch that was taken last.
-    _passes: Any = None
-    _batch: Structure | None = None
 
     def __new__(
         cls, *args: Any, optimizer: object = None, name: str | None = None, **kwargs: Any
@@ -116,8 +103,6 @@ class LossScaleMonitor:
         append: bool = False,
         optimizer: LossScaleOptimizer | None = None,
         name: str | None = None,
-        explain: int = 0,
-        loss_fn: Callable[[Model, Structure], Tensor] | None = None,
     ) -> None:
         super().__init__()
         if not (optimizer is None or hasattr(optimizer, "_track_overflows")):
@@ -131,7 +116,7 @@ class LossScaleMonitor:
         # tf_keras then leaves `logs` on the device, where nothing waits for them. Its constructor
         # sets the attribute too.
         self._supports_tf_logs = True
-        self._settings = MonitorSettings(path, every, log, on_floor, append, explain, loss_fn)
+        self._settings = MonitorSettings(path, every, log, on_floor, append)
 
     # `help()` shows the signature of `__new__`.
     __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]  # optional
@@ -140,11 +125,6 @@ class LossScaleMonitor:
     def last_record(self) -> StepRecord | None:
         """The last record of this monitor, or None."""
         return None if self._recorded is None else self._recorder.last_record
-
-    @property
-    def explanation(self) -> Explanation | None:
-        """The explanation of the last step that was explained, or None."""
-        return None if self._recorded is None else self._explainer.last
 
     # What `fit` calls.
 
@@ -161,7 +141,7 @@ class LossScaleMonitor:
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks the model, creates the file, and has the training step compiled again."""
         model = self.model
-        self._optimizer = self._loop = self._passes = self._batch = None
+        self._optimizer = self._loop = None
         optimizer = self._watched_in(model)
         if optimizer is None:
             self._check_is_float16(model)
@@ -174,7 +154,6 @@ class LossScaleMonitor:
         if self._recorded is not optimizer:
             self._recorder = Recorder(self._settings, optimizer.rule)
             self._recorded = optimizer
-            self._explainer = Explainer(self._settings.explain, optimizer.rule)
         self._recorder.open()
         self._instrument(model, optimizer)
         self._optimizer = optimizer
@@ -183,15 +162,13 @@ class LossScaleMonitor:
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Keras starts a new mean of the loss."""
-        self._mean_is_finite, self._epoch = True, epoch
+        self._mean_is_finite = True
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Marks the first step of an execution, which may be of several steps."""
         if self._optimizer is None:
             return
         self._first_of_execution = batch
-        if self._explainer.left:
-            self._hold_batch()
         if self._loop is None:
             # Not at the start of training, because another callback may restore a checkpoint there.
             self._loop = LoopMonitor(self._recorder, self._stats().step)
@@ -208,8 +185,7 @@ class LossScaleMonitor:
         # If an earlier step may have made the mean NaN, it says nothing of this one. A mean that is
         # not read may be on the device, and reading it would wait for the step.
         is_of_step, self._mean_is_finite = self._mean_is_finite and steps == 1, False
-        place = f"batch {batch + 1} of epoch {self._epoch + 1}, both counted from 1"
-        read = functools.partial(self._read, loss, is_of_step, place)
+        read = functools.partial(self._read, loss, is_of_step)
         self._loop._add_steps(steps, read, None)
         self._show(logs)
 
@@ -225,7 +201,7 @@ class LossScaleMonitor:
         """Records the last step if it was not sampled."""
         if self._loop is not None:
             self._loop.close()
-        self._optimizer = self._loop = self._passes = self._batch = None
+        self._optimizer = self._loop = None
 
     # --- Before training ----------------------------------------------------------------------
 
@@ -300,7 +276,7 @@ class LossScaleMonitor:
         self._shown = StepStats(int(optimizer.iterations), scale, scale, skipped, last_skipped)
         return self._shown
 
-    def _read(self, mean: Scalar | None, is_of_step: bool, place: str, last_read: int) -> StepStats:
+    def _read(self, mean: Scalar | None, is_of_step: bool, last_read: int) -> StepStats:
         """Reads the last step, with the loss, the mean over the epoch that Keras reports."""
         optimizer: KerasOptimizer = self._optimizer
         stats, tracker = self._stats(), optimizer._overflow_tracker
@@ -313,20 +289,7 @@ class LossScaleMonitor:
         if stats.step == last_read:
             return stats
         scale, skip = tracker.read(min(last_read, stats.step - 1), stats.step)
-        stats = stats._replace(scale=scale, last_skip=skip, loss=loss)
-        return self._explainer.explain(stats, lambda: self._facts(place, scale))
-
-    # --- Explanations, which Keras 3 on PyTorch and JAX overrides -------------------------------
-
-    def _hold_batch(self) -> None:
-        """Keeps the batch of the next step, if it can be seen."""
-
-    def _facts(self, place: str, scale: float) -> Facts:
-        """Repeats the last step at its loss scale; `place` is its batch, in words."""
-        why = f"on TensorFlow the batch is taken within the compiled step. It was {place}"
-        if self._library.__name__ == "keras":
-            why += f": lossscale.diagnosis.explain(model, x, y, scale={scale_in_words(scale)})"
-        return Facts(why_not=why)
+        return stats._replace(scale=scale, last_skip=skip, loss=loss)
 
     def _show(self, logs: dict[str, Any] | None) -> None:
         if logs is not None:

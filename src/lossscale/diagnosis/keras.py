@@ -182,9 +182,8 @@ class KerasGradientFunction:
                 except Exception as error:
                     raised = watch.evaluation.watched_until(error)
                     return explain_pass(lambda _: raised, scale)
-                outer = [(loss, torch.full_like(loss, scale))]
                 wide = in_float32 if half else None
-                return examined(watch, outer, first, scale, in_float32=wide)
+                return examined(watch, loss, first, scale, in_float32=wide)
 
     def _names_of(self, batch: Batch) -> list[tuple[str, bool]]:
         """The names of all variables and of the arrays in a batch; whether each is a variable."""

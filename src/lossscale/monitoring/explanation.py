@@ -12,7 +12,7 @@ import enum
 import math
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 LARGEST = 65504.0
 """The largest number of float16."""
@@ -24,15 +24,6 @@ HALVINGS = 24
 """The fewest halvings of a loss scale that are tried: 2**-24 is the smallest float16 number. From
 a higher one the scale falls to 1."""
 
-_CHECK_THE_LOSS = "check the targets and the loss function; "
-_CHECK_THE_LOSS += "explain(model, loss_fn, batch) names its operation and line"
-_FINITE_AGAIN = (
-    "the pass of this step is finite when it is repeated. Another process may have overflowed, "
-    "gradients were changed after the backward pass, or a part of the loss does not use the outputs"
-    ", such as a penalty on gradients or weights. explain(model, loss_fn, batch) sees such a part"
-)
-_OF_OUTPUTS = "gradient of the outputs"
-_NO_LOWER = "the rule lets the scale fall no lower; {} does"
 # Those whose derivatives float16 can hold, such as 1 / epsilon**2.
 _ADVISED_EPSILON = {"div": 4e-3, "reciprocal": 4e-3, "rsqrt": 1e-3, "pow": 4e-3}
 _ADVISED_EPSILON |= {"digamma": 4e-3, "polygamma": 4e-2}
@@ -96,8 +87,7 @@ class Explanation:
         module: The path of its module, the line if it is outside of modules, or the parameter that
             is not finite; "" if not known.
         in_backward: Whether it is an operation of the backward pass.
-        halvings: Number of times the loss scale must be halved, or 1 if it is not known, as for
-            gradients that overflow in outputs in float16; None if no loss scale helps.
+        halvings: Number of times the loss scale must be halved; None if no loss scale helps.
         in_float16: Whether the pass had computed in float16 by then. If not, float16 is not to
             blame.
 
@@ -126,16 +116,6 @@ class Explanation:
 
     def __str__(self) -> str:
         return self.text
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the explanation as a dictionary of plain Python values, with its text."""
-        return {**dataclasses.asdict(self), "cause": self.cause.value, "text": self.text}
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Explanation:
-        """Returns the explanation that `to_dict` has saved."""
-        named = {f.name: saved[f.name] for f in dataclasses.fields(cls) if f.name in saved}
-        return cls(**{**named, "cause": Cause(saved["cause"])})
 
 
 class FailedOperation(NamedTuple):
@@ -226,96 +206,32 @@ class Origin(NamedTuple):
     place: str = ""
 
 
-class GradientCounts(NamedTuple):
-    """The gradients that reach finite outputs of a model and are not finite.
-
-    Attributes:
-        infs, nans: The numbers of infinite ones, and of those that are NaN.
-        are_float16: Whether all of these gradients are in float16.
-        largest_output: The largest magnitude of such an output.
-    """
-
-    infs: int
-    nans: int
-    are_float16: bool
-    largest_output: float
-
-    @property
-    def counts(self) -> str:
-        """The two numbers, in words."""
-        return f"{self.infs} infinit{'y' if self.infs == 1 else 'ies'} and {self.nans} NaN"
-
-
 class Facts(NamedTuple):
-    """What is known of a step: `explained` writes the explanation from it.
+    """What is known of a pass: `explained` writes the explanation from it.
 
     Attributes:
-        origin: The origin of its first infinity or NaN; None if everything in the pass is finite,
-            or comes from the gradients of the outputs.
+        origin: The origin of its first infinity or NaN; None if everything in it is finite.
         is_hidden: Whether `origin` makes the loss wrong, and finite.
         hidden: The origin of an overflow that makes a result wrong, and did not cause the skip.
-        gradients: Gradients of the outputs that are not finite; None if there are none.
         scale: The loss scale of the step.
         halvings: If `origin` is in the backward pass: after how many halvings of the loss scale the
             pass is finite; None if it never is.
         last: The module and the operation that overflow before the last of these halvings.
-        is_lowest: Whether the rule lets the scale fall no lower.
-        loss: The unscaled loss; None if it is not known.
-        is_loss_float16: Whether the loss is in float16.
-        is_later: Whether the pass was repeated with the weights after the step, which was applied.
-        call, calls: The number of the call of the model, and of all calls in the step.
-        is_repeated: Whether the pass is that of a step of training, repeated.
         why_not: Why nothing is known; "" if something is.
     """
 
     origin: Origin | None = None
     is_hidden: bool = False
     hidden: Origin | None = None
-    gradients: GradientCounts | None = None
     scale: float = 1.0
     halvings: int | None = None
     last: str = ""
-    is_lowest: bool = False
-    loss: float | None = None
-    is_loss_float16: bool = False
-    is_later: bool = False
-    call: int = 1
-    calls: int = 1
-    is_repeated: bool = False
     why_not: str = ""
-
-    @property
-    def failed(self) -> FailedOperation | None:
-        """The operation that failed; None if it is not known."""
-        return self.origin.failed if self.origin else None
 
     @property
     def is_finite(self) -> bool:
         """Whether nothing was found."""
-        return self.origin is None and self.gradients is None
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether it is in the backward pass that something is not finite."""
-        return self.failed.in_backward if self.failed else self.gradients is not None
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether a lower loss scale mends it, as far as the pass alone can tell."""
-        found = self.gradients
-        # In the cast to the outputs.
-        return found.are_float16 and not found.nans if found else self.halvings is not None
-
-    @property
-    def is_loss_broken(self) -> bool:
-        """Whether the loss is not finite, and the pass through the model is."""
-        is_outside = not self.why_not and (self.in_backward or self.is_finite)
-        return is_outside and is_broken(self.loss)
-
-
-def is_broken(loss: float | None) -> bool:
-    """Whether a loss is known, and not finite."""
-    return loss is not None and not math.isfinite(loss)
+        return self.origin is None
 
 
 def most_halvings(scale: float) -> int:
@@ -347,54 +263,18 @@ def explained(facts: Facts) -> Explanation:
         >>> str(explained(Facts(Origin(failed))).cause)
         'forward overflow'
     """
-    if facts.is_loss_broken:
-        told = _of_broken_loss(facts)
-    elif facts.gradients is not None:
-        told = _of_gradients(facts, facts.gradients)
-    elif facts.origin is not None:
+    if facts.origin is not None:
         told = _of_origin(facts.origin, facts)
     else:
         at = scale_in_words(facts.scale)
         finite = f"the forward and the backward pass are finite at a scale of {at}"
-        why_not = facts.why_not or (_FINITE_AGAIN if facts.is_repeated else finite)
-        told = Explanation(Cause.UNKNOWN, f"not explained: {why_not}")
+        told = Explanation(Cause.UNKNOWN, f"not explained: {facts.why_not or finite}")
     reason, advice = told.reason, told.advice
-    if facts.calls > 1 and not (facts.is_finite or facts.is_loss_broken):
-        reason = f"in call {facts.call} of {facts.calls} of the model, {reason}"
     reason += _HIDES if facts.is_hidden else ""
-    if facts.is_later and not facts.why_not:
-        reason += ", with the weights after the step"
     if facts.hidden:
         hidden = _of_origin(facts.hidden, Facts())
         advice += f". Besides, {hidden.reason}{_HIDES}: {hidden.advice}"
     return dataclasses.replace(told, reason=reason, advice=advice)
-
-
-def _of_broken_loss(facts: Facts) -> Explanation:
-    """A loss that is not finite, of finite outputs."""
-    reason = f"the outputs of the model are finite, but the loss is {facts.loss:g}"
-    if facts.gradients and facts.gradients.nans:
-        reason += f", and {facts.gradients.counts} reach them from it"
-    narrow = "compute the loss in float32, it is in float16; else " if facts.is_loss_float16 else ""
-    return Explanation(Cause.LOSS, reason, f"{narrow}{_CHECK_THE_LOSS}")
-
-
-def _of_gradients(facts: Facts, found: GradientCounts) -> Explanation:
-    """Gradients that are not finite where they reach the outputs of the model."""
-    reason = "the outputs of the model are finite"
-    if not facts.is_scaled:
-        reason += f", up to {found.largest_output:.3g}, but {found.counts} reach them from the loss"
-        advice = f"a lower scale helps if float16 overflows there; else {_CHECK_THE_LOSS}"
-        return Explanation(Cause.LOSS, reason, advice, in_backward=True)
-    at = scale_in_words(facts.scale)
-    reason += f"; at a loss scale of {at}, {found.infs} of their gradients, in float16, overflow"
-    advice = "a lower scale helps, or outputs in float32"
-    if facts.is_lowest:
-        # How much lower is not known.
-        advice = _NO_LOWER.format(_rule_down_to(SMALLEST))
-    if facts.is_lowest and facts.scale <= SMALLEST:
-        advice = "no scale helps: return the outputs in float32, or make the loss smaller"
-    return Explanation(Cause.SCALE, reason, advice, _OF_OUTPUTS, in_backward=True, halvings=1)
 
 
 def _of_origin(origin: Origin, facts: Facts) -> Explanation:
@@ -443,8 +323,6 @@ def _of_scale(facts: Facts, failed: FailedOperation) -> tuple[Cause, str, str]:
     parts = [f"look for a reason why the gradient is so large at {last}"] if is_strange else []
     parts += [f"use a rule with such a scale, as {_rule_down_to(low)}"] if low < 1 else []
     advice = "this is normal: the scale falls by itself"
-    if facts.is_lowest:
-        advice = _NO_LOWER.format(_rule_down_to(low))
     return Cause.SCALE, reason, ", or ".join(parts) or advice
 
 

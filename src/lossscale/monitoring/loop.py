@@ -7,8 +7,6 @@ from typing import Self
 
 from lossscale.errors import ArgumentError
 from lossscale.framework_types import Scalar
-from lossscale.monitoring.explainer import Explainer
-from lossscale.monitoring.explanation import Explanation
 from lossscale.monitoring.record import StepRecord
 from lossscale.monitoring.recorder import Recorder, StepStats
 
@@ -25,8 +23,6 @@ class LoopMonitor:
         start: Number of steps before the first monitored one.
     """
 
-    _explainer: Explainer | None = None
-
     def __init__(self, recorder: Recorder, start: int) -> None:
         self._recorder = recorder
         self._last_read = self._position = start
@@ -39,11 +35,6 @@ class LoopMonitor:
     def last_record(self) -> StepRecord | None:
         """The last record of this monitor, or None."""
         return self._recorder.last_record
-
-    @property
-    def explanation(self) -> Explanation | None:
-        """The explanation of the last step that was explained, or None."""
-        return None if self._explainer is None else self._explainer.last
 
     def close(self) -> None:
         """Records the last step if it was not sampled.

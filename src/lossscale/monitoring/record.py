@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import math
 import operator
 import os
 from typing import Any, NamedTuple
 
 from lossscale.errors import ArgumentError
-from lossscale.monitoring.explanation import Explanation, is_broken
 from lossscale.rules import ScaleRule
 
 
@@ -65,7 +65,6 @@ class StepRecord:
         reason: Why the step was skipped; None if it was applied.
         nonfinite: The gradients with an infinity or a NaN.
         steps_skipped: Number of steps skipped so far, this one included; None if it was not read.
-        explanation: The operation that failed; None unless the monitor explained the step.
 
     Examples:
         >>> StepRecord(2, 8.0, False, next_scale=8.0, loss=0.5).to_dict()["loss"]
@@ -80,19 +79,17 @@ class StepRecord:
     reason: SkipReason | None = None
     nonfinite: tuple[NonfiniteTensor, ...] = ()
     steps_skipped: int | None = None
-    explanation: Explanation | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the record as a dictionary of plain Python values.
 
         Unknown values are None. `nonfinite` is a list of dictionaries with the keys `name`, `infs`
-        and `nans`, and `explanation` a dictionary of its attributes. `loss` is a float and may be
+        and `nans`. `loss` is a float and may be
         infinite or NaN.
         """
         fields: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields["reason"] = None if self.reason is None else self.reason.value
         fields["nonfinite"] = [tensor._asdict() for tensor in self.nonfinite]
-        fields["explanation"] = None if self.explanation is None else self.explanation.to_dict()
         return fields
 
     def to_json(self) -> str:
@@ -144,9 +141,12 @@ def _parsed(line: bytes) -> StepRecord:
     reason = fields.get("reason")
     fields["reason"] = None if reason is None else SkipReason(reason)
     fields["nonfinite"] = tuple(NonfiniteTensor(**each) for each in fields.get("nonfinite", ()))
-    if fields.get("explanation") is not None:
-        fields["explanation"] = Explanation.from_dict(fields["explanation"])
     return StepRecord(**fields)
+
+
+def is_broken(loss: float | None) -> bool:
+    """Whether a loss is known, and not finite."""
+    return loss is not None and not math.isfinite(loss)
 
 
 def is_lowest(rule: ScaleRule, scale: float) -> bool:

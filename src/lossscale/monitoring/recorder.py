@@ -9,9 +9,13 @@ from typing import Any, NamedTuple
 
 from lossscale.checks import checked_count
 from lossscale.errors import ArgumentError, ArgumentTypeError, TrainingHaltedError
-from lossscale.framework_types import Function
-from lossscale.monitoring.explanation import Cause, Explanation, is_broken
-from lossscale.monitoring.record import NonfiniteTensor, StepRecord, is_lowest, skip_reason
+from lossscale.monitoring.record import (
+    NonfiniteTensor,
+    StepRecord,
+    is_broken,
+    is_lowest,
+    skip_reason,
+)
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule
 
@@ -27,8 +31,6 @@ class MonitorSettings:
     log: Callable[[dict[str, Any]], object] | None = None
     on_floor: str = "warn"
     append: bool = False
-    explain: int = 0
-    loss_fn: Function | None = None
 
     def __post_init__(self) -> None:
         # open() accepts an int, and would write to that file descriptor.
@@ -38,10 +40,8 @@ class MonitorSettings:
                 f"{type(self.path).__name__}."
             )
         object.__setattr__(self, "every", checked_count("every", self.every))
-        object.__setattr__(self, "explain", checked_count("explain", self.explain, lowest=0))
-        for name, given in (("log", self.log), ("loss_fn", self.loss_fn)):
-            if given is not None and not callable(given):
-                raise ArgumentTypeError(f"`{name}` must be a function. Received: {name}={given!r}.")
+        if self.log is not None and not callable(self.log):
+            raise ArgumentTypeError(f"`log` must be a function. Received: log={self.log!r}.")
         if self.on_floor not in _ON_FLOOR:
             raise ArgumentError(
                 f"`on_floor` must be one of {', '.join(map(repr, _ON_FLOOR))}. "
@@ -60,13 +60,11 @@ class SkippedStep(NamedTuple):
         step: The number of the step.
         scale: The loss scale of the step.
         nonfinite: The gradients with an infinity or a NaN.
-        explanation: Why it was skipped, if that is known.
     """
 
     step: int
     scale: float
     nonfinite: tuple[NonfiniteTensor, ...] = ()
-    explanation: Explanation | None = None
 
 
 class StepStats(NamedTuple):
@@ -80,7 +78,6 @@ class StepStats(NamedTuple):
         skipped: Whether the last step was skipped.
         last_skip: The last skipped step since the previous read, or None.
         loss: The unscaled loss of the last step; None if it is not known.
-        explanation: Of the last step, if it is known and `last_skip` does not have it.
     """
 
     step: int
@@ -90,7 +87,6 @@ class StepStats(NamedTuple):
     skipped: bool
     last_skip: SkippedStep | None = None
     loss: float | None = None
-    explanation: Explanation | None = None
 
 
 class Recorder:
@@ -144,14 +140,14 @@ class Recorder:
         Raises:
             TrainingHaltedError: If an alarm ends training, after the record is written.
         """
-        skip, why = stats.last_skip, stats.explanation
+        skip = stats.last_skip
         nonfinite: tuple[NonfiniteTensor, ...] = ()
         if skip is not None and skip.step < stats.step:
-            step, scale, tensors, cause = skip
-            earlier = StepRecord(step, scale, True, nonfinite=tensors, explanation=cause)
-            self._add(earlier, stats.steps_skipped)
+            self._add(
+                StepRecord(skip.step, skip.scale, True, nonfinite=skip.nonfinite), stats.steps_skipped
+            )
         elif skip is not None and stats.skipped:
-            nonfinite, why = skip.nonfinite, skip.explanation or why
+            nonfinite = skip.nonfinite
         last = StepRecord(
             stats.step,
             stats.scale,
@@ -159,7 +155,6 @@ class Recorder:
             stats.next_scale,
             stats.loss,
             nonfinite=nonfinite,
-            explanation=why,
         )
         self._add(last, stats.steps_skipped)
 
@@ -192,14 +187,12 @@ class Recorder:
 
     def _raise_alarms(self, record: StepRecord) -> None:
         if is_broken(record.loss):
-            found = record.explanation
-            # Otherwise the monitor has said more.
-            if not self._warned_of_loss and (found is None or found.cause is Cause.UNKNOWN):
+            if not self._warned_of_loss:
                 self._warned_of_loss = True
                 warn(
                     f"The loss of step {record.step} is {record.loss}, which no loss scale can "
-                    "prevent. Check the data of this batch and the learning rate."
-                    f"{'' if found is None else f' {found.text}'}"
+                    "prevent. Check the data of this batch and the learning rate. "
+                    f"{_EXPLAIN}"
                 )
         elif not is_lowest(self._rule, record.scale):
             self._warned_of_floor = False
@@ -207,7 +200,7 @@ class Recorder:
             self._warned_of_floor = True
             message = (
                 f"Step {record.step} was skipped at the minimum loss scale, {record.scale:g}. "
-                f"{_evidence(record)} {_next_step(record)}"
+                f"{_evidence(record)} {_EXPLAIN} {_LOWER}"
             )
             if self.settings.on_floor == "raise":
                 raise TrainingHaltedError(f"{message} (on_floor='raise')")
@@ -220,16 +213,14 @@ def _evidence(record: StepRecord) -> str:
     return f"Not finite: {', '.join(map(str, record.nonfinite[:5]))}."
 
 
-def _next_step(record: StepRecord) -> str:
-    """The remedy for skips at the minimum scale."""
-    if record.explanation is not None:
-        return record.explanation.text
-    return (
-        "explain() of lossscale.torch, lossscale.optax or lossscale.diagnosis (Keras) names the "
-        "operation for one batch; a monitor with explain=20 does so in training. "
-        "If diagnose() reports that gradients need a lower scale, pass "
-        "rule=lossscale.DynamicScale(min_scale=2.0**-24)."
-    )
+_EXPLAIN = (
+    "explain() of lossscale.torch, lossscale.optax or lossscale.diagnosis (Keras) names the "
+    "operation for one batch."
+)
+_LOWER = (
+    "If diagnose() reports that gradients need a lower scale, pass "
+    "rule=lossscale.DynamicScale(min_scale=2.0**-24)."
+)
 
 
 def _cut_off_half_a_line(path: str | os.PathLike[str]) -> None:

@@ -17,8 +17,6 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax import overflow_tracker
 from lossscale.jax.apply_or_skip import ArrayTree
 from lossscale.jax.overflow_tracker import TrackedSteps
-from lossscale.monitoring.explainer import Explainer
-from lossscale.monitoring.explanation import Facts
 from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
 from lossscale.optax.gating import owner_of
@@ -67,12 +65,6 @@ class Monitor(LoopMonitor):
             "ignore".
         append: Whether to continue the file `path` if it exists, as a resumed run does.
         steps_before: Number of steps before this run. A state of `track_overflows` has it.
-        explain: Number of sampled steps to explain, such as 20; 0 for none: skipped ones, and those
-            whose loss is not finite. `step` then needs `params` and `batch`. An explanation takes
-            many times as long as a step, and changes nothing. If no loss scale helps, a warning
-            says what to do. Of single skips that a lower scale mends, five count.
-        loss_fn: With `explain`: as for `lossscale.optax.explain`.
-
     Raises:
         ArgumentError: If an argument is invalid; the message names it.
         ArgumentTypeError: If an argument has the wrong type.
@@ -104,22 +96,14 @@ class Monitor(LoopMonitor):
         on_floor: Literal["warn", "raise", "ignore"] = "warn",
         append: bool = False,
         steps_before: int = 0,
-        explain: int = 0,
-        loss_fn: Callable[[ArrayTree, ArrayTree, Any], ArrayTree] | None = None,
     ) -> None:
-        settings = MonitorSettings(path, every, log, on_floor, append, explain, loss_fn)
+        settings = MonitorSettings(path, every, log, on_floor, append)
         rule = tx if isinstance(tx, ScaleRule) else getattr(owner_of(tx), "rule", None)
         if not isinstance(rule, ScaleRule):
             raise ArgumentTypeError(
                 "`tx` must be what lossscale.optax.loss_scaled or track_overflows returned, or its "
                 f"rule. Received: a {type(tx).__name__}."
             )
-        if settings.explain and loss_fn is None:
-            raise ArgumentTypeError(
-                "`explain` needs `loss_fn`, as explain() takes it. Received: loss_fn=None."
-            )
-        self._explainer: Explainer = Explainer(settings.explain, rule)
-        self._loss_fn = loss_fn if settings.explain else None
         self._names = unique_names([name for name, _ in named_leaves(params)])
         before = checked_count("steps_before", steps_before, lowest=0)
         self._watched = self._arrays_of(opt_state)
@@ -134,8 +118,6 @@ class Monitor(LoopMonitor):
         loss: Array | float | None = None,
         *,
         steps: int = 1,
-        params: ArrayTree = None,
-        batch: ArrayTree = None,
     ) -> None:
         """Records the training step if it is sampled. Call it after each step.
 
@@ -145,9 +127,6 @@ class Monitor(LoopMonitor):
                 cannot say whether the loss was finite.
             steps: Number of steps since the last call, for a compiled function that runs several.
                 This needs `track_overflows`; the last of these steps is read.
-            params, batch: With `explain`: the parameters after the step, which a skip has not
-                changed, and the batch of the step (of several, the last), as `loss_fn` takes them.
-                The monitor holds them until the next call at most.
 
         Raises:
             TrainingHaltedError: If an alarm ends training, after the records are written.
@@ -166,13 +145,6 @@ class Monitor(LoopMonitor):
                 "`opt_state` is the state from before this step. Pass the state that tx.update "
                 "returned."
             )
-        if self._loss_fn is not None and (params is None or batch is None):
-            raise ArgumentTypeError(
-                "With `explain`, write monitor.step(opt_state, loss, params=params, batch=batch). "
-                f"Received: `{'params' if params is None else 'batch'}` is None."
-            )
-        if not self._explainer.left:
-            params = batch = None
         position, scale = self._position + steps, self._scale
 
         def read(last_read: int) -> StepStats | None:
@@ -185,25 +157,13 @@ class Monitor(LoopMonitor):
                 after, tracked = min(last_read, stats.step - 1), watched.tracking[1]
                 scale_of_last, skip = overflow_tracker.read(self._names, tracked, after, stats.step)
             number = None if loss is None else float(loss)
-            stats = stats._replace(scale=scale_of_last, last_skip=skip, loss=number)
-            return self._explainer.explain(stats, lambda: self._facts(params, batch, stats.scale))
+            return stats._replace(scale=scale_of_last, last_skip=skip, loss=number)
 
         if watched.tracking is None:
             # A later step may take the buffer.
             self._scale = jnp.copy(watched.scale)
         self._watched = watched
         self._add_steps(steps, read, loss)
-
-    def _facts(self, params: ArrayTree, batch: ArrayTree, scale: float) -> Facts:
-        """Repeats the pass of a step."""
-        # Not before it is needed: a monitor works without the diagnosis.
-        from lossscale.diagnosis.jax import JaxGradientFunction
-
-        if _any_deleted((params, batch)):
-            return Facts(why_not="a step to which `params` or `batch` was donated overwrote it")
-        # Only a monitor that has one explains steps.
-        assert self._loss_fn is not None
-        return JaxGradientFunction(params, self._loss_fn).facts(batch, scale)
 
     def _arrays_of(self, opt_state: ArrayTree) -> _Watched:
         """Returns the arrays to read, without reading them."""

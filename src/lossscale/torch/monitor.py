@@ -17,18 +17,14 @@ from lossscale.checks import checked_count
 from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.monitoring.explainer import Explainer
-from lossscale.monitoring.explanation import Facts
 from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, SkippedStep, StepStats
 from lossscale.packages import warn
-from lossscale.rules import ScaleRule
 from lossscale.torch.grad_scaler import GradScaler
-from lossscale.torch.observers import Decided, Observer, Stepper
+from lossscale.torch.observers import Decided, Observer
 from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
 from lossscale.torch.ranks import local
-from lossscale.torch.repeated_step import facts
-from lossscale.torch.scaling import CPU, is_captured, real_parts, uncompiled
+from lossscale.torch.scaling import CPU, real_parts, uncompiled
 from lossscale.torch.settings import warn_of_float16_statistics
 from lossscale.torch.watch import is_finite
 
@@ -59,10 +55,6 @@ class Monitor(LoopMonitor, Observer):
             "ignore".
         append: Whether to continue the file `path` if it exists, as a resumed run does.
         steps_before: Number of steps before this run, with a `GradScaler`. An optimizer has it.
-        explain: Number of sampled steps to explain, such as 20; 0 for none: skipped ones, and those
-            whose loss is not finite. It repeats the forward and backward pass of such a step, which
-            takes as long as some steps. If no loss scale helps, a warning says what to do.
-        loss_fn: With `explain`: as for `lossscale.torch.explain`.
 
     Raises:
         ArgumentError: If an argument cannot be used; the message names it.
@@ -97,10 +89,8 @@ class Monitor(LoopMonitor, Observer):
         on_floor: Literal["warn", "raise", "ignore"] = "warn",
         append: bool = False,
         steps_before: int = 0,
-        explain: int = 0,
-        loss_fn: Callable[[Any, Any], Any] | None = None,
     ) -> None:
-        settings = MonitorSettings(path, every, log, on_floor, append, explain, loss_fn)
+        settings = MonitorSettings(path, every, log, on_floor, append)
         self._watched = watched = _checked(wrapper_in(optimizer))
         if isinstance(watched, GradScaler) and model is None:
             raise ArgumentTypeError(
@@ -120,15 +110,7 @@ class Monitor(LoopMonitor, Observer):
         if self._model is not None:
             warn_of_float16_statistics(self._model)
         self._finite = set(self._buffers(True))
-        if settings.explain and (self._model is None or loss_fn is None):
-            raise ArgumentTypeError(
-                "`explain` needs the model, a torch.nn.Module, and `loss_fn`, as explain() takes "
-                f"it. Received: model={model!r}, loss_fn={loss_fn!r}."
-            )
         super().__init__(Recorder(settings, watched.rule), now.step)
-        self._explainer, self._loss_fn = Explainer(settings.explain, watched.rule), loss_fn
-        # What the optimizer trains; a scaler may step any parameter of the model.
-        self._trained = [p for p in names if p.requires_grad]
         self._handle = watched._observers.add(self)
 
     def _step_decided(self, decided: Decided) -> None:
@@ -154,14 +136,13 @@ class Monitor(LoopMonitor, Observer):
                 is_shared=True,
             )
 
-    def step(self, loss: Tensor | float | None = None, batch: Any = None) -> None:
+    def step(self, loss: Tensor | float | None = None) -> None:
         """Counts a training step, and records it if it is sampled.
 
         A call without a step of the optimizer since the last call, as with accumulated gradients,
         does nothing.
 
         Args:
-            batch: With `explain`: the batch of the step, as `loss_fn` takes it.
             loss: The unscaled loss of the step: a number, or a tensor with one element; None if it
                 is not known. Without it an overflow cannot be told from a loss that is not finite.
 
@@ -170,8 +151,6 @@ class Monitor(LoopMonitor, Observer):
             ArgumentError: If `loss` has several elements, or after `close`; nothing is read then.
         """
         self._check_open()
-        if not self._explainer.left:
-            batch = None
         if isinstance(loss, Tensor):
             if loss.numel() != 1:
                 raise ArgumentError(
@@ -194,17 +173,10 @@ class Monitor(LoopMonitor, Observer):
                 return now._replace(scale=scale)
             last_scale, skip = self._tracker.read(min(last_read, now.step - 1), now.step)
             number = None if loss is None else float(loss)
-            stats = now._replace(scale=last_scale, last_skip=skip, loss=number)
-            return self._explainer.explain(stats, lambda: self._facts(batch, stats.scale))
+            return now._replace(scale=last_scale, last_skip=skip, loss=number)
 
         if now.step > self._position:
             self._add_steps(now.step - self._position, read, loss)
-
-    def _facts(self, batch: Any, scale: float) -> Facts:
-        """Repeats the pass of a step."""
-        if self._model is None or self._loss_fn is None or batch is None:
-            return Facts(why_not="monitor.step(loss, batch=batch) was called without the batch")
-        return facts(self._model, self._loss_fn, batch, self._trained, scale)
 
     def close(self) -> None:
         """Records the last step if it was not sampled, and closes the file.

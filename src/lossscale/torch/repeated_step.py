@@ -9,7 +9,7 @@ import reprlib
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,17 +67,7 @@ def explain(
     check_model_and_loss(model, loss_fn)
     scale = checked_scale("scale", scale)
     all_trained = (p for p in model.parameters() if p.requires_grad)
-    return explained(facts(model, loss_fn, batch, checked_parameters(parameters, all_trained), scale))
-
-
-def facts(
-    model: Module,
-    loss_fn: Callable[[Any, Any], Any],
-    batch: Any,
-    trained: Sequence[Tensor],
-    scale: float,
-) -> Facts:
-    """What is not finite in a pass; see `explain`."""
+    trained = checked_parameters(parameters, all_trained)
     device = next((p.device.type for p in model.parameters()), "cpu")
     try:
         _check_repeatable(model)
@@ -91,20 +81,20 @@ def facts(
                         loss = loss_fn(model, batch)
                 except Exception as error:
                     raised = watch.evaluation.watched_until(error)
-                    return explain_pass(lambda _: raised, scale)
+                    return explained(explain_pass(lambda _: raised, scale))
                 if not isinstance(loss, Tensor) or loss.numel() != 1:
                     raise ArgumentTypeError(
                         f"`loss_fn` must return a tensor with one element. Received: {loss!r}."
                     )
                 output = scaled(loss.reshape(()), 1.0)
-            found = examined(watch, [(output, torch.full_like(output, scale))], trained, scale)
+            found = examined(watch, output, trained, scale)
             if found.is_finite and not _depend([output], set(map(id, trained))):
                 found = Facts(
                     why_not="the loss is finite, and no trained parameter has a gradient of it"
                 )
-            return found
+            return explained(found)
     except UnrepeatableError as error:
-        return Facts(why_not=str(error))
+        return explained(Facts(why_not=str(error)))
 
 
 @contextlib.contextmanager
@@ -154,10 +144,6 @@ def check_model_and_loss(model: object, loss_fn: object) -> None:
         )
 
 
-Pair: TypeAlias = tuple[Tensor, Tensor]
-"""A tensor, with its gradient."""
-
-
 def _check_repeatable(model: Module) -> None:
     names = {type(module).__name__ for module in model.modules()}
     if "FullyShardedDataParallel" in names or any(map(is_spread, model.parameters())):
@@ -174,45 +160,38 @@ def _check_repeatable(model: Module) -> None:
 
 def examined(
     watch: Watch,
-    pairs: Sequence[Pair],
+    output: Tensor,
     roots: Sequence[Tensor],
     scale: float,
     *,
     in_float32: Callable[[float], Watched] | None = None,
 ) -> Facts:
-    """Returns what is not finite in outputs, or in their gradients.
+    """Returns what is not finite in a loss, or in its gradients.
 
     Args:
         watch: Has watched the forward pass.
-        pairs: The outputs, each with its gradient.
+        output: The unscaled loss.
         roots: The tensors to differentiate by.
         scale: The loss scale.
         in_float32: As for `explain_pass`.
     """
-    outputs = [output for output, _ in pairs]
-    differentiable = [pair for pair in pairs if pair[0].requires_grad]
 
     def watched(lower: float) -> Watched:
-        origin = watch.origin(outputs, masks=True)
-        if origin is not None or not differentiable or not roots:
-            return watch.evaluation.watched(outputs, origin)
-        derived = [output for output, _ in differentiable]
-        totals = [total * (lower / scale) for _, total in differentiable]
+        origin = watch.origin([output], masks=True)
+        if origin is not None or not output.requires_grad or not roots:
+            return watch.evaluation.watched([output], origin)
         watch.in_backward = True
         # Anomaly detection would raise what is to be explained.
-        with contextlib.ExitStack() as stack, torch.autograd.set_detect_anomaly(False), watch:
-            for output, total in zip(derived, totals, strict=True):
-                # In place of the sum of it and of what comes from other outputs.
-                stack.enter_context(output.register_hook(lambda _, total=total: total))
+        with torch.autograd.set_detect_anomaly(False), watch:
             watch.evaluation.first = None
             try:
                 gradients = torch.autograd.grad(
-                    derived, roots, totals, retain_graph=True, allow_unused=True
+                    output, roots, output.new_tensor(lower), retain_graph=True, allow_unused=True
                 )
             except Exception as error:
                 return watch.evaluation.watched_until(error)
             first = watch.origin(g for g in gradients if g is not None)
-            return watch.evaluation.watched(outputs, None, first)
+            return watch.evaluation.watched([output], None, first)
 
     return explain_pass(watched, scale, in_float32)
 
