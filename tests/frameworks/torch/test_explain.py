@@ -60,8 +60,7 @@ class Program:
         inner = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         rule = rule or lossscale.FixedScale(scale, skip_nonfinite=True)
         self.optimizer = lossscale.LossScaleOptimizer(inner, rule=rule)
-        settings = {"explain": 20, "on_floor": "ignore", **settings}
-        settings["loss_fn"] = lambda model, x: self.loss(model, x)
+        settings = {"on_floor": "ignore", **settings}
         self.monitor = lossscale.torch.Monitor(self.optimizer, self.model, **settings)
         self.calls = 0
 
@@ -88,9 +87,12 @@ class Program:
             value = self.backward(x, loss)
         before()
         self.optimizer.step()
-        self.monitor.step(value, batch=self.batch)
+        self.monitor.step(value)
         self.optimizer.zero_grad()
-        return self.monitor.explanation if self.optimizer.last_step_skipped else None
+        if not self.optimizer.last_step_skipped:
+            return None
+        scale = self.monitor.last_record.scale
+        return lossscale.torch.explain(self.model, self.loss, self.batch, scale=scale)
 
 
 # --- Faults, in training and in one batch --------------------------------------------------------
