@@ -278,14 +278,15 @@ class _Batches(Generic[Batch]):
             return self._with_noise(found)
         # An overflow that a later operation hides does no harm unless gradients are wrong. If it is
         # in a few rows, they are not all noise.
-        why = self._explained(exponent=min(found.highest_exponent, 0))
-        if why is not None:
+        why = self._explained(exponent=min(found.highest_exponent, 0), hidden=True)
+        if why is not None and why.cause is not Cause.UNKNOWN:
             return dataclasses.replace(found, overflows_at="the forward pass", explanation=why)
         if not wrong:
             return self._with_noise(found)
         unknown = (
             f"the gradient of {wrong[0]} is wrong at every scale: it is rounded away, or {_RANDOM}"
         )
+        unknown += "" if why is None else f"; {why.reason}"
         advice = "compute that part of the model in float32, or draw the same random numbers"
         why = Explanation(Cause.UNKNOWN, unknown, advice)
         return dataclasses.replace(found, unknown=unknown, explanation=why)
@@ -339,14 +340,17 @@ class _Batches(Generic[Batch]):
         """The largest magnitude in all gradients of the reference."""
         return max(map(_size, self._reference.gradients.values()))
 
-    def _explained(self, *, half: bool = True, exponent: int = 0) -> Explanation | None:
+    def _explained(
+        self, *, half: bool = True, exponent: int = 0, hidden: bool = False
+    ) -> Explanation | None:
         """Explains why no loss scale makes a pass finite; None if that is not found out."""
         for batch in self._batches:
             # Frameworks and models raise many kinds of exceptions; the verdict holds without it.
             with contextlib.suppress(Exception):
                 found = self._run.explain(batch, 2.0**exponent, half)
                 # A compiled pass may compute more, or less, in float16 than operation by operation.
-                if found.cause not in (Cause.UNKNOWN, Cause.SCALE):
+                is_known = found.cause is not Cause.UNKNOWN or (hidden and found.operation)
+                if is_known and found.cause is not Cause.SCALE:
                     return found
         return None
 

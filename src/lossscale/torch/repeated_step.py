@@ -179,7 +179,7 @@ def examined(
     def watched(lower: float) -> Watched:
         origin = watch.origin([output], masks=True)
         if origin is not None or not output.requires_grad or not roots:
-            return watch.evaluation.watched([output], origin)
+            return watch.evaluation.watched(origin)
         watch.in_backward = True
         # Anomaly detection would raise what is to be explained.
         with torch.autograd.set_detect_anomaly(False), watch:
@@ -191,7 +191,7 @@ def examined(
             except Exception as error:
                 return watch.evaluation.watched_until(error)
             first = watch.origin(g for g in gradients if g is not None)
-            return watch.evaluation.watched([output], None, first)
+            return watch.evaluation.watched(None, first)
 
     return explain_pass(watched, scale, in_float32)
 
