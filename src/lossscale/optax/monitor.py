@@ -20,9 +20,9 @@ from lossscale.jax.overflow_tracker import TrackedSteps
 from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
 from lossscale.optax.gating import owner_of
-from lossscale.optax.overflow_tracking import OverflowTrackingState, named_leaves
+from lossscale.optax.overflow_tracking import named_leaves
 from lossscale.optax.scale_state import array_in
-from lossscale.optax.state_lookup import held, state_in
+from lossscale.optax.state_lookup import state_in
 from lossscale.rules import ScaleRule
 
 
@@ -72,8 +72,7 @@ class Monitor(LoopMonitor):
 
     Examples:
         >>> params = {"w": jnp.ones(2)}
-        >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), initial_scale=8)
-        >>> tx = lossscale.optax.track_overflows(tx)
+        >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), initial_scale=8, track_overflows=True)
         >>> opt_state = tx.init(params)
         >>> with lossscale.optax.Monitor(tx, params, opt_state) as monitor:
         ...     grads = {"w": jnp.float32([1.0, jnp.inf])}
@@ -101,7 +100,7 @@ class Monitor(LoopMonitor):
         rule = tx if isinstance(tx, ScaleRule) else getattr(owner_of(tx), "rule", None)
         if not isinstance(rule, ScaleRule):
             raise ArgumentTypeError(
-                "`tx` must be what lossscale.optax.loss_scaled or track_overflows returned, or its "
+                "`tx` must be what lossscale.optax.loss_scaled returned, or its "
                 f"rule. Received: a {type(tx).__name__}."
             )
         self._names = unique_names([name for name, _ in named_leaves(params)])
@@ -138,7 +137,7 @@ class Monitor(LoopMonitor):
         if checked_count("steps", steps) > 1 and watched.tracking is None:
             raise ArgumentError(
                 "The scale of the last of several steps is known only if they track it. "
-                f"Received: steps={steps}. Write tx = lossscale.optax.track_overflows(tx)."
+                f"Received: steps={steps}. Write loss_scaled(..., track_overflows=True)."
             )
         if watched.steps_skipped is self._watched.steps_skipped:
             raise ArgumentError(
@@ -168,11 +167,10 @@ class Monitor(LoopMonitor):
     def _arrays_of(self, opt_state: ArrayTree) -> _Watched:
         """Returns the arrays to read, without reading them."""
         state = state_in(opt_state)
-        whole = held(opt_state)
         tracking = None
-        if isinstance(whole, OverflowTrackingState):
-            tracked = TrackedSteps(*map(array_in, whole.tracked))
-            tracking = array_in(whole.iterations), tracked
+        if state.tracked is not None:
+            tracked = TrackedSteps(*map(array_in, state.tracked.steps))
+            tracking = array_in(state.tracked.iterations), tracked
             if tracked.nonfinite.shape[0] != len(self._names):
                 raise ArgumentError(
                     "`params` must be the parameters that tx.init was called with. Received: "
