@@ -193,12 +193,15 @@ def explained(facts: Facts) -> Explanation:
         >>> str(explained(Facts(Origin(failed))).cause)
         'forward overflow'
     """
+    hidden = facts.hidden
+    reason = f"{hidden.where} overflows, and a later operation makes it finite again" if hidden else ""
     if facts.origin is not None:
-        return _of_origin(facts.origin, facts)
-    if facts.hidden is not None:
-        reason = f"{facts.hidden.where} overflows, and a later operation makes it finite again"
+        told = _of_origin(facts.origin, facts)
+        advice = f"{told.advice}. Before it, {reason}" if hidden else told.advice
+        return dataclasses.replace(told, advice=advice)
+    if hidden is not None:
         advice = "that is right before a tanh, and wrong in a norm: compute it in float32 if unsure"
-        where = facts.hidden.operation, facts.hidden.module
+        where = hidden.operation, hidden.module
         return Explanation(Cause.UNKNOWN, f"the pass is finite, but {reason}", advice, *where)
     at = scale_in_words(facts.scale)
     finite = f"the forward and the backward pass are finite at a scale of {at}"

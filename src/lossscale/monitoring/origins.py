@@ -350,9 +350,9 @@ def explain_pass(
         # An operation that overflows at this scale may precede one that fails at every scale.
         lowest = watch(min(scale, SMALLEST)).gradients
         if lowest is None:
-            return Facts(origin, scale=scale, is_scaled=True)
+            return Facts(origin, found.hidden, scale, is_scaled=True)
         origin = lowest if lowest.failed is not None else origin
-    return Facts(with_epsilon(origin), scale=scale)
+    return Facts(with_epsilon(origin), found.hidden, scale)
 
 
 def facts_in_float16(facts: Callable[[bool], Facts]) -> Facts:
