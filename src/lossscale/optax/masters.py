@@ -122,6 +122,12 @@ def has_float16(params: ArrayTree) -> bool:
     return any(getattr(leaf, "dtype", None) == jnp.float16 for leaf in jax.tree.leaves(params))
 
 
+def _nodes(tree: ArrayTree, *names: str) -> list[Array]:
+    """The outermost nodes of a tree whose classes have these names."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: type(node).__name__ in names)
+    return [leaf for leaf in leaves if type(leaf).__name__ in names]
+
+
 # --- What is done with each parameter -------------------------------------------------------------
 
 
