@@ -8,8 +8,8 @@ import inspect
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
 
 from lossscale import registry
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -18,7 +18,6 @@ from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.record import StepRecord
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
 from lossscale.optimizer import LossScaleOptimizer
-from lossscale.packages import warn
 
 __all__ = ["LossScaleMonitor"]
 
@@ -99,8 +98,6 @@ class LossScaleMonitor:
         *,
         every: int = 1,
         log: Callable[[dict[str, Any]], object] | None = None,
-        on_floor: Literal["warn", "raise", "ignore"] = "warn",
-        append: bool = False,
         optimizer: LossScaleOptimizer | None = None,
         name: str | None = None,
     ) -> None:
@@ -116,7 +113,7 @@ class LossScaleMonitor:
         # tf_keras then leaves `logs` on the device, where nothing waits for them. Its constructor
         # sets the attribute too.
         self._supports_tf_logs = True
-        self._settings = MonitorSettings(path, every, log, on_floor, append)
+        self._settings = MonitorSettings(path, every, log)
 
     # `help()` shows the signature of `__new__`.
     __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]  # optional
@@ -143,14 +140,6 @@ class LossScaleMonitor:
         model = self.model
         self._optimizer = self._loop = None
         optimizer = self._watched_in(model)
-        if optimizer is None:
-            self._check_is_float16(model)
-            warn(
-                f"float16 without loss scaling: the model {model.name!r} computes in float16 and "
-                "its loss is not scaled. Gradients up to 2**-25 become zero, without an error. "
-                "Wrap the optimizer: lossscale.LossScaleOptimizer(optimizer)."
-            )
-            return
         if self._recorded is not optimizer:
             self._recorder = Recorder(self._settings, optimizer.rule)
             self._recorded = optimizer
@@ -206,41 +195,15 @@ class LossScaleMonitor:
     # --- Before training ----------------------------------------------------------------------
 
     def _watched_in(self, model: Model) -> KerasOptimizer:
-        """The optimizer to watch; None if the model has no LossScaleOptimizer."""
-        if self._given is not None or isinstance(model.optimizer, LossScaleOptimizer):
-            return model.optimizer if self._given is None else self._given
-        found: dict[int, tuple[str, KerasOptimizer]] = {}
-        for name, value in vars(model).items():
-            parts: Iterable[tuple[object, object]] = ()
-            if isinstance(value, (list, tuple)):
-                parts = enumerate(value)
-            # TensorFlow keeps in its own dictionaries what was an attribute once.
-            elif isinstance(value, Mapping) and not name.startswith("_self_"):
-                parts = value.items()
-            for place, each in [(name, value), *((f"{name}[{key!r}]", v) for key, v in parts)]:
-                if isinstance(each, LossScaleOptimizer):
-                    found.setdefault(id(each), (place, each))
-        if len(found) > 1:
-            names = [place for place, _ in found.values()]
-            raise ArgumentError(
-                f"LossScaleMonitor() watches one optimizer. The model {model.name!r} has several: "
-                f"{', '.join(names)}. Pass a monitor for each: LossScaleMonitor(optimizer=model."
-                f'{names[0]}, name="{names[0].removesuffix("_optimizer")}").'
-            )
-        return next((each for _, each in found.values()), None)
-
-    def _check_is_float16(self, model: Model) -> None:
-        """Refuses a model that needs no loss scaling of ours."""
-        optimizer = model.optimizer
-        own = self._library.mixed_precision.LossScaleOptimizer
-        scaled = isinstance(optimizer, own) or bool(getattr(optimizer, "loss_scale_factor", None))
-        dtypes = {layer.compute_dtype for layer in model._flatten_layers()}
-        if scaled or "float16" not in dtypes:
-            raise ArgumentError(
-                "LossScaleMonitor watches lossscale.LossScaleOptimizer. The optimizer of the model "
-                f"{model.name!r} is a {_kind(optimizer)}. Wrap the optimizer before compile, "
-                "lossscale.LossScaleOptimizer(optimizer), or leave the monitor out."
-            )
+        """The optimizer to watch."""
+        optimizer = model.optimizer if self._given is None else self._given
+        if isinstance(optimizer, LossScaleOptimizer):
+            return optimizer
+        raise ArgumentError(
+            "LossScaleMonitor watches a lossscale.LossScaleOptimizer. The optimizer of the model "
+            f"{model.name!r} is a {_kind(optimizer)}. Wrap it before compile; for a model with "
+            "several optimizers, pass a monitor for each: LossScaleMonitor(optimizer=...)."
+        )
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:

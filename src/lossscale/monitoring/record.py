@@ -6,11 +6,8 @@ import dataclasses
 import enum
 import json
 import math
-import operator
-import os
 from typing import Any, NamedTuple
 
-from lossscale.errors import ArgumentError
 from lossscale.rules import ScaleRule
 
 
@@ -101,47 +98,6 @@ class StepRecord:
         if is_broken(self.loss):
             fields["loss"] = str(self.loss)
         return json.dumps(fields, allow_nan=False)
-
-
-def read_records(path: str | os.PathLike[str]) -> list[StepRecord]:
-    """Returns the records in the file of a monitor, which may still be writing it.
-
-    Args:
-        path: The file. An incomplete last line is ignored: it is being written, or the run was
-            killed. If a run returned to a checkpoint, repeated steps have their latest records.
-
-    Raises:
-        ArgumentError: If another line is not a record; the message names the line.
-        OSError: If the file cannot be read.
-    """
-    records: list[StepRecord] = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                record = _parsed(line)
-            except (TypeError, ValueError, KeyError, RecursionError) as error:
-                raise ArgumentError(
-                    f"{os.fspath(path)}, line {number}, is not a record of a monitor: {error}."
-                ) from error
-            while records and records[-1].step >= record.step:
-                records.pop()
-            records.append(record)
-    return records
-
-
-def _parsed(line: bytes) -> StepRecord:
-    fields = json.loads(line)
-    if not isinstance(fields, dict):
-        raise TypeError("not a JSON object")
-    fields["step"] = operator.index(fields["step"])
-    if fields.get("loss") is not None:
-        fields["loss"] = float(fields["loss"])
-    reason = fields.get("reason")
-    fields["reason"] = None if reason is None else SkipReason(reason)
-    fields["nonfinite"] = tuple(NonfiniteTensor(**each) for each in fields.get("nonfinite", ()))
-    return StepRecord(**fields)
 
 
 def is_broken(loss: float | None) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lossscale.checks import checked_count
-from lossscale.errors import ArgumentError, ArgumentTypeError, TrainingHaltedError
+from lossscale.errors import ArgumentTypeError
 from lossscale.monitoring.record import (
     NonfiniteTensor,
     StepRecord,
@@ -19,7 +19,6 @@ from lossscale.monitoring.record import (
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule
 
-_ON_FLOOR = ("warn", "raise", "ignore")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +28,6 @@ class MonitorSettings:
     path: str | os.PathLike[str] | None = None
     every: int = 1
     log: Callable[[dict[str, Any]], object] | None = None
-    on_floor: str = "warn"
-    append: bool = False
 
     def __post_init__(self) -> None:
         # open() accepts an int, and would write to that file descriptor.
@@ -42,11 +39,6 @@ class MonitorSettings:
         object.__setattr__(self, "every", checked_count("every", self.every))
         if self.log is not None and not callable(self.log):
             raise ArgumentTypeError(f"`log` must be a function. Received: log={self.log!r}.")
-        if self.on_floor not in _ON_FLOOR:
-            raise ArgumentError(
-                f"`on_floor` must be one of {', '.join(map(repr, _ON_FLOOR))}. "
-                f"Received: on_floor={self.on_floor!r}."
-            )
 
     def samples(self, before: int, step: int) -> bool:
         """Whether to sample one of the steps after `before`, up to `step`."""
@@ -106,7 +98,6 @@ class Recorder:
         self.last_record: StepRecord | None = None
         self._rule = rule
         self._writes = False
-        self._append = settings.append
         self._warned_of_floor = self._warned_of_loss = False
 
     def open(self) -> None:
@@ -116,20 +107,9 @@ class Recorder:
             ArgumentError: If the file exists and `append` is False.
             OSError: If the file cannot be written.
         """
-        path = self.settings.path
-        if path is None:
-            return
-        if self._append:
-            _cut_off_half_a_line(path)
-        try:
-            open(path, "ab" if self._append else "xb").close()
-        except FileExistsError:
-            raise ArgumentError(
-                f"{os.fspath(path)!r} exists. Pass another path, remove the file, or pass "
-                "append=True to continue it. If several processes run this program, pass a path "
-                "in one of them, or a different path in each."
-            ) from None
-        self._writes = self._append = True
+        if self.settings.path is not None and not self._writes:
+            open(self.settings.path, "xb").close()
+            self._writes = True
 
     def observe(self, stats: StepStats) -> None:
         """Records a step, and the last skipped step before it.
@@ -196,14 +176,12 @@ class Recorder:
                 )
         elif not is_lowest(self._rule, record.scale):
             self._warned_of_floor = False
-        elif record.skipped and self.settings.on_floor != "ignore" and not self._warned_of_floor:
+        elif record.skipped and not self._warned_of_floor:
             self._warned_of_floor = True
             message = (
                 f"Step {record.step} was skipped at the minimum loss scale, {record.scale:g}. "
                 f"{_evidence(record)} {_EXPLAIN} {_LOWER}"
             )
-            if self.settings.on_floor == "raise":
-                raise TrainingHaltedError(f"{message} (on_floor='raise')")
             warn(message)
 
 
@@ -221,12 +199,3 @@ _LOWER = (
     "If diagnose() reports that gradients need a lower scale, pass "
     "rule=lossscale.DynamicScale(min_scale=2.0**-24)."
 )
-
-
-def _cut_off_half_a_line(path: str | os.PathLike[str]) -> None:
-    """Removes an incomplete last line, left by a killed run, before the file continues."""
-    if not os.path.isfile(path):
-        return
-    with open(path, "r+b") as file:
-        end = sum(len(line) for line in file if line.endswith(b"\n"))
-        file.truncate(end)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,11 +92,9 @@ class Monitor(LoopMonitor):
         *,
         every: int = 1,
         log: Callable[[dict[str, Any]], object] | None = None,
-        on_floor: Literal["warn", "raise", "ignore"] = "warn",
-        append: bool = False,
         steps_before: int = 0,
     ) -> None:
-        settings = MonitorSettings(path, every, log, on_floor, append)
+        settings = MonitorSettings(path, every, log)
         rule = tx if isinstance(tx, ScaleRule) else getattr(owner_of(tx), "rule", None)
         if not isinstance(rule, ScaleRule):
             raise ArgumentTypeError(

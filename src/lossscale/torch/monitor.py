@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import numpy
 import torch
@@ -86,11 +86,9 @@ class Monitor(LoopMonitor, Observer):
         *,
         every: int = 1,
         log: Callable[[dict[str, Any]], object] | None = None,
-        on_floor: Literal["warn", "raise", "ignore"] = "warn",
-        append: bool = False,
         steps_before: int = 0,
     ) -> None:
-        settings = MonitorSettings(path, every, log, on_floor, append)
+        settings = MonitorSettings(path, every, log)
         self._watched = watched = _checked(wrapper_in(optimizer))
         if isinstance(watched, GradScaler) and model is None:
             raise ArgumentTypeError(
