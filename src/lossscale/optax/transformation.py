@@ -154,7 +154,8 @@ class LossScaled:
             params: The parameters, for transformations that read them.
             extra_args: Further arguments of the inner transformation.
         """
-        if "grad" in extra_args or any(map(callable, extra_args.values())):
+        given, passed = set(map(id, jax.tree.leaves(updates))), jax.tree.leaves(extra_args)
+        if "grad" in extra_args or any(id(x) in given or callable(x) for x in passed):
             raise UnsupportedError(
                 "loss_scaled does not support line searches, which compute and compare gradients "
                 f"themselves. Received: {sorted(extra_args)} beside the gradients. L-BFGS and its "
