@@ -281,12 +281,13 @@ class _Batches(Generic[Batch]):
         why = self._explained(exponent=min(found.highest_exponent, 0), hidden=True)
         if why is not None and why.cause is not Cause.UNKNOWN:
             return dataclasses.replace(found, overflows_at="the forward pass", explanation=why)
-        if not wrong:
+        if why is not None:
+            unknown = f"float16 makes a gradient inaccurate at every scale: {why.reason}"
+        elif wrong:
+            unknown = f"the gradient of {wrong[0]} is wrong at every scale: it is rounded away, or "
+            unknown += _RANDOM
+        else:
             return self._with_noise(found)
-        unknown = (
-            f"the gradient of {wrong[0]} is wrong at every scale: it is rounded away, or {_RANDOM}"
-        )
-        unknown += "" if why is None else f"; {why.reason}"
         advice = "compute that part of the model in float32, or draw the same random numbers"
         why = Explanation(Cause.UNKNOWN, unknown, advice)
         return dataclasses.replace(found, unknown=unknown, explanation=why)

@@ -342,6 +342,7 @@ def explain_pass(
     origin = found.loss or found.gradients
     if origin is None:
         return Facts(hidden=found.hidden, scale=scale)
+    hidden = None if found.hidden == origin.failed else found.hidden
     if origin.is_mask or (origin.failed is not None and origin.failed.of_infinities):
         in_float16 = origin.failed is None or origin.failed.is_of_float16
         is_beyond = origin.is_beyond or (in_float16 and wide().is_finite)
@@ -350,9 +351,9 @@ def explain_pass(
         # An operation that overflows at this scale may precede one that fails at every scale.
         lowest = watch(min(scale, SMALLEST)).gradients
         if lowest is None:
-            return Facts(origin, found.hidden, scale, is_scaled=True)
+            return Facts(origin, hidden, scale, is_scaled=True)
         origin = lowest if lowest.failed is not None else origin
-    return Facts(with_epsilon(origin), found.hidden, scale)
+    return Facts(with_epsilon(origin), hidden, scale)
 
 
 def facts_in_float16(facts: Callable[[bool], Facts]) -> Facts:
