@@ -32,35 +32,25 @@ class LossScaleMonitor:
 
     The object is a `lossscale.tf_keras.LossScaleMonitor` if `TF_USE_LEGACY_KERAS` is set or only
     tf_keras is imported, otherwise a `lossscale.keras.LossScaleMonitor`. These are the classes to
-    inherit from. The model's optimizer must be a `lossscale.LossScaleOptimizer`. If a float16 model
-    is trained without loss scaling, the monitor warns and does nothing else. If a model has several
-    optimizers, as a GAN has, pass a monitor for each.
+    inherit from. If a model has several optimizers, as a GAN has, pass a monitor for each.
 
     The first `fit` with a monitor compiles the training step again, so that it tracks overflows.
     This is not saved with the optimizer, and training gives the same numbers as without it.
 
     Args:
-        path: A file for the records, JSON lines; see `lossscale.monitoring.read_records`. None
-            writes no file.
+        path: A new file for the records, JSON lines. None writes no file.
         every: Sample each step whose number is a multiple of this, and the first and the last one.
             Skipped steps in between are counted, and the last of them is recorded too. With
             `steps_per_execution`, the last step of an execution represents all of them.
         log: Called with each record as a dictionary, `lossscale.monitoring.StepRecord.to_dict`,
-            after it is written. Its exceptions leave `fit`.
-        on_floor: Action when a step is skipped at `min_scale`: "warn", "raise" to end training, or
-            "ignore".
-        append: Whether to continue the file `path` if it exists, as a resumed run does.
-        optimizer: The `lossscale.LossScaleOptimizer` to watch. None watches `model.optimizer`, or
-            the only one among the attributes of the model.
+            after it is written. Its exceptions leave `fit`, with the weights of the sampled step.
+        optimizer: The `lossscale.LossScaleOptimizer` to watch. None watches `model.optimizer`.
         name: Prefix of the names in `logs`, for several monitors: "d" adds `d_loss_scale` and
             `d_steps_skipped`, and records `d_loss` as the loss if `logs` has it.
 
     Raises:
         ArgumentError: If an argument is invalid; the message names it.
         ArgumentTypeError: If an argument has the wrong type.
-
-    `fit` raises `lossscale.errors.TrainingHaltedError` when an alarm ends training, after the
-    records are written.
 
     Examples:
         >>> LossScaleMonitor(every=0)
@@ -175,7 +165,7 @@ class LossScaleMonitor:
         # not read may be on the device, and reading it would wait for the step.
         is_of_step, self._mean_is_finite = self._mean_is_finite and steps == 1, False
         read = functools.partial(self._read, loss, is_of_step)
-        self._loop._add_steps(steps, read, None)
+        self._loop._add_steps(steps, read)
         self._show(logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossscale.checks import checked_count
+from lossscale.common.random_states import kept_random_states
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError, first_line
 from lossscale.framework_types import Array
 from lossscale.monitoring.explanation import LARGEST, Cause, Explanation
@@ -347,7 +347,7 @@ class _Batches(Generic[Batch]):
         """Explains why no loss scale makes a pass finite; None if that is not found out."""
         for batch in self._batches:
             # Frameworks and models raise many kinds of exceptions; the verdict holds without it.
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), kept_random_states():
                 found = self._run.explain(batch, 2.0**exponent, half)
                 # A compiled pass may compute more, or less, in float16 than operation by operation.
                 is_known = found.cause is not Cause.UNKNOWN or (hidden and found.operation)
@@ -377,14 +377,9 @@ class _Batches(Generic[Batch]):
         found = []
         for batch in self._batches:
             self._passes += 1
-            of_python, of_numpy = random.getstate(), np.random.get_state()
-            try:
-                # Overflow is measured here, so silence warnings of it.
-                with np.errstate(all="ignore"):
-                    found.append(self._run(batch, scale, half))
-            finally:
-                random.setstate(of_python)
-                np.random.set_state(of_numpy)
+            # Overflow is measured here, so silence warnings of it.
+            with kept_random_states(), np.errstate(all="ignore"):
+                found.append(self._run(batch, scale, half))
         gradients = {
             (name, number): np.asarray(gradient, np.float64) / scale
             for number, each in enumerate(found)

@@ -26,9 +26,9 @@ from lossscale.diagnosis.measurement import Pass, checked_loss, measure
 from lossscale.diagnosis.report import Report
 from lossscale.errors import UnsupportedError
 from lossscale.monitoring.explanation import Explanation
+from lossscale.torch.explaining import check_model_and_loss, explain, needs_autocast
 from lossscale.torch.isolation import as_it_was
 from lossscale.torch.ranks import is_spread
-from lossscale.torch.repeated_step import check_model_and_loss, explain, needs_autocast
 from lossscale.torch.scaling import real_parts, scaled, widened
 
 LossFn: TypeAlias = Callable[[Any, Any], Tensor]
@@ -131,8 +131,8 @@ class TorchGradientFunction:
     def explain(self, batch: object, scale: float, half: bool = True) -> Explanation:
         """Explains why a pass is not finite."""
         dtype = torch.float16 if half else None
-        with as_it_was(self._model), _casting_to(dtype), _DrawnInFloat32():
-            given = self._model, self._loss_fn, copy.deepcopy(batch)
+        given = self._model, self._loss_fn, batch
+        with _casting_to(dtype), _DrawnInFloat32():
             return explain(*given, parameters=self._parameters, scale=scale)
 
     def _pass(self, batch: object, scale: float, half: bool, *, widen: bool = False) -> Pass:

@@ -1,4 +1,4 @@
-"""The records that monitors make of training steps, the reader of their files, and explanations."""
+"""The records that monitors make of training steps, and explanations."""
 
 from lossscale.monitoring.explanation import Cause, Explanation
 from lossscale.monitoring.record import NonfiniteTensor, SkipReason, StepRecord

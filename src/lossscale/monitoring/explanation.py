@@ -194,15 +194,16 @@ def explained(facts: Facts) -> Explanation:
         'forward overflow'
     """
     hidden = facts.hidden
-    reason = f"{hidden.where} overflows, and a later operation makes it finite again" if hidden else ""
+    where = "" if hidden is None else hidden.where
+    event = f"{where} overflows, and a later operation makes it finite again"
     if facts.origin is not None:
         told = _of_origin(facts.origin, facts)
-        advice = f"{told.advice}. Before it, {reason}" if hidden else told.advice
+        advice = f"{told.advice}. Before it, {event}" if hidden else told.advice
         return dataclasses.replace(told, advice=advice)
     if hidden is not None:
-        advice = "that is right before a tanh, and wrong in a norm: compute it in float32 if unsure"
-        where = hidden.operation, hidden.module
-        return Explanation(Cause.UNKNOWN, f"the pass is finite, but {reason}", advice, *where)
+        advice = "this is right before a tanh, and wrong in a norm: compute it in float32 if unsure"
+        named = hidden.operation, hidden.module
+        return Explanation(Cause.UNKNOWN, f"the pass is finite, but {event}", advice, *named)
     at = scale_in_words(facts.scale)
     finite = f"the forward and the backward pass are finite at a scale of {at}"
     return Explanation(Cause.UNKNOWN, f"not explained: {facts.why_not or finite}")
@@ -247,8 +248,9 @@ def _meaning(facts: Facts, failed: FailedOperation) -> tuple[Cause, str, str]:
         reason = f"{where} makes NaN of infinities that the program sets, as in a row that is"
         advice = "mask with a finite number such as -1e4, or leave such rows out"
         return Cause.SINGULAR, f"{reason} masked as a whole", advice
-    when = "in the backward pass, at any loss scale" if failed.in_backward else "in the forward pass"
+    when = "backward pass, at any loss scale" if failed.in_backward else "forward pass"
     here = failed.module or "this operation"
+    here = f"module {here}" if here.replace(".", "").isdigit() else here
     # What is in float32 may take a number from float16.
     wide = f"compute {here if failed.is_narrow else f'what {here} takes'} in float32"
     if failed.largest_result is None:
@@ -258,9 +260,9 @@ def _meaning(facts: Facts, failed: FailedOperation) -> tuple[Cause, str, str]:
         if failed.is_of_float16 and 0 < failed.epsilon <= SMALLEST / 2:
             advice = f"the epsilon {failed.epsilon:g} is 0 in float16, whose smallest number above "
             advice += f"0 is {SMALLEST:.3g}; use {_EPSILON:g} or more, or {wide}"
-        return Cause.SINGULAR, f"{where} has no finite result for its input {when}", advice
+        return Cause.SINGULAR, f"{where} has no finite result for its input in the {when}", advice
     cause = Cause.BACKWARD_OVERFLOW if failed.in_backward else Cause.FORWARD_OVERFLOW
-    reason = f"{where} overflows {when}: its input reaches {failed.largest_input:.3g}"
+    reason = f"{where} overflows in the {when}: its input reaches {failed.largest_input:.3g}"
     if failed.cast:
         reason = f"{failed.cast} reaches {failed.largest_input:.3g}, above the largest float16 "
         reason += f"number, 65,504, and {where} casts it to float16"

@@ -49,7 +49,7 @@ Value: TypeAlias = tuple[Array, Origin | None]
 
 
 class UnrepeatableError(RuntimeError):
-    """Raised in place of a message to another process, and of what cannot be put back."""
+    """Raised in place of a message to another process, and of drawing other random numbers."""
 
 
 class Flags(NamedTuple):

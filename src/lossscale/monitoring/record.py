@@ -1,4 +1,4 @@
-"""The record of a training step, and the JSON lines file with the records of a run."""
+"""The record of a training step, and the line that it is in a file."""
 
 from __future__ import annotations
 
@@ -81,8 +81,7 @@ class StepRecord:
         """Returns the record as a dictionary of plain Python values.
 
         Unknown values are None. `nonfinite` is a list of dictionaries with the keys `name`, `infs`
-        and `nans`. `loss` is a float and may be
-        infinite or NaN.
+        and `nans`. `loss` is a float and may be infinite or NaN.
         """
         fields: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields["reason"] = None if self.reason is None else self.reason.value

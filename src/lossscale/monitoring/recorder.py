@@ -1,4 +1,4 @@
-"""Creates the record of each step that a monitor reads, writes it, and raises alarms."""
+"""Creates the record of each step that a monitor reads, writes it, and warns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lossscale.checks import checked_count
-from lossscale.errors import ArgumentTypeError
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.monitoring.record import (
     NonfiniteTensor,
     StepRecord,
@@ -19,6 +19,14 @@ from lossscale.monitoring.record import (
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule
 
+_EXPLAIN = (
+    "explain() of lossscale.torch, lossscale.optax or lossscale.diagnosis (Keras) names the "
+    "operation for one batch."
+)
+_LOWER = (
+    "If diagnose() reports that gradients need a lower scale, pass "
+    "rule=lossscale.DynamicScale(min_scale=2.0**-24)."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +90,7 @@ class StepStats(NamedTuple):
 
 
 class Recorder:
-    """Creates records, writes them to a file, passes them to `log`, and raises alarms.
+    """Creates records, writes them to a file, passes them to `log`, and warns.
 
     Args:
         settings: The arguments of the monitor.
@@ -104,28 +112,37 @@ class Recorder:
         """Creates the file, if there is one. A second call continues the same file.
 
         Raises:
-            ArgumentError: If the file exists and `append` is False.
+            ArgumentError: If the file exists.
             OSError: If the file cannot be written.
         """
-        if self.settings.path is not None and not self._writes:
-            open(self.settings.path, "xb").close()
-            self._writes = True
+        path = self.settings.path
+        if path is None or self._writes:
+            return
+        try:
+            open(path, "xb").close()
+        except FileExistsError:
+            raise ArgumentError(
+                f"A monitor writes a new file for each run. Received: path={os.fspath(path)!r}, "
+                "which exists. Put the time into the name, such as "
+                'f"run-{time.time():.0f}.jsonl", so that a job that is started again has another '
+                "file; if several processes run this program, pass a path in one of them."
+            ) from None
+        self._writes = True
 
-    def observe(self, stats: StepStats) -> None:
+    def observe(self, stats: StepStats) -> StepRecord:
         """Records a step, and the last skipped step before it.
 
         Args:
             stats: The optimizer's statistics after the step.
 
-        Raises:
-            TrainingHaltedError: If an alarm ends training, after the record is written.
+        Returns:
+            The record of the step.
         """
         skip = stats.last_skip
         nonfinite: tuple[NonfiniteTensor, ...] = ()
         if skip is not None and skip.step < stats.step:
-            self._add(
-                StepRecord(skip.step, skip.scale, True, nonfinite=skip.nonfinite), stats.steps_skipped
-            )
+            earlier = StepRecord(skip.step, skip.scale, True, nonfinite=skip.nonfinite)
+            self._add(earlier, stats.steps_skipped)
         elif skip is not None and stats.skipped:
             nonfinite = skip.nonfinite
         last = StepRecord(
@@ -136,17 +153,18 @@ class Recorder:
             stats.loss,
             nonfinite=nonfinite,
         )
-        self._add(last, stats.steps_skipped)
+        return self._add(last, stats.steps_skipped)
 
-    def _add(self, record: StepRecord, steps_skipped: int) -> None:
-        """Completes a record, and passes it on."""
+    def _add(self, record: StepRecord, steps_skipped: int) -> StepRecord:
+        """Completes a record, passes it on, and returns it."""
         reason = skip_reason(self._rule, record.scale, record.loss) if record.skipped else None
         record = dataclasses.replace(record, reason=reason, steps_skipped=steps_skipped)
         self.last_record = record
         self._write(record)
         if self.settings.log is not None:
             self.settings.log(record.to_dict())
-        self._raise_alarms(record)
+        self._warn(record)
+        return record
 
     def _write(self, record: StepRecord) -> None:
         if self.settings.path is None or not self._writes:
@@ -163,39 +181,26 @@ class Recorder:
                 f"{record.step} on are lost."
             )
 
-    # --- The alarms ---------------------------------------------------------------------------
-
-    def _raise_alarms(self, record: StepRecord) -> None:
+    def _warn(self, record: StepRecord) -> None:
+        """Warns once of a loss that is not finite, and of skips at the minimum scale."""
         if is_broken(record.loss):
             if not self._warned_of_loss:
                 self._warned_of_loss = True
                 warn(
                     f"The loss of step {record.step} is {record.loss}, which no loss scale can "
-                    "prevent. Check the data of this batch and the learning rate. "
-                    f"{_EXPLAIN}"
+                    f"prevent. Check the data of this batch and the learning rate. {_EXPLAIN}"
                 )
         elif not is_lowest(self._rule, record.scale):
             self._warned_of_floor = False
         elif record.skipped and not self._warned_of_floor:
             self._warned_of_floor = True
-            message = (
+            warn(
                 f"Step {record.step} was skipped at the minimum loss scale, {record.scale:g}. "
                 f"{_evidence(record)} {_EXPLAIN} {_LOWER}"
             )
-            warn(message)
 
 
 def _evidence(record: StepRecord) -> str:
     if not record.nonfinite:
         return "The gradients that were not finite were not recorded."
     return f"Not finite: {', '.join(map(str, record.nonfinite[:5]))}."
-
-
-_EXPLAIN = (
-    "explain() of lossscale.torch, lossscale.optax or lossscale.diagnosis (Keras) names the "
-    "operation for one batch."
-)
-_LOWER = (
-    "If diagnose() reports that gradients need a lower scale, pass "
-    "rule=lossscale.DynamicScale(min_scale=2.0**-24)."
-)

@@ -18,6 +18,7 @@ from lossscale.jax import overflow_tracker
 from lossscale.jax.apply_or_skip import ArrayTree
 from lossscale.jax.overflow_tracker import TrackedSteps
 from lossscale.monitoring.loop import LoopMonitor
+from lossscale.monitoring.record import StepRecord
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
 from lossscale.optax.gating import owner_of
 from lossscale.optax.overflow_tracking import named_leaves
@@ -51,20 +52,17 @@ class Monitor(LoopMonitor):
     step that was skipped and on the last skipped step between two samples.
 
     Args:
-        tx: The result of `loss_scaled` or `track_overflows`, or the rule of the loss scale.
+        tx: The result of `loss_scaled`, or the rule of the loss scale.
         params: The parameters, or a tree of the same structure, for the names of gradients.
         opt_state: The state before the first monitored step, or an object that holds it as
             `opt_state`, such as a `TrainState`.
-        path: A file for the records, JSON lines; see `lossscale.monitoring.read_records`. None
-            writes no file.
+        path: A new file for the records, JSON lines. None writes no file.
         every: Sample each step whose number is a multiple of this, and the first and the last one.
             Skipped steps in between are counted.
         log: Called with each record as a dictionary, `lossscale.monitoring.StepRecord.to_dict`,
             after it is written. Its exceptions leave `step` and `close`.
-        on_floor: Action when a step is skipped at `min_scale`: "warn", "raise" to end training, or
-            "ignore".
-        append: Whether to continue the file `path` if it exists, as a resumed run does.
         steps_before: Number of steps before this run. A state of `track_overflows` has it.
+
     Raises:
         ArgumentError: If an argument is invalid; the message names it.
         ArgumentTypeError: If an argument has the wrong type.
@@ -77,8 +75,7 @@ class Monitor(LoopMonitor):
         >>> with lossscale.optax.Monitor(tx, params, opt_state) as monitor:
         ...     grads = {"w": jnp.float32([1.0, jnp.inf])}
         ...     _, opt_state = tx.update(grads, opt_state, params)
-        ...     monitor.step(opt_state, loss=0.25)
-        >>> record = monitor.last_record
+        ...     record = monitor.step(opt_state, loss=0.25)
         >>> record.scale, record.next_scale, str(record.reason), str(record.nonfinite[0])
         (8.0, 4.0, 'overflow', 'w (1 inf)')
     """
@@ -110,12 +107,8 @@ class Monitor(LoopMonitor):
         super().__init__(Recorder(settings, rule), start.step)
 
     def step(
-        self,
-        opt_state: object,
-        loss: Array | float | None = None,
-        *,
-        steps: int = 1,
-    ) -> None:
+        self, opt_state: object, loss: Array | float | None = None, *, steps: int = 1
+    ) -> StepRecord | None:
         """Records the training step if it is sampled. Call it after each step.
 
         Args:
@@ -125,8 +118,10 @@ class Monitor(LoopMonitor):
             steps: Number of steps since the last call, for a compiled function that runs several.
                 This needs `track_overflows`; the last of these steps is read.
 
+        Returns:
+            The record of the step, the last one of several; None if it was not read.
+
         Raises:
-            TrainingHaltedError: If an alarm ends training, after the records are written.
             ArgumentError, ArgumentTypeError: If an argument is invalid, such as the state of the
                 step before, or if the monitor is closed. Nothing is read.
         """
@@ -160,7 +155,7 @@ class Monitor(LoopMonitor):
             # A later step may take the buffer.
             self._scale = jnp.copy(watched.scale)
         self._watched = watched
-        self._add_steps(steps, read, loss)
+        return self._add_steps(steps, read)
 
     def _arrays_of(self, opt_state: ArrayTree) -> _Watched:
         """Returns the arrays to read, without reading them."""

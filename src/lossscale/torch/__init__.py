@@ -33,7 +33,7 @@ _WHERE = {
     "MasterWeights": "master_weights",
     "Monitor": "monitor",
     "diagnose": ".diagnosis.torch",
-    "explain": "repeated_step",
+    "explain": "explaining",
     "guard": "scheduler",
     "install": "installation",
     "report_skips_to_accelerate": "scheduler",
@@ -43,12 +43,12 @@ _WHERE = {
 
 if TYPE_CHECKING:
     from lossscale.diagnosis.torch import diagnose as diagnose
+    from lossscale.torch.explaining import explain as explain
     from lossscale.torch.grad_scaler import GradScaler as GradScaler
     from lossscale.torch.installation import install as install
     from lossscale.torch.master_weights import MasterWeights as MasterWeights
     from lossscale.torch.monitor import Monitor as Monitor
     from lossscale.torch.optimizer import LossScaleOptimizer as LossScaleOptimizer
-    from lossscale.torch.repeated_step import explain as explain
     from lossscale.torch.scheduler import guard as guard
     from lossscale.torch.scheduler import report_skips_to_accelerate as report_skips_to_accelerate
     from lossscale.torch.scheduler import unguard as unguard

@@ -11,16 +11,20 @@ from torch.nn import Module
 from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.common.monkeypatch import replace
+from lossscale.common.random_states import kept_random_states
 
 
 @contextlib.contextmanager
 def as_it_was(model: Module) -> Iterator[None]:
     """Within it, a model trains uncompiled, with the same random numbers each time.
 
-    After it, the model is unchanged. Parameters are restored as well:
+    After it, the model is unchanged, `.grad` included. Parameters are restored as well:
     `torch.nn.Embedding(max_norm=...)` writes to its own in the forward pass.
     """
-    tensors = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    dense = [g for _, g in gradients if g is not None and g.layout == torch.strided]
+    written = *model.parameters(), *model.buffers(), *dense
+    tensors = [(t, t.detach().clone()) for t in written]
     # A pass changes only the mode of scripted modules, whose other attributes are in C++.
     modes = [(module, module.training) for module in model.modules()]
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
@@ -31,11 +35,12 @@ def as_it_was(model: Module) -> Iterator[None]:
     devices = {tensor.device for tensor, _ in tensors if tensor.device.type != "cpu"}
     try:
         with (
+            kept_random_states(),
             torch.random.fork_rng(
                 sorted({device.index or 0 for device in devices}),
                 device_type=next((device.type for device in devices), "cuda"),
             ),
-            eager_passes(model),
+            _eager_passes(model),
         ):
             if not model.training:
                 model.train()
@@ -46,6 +51,9 @@ def as_it_was(model: Module) -> Iterator[None]:
         for now, entries in zip(dictionaries, before, strict=True):
             now.clear()
             now.update(entries)
+        for parameter, gradient in gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
         with torch.no_grad():
             for tensor, value in tensors:
                 # Write only what changed: a write spoils graphs that hold the parameter. Version
@@ -60,7 +68,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def eager_passes(model: Module) -> Iterator[None]:
+def _eager_passes(model: Module) -> Iterator[None]:
     """Within it, a model runs uncompiled, and its passes can be differentiated.
 
     Compiled modules call no hooks. The caller restores the attributes of the modules.

@@ -18,6 +18,7 @@ from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.monitoring.loop import LoopMonitor
+from lossscale.monitoring.record import StepRecord
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, SkippedStep, StepStats
 from lossscale.packages import warn
 from lossscale.torch.grad_scaler import GradScaler
@@ -27,7 +28,6 @@ from lossscale.torch.ranks import local
 from lossscale.torch.scaling import CPU, real_parts, uncompiled
 from lossscale.torch.settings import warn_of_float16_statistics
 from lossscale.torch.watch import is_finite
-
 
 
 class Monitor(LoopMonitor, Observer):
@@ -45,15 +45,11 @@ class Monitor(LoopMonitor, Observer):
             what Lightning and Accelerate return for such an optimizer.
         model: The module, or (name, parameter) pairs, for the names of parameters. With an
             optimizer it may be None; then parameters are numbered.
-        path: A file for the records, JSON lines; see `lossscale.monitoring.read_records`. None
-            writes no file.
+        path: A new file for the records, JSON lines. None writes no file.
         every: Sample steps whose number is a multiple of this, and the first and the last one.
             Skipped steps in between are counted, and the last one is recorded too.
         log: Called with each record as a dictionary, `lossscale.monitoring.StepRecord.to_dict`,
             after it is written; what it raises, `step` and `close` raise.
-        on_floor: Action when a step is skipped at `min_scale`: "warn", "raise" to end training, or
-            "ignore".
-        append: Whether to continue the file `path` if it exists, as a resumed run does.
         steps_before: Number of steps before this run, with a `GradScaler`. An optimizer has it.
 
     Raises:
@@ -69,14 +65,12 @@ class Monitor(LoopMonitor, Observer):
         ...     loss = (model(torch.ones(1, 2)) * torch.tensor([[1e38]])).sum()
         ...     optimizer.scale_loss(loss).backward()
         ...     optimizer.step()
-        ...     monitor.step(0.25)
-        >>> record = monitor.last_record
+        ...     record = monitor.step(0.25)
         >>> record.scale, record.next_scale, str(record.reason), str(record.nonfinite[0])
         (8.0, 4.0, 'overflow', 'weight (2 inf)')
     """
 
     _is_monitor = _reads_skips = True
-    _explainer: Explainer
 
     def __init__(
         self,
@@ -134,7 +128,7 @@ class Monitor(LoopMonitor, Observer):
                 is_shared=True,
             )
 
-    def step(self, loss: Tensor | float | None = None) -> None:
+    def step(self, loss: Tensor | float | None = None) -> StepRecord | None:
         """Counts a training step, and records it if it is sampled.
 
         A call without a step of the optimizer since the last call, as with accumulated gradients,
@@ -144,8 +138,10 @@ class Monitor(LoopMonitor, Observer):
             loss: The unscaled loss of the step: a number, or a tensor with one element; None if it
                 is not known. Without it an overflow cannot be told from a loss that is not finite.
 
+        Returns:
+            The record of the step; None if it was not read, or no step was taken.
+
         Raises:
-            TrainingHaltedError: If an alarm ends training. The records are in the file then.
             ArgumentError: If `loss` has several elements, or after `close`; nothing is read then.
         """
         self._check_open()
@@ -173,11 +169,12 @@ class Monitor(LoopMonitor, Observer):
             number = None if loss is None else float(loss)
             return now._replace(scale=last_scale, last_skip=skip, loss=number)
 
-        if now.step > self._position:
-            self._add_steps(now.step - self._position, read, loss)
+        return (
+            self._add_steps(now.step - self._position, read) if now.step > self._position else None
+        )
 
     def close(self) -> None:
-        """Records the last step if it was not sampled, and closes the file.
+        """Records the last step if it was not sampled, and watches no more.
 
         Closing it again does nothing; `step` is an error afterwards.
         """

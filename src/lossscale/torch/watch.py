@@ -136,7 +136,7 @@ class Watch(TorchDispatchMode):
     ) -> object:
         kwargs = kwargs or {}
         if func.namespace in _MESSAGES:
-            raise UnrepeatableError("processes communicate in this pass, so it is not repeated")
+            raise UnrepeatableError("processes communicate in this pass")
         name = func._schema.name.partition("::")[2]
         inputs = list(tensors_in((args, kwargs)))
         module, shown = self._place(name)

@@ -271,7 +271,7 @@ def test_lbfgs_is_put_back_if_a_later_evaluation_is_not_finite(factor, line_sear
         inner = torch.optim.LBFGS([point], lr=0.5, line_search_fn=line_search, max_iter=5)
         rule = FixedScale(8.0, skip_nonfinite=True)
         optimizer = wrapped(inner, rule=rule)
-        monitor = Monitor(optimizer, [("point", point)], on_floor="ignore")
+        monitor = Monitor(optimizer, [("point", point)])
         for is_broken in steps:
             evaluations.clear()
 

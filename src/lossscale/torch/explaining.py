@@ -1,4 +1,4 @@
-"""Explains a step: repeats its forward and backward pass, and finds what failed."""
+"""Explains a pass: computes it once more, watches each operation, and finds what failed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lossscale.errors import ArgumentTypeError
 from lossscale.monitoring.explanation import Explanation, Facts, explained
 from lossscale.monitoring.origins import UnrepeatableError, Watched, explain_pass
 from lossscale.torch.isolation import as_it_was
-from lossscale.torch.ranks import is_spread
+from lossscale.torch.ranks import has_others, is_spread
 from lossscale.torch.scaling import scaled
 from lossscale.torch.watch import Watch, named_tensors
 
@@ -35,21 +35,25 @@ def explain(
 ) -> Explanation:
     """Explains why a step on a batch would be skipped: the first operation that is not finite.
 
-    Computes the loss and its gradients once, under `torch.autocast` to float16, and watches each
-    operation. The model stays unchanged, as with `diagnose`; hooks on its modules do not run. A
-    model in evaluation mode is put into training mode meanwhile.
+    Call it right after a skipped step, which changed no weight. It computes the loss and its
+    gradients once, under `torch.autocast` to float16, and watches each operation. The model stays
+    unchanged, as with `diagnose`: parameters, buffers, `.grad`, training flags, and the states of
+    random numbers. Hooks on its modules do not run, and compiled models run uncompiled. A model in
+    evaluation mode is put into training mode meanwhile.
 
     Args:
         model: The model. With `DistributedDataParallel`, pass `model.module`.
-        loss_fn: Called with the model and the batch. Returns the unscaled loss, a tensor with one
-            element. It needs no `autocast`.
+        loss_fn: Called with the model and a copy of the batch. Returns the unscaled loss, a tensor
+            with one element. It needs no `autocast`. It must be repeatable: objects of Python that
+            it writes to keep what it writes. It must not wait for a thread or another process.
         batch: One batch of any kind that `loss_fn` takes.
         parameters: The parameters that the optimizer of this loss trains, if not all.
         scale: The loss scale of the step.
 
     Returns:
-        The explanation. Its cause is "unknown" if the forward and the backward pass are finite,
-        unless an overflow that they hide, as that of the squares in a norm, makes the loss wrong.
+        The explanation. Its cause is "unknown" if the pass is finite, also if an overflow in it is
+        made finite by a later operation, which the text names; or if the pass cannot be watched,
+        as that of a sharded or scripted model.
 
     Raises:
         ArgumentTypeError: If the model or the loss have another type.
@@ -68,38 +72,51 @@ def explain(
     scale = checked_scale("scale", scale)
     all_trained = (p for p in model.parameters() if p.requires_grad)
     trained = checked_parameters(parameters, all_trained)
-    device = next((p.device.type for p in model.parameters()), "cpu")
+    if why_not := _why_not(model):
+        return explained(Facts(why_not=why_not))
     try:
-        _check_repeatable(model)
-        with torch.inference_mode(False), as_it_was(model), watching(model) as watch:
-            batch = copy.deepcopy(batch)
-            for name, tensor in named_tensors({"batch": batch}):
-                watch.mark(tensor, name)
-            with watch.forward():
-                try:
-                    with torch.autocast(device, torch.float16, enabled=needs_autocast(model)):
-                        loss = loss_fn(model, batch)
-                except Exception as error:
-                    raised = watch.evaluation.watched_until(error)
-                    return explained(explain_pass(lambda _: raised, scale))
-                if not isinstance(loss, Tensor) or loss.numel() != 1:
-                    raise ArgumentTypeError(
-                        f"`loss_fn` must return a tensor with one element. Received: {loss!r}."
-                    )
-                output = scaled(loss.reshape(()), 1.0)
-            found = examined(watch, output, trained, scale)
-            if found.is_finite and not _depend([output], set(map(id, trained))):
-                found = Facts(
-                    why_not="the loss is finite, and no trained parameter has a gradient of it"
-                )
-            return explained(found)
+        with torch.inference_mode(False), as_it_was(model), _watching(model) as watch:
+            return explained(_facts(watch, model, loss_fn, copy.deepcopy(batch), trained, scale))
     except UnrepeatableError as error:
         return explained(Facts(why_not=str(error)))
 
 
+def _facts(
+    watch: Watch,
+    model: Module,
+    loss_fn: Callable[[Any, Any], Any],
+    batch: Any,
+    trained: Sequence[Tensor],
+    scale: float,
+) -> Facts:
+    """Computes a pass, and returns what is not finite in it."""
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    for name, tensor in named_tensors({"batch": batch}):
+        watch.mark(tensor, name)
+    with watch.forward():
+        try:
+            with torch.autocast(device, torch.float16, enabled=needs_autocast(model)):
+                loss = loss_fn(model, batch)
+        except Exception as error:
+            raised = watch.evaluation.watched_until(error)
+            return explain_pass(lambda _: raised, scale)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ArgumentTypeError(
+                f"`loss_fn` must return a tensor with one element. Received: {loss!r}."
+            )
+        output = scaled(loss.reshape(()), 1.0)
+    found = examined(watch, output, trained, scale)
+    if found.is_finite and not _depends(output, set(map(id, trained))):
+        return Facts(why_not="the loss is finite, and no trained parameter has a gradient of it")
+    return found
+
+
 @contextlib.contextmanager
-def watching(model: Module) -> Iterator[Watch]:
-    """Within it, hooks of the user's on modules do not run; what a pass writes to is restored."""
+def _watching(model: Module) -> Iterator[Watch]:
+    """Within it, hooks of the user's on modules do not run; what a pass writes to is restored.
+
+    `as_it_was` restores the attributes of the modules.
+    """
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     watch = Watch(model, tensors)
     for path, module in model.named_modules():
@@ -107,7 +124,6 @@ def watching(model: Module) -> Iterator[Watch]:
             tensors.setdefault(name, tensor)
         for name, value in list(vars(module).items()):
             if name.endswith("_hooks") and isinstance(value, OrderedDict):
-                # `as_it_was` puts the others back. Those of a spectral norm are the model.
                 vars(module)[name] = OrderedDict(h for h in value.items() if _is_torchs(h[1]))
     for name, tensor in tensors.items():
         watch.mark(tensor, name, is_weight=True)
@@ -144,18 +160,18 @@ def check_model_and_loss(model: object, loss_fn: object) -> None:
         )
 
 
-def _check_repeatable(model: Module) -> None:
+def _why_not(model: Module) -> str:
+    """Why a pass of a model cannot be watched; "" if it can."""
     names = {type(module).__name__ for module in model.modules()}
     if "FullyShardedDataParallel" in names or any(map(is_spread, model.parameters())):
-        raise UnrepeatableError(
-            "the model is sharded, and its processes communicate in the forward pass"
-        )
+        return "the model is sharded, and its processes communicate in the forward pass"
+    if "SyncBatchNorm" in names and has_others():
+        return "the model has a SyncBatchNorm, whose processes communicate in the forward pass"
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise UnrepeatableError(
-            "a part of the model is a ScriptModule, whose operations have no modules"
-        )
+        return "a part of the model is a ScriptModule, whose operations have no modules"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise UnrepeatableError("the step is captured in a CUDA graph")
+        return "the step is captured in a CUDA graph"
+    return ""
 
 
 def examined(
@@ -196,18 +212,15 @@ def examined(
     return explain_pass(watched, scale, in_float32)
 
 
-def _edges(tensors: Iterable[Tensor]) -> set[tuple[torch.autograd.graph.Node | None, int]]:
-    """What tensors were computed from: the nodes of their graphs, and the numbers of outputs."""
-    edges, nodes = set(), [t.grad_fn for t in tensors if t.grad_fn is not None]
+def _depends(output: Tensor, leaves: set[int]) -> bool:
+    """Whether an output was computed from one of some leaves, given by their ids."""
+    seen: set[object] = set()
+    nodes = [output.grad_fn]
     while nodes:
-        for edge in nodes.pop().next_functions:
-            if edge[0] is not None and edge not in edges:
-                edges.add(edge)
-                nodes.append(edge[0])
-    return edges
-
-
-def _depend(tensors: Sequence[Tensor], leaves: set[int]) -> bool:
-    """Whether one of some tensors is one of some leaves, or was computed from one."""
-    used = (getattr(node, "variable", None) for node, _ in _edges(tensors))
-    return any(id(leaf) in leaves for leaf in (*tensors, *used))
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            if id(getattr(node, "variable", None)) in leaves:
+                return True
+    return False
