@@ -191,8 +191,8 @@ class LossScaleMonitor:
             return optimizer
         raise ArgumentError(
             "LossScaleMonitor watches a lossscale.LossScaleOptimizer. The optimizer of the model "
-            f"{model.name!r} is a {_kind(optimizer)}. Wrap it before compile; for a model with "
-            "several optimizers, pass a monitor for each: LossScaleMonitor(optimizer=...)."
+            f"{model.name!r} is a {_kind(optimizer)}. Wrap the optimizer before compile; if the "
+            "model has several optimizers, pass LossScaleMonitor(optimizer=...) for each."
         )
 
     def _check_thread(self) -> None:
