@@ -205,7 +205,8 @@ def explained(facts: Facts) -> Explanation:
         named = hidden.operation, hidden.module
         return Explanation(Cause.UNKNOWN, f"the pass is finite, but {event}", advice, *named)
     at = scale_in_words(facts.scale)
-    finite = f"the forward and the backward pass are finite at a scale of {at}"
+    finite = f"the forward and the backward pass are finite at a scale of {at}; with other random "
+    finite += "numbers or weights, as a step may have had, they may not be"
     return Explanation(Cause.UNKNOWN, f"not explained: {facts.why_not or finite}")
 
 

@@ -118,10 +118,11 @@ def _watching(model: Module) -> Iterator[Watch]:
     `as_it_was` restores the attributes of the modules.
     """
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    watch = Watch(model, tensors)
+    watch, registered = Watch(model, tensors), set(map(id, tensors.values()))
     for path, module in model.named_modules():
         for name, tensor in named_tensors(vars(module), path):
-            tensors.setdefault(name, tensor)
+            if id(tensor) not in registered:
+                tensors[name] = tensor
         for name, value in list(vars(module).items()):
             if name.endswith("_hooks") and isinstance(value, OrderedDict):
                 vars(module)[name] = OrderedDict(h for h in value.items() if _is_torchs(h[1]))

@@ -402,6 +402,8 @@ def test_a_program_is_explained(name):
     before = values(model)
     found = explain(model, loss_fn, batch, **({"scale": scale[0]} if scale else {}))
     assert (found.cause, words in found.text) == (cause, True), found.text
+    assert "_parameters" not in found.text
+    assert "_buffers" not in found.text
     assert values(model) == before
 
 
@@ -431,6 +433,19 @@ def test_an_overflow_is_followed_to_the_operation_that_makes_it_finite(name):
     found = explain(two_layers(), loss_fn, ONES, scale=16.0)
     assert (found.cause, found.operation) == (Cause.UNKNOWN, "mul")
     assert "is right before a tanh, and wrong in a norm" in found.text
+
+
+def test_a_pass_that_draws_other_random_numbers_may_be_finite_and_the_text_says_so():
+    def loss_fn(model, x):
+        return square(model, x) * (1e6 if torch.rand(()) > 0.5 else 1.0)
+
+    model, texts = two_layers(), {}
+    for seed in range(8):
+        torch.manual_seed(seed)
+        found = explain(model, loss_fn, ONES, scale=2.0**15)
+        texts[str(found.cause)] = found.text
+    assert set(texts) == {"scale", "unknown"}
+    assert "with other random numbers or weights, as a step may have had" in texts["unknown"]
 
 
 def test_a_divisor_that_float16_rounds_to_0():
