@@ -270,7 +270,7 @@ def _meaning(facts: Facts, failed: FailedOperation) -> tuple[Cause, str, str]:
     elif failed.is_overflow:
         reason += f", its result {failed.largest_result:.3g}"
     advice = f"{wide}, or make" if failed.is_of_float16 else "make"
-    return cause, reason, f"{advice} its input smaller"
+    return cause, reason, f"{advice} {'the number' if failed.cast else 'its input'} smaller"
 
 
 def scale_in_words(scale: float) -> str:
