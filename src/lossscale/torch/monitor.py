@@ -162,16 +162,16 @@ class Monitor(LoopMonitor, Observer):
         self._decided, self._skipped, self._scale = False, False, now.next_scale
 
         def read(last_read: int) -> StepStats:
+            number = None if loss is None else float(loss)
             # Otherwise the optimizer took a step before the monitor was attached.
             if self._tracker.last_step <= last_read:
-                return now._replace(scale=scale)
+                return now._replace(scale=scale, loss=number)
             last_scale, skip = self._tracker.read(min(last_read, now.step - 1), now.step)
-            number = None if loss is None else float(loss)
             return now._replace(scale=last_scale, last_skip=skip, loss=number)
 
-        return (
-            self._add_steps(now.step - self._position, read) if now.step > self._position else None
-        )
+        if now.step <= self._position:
+            return None
+        return self._add_steps(now.step - self._position, read)
 
     def close(self) -> None:
         """Records the last step if it was not sampled, and watches no more.
