@@ -98,8 +98,9 @@ class OptaxLoop:
         import jax.numpy as jnp
         import optax
 
-        settings = {"rule": RULE, "track_overflows": self.in_between}
-        self.tx = lossscale.optax.loss_scaled(optax.sgd(0.0), **settings)
+        self.tx = lossscale.optax.loss_scaled(
+            optax.sgd(0.0), rule=RULE, track_overflows=self.in_between
+        )
         self.params = {"w": jnp.zeros(2)}
         self.state = self.tx.init(self.params)
 
