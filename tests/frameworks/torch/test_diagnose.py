@@ -254,7 +254,11 @@ BROKEN = {
         "cannot help: 1 (rsqrt) has no finite result",
         "the epsilon 1e-08 is 0 in float16",
     ),
-    "an epsilon of 0": (normed(0.0, 0.0), "float32 already: 1 (rsqrt) has no finite result", "away from 0"),
+    "an epsilon of 0": (
+        normed(0.0, 0.0),
+        "float32 already: 1 (rsqrt) has no finite result",
+        "away from 0",
+    ),
     "a gradient of 0 / 0": (
         in_the_loss(lambda x: (x.half() ** 2 * 2.0**-22).sqrt()),
         "of test_diagnose.py (backward of sqrt) has no finite result",
