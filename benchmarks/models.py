@@ -160,7 +160,7 @@ class Epoch(Program):
         if settings:
             path = pathlib.Path(tempfile.mkdtemp(), "run.jsonl")
             part = importlib.import_module(f"lossscale.{keras.__name__}")
-            monitor = part.LossScaleMonitor(path, append=True, **settings)
+            monitor = part.LossScaleMonitor(path, **settings)
             self._callbacks = [monitor]
 
     def step(self) -> None:

@@ -8,19 +8,16 @@ import inspect
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
 
 from lossscale import registry
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.framework_types import KerasOptimizer, Library, Model, Scalar, Structure, Tensor
-from lossscale.monitoring.explainer import Explainer
-from lossscale.monitoring.explanation import Explanation, Facts, scale_in_words
+from lossscale.framework_types import KerasOptimizer, Library, Model, Scalar
 from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.record import StepRecord
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
 from lossscale.optimizer import LossScaleOptimizer
-from lossscale.packages import warn
 
 __all__ = ["LossScaleMonitor"]
 
@@ -35,41 +32,25 @@ class LossScaleMonitor:
 
     The object is a `lossscale.tf_keras.LossScaleMonitor` if `TF_USE_LEGACY_KERAS` is set or only
     tf_keras is imported, otherwise a `lossscale.keras.LossScaleMonitor`. These are the classes to
-    inherit from. The model's optimizer must be a `lossscale.LossScaleOptimizer`. If a float16 model
-    is trained without loss scaling, the monitor warns and does nothing else. If a model has several
-    optimizers, as a GAN has, pass a monitor for each.
+    inherit from. If a model has several optimizers, as a GAN has, pass a monitor for each.
 
     The first `fit` with a monitor compiles the training step again, so that it tracks overflows.
     This is not saved with the optimizer, and training gives the same numbers as without it.
 
     Args:
-        path: A file for the records, JSON lines; see `lossscale.monitoring.read_records`. None
-            writes no file.
+        path: A new file for the records, JSON lines. None writes no file.
         every: Sample each step whose number is a multiple of this, and the first and the last one.
             Skipped steps in between are counted, and the last of them is recorded too. With
             `steps_per_execution`, the last step of an execution represents all of them.
         log: Called with each record as a dictionary, `lossscale.monitoring.StepRecord.to_dict`,
-            after it is written. Its exceptions leave `fit`.
-        on_floor: Action when a step is skipped at `min_scale`: "warn", "raise" to end training, or
-            "ignore".
-        append: Whether to continue the file `path` if it exists, as a resumed run does.
-        optimizer: The `lossscale.LossScaleOptimizer` to watch. None watches `model.optimizer`, or
-            the only one among the attributes of the model.
+            after it is written. Its exceptions leave `fit`, with the weights of the sampled step.
+        optimizer: The `lossscale.LossScaleOptimizer` to watch. None watches `model.optimizer`.
         name: Prefix of the names in `logs`, for several monitors: "d" adds `d_loss_scale` and
             `d_steps_skipped`, and records `d_loss` as the loss if `logs` has it.
-        explain: Number of sampled steps to explain, such as 20; 0 for none: skipped ones, and those
-            whose loss is not finite. On PyTorch and JAX the monitor keeps the last batch, and
-            repeats such a step, which takes many times as long and changes nothing. On TensorFlow
-            and with tf_keras, the explanation has the numbers of the epoch and of the batch.
-        loss_fn: With `explain`, for a model with its own `train_step`: as for
-            `lossscale.diagnosis.explain`.
 
     Raises:
         ArgumentError: If an argument is invalid; the message names it.
         ArgumentTypeError: If an argument has the wrong type.
-
-    `fit` raises `lossscale.errors.TrainingHaltedError` when an alarm ends training, after the
-    records are written.
 
     Examples:
         >>> LossScaleMonitor(every=0)
@@ -88,14 +69,9 @@ class LossScaleMonitor:
     # The optimizer whose steps were recorded, and what is made with it.
     _recorded: KerasOptimizer | None = None
     _recorder: Recorder
-    _explainer: Explainer
     # While `fit` runs, the watched optimizer, and from the first step on the counter of steps.
     _optimizer: KerasOptimizer | None = None
     _loop: LoopMonitor | None = None
-
-    # While `fit` runs, if steps are explained: their passes, and the batch that was taken last.
-    _passes: Any = None
-    _batch: Structure | None = None
 
     def __new__(
         cls, *args: Any, optimizer: object = None, name: str | None = None, **kwargs: Any
@@ -112,12 +88,8 @@ class LossScaleMonitor:
         *,
         every: int = 1,
         log: Callable[[dict[str, Any]], object] | None = None,
-        on_floor: Literal["warn", "raise", "ignore"] = "warn",
-        append: bool = False,
         optimizer: LossScaleOptimizer | None = None,
         name: str | None = None,
-        explain: int = 0,
-        loss_fn: Callable[[Model, Structure], Tensor] | None = None,
     ) -> None:
         super().__init__()
         if not (optimizer is None or hasattr(optimizer, "_track_overflows")):
@@ -131,7 +103,7 @@ class LossScaleMonitor:
         # tf_keras then leaves `logs` on the device, where nothing waits for them. Its constructor
         # sets the attribute too.
         self._supports_tf_logs = True
-        self._settings = MonitorSettings(path, every, log, on_floor, append, explain, loss_fn)
+        self._settings = MonitorSettings(path, every, log)
 
     # `help()` shows the signature of `__new__`.
     __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]  # optional
@@ -140,11 +112,6 @@ class LossScaleMonitor:
     def last_record(self) -> StepRecord | None:
         """The last record of this monitor, or None."""
         return None if self._recorded is None else self._recorder.last_record
-
-    @property
-    def explanation(self) -> Explanation | None:
-        """The explanation of the last step that was explained, or None."""
-        return None if self._recorded is None else self._explainer.last
 
     # What `fit` calls.
 
@@ -161,20 +128,11 @@ class LossScaleMonitor:
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks the model, creates the file, and has the training step compiled again."""
         model = self.model
-        self._optimizer = self._loop = self._passes = self._batch = None
+        self._optimizer = self._loop = None
         optimizer = self._watched_in(model)
-        if optimizer is None:
-            self._check_is_float16(model)
-            warn(
-                f"float16 without loss scaling: the model {model.name!r} computes in float16 and "
-                "its loss is not scaled. Gradients up to 2**-25 become zero, without an error. "
-                "Wrap the optimizer: lossscale.LossScaleOptimizer(optimizer)."
-            )
-            return
         if self._recorded is not optimizer:
             self._recorder = Recorder(self._settings, optimizer.rule)
             self._recorded = optimizer
-            self._explainer = Explainer(self._settings.explain, optimizer.rule)
         self._recorder.open()
         self._instrument(model, optimizer)
         self._optimizer = optimizer
@@ -183,15 +141,13 @@ class LossScaleMonitor:
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Keras starts a new mean of the loss."""
-        self._mean_is_finite, self._epoch = True, epoch
+        self._mean_is_finite = True
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Marks the first step of an execution, which may be of several steps."""
         if self._optimizer is None:
             return
         self._first_of_execution = batch
-        if self._explainer.left:
-            self._hold_batch()
         if self._loop is None:
             # Not at the start of training, because another callback may restore a checkpoint there.
             self._loop = LoopMonitor(self._recorder, self._stats().step)
@@ -208,9 +164,8 @@ class LossScaleMonitor:
         # If an earlier step may have made the mean NaN, it says nothing of this one. A mean that is
         # not read may be on the device, and reading it would wait for the step.
         is_of_step, self._mean_is_finite = self._mean_is_finite and steps == 1, False
-        place = f"batch {batch + 1} of epoch {self._epoch + 1}, both counted from 1"
-        read = functools.partial(self._read, loss, is_of_step, place)
-        self._loop._add_steps(steps, read, None)
+        read = functools.partial(self._read, loss, is_of_step)
+        self._loop._add_steps(steps, read)
         self._show(logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -225,46 +180,20 @@ class LossScaleMonitor:
         """Records the last step if it was not sampled."""
         if self._loop is not None:
             self._loop.close()
-        self._optimizer = self._loop = self._passes = self._batch = None
+        self._optimizer = self._loop = None
 
     # --- Before training ----------------------------------------------------------------------
 
     def _watched_in(self, model: Model) -> KerasOptimizer:
-        """The optimizer to watch; None if the model has no LossScaleOptimizer."""
-        if self._given is not None or isinstance(model.optimizer, LossScaleOptimizer):
-            return model.optimizer if self._given is None else self._given
-        found: dict[int, tuple[str, KerasOptimizer]] = {}
-        for name, value in vars(model).items():
-            parts: Iterable[tuple[object, object]] = ()
-            if isinstance(value, (list, tuple)):
-                parts = enumerate(value)
-            # TensorFlow keeps in its own dictionaries what was an attribute once.
-            elif isinstance(value, Mapping) and not name.startswith("_self_"):
-                parts = value.items()
-            for place, each in [(name, value), *((f"{name}[{key!r}]", v) for key, v in parts)]:
-                if isinstance(each, LossScaleOptimizer):
-                    found.setdefault(id(each), (place, each))
-        if len(found) > 1:
-            names = [place for place, _ in found.values()]
-            raise ArgumentError(
-                f"LossScaleMonitor() watches one optimizer. The model {model.name!r} has several: "
-                f"{', '.join(names)}. Pass a monitor for each: LossScaleMonitor(optimizer=model."
-                f'{names[0]}, name="{names[0].removesuffix("_optimizer")}").'
-            )
-        return next((each for _, each in found.values()), None)
-
-    def _check_is_float16(self, model: Model) -> None:
-        """Refuses a model that needs no loss scaling of ours."""
-        optimizer = model.optimizer
-        own = self._library.mixed_precision.LossScaleOptimizer
-        scaled = isinstance(optimizer, own) or bool(getattr(optimizer, "loss_scale_factor", None))
-        dtypes = {layer.compute_dtype for layer in model._flatten_layers()}
-        if scaled or "float16" not in dtypes:
-            raise ArgumentError(
-                "LossScaleMonitor watches lossscale.LossScaleOptimizer. The optimizer of the model "
-                f"{model.name!r} is a {_kind(optimizer)}. Wrap the optimizer before compile, "
-                "lossscale.LossScaleOptimizer(optimizer), or leave the monitor out."
-            )
+        """The optimizer to watch."""
+        optimizer = model.optimizer if self._given is None else self._given
+        if isinstance(optimizer, LossScaleOptimizer):
+            return optimizer
+        raise ArgumentError(
+            "LossScaleMonitor watches a lossscale.LossScaleOptimizer. The optimizer of the model "
+            f"{model.name!r} is a {_kind(optimizer)}. Wrap the optimizer before compile; if the "
+            "model has several optimizers, pass LossScaleMonitor(optimizer=...) for each."
+        )
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:
@@ -300,7 +229,7 @@ class LossScaleMonitor:
         self._shown = StepStats(int(optimizer.iterations), scale, scale, skipped, last_skipped)
         return self._shown
 
-    def _read(self, mean: Scalar | None, is_of_step: bool, place: str, last_read: int) -> StepStats:
+    def _read(self, mean: Scalar | None, is_of_step: bool, last_read: int) -> StepStats:
         """Reads the last step, with the loss, the mean over the epoch that Keras reports."""
         optimizer: KerasOptimizer = self._optimizer
         stats, tracker = self._stats(), optimizer._overflow_tracker
@@ -313,20 +242,7 @@ class LossScaleMonitor:
         if stats.step == last_read:
             return stats
         scale, skip = tracker.read(min(last_read, stats.step - 1), stats.step)
-        stats = stats._replace(scale=scale, last_skip=skip, loss=loss)
-        return self._explainer.explain(stats, lambda: self._facts(place, scale))
-
-    # --- Explanations, which Keras 3 on PyTorch and JAX overrides -------------------------------
-
-    def _hold_batch(self) -> None:
-        """Keeps the batch of the next step, if it can be seen."""
-
-    def _facts(self, place: str, scale: float) -> Facts:
-        """Repeats the last step at its loss scale; `place` is its batch, in words."""
-        why = f"on TensorFlow the batch is taken within the compiled step. It was {place}"
-        if self._library.__name__ == "keras":
-            why += f": lossscale.diagnosis.explain(model, x, y, scale={scale_in_words(scale)})"
-        return Facts(why_not=why)
+        return stats._replace(scale=scale, last_skip=skip, loss=loss)
 
     def _show(self, logs: dict[str, Any] | None) -> None:
         if logs is not None:

@@ -19,7 +19,6 @@ Exception
     ├── StateDictError(RuntimeError, KeyError)
     │                                      a state dictionary that is empty or not of this kind
     ├── OldFileError(ValueError)           a file that cannot be read, or lacks what is needed
-    ├── TrainingHaltedError(RuntimeError)  a run that cannot recover by itself was ended
     ├── MissingPackageError(ImportError)   a package that this needs is not installed
     └── UnsupportedError(NotImplementedError)
                                            the framework cannot do this
@@ -101,13 +100,6 @@ class StateDictError(LossScaleError, RuntimeError, KeyError):
 
 class OldFileError(LossScaleError, ValueError):
     """A file cannot be read, or lacks what was requested."""
-
-
-class TrainingHaltedError(LossScaleError, RuntimeError):
-    """A monitor ended a training run that cannot recover, as its arguments request.
-
-    The message says at which step and scale, which gradients were not finite, and what to do.
-    """
 
 
 class MissingPackageError(LossScaleError, ImportError):
@@ -211,7 +203,6 @@ __all__ = [
     "OldFileError",
     "ScalerArgumentError",
     "StateDictError",
-    "TrainingHaltedError",
     "UnknownSettingError",
     "UnknownSlotError",
     "UnsupportedError",

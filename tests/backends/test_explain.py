@@ -75,7 +75,7 @@ def normed(np, h, gain):
 
 OWN = {
     "a norm before a recurrence": Fault(
-        normed, OVERFLOW, "mul square", scale=1.0, words="and a later operation hides it"
+        normed, "unknown", "mul square", scale=1.0, words="a later operation makes it finite again"
     ),
     "a loop that diverges": Fault(newton, OVERFLOW, "mul"),
     "a recurrence that doubles": Fault(doubling, OVERFLOW, "mul add"),
@@ -204,6 +204,26 @@ def test_what_the_model_is_given_is_named_and_so_are_mistakes():
     for owned in ([], [keras.Variable(1.0)]):
         with pytest.raises(ArgumentError, match="trainable parameters of the model"):
             explain(model, x, x[:, :1], parameters=owned)
+
+
+def test_a_loss_function_that_writes_to_its_batch_leaves_the_arrays_as_they_were():
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+    x, weights = np.ones((2, 3), np.float32), np.full((2,), 3.0, np.float32)
+
+    def doubled(weights):
+        return weights.mul_(2) if cases.BACKEND == "torch" else weights * 2
+
+    def loss_fn(model, batch):
+        y, weights = ops.cast(model(batch[0]), "float32"), doubled(batch[2])
+        return ops.mean(ops.square(y)[:, 0] * weights)
+
+    given = {"sample_weight": weights, "loss_fn": loss_fn}
+    found = explain(model, x, scale=2.0**20, **given)
+    assert found.cause == Cause.SCALE
+    assert explain(model, x, scale=2.0**20, **given).text == found.text
+    assert_same([weights], [np.full((2,), 3.0, np.float32)])
+    diagnose(model, x, **given)
+    assert_same([weights], [np.full((2,), 3.0, np.float32)])
 
 
 class Called(layers.Layer):

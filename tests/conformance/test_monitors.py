@@ -14,8 +14,8 @@ import pytest
 import lossscale
 from conformance.wrappers import BACKEND, KERAS
 from core import oracle
-from lossscale.errors import ArgumentError, LossScaleWarning, TrainingHaltedError
-from lossscale.monitoring import StepRecord, read_records
+from lossscale.errors import ArgumentError, LossScaleWarning
+from records import column, read
 
 RULE = lossscale.DynamicScale(8.0, growth_interval=2, min_scale=2.0)
 HUGE, NAN = 3e38, math.nan
@@ -60,6 +60,7 @@ class TorchLoop:
     name, in_between, made, by = "weight", True, 0, "wrapper"
 
     def __init__(self):
+        self.returned = []
         import torch
 
         from frameworks.torch.support import OURS
@@ -77,7 +78,7 @@ class TorchLoop:
             for batch in batches:
                 train_step(self.loop, loss := self.model(torch.full((1, 2), batch)).mean())
                 self.made += 1
-                monitor.step(loss)
+                self.returned.append(monitor.step(loss))
         return monitor
 
 
@@ -93,15 +94,15 @@ class OptaxLoop:
     name, in_between, made = "w", True, 0
 
     def __init__(self):
+        self.returned = []
         import jax.numpy as jnp
         import optax
 
-        tx = lossscale.optax.loss_scaled(optax.sgd(0.0), rule=RULE)
-        self.tx, self.params = self.wrap(tx), {"w": jnp.zeros(2)}
+        self.tx = lossscale.optax.loss_scaled(
+            optax.sgd(0.0), rule=RULE, track_overflows=self.in_between
+        )
+        self.params = {"w": jnp.zeros(2)}
         self.state = self.tx.init(self.params)
-
-    def wrap(self, tx):
-        return lossscale.optax.track_overflows(tx)
 
     def run(self, batches, *args, **settings):
         import jax
@@ -119,7 +120,7 @@ class OptaxLoop:
             for batch in batches:
                 loss, self.state = step(self.state, jnp.full(2, batch))
                 self.made += 1
-                monitor.step(self.state, loss)
+                self.returned.append(monitor.step(self.state, loss))
         return monitor
 
 
@@ -127,9 +128,6 @@ class BareOptaxLoop(OptaxLoop):
     """A loop with Optax that tracks nothing."""
 
     name, in_between = None, False
-
-    def wrap(self, tx):
-        return tx
 
 
 # A process with Keras has the loops of its backend's library too, which are the same in each.
@@ -166,7 +164,6 @@ def expected(front, batches, every=1):
             "reason": reason if skipped else None,
             "nonfinite": tensors if skipped else [],
             "steps_skipped": step - sum(finite[:step]),
-            "explanation": None,
         }
         if step in (1, len(batches)) or step % every == 0:
             if last_skip and front.in_between and not skipped:
@@ -184,6 +181,11 @@ def plainly(rows):
     return [{**row, "loss": repr(row["loss"])} for row in rows]
 
 
+def written(rows):
+    """Rows as they are in a file: JSON has no NaN."""
+    return [{**row, "loss": "'nan'" if row["loss"] == "nan" else row["loss"]} for row in rows]
+
+
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("batches", [OVERFLOWS, [1.0, HUGE, NAN]], ids=["overflows", "nan"])
 def test_what_is_recorded_logged_and_written_is_what_happened(front, batches, every, tmp_path):
@@ -195,9 +197,21 @@ def test_what_is_recorded_logged_and_written_is_what_happened(front, batches, ev
     if isinstance(front, KerasFit) and every > 1 and NAN in batches:
         wanted[-1] |= {"loss": "None", "reason": "unknown"}
     assert plainly(logged) == wanted
-    assert plainly(record.to_dict() for record in read_records(path)) == wanted
+    assert plainly(read(path)) == written(wanted)
     assert list(logged[0]) == list(json.loads(path.read_text().splitlines()[0]))
     assert plainly([monitor.last_record.to_dict()]) == wanted[-1:]
+    if not isinstance(front, KerasFit):
+        check_returned(front.returned, wanted, every)
+
+
+def check_returned(returned, wanted, every):
+    """Each call returns the record of its step, and None if that was not read."""
+    rows = {row["step"]: row for row in wanted}
+    for step, record in enumerate(returned, start=1):
+        if step == 1 or step % every == 0:
+            assert plainly([record.to_dict()]) == [rows[step]]
+        else:
+            assert record is None
 
 
 def test_what_log_raises_ends_training_with_the_record_in_the_file(front, tmp_path):
@@ -210,16 +224,8 @@ def test_what_log_raises_ends_training_with_the_record_in_the_file(front, tmp_pa
     with pytest.raises(RuntimeError) as raised:
         front.run(FINITE, path, log=log)
     assert raised.value is failure
-    assert [record.step for record in read_records(path)] == [1, 2]
-
-
-def test_an_alarm_ends_training_with_the_record_in_the_file_and_logged(front, tmp_path):
-    path, logged = tmp_path / "run.jsonl", []
-    with pytest.raises(TrainingHaltedError, match="at the minimum loss scale"):
-        front.run(OVERFLOWS, path, log=logged.append, on_floor="raise")
-    assert [record["step"] for record in logged] == [1, 2, 3, 4]
-    assert [record.step for record in read_records(path)] == [1, 2, 3, 4]
-    assert front.made == 4
+    assert column(path, "step") == [1, 2]
+    assert front.made == 2
 
 
 @pytest.mark.parametrize("kind", ["int", "folder", "no folder", "exists"])
@@ -237,12 +243,16 @@ def test_a_bad_path_is_an_error_before_anything_is_trained(front, kind, tmp_path
     assert (tmp_path / "run.jsonl").read_text() == "mine"
 
 
-def test_a_killed_run_that_is_resumed_continues_its_file(front, tmp_path):
+@pytest.mark.parametrize("gone", ["explain", "loss_fn", "on_floor", "append"])
+def test_an_argument_that_is_gone_is_pythons_error(front, gone):
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{gone}'"):
+        front.run(FINITE, **{gone: None})
+    assert front.made == 0
+
+
+def test_a_job_that_is_started_again_with_the_same_path_is_told_what_to_write(front, tmp_path):
     path = tmp_path / "run.jsonl"
-    front.run(FINITE[:2], path)
-    with path.open("a") as file:
-        file.write(StepRecord(3, 8.0, False).to_json()[:20])
-    counts = isinstance(front, (TorchScaler, BareOptaxLoop))
-    settings = {"steps_before": 2} if counts else {}
-    front.run(FINITE[:1], path, append=True, **settings)
-    assert [record.step for record in read_records(path)] == [1, 2, 3]
+    front.run(FINITE[:1], path)
+    with pytest.raises(ArgumentError, match="which exists"):
+        front.run(FINITE[:1], path)
+    assert column(path, "step") == [1]

@@ -26,7 +26,7 @@ ARROWS = {
     "diagnosis": "errors checks rules common monitoring jax keras torch optax *keras *jax "
     "*torch *tensorflow **any",
     "monitoring": "errors checks packages rules",
-    "callbacks": "errors packages registry optimizer monitoring",
+    "callbacks": "errors registry optimizer monitoring",
     "common": "errors packages rules monitoring",
     "jax": "rules common monitoring *jax",
     "tensorflow": "errors packages rules registry common monitoring *tensorflow",
@@ -35,7 +35,7 @@ ARROWS = {
     "optax": "errors checks packages registry rules arguments common jax monitoring *jax *optax",
     # A backend of Keras imports its own framework as well.
     "keras": "errors packages rules registry members arguments optimizer old_formats common "
-    "monitoring keras_common tensorflow jax torch callbacks *keras",
+    "keras_common tensorflow jax torch callbacks *keras",
     "tf_keras": "errors packages rules registry members arguments optimizer old_formats common "
     "keras_common tensorflow callbacks *tf_keras *tensorflow",
     "experimental": "errors checks rules registry members arguments optimizer keras_common keras "

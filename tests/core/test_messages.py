@@ -14,6 +14,7 @@ import inspect
 import os
 import pathlib
 import re
+import time
 
 import pytest
 
@@ -52,6 +53,7 @@ OWNERS = {
     "mesh": [torch.distributed.device_mesh.DeviceMesh],
     "loss": [torch.Tensor],
     "copy": [copy],
+    "time": [time],
     "self": WRAPPERS,
     "strategy": [tf.distribute.Strategy],
 }

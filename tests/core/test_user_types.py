@@ -41,7 +41,7 @@ lossscale.torch.GradScaler().step("adam")
 lossscale.DynamicScale(initial_scale="high")
 lossscale.LossScaleOptimizer(inner).minimize(los=None)
 lossscale.LossScaleOptimizer()
-lossscale.torch.Monitor(optimizer, on_floor="stop")
+lossscale.torch.Monitor(optimizer, every="all")
 lossscale.DynamicScale(growth=3)
 lossscale.optax.loss_scalled
 lossscale.keras.Monitor

@@ -86,11 +86,9 @@ class Model:
     ],
 )
 def test_float16_holds_the_derivative_at_the_epsilon_that_is_advised(operation, derivative):
-    found = explained(Facts(Origin(FailedOperation(operation, "norm", meets_zero=True))))
+    found = explained(Facts(Origin(FailedOperation(operation, "norm"))))
     epsilon = float(found.advice.partition("epsilon of ")[2].split()[0])
     assert derivative(epsilon) < 65504
-    # Nor is it larger than it must be by much.
-    assert derivative(epsilon / 100) > 65504 or epsilon <= 1e-4
 
 
 @pytest.mark.parametrize(("low", "verdict"), [(-6, "not needed"), (-30, "needed")])
@@ -259,7 +257,7 @@ def test_a_gradient_of_ordinary_size_that_is_wrong_at_every_scale_is_no_noise():
     found = Model(gradients, noise=("wrong",)).measured()
     assert recommend(found).verdict is Verdict.UNKNOWN
     assert "gradient of wrong is wrong at every scale" in found.unknown
-    # An overflow that a later operation hides cannot be helped.
+    # What overflows at every scale cannot be helped.
     verdict = recommend(Explained(gradients, noise=("wrong",)).measured())
     assert verdict.verdict is Verdict.CANNOT_HELP
     assert "norm (square) overflows in the forward pass" in verdict.reason
@@ -267,11 +265,26 @@ def test_a_gradient_of_ordinary_size_that_is_wrong_at_every_scale_is_no_noise():
     assert recommend(Explained({"w": spread(-6, 0)}).measured()).verdict is Verdict.NOT_NEEDED
 
 
+class Hides(Model):
+    """With an overflow that a later operation makes finite."""
+
+    def explain(self, batch, scale, half):
+        return explained(Facts(hidden=FailedOperation("square", "norm", largest_result=1e6)))
+
+
+def test_an_overflow_that_is_made_finite_is_named_beside_inaccurate_gradients_alone():
+    gradients = {"w": spread(-6, 0), "wrong": spread(-8, -6)}
+    verdict = recommend(Hides(gradients, noise=("wrong",)).measured())
+    assert (verdict.verdict, verdict.rule) == (Verdict.UNKNOWN, None)
+    assert "norm (square) overflows, and a later operation makes it finite" in verdict.reason
+    assert recommend(Hides({"w": spread(-6, 0)}).measured()).verdict is Verdict.NOT_NEEDED
+
+
 def test_what_scaling_mends_is_no_reason_why_it_cannot_help():
     class OfTheScale(Model):
         def explain(self, batch, scale, half):
             failed = FailedOperation("mul", "norm", in_backward=True, largest_result=1e6)
-            return explained(Facts(Origin(failed), halvings=4))
+            return explained(Facts(Origin(failed), is_scaled=True))
 
     verdict = recommend(OfTheScale({"w": spread(-6, 0)}, ends="the loss").measured())
     assert verdict.verdict is Verdict.CANNOT_HELP

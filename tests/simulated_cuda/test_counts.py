@@ -12,7 +12,6 @@ import torch
 import lossscale
 from benchmarks import gpu_counts
 from benchmarks.gpu_torch import LAYOUTS, MODEL_STEPS, WAYS, counted, prepared, rows, rows_of_models
-from frameworks.torch.support import WithScaler, Wrapper
 from simulated_cuda import device
 
 SMALL = LAYOUTS["200 x 1,000"]
@@ -191,38 +190,3 @@ def test_what_makes_the_drop_in_wait(before, waits):
 def test_the_host_decides_on_a_first_step_without_state(name, optimizer):
     way, loss = prepared(name, optimizer, SMALL[:4], None)
     assert [len(step(way, loss)) for _ in range(3)] == [1, 0, 0]
-
-
-@pytest.mark.parametrize("verb", ["backward", "scale_loss", "scale"])
-def test_the_loss_of_an_applied_step_is_explained_without_a_wait(verb):
-    """It is on the host when the host has waited for the decision."""
-    waits, records = {}, []
-    for explain in (0, 20):
-        model = torch.nn.Linear(2, 1).to("cuda")
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        run = Wrapper(lossscale.LossScaleOptimizer(inner, initial_scale=8))
-        if verb == "scale":
-            run = WithScaler(inner, lossscale.torch.GradScaler("cuda", init_scale=8.0))
-        settings = {"explain": explain, "log": records.append, "every": 100}
-        with lossscale.torch.Monitor(run.watched, model, **settings) as monitor:
-            for number in range(4):
-                x = torch.ones(3, 2, device="cuda")
-                # The last loss is NaN, of a part that has no gradient.
-                loss = model(x).mean() + (x.sum() - 6.0 if number < 3 else x.sum() * torch.nan)
-                device.taken()
-                if verb == "backward":
-                    run.watched.backward(loss)
-                else:
-                    run.scale_loss(loss).backward()
-                run.step()
-                if number < 3:
-                    monitor.step(loss)
-                    waits.setdefault(explain, []).append(len(device.taken()))
-            if explain:
-                with pytest.warns(
-                    lossscale.errors.LossScaleWarning,
-                    match="Step 4 was applied, and its loss is nan",
-                ):
-                    monitor.step(loss)
-    assert waits[20] == waits[0]
-    assert records[-1]["explanation"]["cause"] == "loss"

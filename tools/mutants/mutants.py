@@ -173,6 +173,8 @@ tests/backends/test_files.py
     keras_common KerasCommonOptimizer.set_weights: len(values) == len(weights) -> True
         -k set_weights
 tests/diagnosis/test_measurement.py
+    diagnosis on tensorflow _Batches._explained: hidden and found.operation -> False
+        -k made_finite
     diagnosis _beyond: error ** 2 - best ** 2 -> error ** 2
     diagnosis _Batches.measured: g.largest > least -> False
     diagnosis _predicted_highest: LARGEST / largest -> largest
@@ -394,6 +396,11 @@ tests/frameworks/torch/test_processes.py
     torch grad_norm: info.copies(gradient) -> 1  -k clipped
     torch _groups_along: placement.is_replicate() -> not placement.is_shard()
         -k spread_over
+tests/frameworks/torch/test_explain.py
+    torch _facts: found.is_finite and not _depends(...) -> False  -k cannot_be_used
+    torch _watching: _is_torchs(h[1]) -> True  -k with_and_without
+    torch as_it_was: parameter.grad = gradient -> pass  -k put_back
+    torch _why_not: isinstance(module, torch.jit.ScriptModule) -> False  -k scripted
 tests/frameworks/torch/test_wrong_calls.py
     torch check_needs_no_closure: name.endswith(_IN_STEP) -> False  -k mistakes
     torch step_with_closure: _is_sam(part) -> False  -k mistakes
@@ -416,8 +423,8 @@ lossscale-migration/tests/test_untrusted_files.py
         -k small_zip
     migration on tensorflow parsed: range(_DEEPEST) -> range(10**6)  -k nested_deep
 tests/monitoring/test_recorder.py
-    monitoring on tensorflow _cut_off_half_a_line: file.truncate(end) -> pass  -k beginning
-    monitoring on tensorflow read_records: break -> pass  -k beginning
+    monitoring on tensorflow Recorder._add: return record -> return None  -k once
+    monitoring on tensorflow Recorder.open: open(path, "xb") -> open(path, "ab")  -k exists
     monitoring on tensorflow is_lowest: 1 + 2.0 ** -20 -> 1.0  -k rounds
 lossscale-migration/tests/test_models.py
     migration _described_optimizer: begins_as_keras_own(arrays) -> False  -k arrives and SGD

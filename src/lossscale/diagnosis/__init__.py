@@ -92,9 +92,10 @@ def explain(
 ) -> Explanation:
     """Explains why a step on a batch would be skipped: the first operation that is not finite.
 
-    Computes the loss and its gradients as `diagnose` does, operation by operation, which takes many
-    times as long as a step. A compiled step may compute some of them together, without rounding to
-    float16 in between. The model stays unchanged. Weights must be those of the step.
+    A skipped step changed no weight, so the model computes the same pass again. This computes the
+    loss and its gradients as `diagnose` does, operation by operation, which takes many times as
+    long as a step. A compiled step may compute some of them together, without rounding to float16
+    in between. The model and the arrays stay unchanged.
 
     Args:
         model: A built model of Keras 3, compiled unless `loss_fn` is given.
@@ -102,13 +103,13 @@ def explain(
             model has several.
         y: The targets of the batch, or None.
         sample_weight: The weights of the rows, arrays of shape (rows,), or None.
-        loss_fn: As for `diagnose`.
+        loss_fn: As for `diagnose`. It must be repeatable.
         parameters: As for `diagnose`.
         scale: The loss scale of the step.
 
     Returns:
-        The explanation. Its cause is "unknown" if the forward and the backward pass are finite,
-        unless an overflow that they hide, as that of the squares in a norm, makes the loss wrong.
+        The explanation. Its cause is "unknown" if the pass is finite, also if an overflow in it is
+        made finite by a later operation, which the text names.
 
     Raises:
         ArgumentTypeError: If `model` is not a model of Keras 3, or `loss_fn` does not return a

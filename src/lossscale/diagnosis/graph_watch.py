@@ -67,11 +67,11 @@ class GraphWatch:
         inputs = [(each, origin_of(each, name, is_weight=kind)) for each, name, kind in named]
         given = [(tf.constant(scale, tf.float32), None), *inputs]
         try:
-            (loss, origin), *gradients = self._evaluate(graph, given, self._outputs)
+            (_, origin), *gradients = self._evaluate(graph, given, self._outputs)
         except Exception as error:
             return self._evaluation.watched_until(error)
         first = next((each for _, each in gradients if each and not each.is_mask), None)
-        return self._evaluation.watched([loss], origin, first)
+        return self._evaluation.watched(origin, first)
 
     def _evaluate(
         self,

@@ -197,9 +197,10 @@ def explain(
 ) -> Explanation:
     """Explains why a step on a batch would be skipped: the first operation that is not finite.
 
-    Evaluates the loss and its gradients in float16, operation by operation, which takes many times
-    as long as a compiled step. A compiled step may compute some of them together, without rounding
-    to float16 in between.
+    A skipped step changed no parameter, so `params` are those that it returned. This evaluates the
+    loss and its gradients in float16, operation by operation, which takes many times as long as a
+    compiled step. A compiled step may compute some of them together, without rounding to float16 in
+    between.
 
     Args:
         loss_fn: As for `diagnose`: a pure function of the parameters, a batch and a dtype.
@@ -209,8 +210,8 @@ def explain(
         parameters: The parameters that the optimizer of this loss trains, as for `diagnose`.
 
     Returns:
-        The explanation. Its cause is "unknown" if the forward and the backward pass are finite,
-        unless an overflow that they hide, as that of the squares in a norm, makes the loss wrong.
+        The explanation. Its cause is "unknown" if the pass is finite, also if an overflow in it is
+        made finite by a later operation, which the text names.
 
     Raises:
         ArgumentTypeError: If what `loss_fn` returns has another type.

@@ -64,15 +64,15 @@ class JaxprWatch:
             # These would raise what is to be explained.
             with jax.debug_nans(False), jax.debug_infs(False):
                 given = [*inputs, (np.float32(scale), None)]
-                (loss, origin), *gradients = self._evaluate(self.closed, given)
+                (_, origin), *gradients = self._evaluate(self.closed, given)
         except Exception as error:
             return self._evaluation.watched_until(error)
         first = next((each for _, each in gradients if each and not each.is_mask), None)
-        if origin is None and first and first.failed and first not in self._evaluation.absorbed:
+        failed = first.failed if origin is None and first else None
+        if failed and failed not in self._evaluation.absorbed:
             # The forward pass is finite, so it is a part of a derivative.
-            operation = self._derived[first.failed]
-            first = Origin(first.failed._replace(operation=operation, in_backward=True))
-        return self._evaluation.watched([loss], origin, first)
+            first = Origin(failed._replace(operation=self._derived[failed], in_backward=True))
+        return self._evaluation.watched(origin, first)
 
     def _evaluate(self, closed: ClosedJaxpr, given: Sequence[Value]) -> list[Value]:
         """Returns the outputs of a jaxpr."""

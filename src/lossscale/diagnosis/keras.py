@@ -101,7 +101,8 @@ class KerasGradientFunction:
                 compute = jax.jit(compute, compiler_options=exactly)
             self._computations[half] = compute
         with self._in_precision(half) as values:
-            loss, gradients, fits = self._computations[half]((values, batch), np.float32(scale))
+            given = values, _own_arrays(batch)
+            loss, gradients, fits = self._computations[half](given, np.float32(scale))
         found = {
             name: None if gradient is None else _on_host(gradient)
             for name, gradient in zip(self._names, gradients, strict=True)
@@ -170,14 +171,15 @@ class KerasGradientFunction:
     def _on_torch(self, batch: Batch, scale: float, half: bool) -> Facts:
         import torch
 
-        from lossscale.torch.repeated_step import examined
+        from lossscale.torch.explaining import examined
         from lossscale.torch.watch import Watch
 
-        count = len(self._trained)
+        count, given = len(self._trained), _own_arrays(batch)
 
         def in_float32(scale: float) -> Watched:
-            return Watched(None if self.facts(batch, scale, False).is_finite else Origin(), None)
+            return Watched(None if self.facts(given, scale, False).is_finite else Origin(), None)
 
+        batch = _own_arrays(given)
         with self._in_precision(half) as values:
             arrays = [each for each in keras.tree.flatten((values, batch)) if each is not None]
             named = list(zip(self._names_of(batch), arrays, strict=True))
@@ -194,9 +196,8 @@ class KerasGradientFunction:
                 except Exception as error:
                     raised = watch.evaluation.watched_until(error)
                     return explain_pass(lambda _: raised, scale)
-                outer = [(loss, torch.full_like(loss, scale))]
                 wide = in_float32 if half else None
-                return examined(watch, outer, first, scale, in_float32=wide)
+                return examined(watch, loss, first, scale, in_float32=wide)
 
     def _names_of(self, batch: Batch) -> list[tuple[str, bool]]:
         """The names of all variables and of the arrays in a batch; whether each is a variable."""
@@ -533,6 +534,12 @@ def _mapped(function: Callable[[Array], Array], batch: Batch) -> Batch:
         lambda leaf: None if leaf is None else function(leaf), batch
     )
     return mapped
+
+
+def _own_arrays(batch: Structure) -> Batch:
+    """A batch whose arrays a pass may write to; tensors of PyTorch share memory with NumPy's."""
+    own = keras.ops.copy if keras.backend.backend() == "torch" else lambda array: array
+    return _mapped(own, Batch(*batch))
 
 
 def _narrowed(array: Array) -> Array:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossscale.checks import checked_count
+from lossscale.common.random_states import kept_random_states
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError, first_line
 from lossscale.framework_types import Array
 from lossscale.monitoring.explanation import LARGEST, Cause, Explanation
@@ -278,14 +278,16 @@ class _Batches(Generic[Batch]):
             return self._with_noise(found)
         # An overflow that a later operation hides does no harm unless gradients are wrong. If it is
         # in a few rows, they are not all noise.
-        why = self._explained(exponent=min(found.highest_exponent, 0))
-        if why is not None:
+        why = self._explained(exponent=min(found.highest_exponent, 0), hidden=True)
+        if why is not None and why.cause is not Cause.UNKNOWN:
             return dataclasses.replace(found, overflows_at="the forward pass", explanation=why)
-        if not wrong:
+        if why is not None:
+            unknown = f"float16 makes a gradient inaccurate at every scale: {why.reason}"
+        elif wrong:
+            unknown = f"the gradient of {wrong[0]} is wrong at every scale: it is rounded away, or "
+            unknown += _RANDOM
+        else:
             return self._with_noise(found)
-        unknown = (
-            f"the gradient of {wrong[0]} is wrong at every scale: it is rounded away, or {_RANDOM}"
-        )
         advice = "compute that part of the model in float32, or draw the same random numbers"
         why = Explanation(Cause.UNKNOWN, unknown, advice)
         return dataclasses.replace(found, unknown=unknown, explanation=why)
@@ -339,14 +341,17 @@ class _Batches(Generic[Batch]):
         """The largest magnitude in all gradients of the reference."""
         return max(map(_size, self._reference.gradients.values()))
 
-    def _explained(self, *, half: bool = True, exponent: int = 0) -> Explanation | None:
+    def _explained(
+        self, *, half: bool = True, exponent: int = 0, hidden: bool = False
+    ) -> Explanation | None:
         """Explains why no loss scale makes a pass finite; None if that is not found out."""
         for batch in self._batches:
             # Frameworks and models raise many kinds of exceptions; the verdict holds without it.
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), kept_random_states():
                 found = self._run.explain(batch, 2.0**exponent, half)
                 # A compiled pass may compute more, or less, in float16 than operation by operation.
-                if found.cause not in (Cause.UNKNOWN, Cause.SCALE):
+                is_known = found.cause is not Cause.UNKNOWN or (hidden and found.operation)
+                if is_known and found.cause is not Cause.SCALE:
                     return found
         return None
 
@@ -372,14 +377,9 @@ class _Batches(Generic[Batch]):
         found = []
         for batch in self._batches:
             self._passes += 1
-            of_python, of_numpy = random.getstate(), np.random.get_state()
-            try:
-                # Overflow is measured here, so silence warnings of it.
-                with np.errstate(all="ignore"):
-                    found.append(self._run(batch, scale, half))
-            finally:
-                random.setstate(of_python)
-                np.random.set_state(of_numpy)
+            # Overflow is measured here, so silence warnings of it.
+            with kept_random_states(), np.errstate(all="ignore"):
+                found.append(self._run(batch, scale, half))
         gradients = {
             (name, number): np.asarray(gradient, np.float64) / scale
             for number, each in enumerate(found)

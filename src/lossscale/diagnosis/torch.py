@@ -26,9 +26,9 @@ from lossscale.diagnosis.measurement import Pass, checked_loss, measure
 from lossscale.diagnosis.report import Report
 from lossscale.errors import UnsupportedError
 from lossscale.monitoring.explanation import Explanation
-from lossscale.torch.isolation import eager_passes
+from lossscale.torch.explaining import check_model_and_loss, explain, needs_autocast
+from lossscale.torch.isolation import as_it_was
 from lossscale.torch.ranks import is_spread
-from lossscale.torch.repeated_step import check_model_and_loss, explain, needs_autocast
 from lossscale.torch.scaling import real_parts, scaled, widened
 
 LossFn: TypeAlias = Callable[[Any, Any], Tensor]
@@ -131,14 +131,14 @@ class TorchGradientFunction:
     def explain(self, batch: object, scale: float, half: bool = True) -> Explanation:
         """Explains why a pass is not finite."""
         dtype = torch.float16 if half else None
-        with _as_it_was(self._model), _casting_to(dtype), _DrawnInFloat32():
-            given = self._model, self._loss_fn, copy.deepcopy(batch)
+        given = self._model, self._loss_fn, batch
+        with _casting_to(dtype), _DrawnInFloat32():
             return explain(*given, parameters=self._parameters, scale=scale)
 
     def _pass(self, batch: object, scale: float, half: bool, *, widen: bool = False) -> Pass:
         dtype = torch.float16 if half else None
         model = _wide_copy(self._model) if widen else self._model
-        with _as_it_was(model), _casting_to(dtype), _DrawnInFloat32():
+        with as_it_was(model), _casting_to(dtype), _DrawnInFloat32():
             # Cached casts belong to an earlier graph.
             torch.clear_autocast_cache()
             mine = copy.deepcopy(batch)
@@ -165,55 +165,6 @@ def _check_arguments(model: Module, loss_fn: object) -> None:
             "diagnose() does not support sharded models, nor models on the meta device. Run it on "
             "one process, after the parameters have values and before fully_shard()."
         )
-
-
-# --- A model as it was --------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _as_it_was(model: Module) -> Iterator[None]:
-    """Within it, a model trains uncompiled, with the same random numbers each time.
-
-    After it, the model is unchanged. Parameters are restored as well:
-    `torch.nn.Embedding(max_norm=...)` writes to its own in the forward pass.
-    """
-    tensors = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
-    # A pass changes only the mode of scripted modules, whose other attributes are in C++.
-    modes = [(module, module.training) for module in model.modules()]
-    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    dictionaries = [
-        each for m in modules for each in (vars(m), m._parameters, m._buffers, m._modules)
-    ]
-    before = [dict(each) for each in dictionaries]
-    devices = {tensor.device for tensor, _ in tensors if tensor.device.type != "cpu"}
-    try:
-        with (
-            torch.random.fork_rng(
-                sorted({device.index or 0 for device in devices}),
-                device_type=next((device.type for device in devices), "cuda"),
-            ),
-            eager_passes(model),
-        ):
-            if not model.training:
-                model.train()
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        for now, entries in zip(dictionaries, before, strict=True):
-            now.clear()
-            now.update(entries)
-        with torch.no_grad():
-            for tensor, value in tensors:
-                # Write only what changed: a write spoils graphs that hold the parameter. Version
-                # numbers do not help, because a batch normalization updates its statistics without
-                # them.
-                if not torch.equal(_bits(tensor), _bits(value)):
-                    tensor.copy_(value)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 # --- Precision ----------------------------------------------------------------------------------

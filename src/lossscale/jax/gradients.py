@@ -14,7 +14,6 @@ from jax.experimental.sparse import BCOO
 
 from lossscale.common.sizes import SMALL, grouped_by_size
 from lossscale.jax.apply_or_skip import ArrayTree, has_sharding, may_be_sharded, static_size
-from lossscale.rules import GradientStats, StatsRequest
 
 Gradient: TypeAlias = Array | BCOO | None
 
@@ -279,40 +278,3 @@ def _magnitude(array: Array) -> tuple[Array, np.ndarray]:
     without_sign = bits.type(np.iinfo(bits).max >> 1)
     infinite = np.asarray(np.inf, array.dtype).view(bits)
     return jax.lax.bitcast_convert_type(array, bits) & without_sign, infinite
-
-
-def gradient_stats(
-    needs: StatsRequest,
-    finite: Array,
-    gradients: Sequence[Gradient],
-    scale: Array | float,
-    *,
-    are_scaled: bool,
-) -> GradientStats:
-    """Returns the statistics of a step for a rule.
-
-    Args:
-        needs: The statistics that the rule needs; nothing else is computed.
-        finite: Whether the gradients are finite, a boolean scalar array; True if unchecked.
-        gradients: Arrays, `BCOO` or None.
-        scale: The loss scale of the step, float32 scalar array.
-        are_scaled: Whether the gradients are still multiplied by the scale.
-    """
-    parts = [jnp.abs(widened(p)) for gradient in gradients for p in real_parts(gradient)]
-    largest = None
-    if needs.largest:
-        maxima = [jnp.max(part, initial=0).astype(jnp.float32) for part in parts]
-        largest = jnp.max(jnp.stack(maxima)) if maxima else jnp.zeros((), jnp.float32)
-        largest = jnp.where(finite, largest / scale if are_scaled else largest, jnp.inf)
-    if not needs.counts_from:
-        return GradientStats(finite, largest)
-    scaled = parts if are_scaled else [part * jnp.asarray(scale, part.dtype) for part in parts]
-    counts = tuple(
-        sum(
-            (jnp.sum(part >= edge, dtype=jnp.int32).astype(jnp.float32) for part in scaled),
-            jnp.zeros((), jnp.float32),
-        )
-        for edge in needs.counts_from
-    )
-    elements = jnp.asarray(float(sum(part.size for part in parts)), jnp.float32)
-    return GradientStats(finite, largest, counts, elements)

@@ -1,6 +1,6 @@
-"""The records that monitors make of training steps, the reader of their files, and explanations."""
+"""The records that monitors make of training steps, and explanations."""
 
 from lossscale.monitoring.explanation import Cause, Explanation
-from lossscale.monitoring.record import NonfiniteTensor, SkipReason, StepRecord, read_records
+from lossscale.monitoring.record import NonfiniteTensor, SkipReason, StepRecord
 
-__all__ = ["Cause", "Explanation", "NonfiniteTensor", "SkipReason", "StepRecord", "read_records"]
+__all__ = ["Cause", "Explanation", "NonfiniteTensor", "SkipReason", "StepRecord"]

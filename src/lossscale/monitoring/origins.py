@@ -22,14 +22,10 @@ from lossscale.monitoring.explanation import (
     Facts,
     FailedOperation,
     Origin,
-    halvings_until,
-    most_halvings,
 )
 
 _SMALL = 2.0**-14
 """The smallest float16 number with all digits."""
-_HARM = 2.0**-8
-"""The share of a loss by which it must differ to be wrong: more than the rounding of a pass."""
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ADDING = ("add", "addv2", "biasadd", "clamp", "clamp_min", "max", "maximum")
 _CASTS = ("convert_element_type", "Cast", "_to_copy", "copy_")
@@ -39,8 +35,6 @@ _SETTERS = (
     *("Const", "Fill", "BroadcastTo", "Select", "SelectV2", "PadV2"),
 )
 """Operations that may put an infinity of the program into an array."""
-_KEEPING = (*_CASTS, "t", "transpose", "permute", "view", "detach", "alias", "reshape")
-"""Operations whose result has the numbers of their input."""
 _GROWING = ("exp", "sinh", "cosh", "prod", "mul", "square")
 """Parts of the names of operations that overflow in float64, too."""
 _DIVIDING = ("div", "rem", "mod")
@@ -55,7 +49,7 @@ Value: TypeAlias = tuple[Array, Origin | None]
 
 
 class UnrepeatableError(RuntimeError):
-    """Raised in place of a message to another process, and of what cannot be put back."""
+    """Raised in place of a message to another process, and of drawing other random numbers."""
 
 
 class Flags(NamedTuple):
@@ -71,13 +65,13 @@ class Watched(NamedTuple):
     Attributes:
         loss: Of the loss.
         gradients: Of the first gradient.
-        hidden: Of the first overflow that makes a result wrong, and finite.
+        hidden: The first overflow of the forward pass whose result a later operation made finite.
         small: Numbers that are added, and that float16 rounds to few digits or to 0, by module.
     """
 
     loss: Origin | None
     gradients: Origin | None
-    hidden: Origin | None = None
+    hidden: FailedOperation | None = None
     small: Mapping[str, float] = {}
 
     @property
@@ -118,21 +112,16 @@ class Evaluation:
     Attributes:
         constants: The constants of the program, and what it computes from them alone, by their ids.
         small: The small numbers that are added, by module; see `Watched`.
-        absorbed: The origins of overflows that end in the forward pass.
+        absorbed: The overflows that end in the forward pass, in order.
         first: The first origin that is an operation; None if there is none.
     """
 
     def __init__(self, name_of: Callable[[Array], str]) -> None:
         self._name_of, self._in_float16 = name_of, False
         self._makers: dict[int, str] = {}
-        # The parameters that a value has the numbers of, such as the transpose of one in float16.
-        self._same_as: dict[int, tuple[str, Array]] = {}
-        # What is wrong because of an overflow, what it would be without one, and the origin of it.
-        self._overflows: dict[int, tuple[Array, Array, Origin]] = {}
-        self._hidden: Origin | None = None
         self.constants: dict[int, Array] = {}
         self.small: dict[str, float] = {}
-        self.absorbed: set[Origin] = set()
+        self.absorbed: dict[FailedOperation, None] = {}
         self.first: Origin | None = None
 
     def origins(
@@ -160,8 +149,6 @@ class Evaluation:
         self._in_float16 |= any(map(_is_float16, made))
         maker = FailedOperation(call.shown, call.module).where
         self._makers |= dict.fromkeys(map(self.key_of, made), maker)
-        if call.name in _KEEPING and given and (name := self._parameter(given[-1])):
-            self._same_as |= {self.key_of(each): (name, each) for each in made}
         flags = list(map(self.flags_of, made))
         is_finite = not any(map(any, flags))
         infinite = []
@@ -174,31 +161,14 @@ class Evaluation:
             self._origin(call, given, infinite, made, each) if any(each) else None for each in flags
         ]
         self.first = self.first or next((each for each in found if each and each.failed), None)
-        known = (self._overflows.get(self.key_of(each)) for each in given)
-        overflows = [origin for _, _, origin in filter(None, known)]
-        overflows += (each for each in found if each and each.failed and each.failed.is_overflow)
-        wrong = []
-        if overflows and not call.in_backward:
-            wrong = self._made_wrong(overflows[0], call, made, is_finite)
-        for each in made:
-            self.forget(each)
-        for one, other in wrong:
-            self.remember(one, other, overflows[0])
+        if is_finite and infinite and made and not call.in_backward and any(map(is_float, made)):
+            overflows = (origin.failed for origin, _ in infinite)
+            self.absorbed |= dict.fromkeys(o for o in overflows if o and o.is_overflow)
         return found
 
-    def hidden_in(self, outputs: Iterable[Array]) -> Origin | None:
-        """The origin of an overflow that makes outputs wrong; None if there is none."""
-        for each in outputs:
-            entry = self._overflows.get(self.key_of(each))
-            if entry and self.is_wrong(each, self.without_overflow(each), _HARM):
-                return entry[2]
-        return self._hidden
-
-    def watched(
-        self, outputs: Iterable[Array], loss: Origin | None, gradients: Origin | None = None
-    ) -> Watched:
-        """Returns the origins of outputs and of a gradient, with what else was seen."""
-        return Watched(loss, gradients, self.hidden_in(outputs), self.small)
+    def watched(self, loss: Origin | None, gradients: Origin | None = None) -> Watched:
+        """Returns the origins of a loss and of a gradient, with what else was seen."""
+        return Watched(loss, gradients, next(iter(self.absorbed), None), self.small)
 
     def watched_until(self, error: Exception) -> Watched:
         """Returns the first origin before an exception, such as that of a check; else raises it."""
@@ -233,54 +203,6 @@ class Evaluation:
         array = np.asarray(value)
         return Flags(bool(np.isnan(array).any()), bool(np.isinf(array).any()))
 
-    def without_overflow(self, value: Array) -> Array:
-        """A value as it would be without the overflows that it was computed from, in float64."""
-        entry = self._overflows.get(self.key_of(value))
-        return entry[1] if entry else value
-
-    def rounded(self, other: Array, like: Array) -> Array:
-        """A value in float64, rounded as another one is if its dtype can hold it."""
-        other, dtype = np.asarray(other, np.float64), np.asarray(like).dtype
-        with np.errstate(over="ignore"):
-            narrow = other.astype(dtype).astype(np.float64)
-        return np.where(np.isfinite(narrow), narrow, other)
-
-    def is_wrong(self, one: Array, other: Array, tolerance: float = 0.0) -> bool:
-        """Whether a value differs from another one by more than a share of its largest number."""
-        one, other = self.on_host(one), self.on_host(other)
-        same = (one == other) | (np.isnan(one) & np.isnan(other))
-        difference = np.where(same, 0, np.nan_to_num(np.abs(one - other), nan=np.inf))
-        return bool(difference.max(initial=0) > tolerance * largest(other))
-
-    def remember(self, one: Array, other: Array, origin: Origin) -> None:
-        """Remembers what a value would be without an overflow."""
-        self._overflows[self.key_of(one)] = one, other, origin
-
-    def forget(self, value: Array) -> None:
-        """Forgets it: a new value is there."""
-        self._overflows.pop(self.key_of(value), None)
-
-    def _made_wrong(
-        self, origin: Origin, call: Call, made: Sequence[Array], is_finite: bool
-    ) -> list[tuple[Array, Array]]:
-        """Returns the results that an overflow makes wrong, each with what it is without one."""
-        wrong = []
-        if is_finite:
-            self.absorbed.add(origin)
-        try:
-            for one, other in zip(made, call.widened(self.without_overflow), strict=True):
-                # A list of TensorFlow shows its numbers once an operation takes them out.
-                is_list = "variant" in _dtype(one)
-                if is_float(one):
-                    other = self.rounded(other, one)
-                if is_list or (is_float(one) and self.is_wrong(one, other)):
-                    wrong.append((one, other))
-        # Such as an operation that draws random numbers; of some, only the shape counts.
-        except Exception:
-            if is_finite and not call.name.endswith("_like"):
-                self._hidden = self._hidden or origin
-        return wrong
-
     def _origin(
         self,
         call: Call,
@@ -298,47 +220,29 @@ class Evaluation:
         divides = any(part in call.name.lower() for part in _DIVIDING)
         divisors = [self.on_host(each) for each in given[1:]] if divides else []
         divisors += list(map(np.asarray, call.numbers)) if divides else []
-        decisive = divisors or floats[:1]
         is_narrow = any(map(_is_float16, (*given, *results)))
         # What is rounded to 0; CUDA rounds a divisor without dimensions, which may be float32.
         zero = SMALLEST / 2 if is_narrow else 0.0
-        meets_zero = any((abs(each) <= zero).any() for each in decisive)
+        meets_zero = any((abs(each) <= zero).any() for each in divisors or floats[:1])
         size = largest(floats[-1]) if is_cast else self._in_float64(call, meets_zero)
         if divisors and meets_zero and size is not None and size <= LARGEST:
             size = None
-        weights = (each for each in given if np.ndim(each) > 1 and self._parameter(each))
-        weight = next(weights, None)
-        others = [self.on_host(each) for each in given if is_float(each) and each is not weight]
+        made_by = self._makers.get(self.key_of(given[-1]), "") if is_cast else ""
+        name = self._name_of(given[-1]) if is_cast else ""
+        cast = f"the parameter {name}" if name else f"the result of {made_by}"
         failed = FailedOperation(
             call.shown,
             call.module,
             call.in_backward,
-            largest_input=max(map(largest, floats if weight is None else others), default=0.0),
+            largest_input=max(map(largest, floats), default=0.0),
             largest_result=size,
-            meets_zero=meets_zero,
-            meets_negative=any((each < 0).any() for each in decisive),
             of_infinities=bool(infinite),
-            cast_of=self._name_of(given[-1]) if is_cast else "",
-            is_cast=is_cast,
-            maker=self._makers.get(self.key_of(given[-1]), "") if is_cast else "",
+            cast=("a number" if not (name or made_by) else cast) if is_cast else "",
             is_narrow=is_narrow,
-            divisor=self._divisor(call, given) if divides and not call.in_backward else 0.0,
-            weight="" if weight is None else self._parameter(weight),
-            largest_weight=0.0 if weight is None else largest(self.on_host(weight)),
             in_float16=self._in_float16,
         )
         is_beyond = any(origin.is_beyond for origin, _ in infinite)
         return Origin(failed, is_beyond=is_beyond)
-
-    def _parameter(self, value: Array) -> str:
-        """The name of the parameter that has the numbers of a value; "" if none has."""
-        known = self._same_as.get(self.key_of(value))
-        return self._name_of(value) or (known[0] if known else "")
-
-    def _divisor(self, call: Call, given: Sequence[Array]) -> float:
-        """The number that a call divides by; 0 if there are several."""
-        divisors: list[Array] = [*call.numbers, *map(self.on_host, filter(is_float, given[1:2]))]
-        return abs(float(divisors[0])) if len(divisors) == 1 and np.size(divisors[0]) == 1 else 0.0
 
     def _in_float64(self, call: Call, meets_zero: bool) -> float | None:
         """The largest magnitude that a call computes in float64, as in `FailedOperation`."""
@@ -424,10 +328,6 @@ def explain_pass(
     """
 
     @functools.cache
-    def after(halvings: int) -> Watched:
-        return watch(scale * 2.0**-halvings)
-
-    @functools.cache
     def wide() -> Watched:
         # If there is nothing to compare with, all of it counts as not finite.
         return Watched(Origin(), None) if in_float32 is None else in_float32(scale)
@@ -435,34 +335,25 @@ def explain_pass(
     def with_epsilon(origin: Origin) -> Origin:
         if origin.failed is None:
             return origin
-        small = {**found.small, **wide().small}
-        epsilon = small.get(origin.failed.module, 0.0)
+        epsilon = {**found.small, **wide().small}.get(origin.failed.module, 0.0)
         return origin._replace(failed=origin.failed._replace(epsilon=epsilon))
 
-    found = after(0)
-    # Without the first two, nothing is skipped. What is hidden makes the step wrong.
+    found = watch(scale)
     origin = found.loss or found.gradients
     if origin is None:
-        hidden = found.hidden and with_epsilon(found.hidden)
-        return Facts(hidden, is_hidden=hidden is not None, scale=scale)
+        return Facts(hidden=found.hidden, scale=scale)
+    hidden = None if found.hidden == origin.failed else found.hidden
     if origin.is_mask or (origin.failed is not None and origin.failed.of_infinities):
         in_float16 = origin.failed is None or origin.failed.is_of_float16
-        is_finite = in_float16 and wide().is_finite and wide().hidden is None
-        is_beyond = origin.is_beyond or is_finite
+        is_beyond = origin.is_beyond or (in_float16 and wide().is_finite)
         return Facts(with_epsilon(origin)._replace(is_beyond=is_beyond), scale=scale)
-    if found.loss is not None or origin.failed is None or not origin.failed.in_backward:
-        # Such as a division by a number that is 0 because of an overflow.
-        hidden = found.hidden if found.hidden != origin else None
-        return Facts(with_epsilon(origin), hidden=hidden, scale=scale)
-    halvings = halvings_until(lambda halvings: after(halvings).is_finite, scale)
-    lowest = after(most_halvings(scale)).gradients
-    if lowest is not None and lowest.failed is not None:
+    if origin.failed is not None and origin.failed.in_backward:
         # An operation that overflows at this scale may precede one that fails at every scale.
-        origin = lowest
-    origin = with_epsilon(origin) if halvings is None else origin
-    last = after(halvings - 1).gradients if halvings else None
-    where = last.failed.where if last and last.failed else ""
-    return Facts(origin, hidden=found.hidden, scale=scale, halvings=halvings, last=where)
+        lowest = watch(min(scale, SMALLEST)).gradients
+        if lowest is None:
+            return Facts(origin, hidden, scale, is_scaled=True)
+        origin = lowest if lowest.failed is not None else origin
+    return Facts(with_epsilon(origin), hidden, scale)
 
 
 def facts_in_float16(facts: Callable[[bool], Facts]) -> Facts:

@@ -1,16 +1,13 @@
-"""The record of a training step, and the JSON lines file with the records of a run."""
+"""The record of a training step, and the line that it is in a file."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import json
-import operator
-import os
+import math
 from typing import Any, NamedTuple
 
-from lossscale.errors import ArgumentError
-from lossscale.monitoring.explanation import Explanation, is_broken
 from lossscale.rules import ScaleRule
 
 
@@ -65,7 +62,6 @@ class StepRecord:
         reason: Why the step was skipped; None if it was applied.
         nonfinite: The gradients with an infinity or a NaN.
         steps_skipped: Number of steps skipped so far, this one included; None if it was not read.
-        explanation: The operation that failed; None unless the monitor explained the step.
 
     Examples:
         >>> StepRecord(2, 8.0, False, next_scale=8.0, loss=0.5).to_dict()["loss"]
@@ -80,19 +76,16 @@ class StepRecord:
     reason: SkipReason | None = None
     nonfinite: tuple[NonfiniteTensor, ...] = ()
     steps_skipped: int | None = None
-    explanation: Explanation | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the record as a dictionary of plain Python values.
 
         Unknown values are None. `nonfinite` is a list of dictionaries with the keys `name`, `infs`
-        and `nans`, and `explanation` a dictionary of its attributes. `loss` is a float and may be
-        infinite or NaN.
+        and `nans`. `loss` is a float and may be infinite or NaN.
         """
         fields: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields["reason"] = None if self.reason is None else self.reason.value
         fields["nonfinite"] = [tensor._asdict() for tensor in self.nonfinite]
-        fields["explanation"] = None if self.explanation is None else self.explanation.to_dict()
         return fields
 
     def to_json(self) -> str:
@@ -106,47 +99,9 @@ class StepRecord:
         return json.dumps(fields, allow_nan=False)
 
 
-def read_records(path: str | os.PathLike[str]) -> list[StepRecord]:
-    """Returns the records in the file of a monitor, which may still be writing it.
-
-    Args:
-        path: The file. An incomplete last line is ignored: it is being written, or the run was
-            killed. If a run returned to a checkpoint, repeated steps have their latest records.
-
-    Raises:
-        ArgumentError: If another line is not a record; the message names the line.
-        OSError: If the file cannot be read.
-    """
-    records: list[StepRecord] = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                record = _parsed(line)
-            except (TypeError, ValueError, KeyError, RecursionError) as error:
-                raise ArgumentError(
-                    f"{os.fspath(path)}, line {number}, is not a record of a monitor: {error}."
-                ) from error
-            while records and records[-1].step >= record.step:
-                records.pop()
-            records.append(record)
-    return records
-
-
-def _parsed(line: bytes) -> StepRecord:
-    fields = json.loads(line)
-    if not isinstance(fields, dict):
-        raise TypeError("not a JSON object")
-    fields["step"] = operator.index(fields["step"])
-    if fields.get("loss") is not None:
-        fields["loss"] = float(fields["loss"])
-    reason = fields.get("reason")
-    fields["reason"] = None if reason is None else SkipReason(reason)
-    fields["nonfinite"] = tuple(NonfiniteTensor(**each) for each in fields.get("nonfinite", ()))
-    if fields.get("explanation") is not None:
-        fields["explanation"] = Explanation.from_dict(fields["explanation"])
-    return StepRecord(**fields)
+def is_broken(loss: float | None) -> bool:
+    """Whether a loss is known, and not finite."""
+    return loss is not None and not math.isfinite(loss)
 
 
 def is_lowest(rule: ScaleRule, scale: float) -> bool:

@@ -1,4 +1,4 @@
-"""Creates the record of each step that a monitor reads, writes it, and raises alarms."""
+"""Creates the record of each step that a monitor reads, writes it, and warns."""
 
 from __future__ import annotations
 
@@ -8,14 +8,25 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lossscale.checks import checked_count
-from lossscale.errors import ArgumentError, ArgumentTypeError, TrainingHaltedError
-from lossscale.framework_types import Function
-from lossscale.monitoring.explanation import Cause, Explanation, is_broken
-from lossscale.monitoring.record import NonfiniteTensor, StepRecord, is_lowest, skip_reason
+from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.monitoring.record import (
+    NonfiniteTensor,
+    StepRecord,
+    is_broken,
+    is_lowest,
+    skip_reason,
+)
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule
 
-_ON_FLOOR = ("warn", "raise", "ignore")
+_EXPLAIN = (
+    "explain() of lossscale.torch, lossscale.optax or lossscale.diagnosis (Keras) names the "
+    "operation for one batch."
+)
+_LOWER = (
+    "If diagnose() reports that gradients need a lower scale, pass "
+    "rule=lossscale.DynamicScale(min_scale=2.0**-24)."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +36,6 @@ class MonitorSettings:
     path: str | os.PathLike[str] | None = None
     every: int = 1
     log: Callable[[dict[str, Any]], object] | None = None
-    on_floor: str = "warn"
-    append: bool = False
-    explain: int = 0
-    loss_fn: Function | None = None
 
     def __post_init__(self) -> None:
         # open() accepts an int, and would write to that file descriptor.
@@ -38,15 +45,8 @@ class MonitorSettings:
                 f"{type(self.path).__name__}."
             )
         object.__setattr__(self, "every", checked_count("every", self.every))
-        object.__setattr__(self, "explain", checked_count("explain", self.explain, lowest=0))
-        for name, given in (("log", self.log), ("loss_fn", self.loss_fn)):
-            if given is not None and not callable(given):
-                raise ArgumentTypeError(f"`{name}` must be a function. Received: {name}={given!r}.")
-        if self.on_floor not in _ON_FLOOR:
-            raise ArgumentError(
-                f"`on_floor` must be one of {', '.join(map(repr, _ON_FLOOR))}. "
-                f"Received: on_floor={self.on_floor!r}."
-            )
+        if self.log is not None and not callable(self.log):
+            raise ArgumentTypeError(f"`log` must be a function. Received: log={self.log!r}.")
 
     def samples(self, before: int, step: int) -> bool:
         """Whether to sample one of the steps after `before`, up to `step`."""
@@ -60,13 +60,11 @@ class SkippedStep(NamedTuple):
         step: The number of the step.
         scale: The loss scale of the step.
         nonfinite: The gradients with an infinity or a NaN.
-        explanation: Why it was skipped, if that is known.
     """
 
     step: int
     scale: float
     nonfinite: tuple[NonfiniteTensor, ...] = ()
-    explanation: Explanation | None = None
 
 
 class StepStats(NamedTuple):
@@ -80,7 +78,6 @@ class StepStats(NamedTuple):
         skipped: Whether the last step was skipped.
         last_skip: The last skipped step since the previous read, or None.
         loss: The unscaled loss of the last step; None if it is not known.
-        explanation: Of the last step, if it is known and `last_skip` does not have it.
     """
 
     step: int
@@ -90,11 +87,10 @@ class StepStats(NamedTuple):
     skipped: bool
     last_skip: SkippedStep | None = None
     loss: float | None = None
-    explanation: Explanation | None = None
 
 
 class Recorder:
-    """Creates records, writes them to a file, passes them to `log`, and raises alarms.
+    """Creates records, writes them to a file, passes them to `log`, and warns.
 
     Args:
         settings: The arguments of the monitor.
@@ -110,48 +106,45 @@ class Recorder:
         self.last_record: StepRecord | None = None
         self._rule = rule
         self._writes = False
-        self._append = settings.append
         self._warned_of_floor = self._warned_of_loss = False
 
     def open(self) -> None:
         """Creates the file, if there is one. A second call continues the same file.
 
         Raises:
-            ArgumentError: If the file exists and `append` is False.
+            ArgumentError: If the file exists.
             OSError: If the file cannot be written.
         """
         path = self.settings.path
-        if path is None:
+        if path is None or self._writes:
             return
-        if self._append:
-            _cut_off_half_a_line(path)
         try:
-            open(path, "ab" if self._append else "xb").close()
+            open(path, "xb").close()
         except FileExistsError:
             raise ArgumentError(
-                f"{os.fspath(path)!r} exists. Pass another path, remove the file, or pass "
-                "append=True to continue it. If several processes run this program, pass a path "
-                "in one of them, or a different path in each."
+                f"A monitor writes a new file for each run. Received: path={os.fspath(path)!r}, "
+                "which exists. Put the time into the name, such as "
+                'f"run-{time.time():.0f}.jsonl", so that a job that is started again has another '
+                "file; if several processes run this program, pass a path in one of them."
             ) from None
-        self._writes = self._append = True
+        self._writes = True
 
-    def observe(self, stats: StepStats) -> None:
+    def observe(self, stats: StepStats) -> StepRecord:
         """Records a step, and the last skipped step before it.
 
         Args:
             stats: The optimizer's statistics after the step.
 
-        Raises:
-            TrainingHaltedError: If an alarm ends training, after the record is written.
+        Returns:
+            The record of the step.
         """
-        skip, why = stats.last_skip, stats.explanation
+        skip = stats.last_skip
         nonfinite: tuple[NonfiniteTensor, ...] = ()
         if skip is not None and skip.step < stats.step:
-            step, scale, tensors, cause = skip
-            earlier = StepRecord(step, scale, True, nonfinite=tensors, explanation=cause)
+            earlier = StepRecord(skip.step, skip.scale, True, nonfinite=skip.nonfinite)
             self._add(earlier, stats.steps_skipped)
         elif skip is not None and stats.skipped:
-            nonfinite, why = skip.nonfinite, skip.explanation or why
+            nonfinite = skip.nonfinite
         last = StepRecord(
             stats.step,
             stats.scale,
@@ -159,19 +152,19 @@ class Recorder:
             stats.next_scale,
             stats.loss,
             nonfinite=nonfinite,
-            explanation=why,
         )
-        self._add(last, stats.steps_skipped)
+        return self._add(last, stats.steps_skipped)
 
-    def _add(self, record: StepRecord, steps_skipped: int) -> None:
-        """Completes a record, and passes it on."""
+    def _add(self, record: StepRecord, steps_skipped: int) -> StepRecord:
+        """Completes a record, passes it on, and returns it."""
         reason = skip_reason(self._rule, record.scale, record.loss) if record.skipped else None
         record = dataclasses.replace(record, reason=reason, steps_skipped=steps_skipped)
         self.last_record = record
         self._write(record)
         if self.settings.log is not None:
             self.settings.log(record.to_dict())
-        self._raise_alarms(record)
+        self._warn(record)
+        return record
 
     def _write(self, record: StepRecord) -> None:
         if self.settings.path is None or not self._writes:
@@ -188,54 +181,26 @@ class Recorder:
                 f"{record.step} on are lost."
             )
 
-    # --- The alarms ---------------------------------------------------------------------------
-
-    def _raise_alarms(self, record: StepRecord) -> None:
+    def _warn(self, record: StepRecord) -> None:
+        """Warns once of a loss that is not finite, and of skips at the minimum scale."""
         if is_broken(record.loss):
-            found = record.explanation
-            # Otherwise the monitor has said more.
-            if not self._warned_of_loss and (found is None or found.cause is Cause.UNKNOWN):
+            if not self._warned_of_loss:
                 self._warned_of_loss = True
                 warn(
                     f"The loss of step {record.step} is {record.loss}, which no loss scale can "
-                    "prevent. Check the data of this batch and the learning rate."
-                    f"{'' if found is None else f' {found.text}'}"
+                    f"prevent. Check the data of this batch and the learning rate. {_EXPLAIN}"
                 )
         elif not is_lowest(self._rule, record.scale):
             self._warned_of_floor = False
-        elif record.skipped and self.settings.on_floor != "ignore" and not self._warned_of_floor:
+        elif record.skipped and not self._warned_of_floor:
             self._warned_of_floor = True
-            message = (
+            warn(
                 f"Step {record.step} was skipped at the minimum loss scale, {record.scale:g}. "
-                f"{_evidence(record)} {_next_step(record)}"
+                f"{_evidence(record)} {_EXPLAIN} {_LOWER}"
             )
-            if self.settings.on_floor == "raise":
-                raise TrainingHaltedError(f"{message} (on_floor='raise')")
-            warn(message)
 
 
 def _evidence(record: StepRecord) -> str:
     if not record.nonfinite:
         return "The gradients that were not finite were not recorded."
     return f"Not finite: {', '.join(map(str, record.nonfinite[:5]))}."
-
-
-def _next_step(record: StepRecord) -> str:
-    """The remedy for skips at the minimum scale."""
-    if record.explanation is not None:
-        return record.explanation.text
-    return (
-        "explain() of lossscale.torch, lossscale.optax or lossscale.diagnosis (Keras) names the "
-        "operation for one batch; a monitor with explain=20 does so in training. "
-        "If diagnose() reports that gradients need a lower scale, pass "
-        "rule=lossscale.DynamicScale(min_scale=2.0**-24)."
-    )
-
-
-def _cut_off_half_a_line(path: str | os.PathLike[str]) -> None:
-    """Removes an incomplete last line, left by a killed run, before the file continues."""
-    if not os.path.isfile(path):
-        return
-    with open(path, "r+b") as file:
-        end = sum(len(line) for line in file if line.endswith(b"\n"))
-        file.truncate(end)

@@ -20,16 +20,13 @@ from lossscale import registry
 
 with registry.naming_missing_packages("jax", "optax"):
     from lossscale.optax.loops import (
-        all_finite,
         loss_scale,
         scale_loss,
         unless_skipped,
-        unscale,
         value_and_grad,
     )
     from lossscale.optax.masters import MasterWeightsState, master_weights
     from lossscale.optax.monitor import Monitor
-    from lossscale.optax.overflow_tracking import OverflowTrackingState, track_overflows
     from lossscale.optax.scale_state import LossScaleState
     from lossscale.optax.transformation import loss_scaled
 
@@ -37,17 +34,13 @@ __all__ = [
     "LossScaleState",
     "MasterWeightsState",
     "Monitor",
-    "OverflowTrackingState",
-    "all_finite",
     "diagnose",
     "explain",
     "loss_scale",
     "loss_scaled",
     "master_weights",
     "scale_loss",
-    "track_overflows",
     "unless_skipped",
-    "unscale",
     "value_and_grad",
 ]
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 from jax.tree_util import PyTreeDef
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.jax.apply_or_skip import ArrayTree, Path, gated, select, state_dtype, static_size
+from lossscale.jax.apply_or_skip import ArrayTree, gated, state_dtype, static_size
 from lossscale.jax.gradients import all_finite, is_traced
 from lossscale.rules import ScaleRule
 
@@ -189,7 +189,7 @@ def _untraced(leaf: ArrayTree) -> object:
 
 
 def update_or_skip(
-    update: Update, finite: Array | None, state: ArrayTree, *, check_updates: bool
+    update: Update, finite: Array | None, state: ArrayTree
 ) -> tuple[Array | None, ArrayTree, ArrayTree]:
     """Runs an update if the gradients are finite, and otherwise changes nothing.
 
@@ -199,8 +199,6 @@ def update_or_skip(
         finite: Whether the gradients are finite, a boolean scalar array; None if every step is
             applied.
         state: The state of the inner transformation.
-        check_updates: Whether to check the updates too, because the inner transformation computes
-            other gradients.
 
     Returns:
         Whether the step is applied; the updates, -0.0 on a skip; the new state.
@@ -213,27 +211,19 @@ def update_or_skip(
         updates, new_state = update()
         return None, updates, _in_dtypes_of(state, new_state)
     if not is_traced([finite]):
-        return _run_at_once(update, finite, state, check_updates)
+        return _run_at_once(update, finite, state)
     traced = trace(update)
     old_values = dict(enumerate(_old_values(state, traced.state), start=traced.updates))
-    if check_updates:
-        outputs = list(jaxpr_as_fun(traced.jaxpr)())
-        finite = finite & all_leaves_finite(outputs[: traced.updates])
-        for number, value in old_values.items():
-            outputs[number] = select(finite, outputs[number], value)
-    else:
-        outputs = gated(traced.jaxpr, [], old_values, finite)
+    outputs = gated(traced.jaxpr, [], old_values, finite)
     updates = [jnp.where(finite, x, skipped_like(x)) for x in outputs[: traced.updates]]
     return finite, *traced.rebuild([*updates, *outputs[traced.updates :]])
 
 
 def _run_at_once(
-    update: Update, finite: Array, state: ArrayTree, check_updates: bool
+    update: Update, finite: Array, state: ArrayTree
 ) -> tuple[Array | None, ArrayTree, ArrayTree]:
     """Runs an update outside compiled functions, where JAX would compile a branch at each call."""
     updates, new_state = update()
-    if check_updates:
-        finite = finite & all_leaves_finite(jax.tree.leaves(updates))
     if bool(jax.device_get(finite)):
         return finite, updates, _in_dtypes_of(state, new_state)
     nothing = [_skipped_jit(finite, x) if is_array(x) else x for x in jax.tree.leaves(updates)]
@@ -247,73 +237,31 @@ _skipped_jit = jax.jit(lambda finite, update: jnp.where(finite, update, skipped_
 # --- The state before and after a step ------------------------------------------------------------
 
 
-def _by_path(state: ArrayTree) -> dict[Path, Array]:
-    """The arrays of a state by their paths."""
-    return {path: leaf for path, leaf in jax.tree.leaves_with_path(state) if is_array(leaf)}
-
-
 def _old_values(old_state: ArrayTree, new_state: ArrayTree) -> list[Array]:
     """Returns the value that each array of the new state has if the step is skipped.
-
-    It is the value at the same path of the old state. A value that only an applied step adds, such
-    as a measurement of `optax.monitor`, is 0.
 
     Args:
         old_state: The state before the step.
         new_state: After it; the types of arrays are enough.
     """
-    before, after = _by_path(old_state), _by_path(new_state)
-    lost = [path for path in before if path not in after]
-    if lost:
-        raise _form_changed(f"{_shown(lost[0])} is missing after the step")
-    if _static_parts_differ(jax.tree.structure(old_state), jax.tree.structure(new_state)):
-        raise _form_changed("a non-array leaf changed")
-    values = []
-    for path, new in after.items():
-        old = jnp.asarray(before[path]) if path in before else jnp.zeros(new.shape, new.dtype)
-        if old.shape != new.shape:
-            raise _form_changed(
-                f"{_shown(path)} has shape {old.shape} before and {new.shape} after"
-            )
-        values.append(old)
-    return values
-
-
-def _shown(path: Path) -> str:
-    return f"`{jax.tree_util.keystr(path)}`"
-
-
-def _form_changed(what: str) -> ArgumentError:
-    return ArgumentError(
-        "The inner optimizer changes the structure of its state, so a step cannot be skipped: "
-        f"{what}. Create all state in init(), and keep changing values in arrays."
-    )
-
-
-def _static_parts_differ(old: PyTreeDef, new: PyTreeDef) -> bool:
-    """Whether two nodes of the same class differ in their non-array values."""
-    old_node, new_node = old.node_data(), new.node_data()
-    if old_node is None or new_node is None or old_node[0] is not new_node[0]:
-        return False
-    # A dictionary may gain keys.
-    if not issubclass(old_node[0], dict) and old_node[1] != new_node[1]:
-        return True
-    children = old.children(), new.children()
-    return len(children[0]) == len(children[1]) and any(
-        _static_parts_differ(a, b) for a, b in zip(*children, strict=True)
-    )
+    old, new = (list(filter(is_array, jax.tree.leaves(each))) for each in (old_state, new_state))
+    is_same = jax.tree.structure(old_state) == jax.tree.structure(new_state)
+    if not is_same or [jnp.shape(each) for each in old] != [jnp.shape(each) for each in new]:
+        raise ArgumentError(
+            "The inner optimizer changes the structure of its state, so a step cannot be skipped. "
+            "Create all state in init(), and keep changing values in arrays."
+        )
+    return list(map(jnp.asarray, old))
 
 
 def _in_dtypes_of(old_state: ArrayTree, new_state: ArrayTree) -> ArrayTree:
     """Returns the state after an applied step, in the dtypes that a skipped step would keep."""
 
-    before = _by_path(old_state)
-
-    def same(path: Path, new: ArrayTree) -> ArrayTree:
+    def same(old: ArrayTree, new: ArrayTree) -> ArrayTree:
         if not is_array(new):
             return new
         # A user may have put a Python number into the state.
-        old, new = jnp.asarray(before.get(path, new)), jnp.asarray(new)
+        old, new = jnp.asarray(old), jnp.asarray(new)
         return jnp.asarray(new, state_dtype(new, old))
 
-    return jax.tree.map_with_path(same, new_state)
+    return jax.tree.map(same, old_state, new_state)

@@ -11,8 +11,8 @@ from jax import Array
 
 import lossscale.optax.gating as gating
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.jax.apply_or_skip import ArrayTree, Path
-from lossscale.jax.gradients import scaled, unscaled
+from lossscale.jax.apply_or_skip import ArrayTree
+from lossscale.jax.gradients import scaled
 from lossscale.optax.scale_state import array_in
 from lossscale.optax.state_lookup import state_in
 from lossscale.packages import warn
@@ -69,53 +69,6 @@ def scale_loss(opt_state: object, loss: jax.typing.ArrayLike) -> Array:
         Array([8., 8.], dtype=float32)
     """
     return scaled(loss, _single_scale(opt_state))
-
-
-def unscale(opt_state: object, gradients: Tree) -> Tree:
-    """Divides gradients of a scaled loss by the loss scale, in float32 or wider.
-
-    Use it to print or plot gradients. Pass the scaled ones to `update`, which unscales them.
-
-    Args:
-        opt_state: The state that scaled the loss, as for `loss_scale`.
-        gradients: A tree of arrays. None, integers and float0 stay as they are.
-
-    Returns:
-        The same tree, with float16 and bfloat16 arrays converted to float32.
-
-    Raises:
-        ArgumentTypeError, ArgumentError: As for `loss_scale`.
-
-    Examples:
-        >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.1), initial_scale=8)
-        >>> lossscale.optax.unscale(tx.init(jnp.ones(2)), {"w": jnp.float16([16.0, 4.0])})
-        {'w': Array([2. , 0.5], dtype=float32)}
-    """
-    scale = loss_scale(opt_state)
-
-    def divided(leaf: object) -> object:
-        if not gating.is_gradient(leaf):
-            return leaf
-        return unscaled([leaf], scale, powers_of_two=False)[0]
-
-    tree: Tree = jax.tree.map(divided, gating.with_arrays(gradients))
-    return tree
-
-
-def all_finite(gradients: ArrayTree) -> Array:
-    """Whether every element of a tree of arrays is finite.
-
-    Args:
-        gradients: A tree of arrays. None, integers and float0 are ignored.
-
-    Returns:
-        A boolean scalar array.
-
-    Examples:
-        >>> bool(lossscale.optax.all_finite({"w": jnp.float32([1.0, jnp.inf]), "b": None}))
-        False
-    """
-    return gating.all_leaves_finite(jax.tree.leaves(gating.with_arrays(gradients)))
 
 
 def value_and_grad(
@@ -220,35 +173,20 @@ def unless_skipped(opt_state: object, new: Tree, old: Tree) -> Tree:
     """
     skipped = state_in(opt_state).last_step_skipped
     _check_single(skipped, "decisions")
-    new_structure: object = jax.tree.structure(new)
-    old_structure: object = jax.tree.structure(old)
-    if new_structure != old_structure:
-        raise ArgumentError(
-            f"`new` and `old` must be the same kind of tree. Received: {new_structure} and "
-            f"{old_structure}."
-        )
 
-    def chosen(path: Path, new: ArrayTree, old: ArrayTree) -> ArrayTree:
-        if new is old or not gating.is_array(new):
+    def chosen(new: ArrayTree, old: ArrayTree) -> ArrayTree:
+        if not gating.is_array(new):
             return new
-        if jnp.shape(new) != jnp.shape(old):
-            raise ArgumentError(
-                f"`new` and `old` must have the same shapes. Received: {jnp.shape(new)} and "
-                f"{jnp.shape(old)} at {jax.tree_util.keystr(path) or 'the root'}."
-            )
-        dtype = jnp.result_type(new)
-        old = old if jnp.result_type(old) == dtype else jnp.asarray(old, dtype)
-        return jnp.where(skipped, old, new)
+        return jnp.where(skipped, jnp.asarray(old, jnp.result_type(new)), new)
 
-    leaves = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    are_same = [one is other for one, other in leaves if gating.is_array(one)]
-    if are_same and all(are_same):
+    leaves = [each for each in jax.tree.leaves(new) if gating.is_array(each)]
+    if leaves and {id(each) for each in leaves} <= set(map(id, jax.tree.leaves(old))):
         warn(
             "`new` and `old` are the same arrays, so a skipped step puts nothing back. The state "
             "of a Flax NNX module changes with the module. Take a copy of it before the step: "
             "nnx.clone(nnx.state(model, nnx.BatchStat))."
         )
-    tree: Tree = jax.tree.map_with_path(chosen, new, old)
+    tree: Tree = jax.tree.map(chosen, new, old)
     return tree
 
 

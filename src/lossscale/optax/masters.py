@@ -124,27 +124,9 @@ def check_order(state: ArrayTree, has_loss_scale: bool = False) -> None:
         )
 
 
-def trains_float16(params: ArrayTree, state: ArrayTree) -> bool:
-    """Whether a float16 parameter is trained for certain, as the state of a transformation shows.
-
-    Args:
-        params: The parameters. Those that are frozen may be `optax.MaskedNode`.
-        state: The state of the transformation. A mask can be read from it only if there are arrays
-            for each parameter, such as moments: those of others are `optax.MaskedNode`.
-    """
-    shapes = {
-        path: leaf.shape
-        for path, leaf in jax.tree.leaves_with_path(params)
-        if getattr(leaf, "dtype", None) == jnp.float16
-    }
-
-    def shows_one(masked: ArrayTree) -> bool:
-        leaves = jax.tree.leaves_with_path(masked)
-        suffixes = ((path[start:], leaf) for path, leaf in leaves for start in range(len(path) + 1))
-        return any(shapes.get(suffix) == getattr(leaf, "shape", 0) for suffix, leaf in suffixes)
-
-    masked = _nodes(state, "MaskedState", "PartitionState", "MultiTransformState")
-    return bool(shapes) and all(map(shows_one, masked))
+def has_float16(params: ArrayTree) -> bool:
+    """Whether there is a float16 parameter."""
+    return any(getattr(leaf, "dtype", None) == jnp.float16 for leaf in jax.tree.leaves(params))
 
 
 def _nodes(tree: ArrayTree, *names: str) -> list[Array]:

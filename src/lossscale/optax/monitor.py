@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,13 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax import overflow_tracker
 from lossscale.jax.apply_or_skip import ArrayTree
 from lossscale.jax.overflow_tracker import TrackedSteps
-from lossscale.monitoring.explainer import Explainer
-from lossscale.monitoring.explanation import Facts
 from lossscale.monitoring.loop import LoopMonitor
+from lossscale.monitoring.record import StepRecord
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
 from lossscale.optax.gating import owner_of
-from lossscale.optax.overflow_tracking import OverflowTrackingState, named_leaves
+from lossscale.optax.overflow_tracking import named_leaves
 from lossscale.optax.scale_state import array_in
-from lossscale.optax.state_lookup import held, state_in
+from lossscale.optax.state_lookup import state_in
 from lossscale.rules import ScaleRule
 
 
@@ -53,25 +52,16 @@ class Monitor(LoopMonitor):
     step that was skipped and on the last skipped step between two samples.
 
     Args:
-        tx: The result of `loss_scaled` or `track_overflows`, or the rule of the loss scale.
+        tx: The result of `loss_scaled`, or the rule of the loss scale.
         params: The parameters, or a tree of the same structure, for the names of gradients.
         opt_state: The state before the first monitored step, or an object that holds it as
             `opt_state`, such as a `TrainState`.
-        path: A file for the records, JSON lines; see `lossscale.monitoring.read_records`. None
-            writes no file.
+        path: A new file for the records, JSON lines. None writes no file.
         every: Sample each step whose number is a multiple of this, and the first and the last one.
             Skipped steps in between are counted.
         log: Called with each record as a dictionary, `lossscale.monitoring.StepRecord.to_dict`,
             after it is written. Its exceptions leave `step` and `close`.
-        on_floor: Action when a step is skipped at `min_scale`: "warn", "raise" to end training, or
-            "ignore".
-        append: Whether to continue the file `path` if it exists, as a resumed run does.
         steps_before: Number of steps before this run. A state of `track_overflows` has it.
-        explain: Number of sampled steps to explain, such as 20; 0 for none: skipped ones, and those
-            whose loss is not finite. `step` then needs `params` and `batch`. An explanation takes
-            many times as long as a step, and changes nothing. If no loss scale helps, a warning
-            says what to do. Of single skips that a lower scale mends, five count.
-        loss_fn: With `explain`: as for `lossscale.optax.explain`.
 
     Raises:
         ArgumentError: If an argument is invalid; the message names it.
@@ -80,14 +70,12 @@ class Monitor(LoopMonitor):
 
     Examples:
         >>> params = {"w": jnp.ones(2)}
-        >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), initial_scale=8)
-        >>> tx = lossscale.optax.track_overflows(tx)
+        >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), initial_scale=8, track_overflows=True)
         >>> opt_state = tx.init(params)
         >>> with lossscale.optax.Monitor(tx, params, opt_state) as monitor:
         ...     grads = {"w": jnp.float32([1.0, jnp.inf])}
         ...     _, opt_state = tx.update(grads, opt_state, params)
-        ...     monitor.step(opt_state, loss=0.25)
-        >>> record = monitor.last_record
+        ...     record = monitor.step(opt_state, loss=0.25)
         >>> record.scale, record.next_scale, str(record.reason), str(record.nonfinite[0])
         (8.0, 4.0, 'overflow', 'w (1 inf)')
     """
@@ -101,25 +89,15 @@ class Monitor(LoopMonitor):
         *,
         every: int = 1,
         log: Callable[[dict[str, Any]], object] | None = None,
-        on_floor: Literal["warn", "raise", "ignore"] = "warn",
-        append: bool = False,
         steps_before: int = 0,
-        explain: int = 0,
-        loss_fn: Callable[[ArrayTree, ArrayTree, Any], ArrayTree] | None = None,
     ) -> None:
-        settings = MonitorSettings(path, every, log, on_floor, append, explain, loss_fn)
+        settings = MonitorSettings(path, every, log)
         rule = tx if isinstance(tx, ScaleRule) else getattr(owner_of(tx), "rule", None)
         if not isinstance(rule, ScaleRule):
             raise ArgumentTypeError(
-                "`tx` must be what lossscale.optax.loss_scaled or track_overflows returned, or its "
+                "`tx` must be what lossscale.optax.loss_scaled returned, or its "
                 f"rule. Received: a {type(tx).__name__}."
             )
-        if settings.explain and loss_fn is None:
-            raise ArgumentTypeError(
-                "`explain` needs `loss_fn`, as explain() takes it. Received: loss_fn=None."
-            )
-        self._explainer: Explainer = Explainer(settings.explain, rule)
-        self._loss_fn = loss_fn if settings.explain else None
         self._names = unique_names([name for name, _ in named_leaves(params)])
         before = checked_count("steps_before", steps_before, lowest=0)
         self._watched = self._arrays_of(opt_state)
@@ -129,14 +107,8 @@ class Monitor(LoopMonitor):
         super().__init__(Recorder(settings, rule), start.step)
 
     def step(
-        self,
-        opt_state: object,
-        loss: Array | float | None = None,
-        *,
-        steps: int = 1,
-        params: ArrayTree = None,
-        batch: ArrayTree = None,
-    ) -> None:
+        self, opt_state: object, loss: Array | float | None = None, *, steps: int = 1
+    ) -> StepRecord | None:
         """Records the training step if it is sampled. Call it after each step.
 
         Args:
@@ -145,12 +117,11 @@ class Monitor(LoopMonitor):
                 cannot say whether the loss was finite.
             steps: Number of steps since the last call, for a compiled function that runs several.
                 This needs `track_overflows`; the last of these steps is read.
-            params, batch: With `explain`: the parameters after the step, which a skip has not
-                changed, and the batch of the step (of several, the last), as `loss_fn` takes them.
-                The monitor holds them until the next call at most.
+
+        Returns:
+            The record of the step, the last one of several; None if it was not read.
 
         Raises:
-            TrainingHaltedError: If an alarm ends training, after the records are written.
             ArgumentError, ArgumentTypeError: If an argument is invalid, such as the state of the
                 step before, or if the monitor is closed. Nothing is read.
         """
@@ -159,20 +130,13 @@ class Monitor(LoopMonitor):
         if checked_count("steps", steps) > 1 and watched.tracking is None:
             raise ArgumentError(
                 "The scale of the last of several steps is known only if they track it. "
-                f"Received: steps={steps}. Write tx = lossscale.optax.track_overflows(tx)."
+                f"Received: steps={steps}. Write loss_scaled(..., track_overflows=True)."
             )
         if watched.steps_skipped is self._watched.steps_skipped:
             raise ArgumentError(
                 "`opt_state` is the state from before this step. Pass the state that tx.update "
                 "returned."
             )
-        if self._loss_fn is not None and (params is None or batch is None):
-            raise ArgumentTypeError(
-                "With `explain`, write monitor.step(opt_state, loss, params=params, batch=batch). "
-                f"Received: `{'params' if params is None else 'batch'}` is None."
-            )
-        if not self._explainer.left:
-            params = batch = None
         position, scale = self._position + steps, self._scale
 
         def read(last_read: int) -> StepStats | None:
@@ -185,34 +149,21 @@ class Monitor(LoopMonitor):
                 after, tracked = min(last_read, stats.step - 1), watched.tracking[1]
                 scale_of_last, skip = overflow_tracker.read(self._names, tracked, after, stats.step)
             number = None if loss is None else float(loss)
-            stats = stats._replace(scale=scale_of_last, last_skip=skip, loss=number)
-            return self._explainer.explain(stats, lambda: self._facts(params, batch, stats.scale))
+            return stats._replace(scale=scale_of_last, last_skip=skip, loss=number)
 
         if watched.tracking is None:
             # A later step may take the buffer.
             self._scale = jnp.copy(watched.scale)
         self._watched = watched
-        self._add_steps(steps, read, loss)
-
-    def _facts(self, params: ArrayTree, batch: ArrayTree, scale: float) -> Facts:
-        """Repeats the pass of a step."""
-        # Not before it is needed: a monitor works without the diagnosis.
-        from lossscale.diagnosis.jax import JaxGradientFunction
-
-        if _any_deleted((params, batch)):
-            return Facts(why_not="a step to which `params` or `batch` was donated overwrote it")
-        # Only a monitor that has one explains steps.
-        assert self._loss_fn is not None
-        return JaxGradientFunction(params, self._loss_fn).facts(batch, scale)
+        return self._add_steps(steps, read)
 
     def _arrays_of(self, opt_state: ArrayTree) -> _Watched:
         """Returns the arrays to read, without reading them."""
         state = state_in(opt_state)
-        whole = held(opt_state)
         tracking = None
-        if isinstance(whole, OverflowTrackingState):
-            tracked = TrackedSteps(*map(array_in, whole.tracked))
-            tracking = array_in(whole.iterations), tracked
+        if state.tracked is not None:
+            tracked = TrackedSteps(*map(array_in, state.tracked.steps))
+            tracking = array_in(state.tracked.iterations), tracked
             if tracked.nonfinite.shape[0] != len(self._names):
                 raise ArgumentError(
                     "`params` must be the parameters that tx.init was called with. Received: "

@@ -26,6 +26,7 @@ class LossScaleState(NamedTuple):
         steps_skipped: int32 scalar; number of skipped steps.
         consecutive_skips: int32 scalar; number of skipped steps since the last applied one.
         inner_state: The state of the inner transformation.
+        tracked: What is tracked for a monitor, `Tracked`; None without `track_overflows`.
     """
 
     loss_scale: Array
@@ -33,6 +34,7 @@ class LossScaleState(NamedTuple):
     steps_skipped: Array
     consecutive_skips: Array
     inner_state: optax.OptState
+    tracked: Any = None
 
     @property
     def last_step_skipped(self) -> Array:

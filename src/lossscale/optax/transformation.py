@@ -13,17 +13,18 @@ import optax
 from jax import Array
 
 import lossscale.optax.gating as gating
+import lossscale.optax.overflow_tracking as tracking
 import lossscale.optax.scale_state as scale_state
 from lossscale.arguments import rule_from_arguments
 from lossscale.errors import AlreadyWrappedError, GradientsError, UnsupportedError
 from lossscale.jax.apply_or_skip import ArrayTree, Path, varying_axes
-from lossscale.jax.gradients import Gradient, gradient_stats, is_traced, unscaled
+from lossscale.jax.gradients import Gradient, is_traced, unscaled
 from lossscale.optax.gating import GradientTransformationExtraArgs
-from lossscale.optax.masters import MasterWeights, check_order, trains_float16
+from lossscale.optax.masters import MasterWeights, check_order, has_float16
 from lossscale.optax.scale_state import LossScaleState
 from lossscale.optax.state_lookup import states_below
 from lossscale.packages import warn
-from lossscale.rules import GradientStats, ScaleRule, StatsRequest
+from lossscale.rules import GradientStats, ScaleRule
 
 
 def loss_scaled(
@@ -34,6 +35,7 @@ def loss_scaled(
     *,
     rule: ScaleRule | None = None,
     axis_name: str | Sequence[str] | None = None,
+    track_overflows: bool = False,
 ) -> GradientTransformationExtraArgs[LossScaleState]:
     """Wraps an Optax transformation with loss scaling.
 
@@ -62,6 +64,8 @@ def loss_scaled(
         axis_name: One or more axes of a `pmap` or `shard_map` along which the gradients differ
             between devices. If one device skips a step, all of them skip it. Not needed under
             `jit`, nor if the gradients were averaged along the axis.
+        track_overflows: Whether the state counts, for a `Monitor`, the infinities and NaN in each
+            gradient of the last skipped step. It stays on the device.
 
     Returns:
         An `optax.GradientTransformationExtraArgs`. Its state is a `LossScaleState`. Other arguments
@@ -98,7 +102,8 @@ def loss_scaled(
     owner = gating.owner_of(checked)
     if isinstance(owner, LossScaled):
         raise AlreadyWrappedError(_TWICE)
-    wrapped = LossScaled(checked, chosen_rule, axis_names, isinstance(owner, MasterWeights))
+    has_masters = isinstance(owner, MasterWeights)
+    wrapped = LossScaled(checked, chosen_rule, axis_names, has_masters, track_overflows)
     return GradientTransformationExtraArgs(wrapped.init, wrapped.update)
 
 
@@ -110,6 +115,7 @@ class LossScaled:
     rule: ScaleRule
     axis_names: tuple[str, ...]
     has_masters: bool
+    tracks: bool
     has_warned: bool = False
 
     def _widened(self, params: ArrayTree) -> ArrayTree:
@@ -124,15 +130,16 @@ class LossScaled:
             raise AlreadyWrappedError(_TWICE)
         if not self.has_masters:
             check_order(inner_state)
-            if not self.has_warned and trains_float16(params, inner_state):
+            if not self.has_warned and has_float16(params):
                 self.has_warned = True
                 warn(
-                    "float16 parameters are rounded after each step, and lose small updates. "
+                    "float16 parameters that are trained are rounded after each step, and lose small updates. "
                     "Write loss_scaled(master_weights(tx)), which keeps float32 copies of them, "
                     "or keep trained parameters in float32."
                 )
         inner_state = scale_state.without_shared_buffers(inner_state, params)
-        return scale_state.state_of(self.rule.init(), inner_state)
+        state = scale_state.state_of(self.rule.init(), inner_state)
+        return state._replace(tracked=tracking.first(params)) if self.tracks else state
 
     def update(
         self, updates: ArrayTree, state: LossScaleState, params: ArrayTree = None, **extra_args: Any
@@ -145,7 +152,13 @@ class LossScaled:
             params: The parameters, for transformations that read them.
             extra_args: Further arguments of the inner transformation.
         """
-        given_leaves = jax.tree.leaves(updates)
+        given, passed = set(map(id, jax.tree.leaves(updates))), jax.tree.leaves(extra_args)
+        if "grad" in extra_args or any(id(x) in given or callable(x) for x in passed):
+            raise UnsupportedError(
+                "loss_scaled does not support line searches, which compute and compare gradients "
+                f"themselves. Received: {sorted(extra_args)} beside the gradients. L-BFGS and its "
+                "like need float32: leave out loss_scaled."
+            )
         updates = gating.with_arrays(updates)
         leaves, structure = jax.tree.flatten(updates)
         gradients = [leaf for leaf in leaves if gating.is_gradient(leaf)]
@@ -159,54 +172,23 @@ class LossScaled:
         unscaled_tree = jax.tree.unflatten(
             structure, [next(given) if gating.is_gradient(leaf) else leaf for leaf in leaves]
         )
-        extra_args = _unscaled_arguments(extra_args, given_leaves, unscaled_tree)
 
         given_params = self._widened(params)
         finite, new_updates, inner_state = gating.update_or_skip(
             lambda: self.inner.update(unscaled_tree, state.inner_state, given_params, **extra_args),
             finite,
             state.inner_state,
-            check_updates=any(map(callable, extra_args.values())),
         )
         if not self.has_masters:
             new_updates = _narrowed(new_updates, updates, params)
         after = before
         # A step without gradients is not finite.
         if gating.has_elements(gradients):
-            after = _update_scale(self.rule, self.axis_names, before, finite, gradients)
-        return new_updates, after._replace(inner_state=inner_state)
-
-
-def _unscaled_arguments(
-    extra_args: dict[str, Any], given: Sequence[object], unscaled_tree: ArrayTree
-) -> dict[str, Any]:
-    """Replaces the scaled gradients among the extra arguments, as a line search takes them.
-
-    Args:
-        extra_args: The arguments by name.
-        given: The leaves of the gradients, as `update` was given them.
-        unscaled_tree: The unscaled gradients.
-    """
-    # Not Python numbers: one of the same value may be something else.
-    pairs = zip(given, jax.tree.leaves(unscaled_tree), strict=True)
-    rows = [(old, new) for old, new in pairs if gating.is_gradient(old)]
-    by_id = {id(old): new for old, new in rows}
-    arguments = dict(extra_args)
-    for name, value in extra_args.items():
-        leaves, structure = jax.tree.flatten(value)
-        arrays = [leaf for leaf in leaves if gating.is_gradient(leaf)]
-        found = {id(x): by_id[id(x)] for x in arrays if id(x) in by_id}
-        shapes = [old.shape for old, _ in rows]
-        if name == "grad" and arrays and not found and [x.shape for x in arrays] == shapes:
-            # A compiled `update` is given other arrays with the same numbers.
-            same = [jnp.all(x == old) for x, (old, _) in zip(arrays, rows, strict=True)]
-            choose = functools.partial(jnp.where, functools.reduce(jnp.logical_and, same))
-            chosen = map(choose, [new for _, new in rows], arrays)
-            found = dict(zip(map(id, arrays), chosen, strict=True))
-        if found:
-            leaves = [found.get(id(leaf), leaf) for leaf in leaves]
-            arguments[name] = jax.tree.unflatten(structure, leaves)
-    return arguments
+            after = _moved(self.rule, before, finite)
+        tracked = None
+        if self.tracks:
+            tracked = tracking.after_step(self.rule, state, after, updates)
+        return new_updates, after._replace(inner_state=inner_state, tracked=tracked)
 
 
 def _check_same_devices(gradients: Sequence[Array]) -> None:
@@ -243,25 +225,10 @@ def _check_and_unscale(
     return finite, unscaled(gated, scale, rule.powers_of_two)
 
 
-@_one_dispatch
-def _update_scale(
-    rule: ScaleRule,
-    axis_names: tuple[str, ...],
-    before: LossScaleState,
-    finite: Array | None,
-    gradients: ArrayTree,
-) -> LossScaleState:
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _moved(rule: ScaleRule, before: LossScaleState, finite: Array | None) -> LossScaleState:
     verdict = jnp.asarray(True) if finite is None else finite
-    stats = GradientStats(verdict)
-    if rule.needs != StatsRequest():
-        stats = gradient_stats(rule.needs, verdict, gradients, before.loss_scale, are_scaled=True)
-    if axis_names:
-        # `finite` is already the decision of all devices.
-        largest = jax.tree.map(lambda each: jax.lax.pmax(each, axis_names), stats.largest)
-        sums = (stats.counts, stats.elements)
-        counts, elements = jax.tree.map(lambda each: jax.lax.psum(each, axis_names), sums)
-        stats = stats._replace(largest=largest, counts=counts, elements=elements)
-    return scale_state.moved(rule, before, stats)
+    return scale_state.moved(rule, before, GradientStats(verdict))
 
 
 def _all_devices_finite(finite: Array, axis_names: tuple[str, ...], scale: Array) -> Array:

@@ -34,7 +34,7 @@ _WHERE = {
     "MasterWeights": "master_weights",
     "Monitor": "monitor",
     "diagnose": ".diagnosis.torch",
-    "explain": "repeated_step",
+    "explain": "explaining",
     "float32_state_dict": "averages",
     "guard": "scheduler",
     "install": "installation",
@@ -45,12 +45,12 @@ _WHERE = {
 if TYPE_CHECKING:
     from lossscale.diagnosis.torch import diagnose as diagnose
     from lossscale.torch.averages import float32_state_dict as float32_state_dict
+    from lossscale.torch.explaining import explain as explain
     from lossscale.torch.grad_scaler import GradScaler as GradScaler
     from lossscale.torch.installation import install as install
     from lossscale.torch.master_weights import MasterWeights as MasterWeights
     from lossscale.torch.monitor import Monitor as Monitor
     from lossscale.torch.optimizer import LossScaleOptimizer as LossScaleOptimizer
-    from lossscale.torch.repeated_step import explain as explain
     from lossscale.torch.scheduler import guard as guard
     from lossscale.torch.scheduler import unguard as unguard
 else:

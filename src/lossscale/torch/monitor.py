@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy
 import torch
@@ -18,24 +17,17 @@ from lossscale.checks import checked_count
 from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.monitoring.explainer import Explainer
-from lossscale.monitoring.explanation import Cause, Explanation, Facts, explained, is_broken
 from lossscale.monitoring.loop import LoopMonitor
+from lossscale.monitoring.record import StepRecord
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, SkippedStep, StepStats
 from lossscale.packages import warn
-from lossscale.rules import ScaleRule
 from lossscale.torch.grad_scaler import GradScaler
-from lossscale.torch.observers import Decided, Observer, Stepper
+from lossscale.torch.observers import Decided, Observer
 from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
 from lossscale.torch.ranks import local
-from lossscale.torch.repeated_step import DEFAULT_BYTES, CallRecorder
-from lossscale.torch.scaling import CPU, is_captured, real_parts, uncompiled
+from lossscale.torch.scaling import CPU, real_parts, uncompiled
 from lossscale.torch.settings import warn_of_float16_statistics
 from lossscale.torch.watch import is_finite
-
-Groups: TypeAlias = list[dict[str, Any]]
-"""Groups of parameters, as optimizers have them."""
-_TOO_LATE = "the loss was known only after the step had changed the weights"
 
 
 class Monitor(LoopMonitor, Observer):
@@ -53,24 +45,12 @@ class Monitor(LoopMonitor, Observer):
             what Lightning and Accelerate return for such an optimizer.
         model: The module, or (name, parameter) pairs, for the names of parameters. With an
             optimizer it may be None; then parameters are numbered.
-        path: A file for the records, JSON lines; see `lossscale.monitoring.read_records`. None
-            writes no file.
+        path: A new file for the records, JSON lines. None writes no file.
         every: Sample steps whose number is a multiple of this, and the first and the last one.
             Skipped steps in between are counted, and the last one is recorded too.
         log: Called with each record as a dictionary, `lossscale.monitoring.StepRecord.to_dict`,
             after it is written; what it raises, `step` and `close` raise.
-        on_floor: Action when a step is skipped at `min_scale`: "warn", "raise" to end training, or
-            "ignore".
-        append: Whether to continue the file `path` if it exists, as a resumed run does.
         steps_before: Number of steps before this run, with a `GradScaler`. An optimizer has it.
-        explain: Number of steps to explain, such as 20; 0 for none: skipped ones, and those whose
-            loss is not finite. It repeats the forward and backward pass of such a step, which takes
-            as long as some steps, and changes nothing. `model` must be the module that the loop
-            calls. If no loss scale helps, a warning says what to do. Of single skips that a lower
-            scale mends, five count. Close the monitor before `torch.jit.script(model)`, which
-            refuses its hooks.
-        explain_bytes: The most bytes of inputs, outputs and their gradients that are held until the
-            step is over. If a step needs more, it is not explained.
 
     Raises:
         ArgumentError: If an argument cannot be used; the message names it.
@@ -85,14 +65,12 @@ class Monitor(LoopMonitor, Observer):
         ...     loss = (model(torch.ones(1, 2)) * torch.tensor([[1e38]])).sum()
         ...     optimizer.scale_loss(loss).backward()
         ...     optimizer.step()
-        ...     monitor.step(0.25)
-        >>> record = monitor.last_record
+        ...     record = monitor.step(0.25)
         >>> record.scale, record.next_scale, str(record.reason), str(record.nonfinite[0])
         (8.0, 4.0, 'overflow', 'weight (2 inf)')
     """
 
     _is_monitor = _reads_skips = True
-    _explainer: _Explainer | None = None
 
     def __init__(
         self,
@@ -102,13 +80,9 @@ class Monitor(LoopMonitor, Observer):
         *,
         every: int = 1,
         log: Callable[[dict[str, Any]], object] | None = None,
-        on_floor: Literal["warn", "raise", "ignore"] = "warn",
-        append: bool = False,
         steps_before: int = 0,
-        explain: int = 0,
-        explain_bytes: int = DEFAULT_BYTES,
     ) -> None:
-        settings = MonitorSettings(path, every, log, on_floor, append, explain)
+        settings = MonitorSettings(path, every, log)
         self._watched = watched = _checked(wrapper_in(optimizer))
         if isinstance(watched, GradScaler) and model is None:
             raise ArgumentTypeError(
@@ -128,29 +102,14 @@ class Monitor(LoopMonitor, Observer):
         if self._model is not None:
             warn_of_float16_statistics(self._model)
         self._finite = set(self._buffers(True))
-        limit = checked_count("explain_bytes", explain_bytes)
-        if settings.explain and self._model is None:
-            raise ArgumentTypeError(
-                "`explain` needs the model, a torch.nn.Module. "
-                f"Received: model={model!r} of type {type(model).__name__}."
-            )
         super().__init__(Recorder(settings, watched.rule), now.step)
-        if settings.explain and self._model is not None:
-            calls = CallRecorder(self._model, limit)
-            self._explainer = _Explainer(calls, settings.explain, watched.rule)
         self._handle = watched._observers.add(self)
-
-    def _loss_scaled(self, stepper: Stepper, loss: Tensor) -> None:
-        if self._explainer is not None:
-            self._explainer.scaled(loss)
 
     def _step_decided(self, decided: Decided) -> None:
         groups, scale, applied, divisor = decided
         self._decided = True
         self._skipped = self._skipped or not applied
         number = self._steps_so_far() + 1
-        if self._explainer is not None:
-            self._explainer.decided(number, not applied, groups, scale)
         # The tracker reads the gradients of skipped steps only.
         skipped = () if applied else groups
         parameters = [p for group in skipped for p in group["params"] if p.grad is not None]
@@ -169,7 +128,7 @@ class Monitor(LoopMonitor, Observer):
                 is_shared=True,
             )
 
-    def step(self, loss: Tensor | float | None = None) -> None:
+    def step(self, loss: Tensor | float | None = None) -> StepRecord | None:
         """Counts a training step, and records it if it is sampled.
 
         A call without a step of the optimizer since the last call, as with accumulated gradients,
@@ -179,8 +138,10 @@ class Monitor(LoopMonitor, Observer):
             loss: The unscaled loss of the step: a number, or a tensor with one element; None if it
                 is not known. Without it an overflow cannot be told from a loss that is not finite.
 
+        Returns:
+            The record of the step; None if it was not read, or no step was taken.
+
         Raises:
-            TrainingHaltedError: If an alarm ends training. The records are in the file then.
             ArgumentError: If `loss` has several elements, or after `close`; nothing is read then.
         """
         self._check_open()
@@ -195,35 +156,29 @@ class Monitor(LoopMonitor, Observer):
         if self._decided and isinstance(self._watched, GradScaler):
             self._steps += 1
             self._skips += self._skipped
-        if self._explainer is not None:
-            self._explainer.ended(self._steps_so_far(), loss, self._decided)
         if self._skipped:
             self._warn_of_buffers()
         now, scale = self._stats(), self._scale
         self._decided, self._skipped, self._scale = False, False, now.next_scale
 
         def read(last_read: int) -> StepStats:
+            number = None if loss is None else float(loss)
             # Otherwise the optimizer took a step before the monitor was attached.
             if self._tracker.last_step <= last_read:
-                return now._replace(scale=scale)
+                return now._replace(scale=scale, loss=number)
             last_scale, skip = self._tracker.read(min(last_read, now.step - 1), now.step)
-            explanations = {} if self._explainer is None else self._explainer.read(now.step)
-            if skip is not None:
-                skip = skip._replace(explanation=explanations.get(skip.step))
-            why = explanations.get(now.step)
-            return now._replace(scale=last_scale, last_skip=skip, explanation=why)
+            return now._replace(scale=last_scale, last_skip=skip, loss=number)
 
-        if now.step > self._position:
-            self._add_steps(now.step - self._position, read, loss)
+        if now.step <= self._position:
+            return None
+        return self._add_steps(now.step - self._position, read)
 
     def close(self) -> None:
-        """Records the last step if it was not sampled, and closes the file.
+        """Records the last step if it was not sampled, and watches no more.
 
         Closing it again does nothing; `step` is an error afterwards.
         """
         self._handle.remove()
-        if self._explainer is not None:
-            self._explainer.calls.close()
         super().close()
 
     def _buffers(self, finite: bool) -> list[str]:
@@ -305,118 +260,6 @@ def _on_host(counts: list[Tensor]) -> numpy.ndarray[Any, Any]:
     # Those of parameters without a gradient are there already.
     device = next((count.device for count in counts if not count.is_cpu), CPU)
     return numpy.asarray(torch.stack([count.to(device) for count in counts]).cpu())
-
-
-class _Losses:
-    """The losses of a step, on their way to the host.
-
-    Attributes:
-        held: Each with the event of its arrival; None if it is there.
-        are_float16: Whether one of them is in float16.
-    """
-
-    def __init__(self) -> None:
-        self.held: list[tuple[Tensor | float, torch.Event | None]] = []
-        self.are_float16 = False
-
-    # A pass that is repeated copies what a model reaches, such as its monitor; events cannot be.
-    def __reduce__(self) -> tuple[type[_Losses], tuple[()]]:
-        return _Losses, ()
-
-    @uncompiled
-    def add(self, loss: Tensor | float) -> None:
-        """Sends a loss to the host; waits for nothing, and raises nothing."""
-        with contextlib.suppress(Exception):
-            loss = torch.as_tensor(loss)
-            if is_captured(loss) or loss.device.type not in ("cpu", "cuda"):
-                return
-            self.are_float16 |= loss.dtype == torch.float16
-            loss = loss.detach() if loss.numel() == 1 else loss.detach().float().sum()
-            # Behind all that the device has to do before the decision, for which the host waits.
-            event = torch.cuda.current_stream(loss.device).record_event() if loss.is_cuda else None
-            self.held.append((loss.to(CPU, non_blocking=True), event))
-
-    def known(self) -> float | None:
-        """Of those that have arrived, the first that is not finite, or else the last."""
-        numbers: list[float] = []
-        with contextlib.suppress(Exception):
-            numbers = [float(loss) for loss, event in self.held if event is None or event.query()]
-        return next(filter(is_broken, numbers), numbers[-1] if numbers else None)
-
-
-class _Explainer(Explainer):
-    """Explains a number of steps by what it holds of them.
-
-    Args:
-        calls: The calls of the model.
-        left, rule: As for `Explainer`.
-
-    Attributes:
-        explanations: Those since the last sample, and the last one, by the number of the step.
-    """
-
-    def __init__(self, calls: CallRecorder, left: int, rule: ScaleRule) -> None:
-        super().__init__(left, rule)
-        self.calls = calls
-        self.explanations: dict[int, Explanation] = {}
-        # The number of the step that is not over, whether it was skipped, and what is known of it.
-        self._pending: tuple[int, bool, Facts] | None = None
-        self._losses = _Losses()
-        # Losses of earlier steps, which were not explained.
-        self._unread: list[tuple[int, _Losses]] = []
-
-    def scaled(self, loss: Tensor) -> None:
-        """Called with each loss of a step."""
-        if self.left:
-            self._losses.add(loss)
-
-    def decided(self, step: int, skipped: bool, groups: Groups, scale: Tensor | float) -> None:
-        """Called with the decision on a step, before its gradients are applied."""
-        number, was_skipped, facts = self._pending or (None, False, Facts())
-        is_same_step = number == step
-        # Of several optimizers, the first that skips explains the step, if it can.
-        if is_same_step and explained(facts).cause is not Cause.UNKNOWN:
-            return
-        loss, is_narrow = self._losses.known(), self._losses.are_float16
-        if not self.wants(loss, skipped=skipped):
-            return
-        parameters = (parameter for group in groups for parameter in group["params"])
-        facts = self.calls.explain(float(scale), parameters, is_broken(loss))
-        facts = facts._replace(loss=loss, is_loss_float16=is_narrow, scale=float(scale))
-        self._pending = step, skipped or (is_same_step and was_skipped), facts
-
-    def ended(self, step: int, loss: Tensor | float | None, decided: bool) -> None:
-        """Called after each step, or part of one, with the loss that the program passes."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            number, skipped, facts = pending
-            if loss is not None and not is_broken(facts.loss):
-                facts = facts._replace(loss=float(loss))
-            self.explanations = {number: self.write(number, facts, skipped=skipped)}
-        if not decided:
-            return
-        self.calls.reset()
-        losses, self._losses = self._losses, _Losses()
-        if loss is not None and not losses.held:
-            losses.add(loss)
-        if pending is None and self.left:
-            self._unread.append((step, losses))
-        if not self.left:
-            self.calls.close()
-
-    def read(self, step: int) -> dict[int, Explanation]:
-        """Returns the explanations if a step is sampled, also of losses that were not known."""
-        unread, self._unread = self._unread, []
-        for number, losses in unread:
-            loss = losses.known()
-            if self.wants(loss, skipped=False):
-                facts = Facts(loss=loss, why_not=_TOO_LATE)
-                explanation = self.write(number, facts, skipped=False)
-                self.explanations[number] = explanation
-                # Of the sampled one, the record warns.
-                if number != step:
-                    warn(f"The loss of step {number} is {loss:g}. {explanation.text}")
-        return self.explanations
 
 
 def _checked(optimizer: object) -> LossScaleOptimizer | GradScaler:

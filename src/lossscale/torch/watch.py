@@ -136,7 +136,7 @@ class Watch(TorchDispatchMode):
     ) -> object:
         kwargs = kwargs or {}
         if func.namespace in _MESSAGES:
-            raise UnrepeatableError("processes communicate in this pass, so it is not repeated")
+            raise UnrepeatableError("processes communicate in this pass")
         name = func._schema.name.partition("::")[2]
         inputs = list(tensors_in((args, kwargs)))
         module, shown = self._place(name)
@@ -195,7 +195,7 @@ class Watch(TorchDispatchMode):
         written = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
         copies: dict[int, Tensor] = {}
         for tensor in tensors_in([given.get(name) for name in written]):
-            copies[id(tensor)] = self.evaluation.cloned(tensor)
+            copies[id(tensor)] = tensor.clone()
             if _key(tensor) not in self._made:
                 self._written.append((tensor, copies[id(tensor)]))
         return copies
@@ -209,46 +209,6 @@ class _Evaluation(Evaluation):
 
     def on_host(self, value: Tensor) -> numpy.ndarray[Any, Any]:
         return _numbers(value).cpu().double().numpy()
-
-    def without_overflow(self, value: Tensor) -> Tensor:
-        entry = self._overflows.get(_key(value))
-        return _at_place(entry[1], value) if entry else value
-
-    def rounded(self, other: Tensor, like: Tensor) -> Tensor:
-        narrow = other.to(like.dtype).double()
-        return torch.where(narrow.isfinite(), narrow, other)
-
-    def is_wrong(self, one: Tensor, other: Tensor, tolerance: float = 0.0) -> bool:
-        one, other = _numbers(one).double(), _numbers(other).double()
-        same = (one == other) | (one.isnan() & other.isnan())
-        difference = torch.where(same, 0.0, (one - other).abs()).nan_to_num(math.inf)
-        return bool((difference > tolerance * largest(other)).any())
-
-    def cloned(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor, of which the same is remembered."""
-        clone = tensor.clone()
-        if entry := self._overflows.get(_key(tensor)):
-            self.remember(clone, self.without_overflow(tensor), entry[2])
-        return clone
-
-    def remember(self, one: Tensor, other: Tensor, origin: Origin) -> None:
-        if one.layout != torch.strided:
-            return
-        # That of the whole storage, of which other tensors may be parts.
-        if entry := self._overflows.get(_key(one)):
-            memory = entry[1]
-        else:
-            flat = torch.empty(0, dtype=one.dtype, device=one.device).set_(one.untyped_storage())
-            memory = flat.double()
-        _at_place(memory, one).copy_(other)
-        super().remember(one, memory, origin)
-
-    def forget(self, value: Tensor) -> None:
-        entry = self._overflows.get(_key(value))
-        if entry and value.numel() < entry[1].numel():
-            _at_place(entry[1], value).copy_(value)
-        else:
-            super().forget(value)
 
     def flags_of(self, value: Tensor) -> Flags:
         if is_finite(value):
@@ -324,19 +284,8 @@ def _numbers(tensor: Tensor) -> Tensor:
     return tensor._values() if tensor.layout == torch.sparse_coo else tensor
 
 
-def _at_place(memory: Tensor, tensor: Tensor) -> Tensor:
-    """The part of the copy of a storage that is in place of a tensor."""
-    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
 def is_finite(tensor: Tensor) -> bool:
     """Whether no element is an infinity or NaN."""
     if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     return bool(_numbers(tensor).isfinite().all())
-
-
-def largest(tensor: Tensor) -> float:
-    """The largest finite magnitude in a tensor; 0 if there is none."""
-    numbers = _numbers(tensor)
-    return float(torch.nan_to_num(numbers, 0.0, 0.0, 0.0).abs().max()) if numbers.numel() else 0.0

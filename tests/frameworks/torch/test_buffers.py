@@ -819,7 +819,7 @@ def test_a_monitor_names_once_what_a_skipped_step_has_spoiled(way, is_guarded):
     if is_guarded:
         guard(model, watched)
     with (
-        lossscale.torch.Monitor(watched, model, on_floor="ignore") as monitor,
+        lossscale.torch.Monitor(watched, model) as monitor,
         warnings.catch_warnings(record=True, action="always") as caught,
     ):
         for x in (X, BAD, X, BAD):

@@ -15,7 +15,7 @@ optimizer = lossscale.LossScaleOptimizer(inner, initial_scale=2.0**10)
 reveal_type(optimizer)  # AroundKeras, mypy: Any
 model.compile(optimizer=optimizer, loss="mse")
 reveal_type(lossscale.keras.guard(model, optimizer))  # Sequential, mypy: Any
-monitor = LossScaleMonitor(every=2, on_floor="ignore")
+monitor = LossScaleMonitor(every=2)
 model.fit(np.ones((8, 2)), np.ones((8, 1)), callbacks=[monitor])
 reveal_type(monitor.last_record)  # StepRecord | None
 reveal_type(diagnose(model, np.ones((8, 2)), np.ones((8, 1))).rule)  # DynamicScale | None

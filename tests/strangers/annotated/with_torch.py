@@ -67,14 +67,13 @@ def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 reveal_type(lossscale.torch.guard(schedule, optimizer))  # ExponentialLR
 reveal_type(lossscale.torch.guard(model, optimizer))  # Linear, mypy: Any
-with lossscale.torch.Monitor(optimizer, model, every=10, on_floor="raise", explain=3) as monitor:
+with lossscale.torch.Monitor(optimizer, model, every=10) as monitor:
     optimizer.backward(loss_of(model, batch))
     optimizer.step()
-    monitor.step()
-if (record := monitor.last_record) is not None:
+    record = monitor.step()
+if record is not None:
     reveal_type(record.reason)  # SkipReason | None
     reveal_type(record.nonfinite)  # tuple[NonfiniteTensor, ...]
-    reveal_type(record.explanation)  # Explanation | None
 measured = lossscale.torch.diagnose(model, loss_of, [batch])
 reveal_type(measured.verdict)  # Verdict
 reveal_type(measured.rule)  # DynamicScale | None

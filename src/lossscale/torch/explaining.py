@@ -1,0 +1,227 @@
+"""Explains a pass: computes it once more, watches each operation, and finds what failed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import reprlib
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from lossscale.checks import checked_parameters, checked_scale
+from lossscale.errors import ArgumentTypeError
+from lossscale.monitoring.explanation import Explanation, Facts, explained
+from lossscale.monitoring.origins import UnrepeatableError, Watched, explain_pass
+from lossscale.torch.isolation import as_it_was
+from lossscale.torch.ranks import has_others, is_spread
+from lossscale.torch.scaling import scaled
+from lossscale.torch.watch import Watch, named_tensors
+
+
+def explain(
+    model: Module,
+    loss_fn: Callable[[Any, Any], Any],
+    batch: Any,
+    *,
+    parameters: Iterable[Parameter] | None = None,
+    scale: float = 2.0**15,
+) -> Explanation:
+    """Explains why a step on a batch would be skipped: the first operation that is not finite.
+
+    Call it right after a skipped step, which changed no weight. It computes the loss and its
+    gradients once, under `torch.autocast` to float16, and watches each operation. The model stays
+    unchanged, as with `diagnose`: parameters, buffers, `.grad`, training flags, and the states of
+    random numbers. Hooks on its modules do not run, and compiled models run uncompiled. A model in
+    evaluation mode is put into training mode meanwhile.
+
+    Args:
+        model: The model. With `DistributedDataParallel`, pass `model.module`.
+        loss_fn: Called with the model and a copy of the batch. Returns the unscaled loss, a tensor
+            with one element. It needs no `autocast`. It must be repeatable: objects of Python that
+            it writes to keep what it writes. It must not wait for a thread or another process.
+        batch: One batch of any kind that `loss_fn` takes.
+        parameters: The parameters that the optimizer of this loss trains, if not all.
+        scale: The loss scale of the step.
+
+    Returns:
+        The explanation. Its cause is "unknown" if the pass is finite, also if an overflow in it is
+        made finite by a later operation, which the text names; or if the pass cannot be watched,
+        as that of a sharded or scripted model.
+
+    Raises:
+        ArgumentTypeError: If the model or the loss have another type.
+        ArgumentError: If `scale` is not a number in [2**-126, 2**126], or none of `parameters` is a
+            trained parameter of the model.
+
+    Examples:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> def loss_fn(model, batch):
+        ...     return (model(batch) * 0.0).sum().sqrt()
+        >>> found = explain(model, loss_fn, torch.ones(2, 3))
+        >>> str(found.cause), found.operation
+        ('singular', 'backward of sqrt')
+    """
+    check_model_and_loss(model, loss_fn)
+    scale = checked_scale("scale", scale)
+    all_trained = (p for p in model.parameters() if p.requires_grad)
+    trained = checked_parameters(parameters, all_trained)
+    if why_not := _why_not(model):
+        return explained(Facts(why_not=why_not))
+    try:
+        with torch.inference_mode(False), as_it_was(model), _watching(model) as watch:
+            return explained(_facts(watch, model, loss_fn, copy.deepcopy(batch), trained, scale))
+    except UnrepeatableError as error:
+        return explained(Facts(why_not=str(error)))
+
+
+def _facts(
+    watch: Watch,
+    model: Module,
+    loss_fn: Callable[[Any, Any], Any],
+    batch: Any,
+    trained: Sequence[Tensor],
+    scale: float,
+) -> Facts:
+    """Computes a pass, and returns what is not finite in it."""
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    for name, tensor in named_tensors({"batch": batch}):
+        watch.mark(tensor, name)
+    with watch.forward():
+        try:
+            with torch.autocast(device, torch.float16, enabled=needs_autocast(model)):
+                loss = loss_fn(model, batch)
+        except Exception as error:
+            raised = watch.evaluation.watched_until(error)
+            return explain_pass(lambda _: raised, scale)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ArgumentTypeError(
+                f"`loss_fn` must return a tensor with one element. Received: {loss!r}."
+            )
+        output = scaled(loss.reshape(()), 1.0)
+    found = examined(watch, output, trained, scale)
+    if found.is_finite and not _depends(output, set(map(id, trained))):
+        return Facts(why_not="the loss is finite, and no trained parameter has a gradient of it")
+    return found
+
+
+@contextlib.contextmanager
+def _watching(model: Module) -> Iterator[Watch]:
+    """Within it, hooks of the user's on modules do not run; what a pass writes to is restored.
+
+    `as_it_was` restores the attributes of the modules.
+    """
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    watch, registered = Watch(model, tensors), set(map(id, tensors.values()))
+    for path, module in model.named_modules():
+        for name, tensor in named_tensors(vars(module), path):
+            if id(tensor) not in registered:
+                tensors[name] = tensor
+        for name, value in list(vars(module).items()):
+            if name.endswith("_hooks") and isinstance(value, OrderedDict):
+                vars(module)[name] = OrderedDict(h for h in value.items() if _is_torchs(h[1]))
+    for name, tensor in tensors.items():
+        watch.mark(tensor, name, is_weight=True)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield watch
+    finally:
+        watch.restore()
+
+
+def _is_torchs(hook: object) -> bool:
+    """Whether a hook is a part of the model, such as that of a spectral norm."""
+    hook = hook.func if isinstance(hook, functools.partial) else hook
+    return str(getattr(hook, "__module__", "")).startswith("torch.")
+
+
+def needs_autocast(model: Module) -> bool:
+    """Whether a model computes in float16 under autocast only; some of its parameters may be."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return dtypes != {torch.float16}
+
+
+def check_model_and_loss(model: object, loss_fn: object) -> None:
+    """Checks that they are a model and a function."""
+    if not isinstance(model, Module):
+        raise ArgumentTypeError(
+            "The model must be a torch.nn.Module. "
+            f"Received: {reprlib.repr(model)} of type {type(model).__name__}."
+        )
+    if not callable(loss_fn):
+        raise ArgumentTypeError(
+            "`loss_fn` must be a function of the model and a batch that returns the loss. "
+            f"Received: {reprlib.repr(loss_fn)} of type {type(loss_fn).__name__}."
+        )
+
+
+def _why_not(model: Module) -> str:
+    """Why a pass of a model cannot be watched; "" if it can."""
+    names = {type(module).__name__ for module in model.modules()}
+    if "FullyShardedDataParallel" in names or any(map(is_spread, model.parameters())):
+        return "the model is sharded, and its processes communicate in the forward pass"
+    if "SyncBatchNorm" in names and has_others():
+        return "the model has a SyncBatchNorm, whose processes communicate in the forward pass"
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        return "a part of the model is a ScriptModule, whose operations have no modules"
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "the step is captured in a CUDA graph"
+    return ""
+
+
+def examined(
+    watch: Watch,
+    output: Tensor,
+    roots: Sequence[Tensor],
+    scale: float,
+    *,
+    in_float32: Callable[[float], Watched] | None = None,
+) -> Facts:
+    """Returns what is not finite in a loss, or in its gradients.
+
+    Args:
+        watch: Has watched the forward pass.
+        output: The unscaled loss.
+        roots: The tensors to differentiate by.
+        scale: The loss scale.
+        in_float32: As for `explain_pass`.
+    """
+
+    def watched(lower: float) -> Watched:
+        origin = watch.origin([output], masks=True)
+        if origin is not None or not output.requires_grad or not roots:
+            return watch.evaluation.watched(origin)
+        watch.in_backward = True
+        # Anomaly detection would raise what is to be explained.
+        with torch.autograd.set_detect_anomaly(False), watch:
+            watch.evaluation.first = None
+            try:
+                gradients = torch.autograd.grad(
+                    output, roots, output.new_tensor(lower), retain_graph=True, allow_unused=True
+                )
+            except Exception as error:
+                return watch.evaluation.watched_until(error)
+            first = watch.origin(g for g in gradients if g is not None)
+            return watch.evaluation.watched(None, first)
+
+    return explain_pass(watched, scale, in_float32)
+
+
+def _depends(output: Tensor, leaves: set[int]) -> bool:
+    """Whether an output was computed from one of some leaves, given by their ids."""
+    seen: set[object] = set()
+    nodes = [output.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            if id(getattr(node, "variable", None)) in leaves:
+                return True
+    return False
