@@ -8,14 +8,13 @@ and run before anything is created.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE, checked_interval, checked_scale
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.framework_types import Config, RuleState, Scalar
-from lossscale.rules import RULES, DynamicScale, FixedScale, GradientStats, PythonNumbers, ScaleRule
+from lossscale.rules import RULES, DynamicScale, FixedScale, PythonNumbers, ScaleRule
 
 _Made = TypeVar("_Made")
 
@@ -102,8 +101,8 @@ def checked_rule(rule: object) -> ScaleRule:
     """Returns a rule, after a trial of `init` and `update` if it is a custom one.
 
     Raises:
-        ArgumentTypeError: If it is not a `ScaleRule`, or one of its methods does not return a state
-            or cannot be called as documented.
+        ArgumentTypeError: If it is not a `ScaleRule`, defines `needs`, or has a method that returns
+            no state or cannot be called as documented.
         ArgumentError: If its first loss scale, or the one after a step, is not a positive float32
             number.
     """
@@ -125,17 +124,19 @@ def _try_rule(rule: ScaleRule) -> None:
     Otherwise a mistake would appear in the first training step, inside a compiled function, or as a
     loss of 0.
     """
+    if hasattr(rule, "needs"):
+        raise ArgumentTypeError(
+            "A rule receives only whether the gradients are finite: update(self, state, finite, *, "
+            f"xp). Received: {type(rule).__name__}, which defines `needs`. Remove it."
+        )
     first = rule.init()
     _check_state(rule, "init", first, None)
-    counts = (0.0,) * len(rule.needs.counts_from)
     for finite in (True, False):
-        largest = 1.0 if finite else math.inf
-        stats = GradientStats(finite, largest if rule.needs.largest else None, counts, 1.0)
         try:
-            after = rule.update(first, stats, xp=PythonNumbers)
+            after = rule.update(first, finite, xp=PythonNumbers)
         except (TypeError, AttributeError) as error:
             raise ArgumentTypeError(
-                f"{type(rule).__name__}.update must take (state, stats, *, xp), and use operators "
+                f"{type(rule).__name__}.update must take (state, finite, *, xp), and use operators "
                 f"and xp.where alone. It raised {type(error).__name__}: {error}"
             ) from error
         _check_state(rule, "update", after, type(first))

@@ -5,17 +5,15 @@ import numpy as np
 import pytest
 
 from lossscale.arguments import checked_rule
-from lossscale.errors import ArgumentError, LossScaleError
+from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError
 from lossscale.rules import (
     LARGEST_SCALE,
     LONGEST_INTERVAL,
     SMALLEST_SCALE,
     DynamicScale,
     FixedScale,
-    GradientStats,
     ScaleRule,
     ScaleState,
-    StatsRequest,
 )
 
 OK, BAD = True, False
@@ -32,7 +30,7 @@ def run(rule, finite_steps, state=None):
     state = started(rule) if state is None else state
     pairs = []
     for finite in finite_steps:
-        state = rule.update(state, GradientStats(finite), xp=np)
+        state = rule.update(state, finite, xp=np)
         pairs.append((float(state.scale), int(state.good_steps)))
     return pairs
 
@@ -97,7 +95,7 @@ def test_a_fixed_scale_never_moves(skip_nonfinite):
 )
 def test_one_skipped_step_brings_back_a_scale_that_was_set_out_of_range(rule, scale, end):
     with np.errstate(all="ignore"):
-        after = rule.update(ScaleState(np.float32(scale), np.int64(1)), GradientStats(BAD), xp=np)
+        after = rule.update(ScaleState(np.float32(scale), np.int64(1)), BAD, xp=np)
     assert after == (getattr(rule, end), 0)
 
 
@@ -176,7 +174,7 @@ class Own(ScaleRule):
     def init(self):
         return ScaleState(4.0, 0)
 
-    def update(self, state, stats, *, xp):
+    def update(self, state, finite, *, xp):
         return state
 
     def get_config(self):
@@ -210,22 +208,22 @@ def own(init=None, update=None):
         (own(init=lambda self: ScaleState(0.0, 0)), ValueError, r"Mistaken\.init returned 0\.0"),
         (own(init=lambda self: ScaleState(math.nan, 0)), ValueError, r"init returned nan"),
         (
-            own(update=lambda self, state, stats: state),
+            own(update=lambda self, state, finite: state),
             TypeError,
-            r"Mistaken\.update must take \(state, stats, \*, xp\).*unexpected keyword.*xp",
+            r"Mistaken\.update must take \(state, finite, \*, xp\).*unexpected keyword.*xp",
         ),
         (
-            own(update=lambda self, state, stats, *, xp: xp.maximum(1.0, state.scale)),
+            own(update=lambda self, state, finite, *, xp: xp.maximum(1.0, state.scale)),
             TypeError,
             r"Mistaken\.update .*xp\.where alone.*maximum",
         ),
         (
-            own(update=lambda self, state, stats, *, xp: state.scale),
+            own(update=lambda self, state, finite, *, xp: state.scale),
             TypeError,
             r"Mistaken\.update must return a ScaleState, as `init` does\. Received: 4\.0",
         ),
         (
-            own(update=lambda self, state, stats, *, xp: state if stats.finite else None),
+            own(update=lambda self, state, finite, *, xp: state if finite else None),
             TypeError,
             r"Mistaken\.update must return a ScaleState.*None",
         ),
@@ -237,17 +235,18 @@ def test_a_mistake_in_a_rule_of_ones_own_names_the_rule(rule, error, message):
     assert isinstance(raised.value, LossScaleError)
 
 
-def test_a_rule_of_ones_own_is_tried_with_what_it_needs():
+def test_a_rule_that_defines_needs_is_refused():
     class Needing(Own):
-        needs = StatsRequest(largest=True, counts_from=(2.0, 4.0))
+        needs = ()
 
-        def update(self, state, stats, *, xp):
-            tail = stats.counts[0] + stats.counts[1] > 0.1 * stats.elements
-            falls = tail | (stats.largest > 8.0)
-            return state._replace(scale=xp.where(falls, state.scale / 2.0, state.scale))
+    class NeedingSometimes(DynamicScale):
+        @property
+        def needs(self):
+            return None
 
-    rule = Needing()
-    assert checked_rule(rule) is rule
+    for rule in (Needing(), NeedingSometimes()):
+        with pytest.raises(ArgumentTypeError, match=r"update\(self, state, finite, .*`needs`"):
+            checked_rule(rule)
 
 
 @pytest.mark.parametrize(

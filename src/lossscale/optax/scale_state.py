@@ -13,7 +13,7 @@ from jax import Array
 from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax.apply_or_skip import ArrayTree
-from lossscale.rules import GradientStats, ScaleRule, ScaleState
+from lossscale.rules import ScaleRule, ScaleState
 
 
 class LossScaleState(NamedTuple):
@@ -84,21 +84,21 @@ def scalars_of(rule: ScaleRule, state: LossScaleState) -> LossScaleState:
     return LossScaleState(scale, rule_state, steps_skipped, consecutive_skips, ())
 
 
-def moved(rule: ScaleRule, state: LossScaleState, stats: GradientStats) -> LossScaleState:
+def moved(rule: ScaleRule, state: LossScaleState, finite: Array) -> LossScaleState:
     """Returns the state after a step, without the inner one.
 
     Args:
         rule: The rule that moves the scale.
         state: The state before the step, from `scalars_of`.
-        stats: The statistics of the step; `finite` is a boolean scalar array.
+        finite: Whether the step is applied, a boolean scalar array.
     """
     before = first = rule.init()
     if rule.is_dynamic:
         # The scale of a fixed rule comes from the program, never from a file.
         before = before._replace(scale=state.loss_scale, **state.rule_state)
-    after = rule.update(before, stats, xp=jnp)
-    steps_skipped = jnp.where(stats.finite, state.steps_skipped, state.steps_skipped + 1)
-    consecutive_skips = jnp.where(stats.finite, 0, state.consecutive_skips + 1)
+    after = rule.update(before, finite, xp=jnp)
+    steps_skipped = jnp.where(finite, state.steps_skipped, state.steps_skipped + 1)
+    consecutive_skips = jnp.where(finite, 0, state.consecutive_skips + 1)
     scale, rule_state = _as_arrays(first, after.scale, _others(after))
     return LossScaleState(scale, rule_state, steps_skipped, consecutive_skips, ())
 

@@ -25,7 +25,7 @@ from lossscale.optax.masters import MasterWeights, check_order, has_float16
 from lossscale.optax.scale_state import LossScaleState
 from lossscale.optax.state_lookup import states_below
 from lossscale.packages import warn
-from lossscale.rules import GradientStats, ScaleRule
+from lossscale.rules import ScaleRule
 
 
 @checks_keywords("loss_scaled")
@@ -230,7 +230,7 @@ def _check_and_unscale(
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _moved(rule: ScaleRule, before: LossScaleState, finite: Array | None) -> LossScaleState:
     verdict = jnp.asarray(True) if finite is None else finite
-    return scale_state.moved(rule, before, GradientStats(verdict))
+    return scale_state.moved(rule, before, verdict)
 
 
 def _all_devices_finite(finite: Array, axis_names: tuple[str, ...], scale: Array) -> Array:

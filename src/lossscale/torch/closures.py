@@ -164,10 +164,10 @@ def _evaluate(
         decision = optimizer._unscale_()
         value = loss.detach() if isinstance(loss, Tensor) else loss
         # Nothing was seen of gradients that are not scaled, and no lower scale helps them.
-        if decision.apply or decision.stats is None or not math.isfinite(float(value)):
+        if decision.apply or not decision.is_scaled or not math.isfinite(float(value)):
             break
         before = engine.scale.number
-        engine.scale.update(decision.stats)
+        engine.scale.update(decision.skipped)
         now = engine.scale.number
         if before is None or now is None or not now < before:
             break

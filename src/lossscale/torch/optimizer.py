@@ -20,7 +20,7 @@ from lossscale.common.checks import living_wrapper, remember_wrapper
 from lossscale.errors import ArgumentTypeError, CallOrderError, GradientsError, UnsupportedError
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
-from lossscale.rules import ScaleRule, StatsRequest
+from lossscale.rules import ScaleRule
 from lossscale.torch import closures, fused, gradients, master_weights, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.backward import (
@@ -592,17 +592,15 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Optimizer):
         groups, a process without data takes part in one step for each forward pass of the model.
 
         Raises:
-            UnsupportedError: With process groups and `clip_norm` or a rule that needs statistics of
-                gradients.
+            UnsupportedError: With process groups and `clip_norm`.
 
         Source: https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html
         """
         engine, record = self._engine, self._record
-        if record.info().groups and (engine.rule.needs != StatsRequest() or self.clip_norm):
+        if record.info().groups and self.clip_norm:
             raise UnsupportedError(
-                "With process groups, Join does not support `clip_norm`, or rules that need "
-                "statistics of gradients. A process without data has none. Clip by "
-                "torch.nn.utils.clip_grad_norm_, or use a DynamicScale."
+                "With process groups, Join does not support `clip_norm`: a process without data "
+                "has no gradients. Clip by torch.nn.utils.clip_grad_norm_."
             )
 
         def leave(is_last_joiner: bool) -> None:

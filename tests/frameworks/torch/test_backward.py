@@ -294,7 +294,7 @@ def test_lbfgs_is_put_back_if_a_later_evaluation_is_not_finite(factor, line_sear
     assert state[0]["n_iter"] == other[0]["n_iter"]
 
 
-def test_lbfgs_lowers_the_scale_by_a_rule_that_looks():
+def test_lbfgs_lowers_the_scale_by_a_custom_rule():
     point, scales = starting_point(), []
     inner = torch.optim.LBFGS([point], line_search_fn="strong_wolfe")
     optimizer = wrapped(inner, rule=RecordingRule())
