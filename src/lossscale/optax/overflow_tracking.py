@@ -38,18 +38,28 @@ def first(params: ArrayTree) -> Tracked:
     return Tracked(jnp.asarray(0, jnp.int32), jax.tree.map(jnp.array, empty))
 
 
+def check_state(state: LossScaleState, tracks: bool, gradients: ArrayTree) -> None:
+    """Checks that a state tracks these gradients, or none.
+
+    Raises:
+        ArgumentError: If it does not do what the optimizer does, or tracks others.
+    """
+    tracked, wanted = state.tracked, len(named_leaves(gradients)) if tracks else None
+    rows = None if tracked is None else tracked.steps.nonfinite.shape[-2]
+    if rows != wanted:
+        raise ArgumentError(
+            f"With track_overflows={tracks}, the state must track {wanted or 'no'} gradients. "
+            f"Received: a state that tracks {rows or 'none'}. Write "
+            "state._replace(tracked=tx.init(params).tracked), with a parameter for each gradient."
+        )
+
+
 def after_step(
     rule: ScaleRule, before: LossScaleState, after: LossScaleState, gradients: ArrayTree
 ) -> Tracked:
     """Returns what is tracked after a step, given its scaled gradients."""
     tracked: Tracked = before.tracked
-    named, rows = named_leaves(gradients), tracked.steps.nonfinite.shape[-2]
-    if len(named) != rows:
-        raise ArgumentError(
-            f"The gradients must be those of the parameters that tx.init was called with. "
-            f"Received: {len(named)}, for a state that tracks {rows}."
-        )
-    given = [leaf for _, leaf in named]
+    given = [leaf for _, leaf in named_leaves(gradients)]
     number = jnp.asarray(tracked.iterations, jnp.int32) + 1
     # A scale of 1 or more makes no difference.
     divide = may_be_below_one(rule)

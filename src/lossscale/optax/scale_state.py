@@ -26,7 +26,8 @@ class LossScaleState(NamedTuple):
         steps_skipped: int32 scalar; number of skipped steps.
         consecutive_skips: int32 scalar; number of skipped steps since the last applied one.
         inner_state: The state of the inner transformation.
-        tracked: What is tracked for a monitor, `Tracked`; None without `track_overflows`.
+        tracked: With `track_overflows`, what a `Monitor` reads: `iterations`, the number of steps,
+            and `steps`, their scales and the infinities and NaN in each gradient; otherwise None.
     """
 
     loss_scale: Array
@@ -147,8 +148,8 @@ def _dtype(value: object) -> jax.typing.DTypeLike:
 def without_shared_buffers(inner_state: ArrayTree, params: ArrayTree) -> ArrayTree:
     """Returns the first state of a transformation, which can be donated and compiles once.
 
-    An array that occurs twice, or also in the parameters, cannot be donated; the states of Optax's
-    L-BFGS and COCOB have such arrays. The first step drops a weak type, so the second would be
+    An array that occurs twice, or also in the parameters, cannot be donated; the state of Optax's
+    COCOB has such arrays. The first step drops a weak type, so the second would be
     compiled again.
     """
     known = {id(leaf) for leaf in jax.tree.leaves(params)}
