@@ -96,12 +96,11 @@ class OptaxLoop:
         import jax.numpy as jnp
         import optax
 
-        tx = lossscale.optax.loss_scaled(optax.sgd(0.0), rule=RULE)
-        self.tx, self.params = self.wrap(tx), {"w": jnp.zeros(2)}
+        self.tx = lossscale.optax.loss_scaled(
+            optax.sgd(0.0), rule=RULE, track_overflows=self.in_between
+        )
+        self.params = {"w": jnp.zeros(2)}
         self.state = self.tx.init(self.params)
-
-    def wrap(self, tx):
-        return lossscale.optax.track_overflows(tx)
 
     def run(self, batches, *args, **settings):
         import jax
@@ -127,9 +126,6 @@ class BareOptaxLoop(OptaxLoop):
     """A loop with Optax that tracks nothing."""
 
     name, in_between = None, False
-
-    def wrap(self, tx):
-        return tx
 
 
 # A process with Keras has the loops of its backend's library too, which are the same in each.

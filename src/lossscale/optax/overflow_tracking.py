@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -12,24 +10,9 @@ from lossscale.errors import ArgumentError
 from lossscale.jax import overflow_tracker
 from lossscale.jax.apply_or_skip import ArrayTree, Path
 from lossscale.jax.gradients import unscaled
-from lossscale.jax.overflow_tracker import TrackedSteps
 from lossscale.optax.gating import is_gradient
-from lossscale.optax.scale_state import LossScaleState, may_be_below_one
+from lossscale.optax.scale_state import LossScaleState, Tracked, may_be_below_one
 from lossscale.rules import ScaleRule
-
-
-class Tracked(NamedTuple):
-    """What is tracked.
-
-    Attributes:
-        iterations: int32 scalar; number of steps so far, skipped ones included.
-        steps: Arrays: `scales`, those of the last step and of the last skipped one; `skip_step`,
-            the number of the last skipped step; `nonfinite`, uint32 of shape (gradients, 2), the
-            infinities and NaN of its gradients.
-    """
-
-    iterations: Array
-    steps: TrackedSteps
 
 
 def first(params: ArrayTree) -> Tracked:
@@ -58,7 +41,8 @@ def after_step(
     rule: ScaleRule, before: LossScaleState, after: LossScaleState, gradients: ArrayTree
 ) -> Tracked:
     """Returns what is tracked after a step, given its scaled gradients."""
-    tracked: Tracked = before.tracked
+    tracked = before.tracked
+    assert tracked is not None  # as `check_state` says
     given = [leaf for _, leaf in named_leaves(gradients)]
     number = jnp.asarray(tracked.iterations, jnp.int32) + 1
     # A scale of 1 or more makes no difference.

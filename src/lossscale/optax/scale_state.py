@@ -13,7 +13,22 @@ from jax import Array
 from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax.apply_or_skip import ArrayTree
+from lossscale.jax.overflow_tracker import TrackedSteps
 from lossscale.rules import ScaleRule, ScaleState
+
+
+class Tracked(NamedTuple):
+    """What a step tracks for a monitor.
+
+    Attributes:
+        iterations: int32 scalar; number of steps so far, skipped ones included.
+        steps: Arrays: `scales`, those of the last step and of the last skipped one; `skip_step`,
+            the number of the last skipped step; `nonfinite`, uint32 of shape (gradients, 2), the
+            infinities and NaN of its gradients.
+    """
+
+    iterations: Array
+    steps: TrackedSteps
 
 
 class LossScaleState(NamedTuple):
@@ -26,8 +41,9 @@ class LossScaleState(NamedTuple):
         steps_skipped: int32 scalar; number of skipped steps.
         consecutive_skips: int32 scalar; number of skipped steps since the last applied one.
         inner_state: The state of the inner transformation.
-        tracked: With `track_overflows`, what a `Monitor` reads: `iterations`, the number of steps,
-            and `steps`, their scales and the infinities and NaN in each gradient; otherwise None.
+        tracked: With `track_overflows`, what a `Monitor` reads, arrays: `iterations`, the number of
+            steps; `steps`, the scales of the last and of the last skipped one, and the infinities
+            and NaN in each gradient of that. None without it.
     """
 
     loss_scale: Array
@@ -35,7 +51,7 @@ class LossScaleState(NamedTuple):
     steps_skipped: Array
     consecutive_skips: Array
     inner_state: optax.OptState
-    tracked: Any = None
+    tracked: Tracked | None = None
 
     @property
     def last_step_skipped(self) -> Array:

@@ -248,7 +248,7 @@ def test_the_tree_of_every_host_keeps_its_form(host):
 
 
 def test_a_loop_that_donates_skips_and_is_resumed_from_a_file(tmp_path):
-    tx = lossscale.optax.track_overflows(loss_scaled(master_weights(optax.adamw(1e-4))))
+    tx = loss_scaled(master_weights(optax.adamw(1e-4)), track_overflows=True)
 
     def step(carry, factor):
         params, state = carry

@@ -17,9 +17,7 @@ class Halved(lossscale.ScaleRule):
     def init(self) -> CountedState:
         return CountedState(8.0, 0)
 
-    def update(
-        self, state: CountedState, finite: Any, *, xp: Any
-    ) -> CountedState:
+    def update(self, state: CountedState, finite: Any, *, xp: Any) -> CountedState:
         lowered = xp.where(state.scale > 1.0, state.scale * 0.5, state.scale)
         return CountedState(xp.where(finite, state.scale, lowered), state.steps + 1)
 
@@ -28,9 +26,7 @@ class Halved(lossscale.ScaleRule):
 
 
 class Slower(lossscale.DynamicScale):
-    def update(
-        self, state: lossscale.ScaleState, finite: Any, *, xp: Any
-    ) -> lossscale.ScaleState:
+    def update(self, state: lossscale.ScaleState, finite: Any, *, xp: Any) -> lossscale.ScaleState:
         return super().update(state, finite, xp=xp)
 
 
