@@ -78,10 +78,10 @@ class StepOperations:
 
     # Applies gradients or skips, then updates the loss scale. Takes
     #   optimizer: the loss scale optimizer;
-    #   stats: what the rule sees;
+    #   finite: whether the gradients are finite on all replicas;
     #   step: the step;
     #   apply: divides a list of gradients by the scale and applies it;
-    #   update_scale: updates the loss scale and the counters, given what the rule sees.
+    #   update_scale: updates the loss scale and the counters, given `finite`.
     # Returns the operation that does it in a graph of TensorFlow.
     apply_or_skip: Callable[..., ft.Operation]
     # Runs the training step of a guarded model, and puts weights back if it was skipped. Takes

@@ -75,9 +75,9 @@ def loss_scaled(
     Returns:
         An `optax.GradientTransformationExtraArgs`. Its state is a `LossScaleState`. Other arguments
         of `update` go to the inner transformation; pass a loss (`value`) without a loss scale.
-        Functions and the scaled gradients are refused. Updates are float32 or wider. They are
-        float16 or bfloat16 only if the gradients and the parameters, which `update` is given, both
-        are, and `inner` is not the result of `master_weights`.
+        Functions are refused, and so are the scaled gradients: the same arrays, or `grad`. Updates
+        are float32 or wider. They are float16 or bfloat16 only if the gradients and the parameters,
+        which `update` is given, both are, and `inner` is not the result of `master_weights`.
 
     Raises:
         AlreadyWrappedError: If `inner` already has loss scaling. If only its state shows that,

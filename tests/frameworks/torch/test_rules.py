@@ -33,7 +33,8 @@ def test_a_scaler_keeps_the_state_of_a_custom_rule(name, unscale):
     assert run.scaler.get_scale() == 4
     assert run.scaler.steps_skipped == 1
     # What the rule keeps is saved, loaded and copied.
-    assert run.saved()["rule_state"] == {"finite": 3.0, "is_last_finite": True}
+    noted = {"scale": 4.0, "good_steps": 4, "finite": 3.0, "is_last_finite": True}
+    assert run.saved()["rule_state"] == noted
     other = GradScaler("cpu", rule=RecordingRule())
     other.load_state_dict(run.saved())
     assert other.state_dict() == run.saved() == copy.deepcopy(run.scaler).state_dict()
