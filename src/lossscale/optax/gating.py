@@ -259,20 +259,16 @@ def form_change(old: ArrayTree, new: ArrayTree) -> str:
     Returns:
         The first difference; an empty string if there is none.
     """
-    structures: list[object] = [jax.tree.structure(each) for each in (old, new)]
-    shapes = [list(map(jnp.shape, _arrays(each))) for each in (old, new)]
-    if structures[0] == structures[1] and shapes[0] == shapes[1]:
-        return ""
-    before, after = map(_shapes_by_path, (old, new))
+    before, after = (
+        {path: jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree) if is_array(leaf)}
+        for tree in (old, new)
+    )
     for path in {**before, **after}:
         if before.get(path) != after.get(path):
-            return f"{path} has shape {before.get(path)} before and {after.get(path)} after"
-    return "a node or a non-array leaf changed"
-
-
-def _shapes_by_path(tree: ArrayTree) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree.leaves_with_path(tree)
-    return {f"`{jax.tree_util.keystr(p)}`": jnp.shape(x) for p, x in leaves if is_array(x)}
+            name = jax.tree_util.keystr(path)
+            return f"`{name}` has shape {before.get(path)} before and {after.get(path)} after"
+    structures: list[object] = [jax.tree.structure(each) for each in (old, new)]
+    return "" if structures[0] == structures[1] else "a node or a non-array leaf changed"
 
 
 def _check_form(old_state: ArrayTree, new_state: ArrayTree) -> None:

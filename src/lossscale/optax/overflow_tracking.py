@@ -31,8 +31,8 @@ def check_state(state: LossScaleState, tracks: bool, gradients: ArrayTree) -> No
     rows = None if tracked is None else tracked.steps.nonfinite.shape[-2]
     if rows != wanted:
         raise ArgumentError(
-            f"With track_overflows={tracks}, the state must track {wanted or 'no'} gradients. "
-            f"Received: a state that tracks {rows or 'none'}. Write "
+            f"With track_overflows={tracks} and these gradients, the state must track "
+            f"{wanted or 'none'}. Received: a state that tracks {rows or 'none'}. Write "
             "state._replace(tracked=tx.init(params).tracked), with a parameter for each gradient."
         )
 
