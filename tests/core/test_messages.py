@@ -53,6 +53,7 @@ OWNERS = {
     "loss": [torch.Tensor],
     "copy": [copy],
     "self": WRAPPERS,
+    "opt_state": [lossscale.optax.LossScaleState],
     "strategy": [tf.distribute.Strategy],
 }
 METHODS = [cls for classes in OWNERS.values() for cls in classes]

@@ -127,9 +127,9 @@ def check_inner(state: ArrayTree, is_scaled: bool = False) -> None:
         )
     if found := nodes(state, *_SEARCHING):
         raise UnsupportedError(
-            "Line searches and L-BFGS compare losses and gradients that they compute themselves, "
-            "or that steps before had. Train in float32, without loss_scaled and master_weights. "
-            f"Received: an optimizer with a {type(found[0]).__name__}."
+            "Line searches and L-BFGS are not supported: they compare losses and gradients of "
+            "several points. Train in float32, without loss_scaled and master_weights. Received: "
+            f"an optimizer with a {type(found[0]).__name__}."
         )
 
 

@@ -32,8 +32,8 @@ def check_state(state: LossScaleState, tracks: bool, gradients: ArrayTree) -> No
     if rows != wanted:
         raise ArgumentError(
             f"With track_overflows={tracks} and these gradients, the state must track "
-            f"{wanted or 'none'}. Received: a state that tracks {rows or 'none'}. Write "
-            "state._replace(tracked=tx.init(params).tracked), with a parameter for each gradient."
+            f"{wanted or 'none'}. Received: a state that tracks {rows or 'none'}. Write opt_state."
+            "_replace(tracked=tx.init(params).tracked), with a parameter for each gradient."
         )
 
 
