@@ -250,14 +250,14 @@ def _arrays(state: ArrayTree) -> list[Array]:
 
 
 def form_change(old: ArrayTree, new: ArrayTree) -> str:
-    """Says where two trees differ in their structure, or in the shape of an array.
+    """Returns the first difference between two trees, in structure or in the shape of an array.
 
     Args:
         old: A tree.
-        new: Another one; the types of arrays are enough.
+        new: Another tree; the types of arrays are enough.
 
     Returns:
-        The first difference; an empty string if there is none.
+        A part of a message; an empty string if there is no difference.
     """
     before, after = (
         {path: jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree) if is_array(leaf)}

@@ -160,7 +160,8 @@ class LossScaled:
             params: The parameters, for transformations that read them.
             extra_args: Further arguments of the inner transformation.
         """
-        gating.check_extra_args(extra_args, updates)
+        if extra_args:
+            gating.check_extra_args(extra_args, updates)
         updates = gating.with_arrays(updates)
         leaves, structure = jax.tree.flatten(updates)
         gradients = [leaf for leaf in leaves if gating.is_gradient(leaf)]
