@@ -41,8 +41,7 @@ def after_step(
     rule: ScaleRule, before: LossScaleState, after: LossScaleState, gradients: ArrayTree
 ) -> Tracked:
     """Returns what is tracked after a step, given its scaled gradients."""
-    tracked = before.tracked
-    assert tracked is not None  # as `check_state` says
+    tracked: Tracked = before.tracked
     given = [leaf for _, leaf in named_leaves(gradients)]
     number = jnp.asarray(tracked.iterations, jnp.int32) + 1
     # A scale of 1 or more makes no difference.

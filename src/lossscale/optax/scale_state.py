@@ -51,7 +51,8 @@ class LossScaleState(NamedTuple):
     steps_skipped: Array
     consecutive_skips: Array
     inner_state: optax.OptState
-    tracked: Tracked | None = None
+    # A `Tracked` or None, which is not an `optax.OptState` to a type checker.
+    tracked: Any = None
 
     @property
     def last_step_skipped(self) -> Array:

@@ -49,9 +49,8 @@ kept = lossscale.optax.unless_skipped(opt_state, {"mean": loss}, {"mean": jnp.ze
 reveal_type(kept)  # dict[str, Array], mypy: dict[str, Any]
 reveal_type(lossscale.optax.loss_scale(opt_state))  # Array
 reveal_type(lossscale.optax.scale_loss(opt_state, loss))  # Array
-tracked = lossscale.optax.loss_scaled(optax.adam(0.1), track_overflows=True).init(params).tracked
-assert tracked is not None
-reveal_type(tracked.steps.nonfinite)  # Array
+tracking = lossscale.optax.loss_scaled(optax.adam(0.1), track_overflows=True)
+reveal_type(tracking.init(params).tracked)  # Any
 copied = lossscale.optax.master_weights(optax.adam(0.1)).init(params)
 reveal_type(copied)  # MasterWeightsState
 
