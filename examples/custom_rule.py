@@ -30,9 +30,9 @@ class PatientScale(lossscale.ScaleRule):
     def init(self):
         return PatientState(self.initial_scale, 0, 0)
 
-    def update(self, state, stats, *, xp):
-        good = xp.where(stats.finite, state.good_steps + 1, 0)
-        bad = xp.where(stats.finite, 0, state.bad_steps + 1)
+    def update(self, state, finite, *, xp):
+        good = xp.where(finite, state.good_steps + 1, 0)
+        bad = xp.where(finite, 0, state.bad_steps + 1)
         grown = xp.where(state.scale < 2.0**126, state.scale * 2.0, state.scale)
         lowered = xp.where(state.scale > 1.0, state.scale * 0.5, state.scale)
         scale = xp.where(good >= self.growth_interval, grown, state.scale)

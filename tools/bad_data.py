@@ -25,7 +25,7 @@ from torch import nn
 
 import lossscale
 from benchmarks.pages import insert
-from lossscale.rules import DynamicScale, GradientStats
+from lossscale.rules import DynamicScale
 
 STEPS, SEEDS = 2500, 2
 PROBABILITIES = (0.0, 0.001, 0.005, 0.01, 0.02, 0.05)
@@ -323,7 +323,7 @@ class Scaler:
             finite: Whether the gradients of each run were finite.
             bad: Whether they would be infinite at any scale.
         """
-        before, after = self.state, self.rule.update(self.state, GradientStats(finite), xp=np)
+        before, after = self.state, self.rule.update(self.state, finite, xp=np)
         pairs = zip(after, before, strict=True)
         self.state = type(before)(*(np.asarray(new, old.dtype) for new, old in pairs))
 

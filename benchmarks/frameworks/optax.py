@@ -27,7 +27,7 @@ INNER = {
 }
 WRAPPED = {
     "lossscale": lambda inner: ours.loss_scaled(inner, initial_scale=SCALE),
-    "tracked": lambda inner: ours.track_overflows(WRAPPED["lossscale"](inner)),
+    "tracked": lambda inner: ours.loss_scaled(inner, initial_scale=SCALE, track_overflows=True),
     "masters": lambda inner: WRAPPED["lossscale"](ours.master_weights(inner)),
     "apply_if_finite": lambda inner: optax.apply_if_finite(inner, 5),
 }

@@ -159,8 +159,8 @@ class HalvingRule(ScaleRule):
     def init(self):
         return self.state()
 
-    def update(self, state, seen, *, xp):
-        return state._replace(scale=xp.where(seen.finite, state.scale, state.scale * 0.5))
+    def update(self, state, finite, *, xp):
+        return state._replace(scale=xp.where(finite, state.scale, state.scale * 0.5))
 
     def get_config(self):
         return {}

@@ -7,26 +7,17 @@ from lossscale.errors import LossScaleError, LossScaleWarning
 from lossscale.installation import Installation, install
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.packages import OLD_FILES as _OLD_FILES
-from lossscale.rules import (
-    DynamicScale,
-    FixedScale,
-    GradientStats,
-    ScaleRule,
-    ScaleState,
-    StatsRequest,
-)
+from lossscale.rules import DynamicScale, FixedScale, ScaleRule, ScaleState
 
 __all__ = [
     "DynamicScale",
     "FixedScale",
-    "GradientStats",
     "Installation",
     "LossScaleError",
     "LossScaleOptimizer",
     "LossScaleWarning",
     "ScaleRule",
     "ScaleState",
-    "StatsRequest",
     "__version__",
     "install",
 ]

@@ -101,10 +101,16 @@ def checked_rule(rule: object) -> ScaleRule:
     """Returns a rule.
 
     Raises:
-        ArgumentTypeError: If it is not a `ScaleRule`.
+        ArgumentTypeError: If it is not a `ScaleRule`, or defines `needs`.
     """
     # A class has the attributes of its instances.
     if isinstance(rule, ScaleRule) and not isinstance(rule, type):
+        if hasattr(rule, "needs"):
+            raise ArgumentTypeError(
+                "A rule receives only whether the gradients are finite: update(self, state, "
+                f"finite, *, xp). Received: {type(rule).__name__}, which defines `needs`. Remove "
+                "it."
+            )
         return rule
     hint = " This is a class: create an instance first." if isinstance(rule, type) else ""
     raise ArgumentTypeError(

@@ -1,8 +1,8 @@
 """Rules that adjust a loss scale: pure functions of a small state, for any array library.
 
 A rule is a frozen object that holds numbers and no arrays. Its state is a named tuple of
-scalars. `update` takes the state and statistics of the gradients, and returns the next state. It
-uses only operators and `xp.where`, so the same code runs under NumPy, TensorFlow (eager,
+scalars. `update` takes the state and whether the gradients are finite, and returns the next state.
+It uses only operators and `xp.where`, so the same code runs under NumPy, TensorFlow (eager,
 `tf.function`, XLA), JAX, PyTorch and `keras.ops`.
 """
 
@@ -26,15 +26,7 @@ from lossscale.checks import (
 from lossscale.errors import ArgumentError
 from lossscale.framework_types import Library, RuleState, Scalar
 
-__all__ = [
-    "DynamicScale",
-    "FixedScale",
-    "GradientStats",
-    "OverflowCountState",
-    "ScaleRule",
-    "ScaleState",
-    "StatsRequest",
-]
+__all__ = ["DynamicScale", "FixedScale", "OverflowCountState", "ScaleRule", "ScaleState"]
 
 
 class ScaleState(NamedTuple):
@@ -63,38 +55,6 @@ class OverflowCountState(NamedTuple):
     overflows: Scalar
 
 
-class StatsRequest(NamedTuple):
-    """The gradient statistics that a rule uses, besides whether they are finite.
-
-    Attributes:
-        largest: Whether it needs the largest magnitude.
-        counts_from: Powers of two; for each it needs the number of elements whose
-            scaled magnitude is at least that.
-    """
-
-    largest: bool = False
-    counts_from: tuple[float, ...] = ()
-
-
-class GradientStats(NamedTuple):
-    """Statistics of a step for a rule: scalars over all gradients on all replicas.
-
-    Attributes:
-        finite: Boolean; whether every element of the unscaled gradients was finite.
-        largest: float32; the largest magnitude of the unscaled gradients, 0 if they are empty and
-            infinite if `finite` is False. None unless the rule `needs` it.
-        counts: float32, one for each of `StatsRequest.counts_from`; number of elements of the
-            scaled gradients with at least that magnitude. Infinities count, NaN do not. Both parts
-            of a complex number count. Exact up to 2**24.
-        elements: float32; number of elements. None unless counts are needed.
-    """
-
-    finite: Scalar
-    largest: Scalar = None
-    counts: tuple[Scalar, ...] = ()
-    elements: Scalar = None
-
-
 @runtime_checkable
 class ScaleRule(Protocol):
     """The base class of rules, which adjust a loss scale during training.
@@ -107,11 +67,6 @@ class ScaleRule(Protocol):
     def checks_gradients(self) -> bool:
         """Whether gradients are checked, so that a step with a non-finite one is skipped."""
         return True
-
-    @property
-    def needs(self) -> StatsRequest:
-        """The gradient statistics that this rule uses. Only these are computed."""
-        return StatsRequest()
 
     @property
     def powers_of_two(self) -> bool:
@@ -143,12 +98,13 @@ class ScaleRule(Protocol):
         """Returns the first state, as Python numbers."""
         ...
 
-    def update(self, state: RuleState, stats: GradientStats, *, xp: Library) -> RuleState:
+    def update(self, state: RuleState, finite: Scalar, *, xp: Library) -> RuleState:
         """Returns the state after a step.
 
         Args:
             state: The state before the step, float32 and integer scalars of one library.
-            stats: Statistics of the gradients: `stats.finite`, and those that the rule `needs`.
+            finite: Boolean scalar; whether every element of the unscaled gradients, on all
+                replicas, was finite.
             xp: The namespace of the arrays, such as `numpy`, `jax.numpy`, `torch`,
                 `tensorflow` or `keras.ops`. Only `where` is used.
         """
@@ -231,7 +187,7 @@ class FixedScale(ScaleRule):
     def init(self) -> ScaleState:
         return ScaleState(scale=self.scale, good_steps=0)
 
-    def update(self, state: ScaleState, stats: GradientStats, *, xp: Library) -> ScaleState:
+    def update(self, state: ScaleState, finite: Scalar, *, xp: Library) -> ScaleState:
         return state
 
     def restored(self, state: ScaleState) -> ScaleState:
@@ -286,7 +242,7 @@ class DynamicScale(ScaleRule):
         >>> rule = DynamicScale(initial_scale=8, growth_interval=2)
         >>> state = ScaleState(np.float32(8), np.int64(0))
         >>> for finite in (True, True, False):
-        ...     state = rule.update(state, GradientStats(finite), xp=np)
+        ...     state = rule.update(state, finite, xp=np)
         ...     print(float(state.scale), int(state.good_steps))
         8.0 1
         16.0 0
@@ -368,7 +324,7 @@ class DynamicScale(ScaleRule):
             return ScaleState(scale=self.initial_scale, good_steps=0)
         return cast(ScaleState, OverflowCountState(self.initial_scale, 0, 0))
 
-    def update(self, state: ScaleState, stats: GradientStats, *, xp: Library) -> ScaleState:
+    def update(self, state: ScaleState, finite: Scalar, *, xp: Library) -> ScaleState:
         scale, good_steps = state.scale, state.good_steps
         counted = good_steps + 1
         waiting = counted < self.growth_interval
@@ -386,11 +342,11 @@ class DynamicScale(ScaleRule):
             lowered = xp.where(early, scale, lowered)
             overflows = xp.where(early, overflows, self.overflows_before_backoff)
             # A zero of the same dtype: TensorFlow uses the dtype of the first operand.
-            counts["overflows"] = xp.where(stats.finite, overflows * 0, overflows)
+            counts["overflows"] = xp.where(finite, overflows * 0, overflows)
         # Select by `finite` last: if it is a constant, the compiler removes half of this.
         return state._replace(
-            scale=xp.where(stats.finite, kept, lowered),
-            good_steps=xp.where(stats.finite, xp.where(waiting, counted, 0), 0),
+            scale=xp.where(finite, kept, lowered),
+            good_steps=xp.where(finite, xp.where(waiting, counted, 0), 0),
             **counts,
         )
 
@@ -415,12 +371,6 @@ RULES: dict[str, type[ScaleRule]] = {rule.__name__: rule for rule in (FixedScale
 """The rules that a configuration can name without `custom_objects`."""
 
 
-def host_can_update(rule: ScaleRule) -> bool:
-    """Whether `changed_fields` gives the same numbers as on tensors, and waits for nothing."""
-    # The host would have to wait for other statistics.
-    return rule.exact_on_host and rule.needs == StatsRequest()
-
-
 class PythonNumbers:
     """The `xp` of a rule for Python numbers: the one function that rules use."""
 
@@ -431,7 +381,7 @@ class PythonNumbers:
 
 def next_state(rule: ScaleRule, before: ScaleState, applied: bool) -> ScaleState:
     """Returns the state after a step; otherwise like `changed_fields`."""
-    after: ScaleState = rule.update(before, GradientStats(applied), xp=PythonNumbers)
+    after: ScaleState = rule.update(before, applied, xp=PythonNumbers)
     return after
 
 
@@ -442,7 +392,7 @@ def changed_fields(rule: ScaleRule, before: ScaleState, applied: bool) -> dict[s
     each operation and already knows whether the step is applied.
 
     Args:
-        rule: A rule for which `host_can_update` is true.
+        rule: A rule that is `exact_on_host`.
         before: The state before the step, as Python numbers.
         applied: Whether the step was applied.
 

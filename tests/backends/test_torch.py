@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import lossscale
 from backends.support import arrays, number, wrapped
-from lossscale.rules import LARGEST_SCALE, LONGEST_INTERVAL, SMALLEST_SCALE, GradientStats
+from lossscale.rules import LARGEST_SCALE, LONGEST_INTERVAL, SMALLEST_SCALE
 
 if keras.backend.backend() != "torch":
     pytest.skip("about PyTorch", allow_module_level=True)
@@ -144,7 +144,7 @@ def test_the_host_moves_the_state_as_the_rule_does(rule, scale, good_steps, fini
     # Zero divided by a scale that is NaN, or so small that its reciprocal is infinite, is NaN.
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         applied = finite and bool(np.isfinite(np.float32(0) * np.reciprocal(np.float32(scale))))
-    expected = rule.update(before, GradientStats(torch.tensor(applied)), xp=torch)
+    expected = rule.update(before, torch.tensor(applied), xp=torch)
     found = optimizer._state.read()
     np.testing.assert_array_equal(number(found.scale), number(expected.scale))
     assert number(found.good_steps) == number(expected.good_steps)

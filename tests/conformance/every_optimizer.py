@@ -48,7 +48,7 @@ def of_optax() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Returns the names of Optax' optimizers, and what makes each."""
     import optax
 
-    # The search of L-BFGS needs the loss besides the gradients; the noise has a key for its state.
+    # L-BFGS is refused; the noise has a key for its state.
     left_out = ("_", "scale_by_", "lbfgs", "noisy_sgd")
     for name, alias in vars(optax).items():
         if isinstance(alias, (types.FunctionType, functools.partial)):

@@ -55,6 +55,7 @@ OWNERS = {
     "copy": [copy],
     "time": [time],
     "self": WRAPPERS,
+    "opt_state": [lossscale.optax.LossScaleState],
     "strategy": [tf.distribute.Strategy],
 }
 METHODS = [cls for classes in OWNERS.values() for cls in classes]

@@ -23,7 +23,7 @@ DECLARED = [name for name in vars(DocumentedMembers) if not name.startswith("_")
 
 PUBLIC = {
     "lossscale": "DynamicScale FixedScale Installation LossScaleError LossScaleOptimizer "
-    "GradientStats LossScaleWarning ScaleRule ScaleState StatsRequest __version__ install",
+    "LossScaleWarning ScaleRule ScaleState __version__ install",
     "lossscale.experimental": "DynamicLossScale FixedLossScale LossScale LossScaleOptimizer",
 }
 

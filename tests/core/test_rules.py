@@ -4,14 +4,14 @@ import math
 import numpy as np
 import pytest
 
-from lossscale.errors import ArgumentError
+from lossscale.arguments import checked_rule
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.rules import (
     LARGEST_SCALE,
     LONGEST_INTERVAL,
     SMALLEST_SCALE,
     DynamicScale,
     FixedScale,
-    GradientStats,
     ScaleRule,
     ScaleState,
 )
@@ -30,7 +30,7 @@ def run(rule, finite_steps, state=None):
     state = started(rule) if state is None else state
     pairs = []
     for finite in finite_steps:
-        state = rule.update(state, GradientStats(finite), xp=np)
+        state = rule.update(state, finite, xp=np)
         pairs.append((float(state.scale), int(state.good_steps)))
     return pairs
 
@@ -95,7 +95,7 @@ def test_a_fixed_scale_never_moves(skip_nonfinite):
 )
 def test_one_skipped_step_brings_back_a_scale_that_was_set_out_of_range(rule, scale, end):
     with np.errstate(all="ignore"):
-        after = rule.update(ScaleState(np.float32(scale), np.int64(1)), GradientStats(BAD), xp=np)
+        after = rule.update(ScaleState(np.float32(scale), np.int64(1)), BAD, xp=np)
     assert after == (getattr(rule, end), 0)
 
 
@@ -174,7 +174,7 @@ class Own(ScaleRule):
     def init(self):
         return ScaleState(4.0, 0)
 
-    def update(self, state, stats, *, xp):
+    def update(self, state, finite, *, xp):
         return state
 
     def get_config(self):
@@ -189,6 +189,20 @@ def test_a_rule_of_ones_own_inherits_the_defaults():
     assert rule.checks_gradients is True
     assert rule.powers_of_two is False
     assert rule.restored(state) == state
+
+
+def test_a_rule_that_defines_needs_is_refused():
+    class Needing(Own):
+        needs = ()
+
+    class NeedingSometimes(DynamicScale):
+        @property
+        def needs(self):
+            return None
+
+    for rule in (Needing(), NeedingSometimes()):
+        with pytest.raises(ArgumentTypeError, match=r"update\(self, state, finite, .*`needs`"):
+            checked_rule(rule)
 
 
 @pytest.mark.parametrize(

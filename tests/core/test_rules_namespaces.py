@@ -17,7 +17,7 @@ import tensorflow as tf
 import torch
 
 from core import oracle
-from lossscale.rules import DynamicScale, GradientStats
+from lossscale.rules import DynamicScale
 
 
 class Library(NamedTuple):
@@ -70,7 +70,7 @@ def states_of(rule, library, finite_steps):
 
     def update(state, finite):
         runs.append(1)
-        return rule.update(state, GradientStats(finite), xp=library.xp)
+        return rule.update(state, finite, xp=library.xp)
 
     update = library.compiled(update) if library.compiled else update
     first = rule.init()

@@ -9,15 +9,7 @@ from hypothesis import strategies as st
 
 from core import oracle
 from core.strategies import dynamic_scales, scales
-from lossscale.rules import (
-    LONGEST_INTERVAL,
-    RULES,
-    DynamicScale,
-    FixedScale,
-    GradientStats,
-    ScaleRule,
-    ScaleState,
-)
+from lossscale.rules import LONGEST_INTERVAL, RULES, DynamicScale, FixedScale, ScaleRule, ScaleState
 
 steps = st.lists(st.sampled_from([True, False, np.True_, np.False_]), max_size=60)
 counters = st.sampled_from([np.int32, np.int64])
@@ -27,7 +19,7 @@ rules = dynamic_scales() | st.builds(FixedScale, scales, st.booleans())
 def next_state(rule, state, finite):
     # NumPy warns of an infinite product, which is meant and is not taken, and of 0 times inf.
     with np.errstate(over="ignore", invalid="ignore"):
-        return rule.update(state, GradientStats(finite), xp=np)
+        return rule.update(state, finite, xp=np)
 
 
 def states_of(rule, finite_steps, counter=np.int64):

@@ -11,7 +11,7 @@ from lossscale.arguments import made_from, rule_from_loss_scale_arguments
 from lossscale.checks import checked_scale
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.framework_types import Config, DType, Operation, Scalar, Structure, Tensor, Variable
-from lossscale.rules import DynamicScale, FixedScale, GradientStats, ScaleRule
+from lossscale.rules import DynamicScale, FixedScale, ScaleRule
 
 if TYPE_CHECKING:
     from lossscale.keras_common.state import ScaleVariables
@@ -220,7 +220,7 @@ class DynamicLossScale(_RuleLossScale):
         arrays = registry.default_keras().wrapper()._arrays()
         gradients = arrays.flat_gradients(grads)
         finite = arrays.all_finite(gradients)
-        moved = self._bound_state().update(GradientStats(finite)) if gradients else None
+        moved = self._bound_state().update(finite) if gradients else None
         return _operation(moved), finite
 
     def get_config(self) -> dict[str, Any]:

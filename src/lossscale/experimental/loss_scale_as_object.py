@@ -22,7 +22,7 @@ from lossscale.experimental.loss_scale import (
 from lossscale.framework_types import Gradient, KerasOptimizer, Library, Scalar
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.members import with_public_names
-from lossscale.rules import GradientStats, ScaleRule, ScaleState
+from lossscale.rules import ScaleRule, ScaleState
 
 if TYPE_CHECKING:
     # The wrapper class of Keras 3 or tf_keras, the next base.
@@ -127,7 +127,7 @@ class UserLossScaleRule(ScaleRule):
     def init(self) -> ScaleState:
         return ScaleState(scale=self._first, good_steps=0)
 
-    def update(self, state: ScaleState, stats: GradientStats, *, xp: Library) -> ScaleState:
+    def update(self, state: ScaleState, finite: Scalar, *, xp: Library) -> ScaleState:
         return state
 
     def get_config(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class VariablesOfUser(ScaleVariables):
     def write(self, state: ScaleState) -> None:
         """Does nothing: a file names its variables."""
 
-    def update(self, stats: GradientStats) -> None:
+    def update(self, finite: Scalar) -> None:
         """Does nothing: it moved when it decided."""
 
     def decide(self, unscaled: list[Gradient]) -> Scalar:

@@ -1,4 +1,4 @@
-"""Gradients as JAX arrays: scaling, unscaling, the overflow check, and statistics for a rule."""
+"""Gradients as JAX arrays: scaling, unscaling and the overflow check."""
 
 from __future__ import annotations
 

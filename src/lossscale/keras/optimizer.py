@@ -27,7 +27,7 @@ from lossscale.keras_common.scaled_gradients import ScaleLedger
 from lossscale.keras_common.step import Step
 from lossscale.members import VariableList
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
-from lossscale.rules import GradientStats, ScaleRule, ScaleState
+from lossscale.rules import ScaleRule, ScaleState
 
 _no_automatic_dependency_tracking: ft.Function = private_name(
     "keras.src.utils.tracking",
@@ -275,14 +275,14 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
             else:
                 backend.translated(inner.apply)(gradients, variables)
 
-    def _update_scale(self, stats: GradientStats, state_on_host: ScaleState | None) -> None:
-        if self._backend.update_on_host(self, stats, state_on_host):
+    def _update_scale(self, finite: ft.Scalar, state_on_host: ScaleState | None) -> None:
+        if self._backend.update_on_host(self, finite, state_on_host):
             return
-        self._state.update(stats)
+        self._state.update(finite)
         if self._rule.checks_gradients:
-            skipped = ops.logical_not(stats.finite)
+            skipped = ops.logical_not(finite)
             self._last_step_skipped.assign(skipped)
-            if stats.finite is not True:
+            if finite is not True:
                 self._steps_skipped.assign_add(ops.cast(skipped, self._steps_skipped.dtype))
         self._iterations.follow()
 

@@ -12,7 +12,7 @@ from keras import ops
 import lossscale.framework_types as ft
 import lossscale.keras.backends as backends
 from lossscale.keras_common.state import ScaleVariables
-from lossscale.rules import GradientStats, ScaleRule
+from lossscale.rules import ScaleRule
 
 # The names that Keras' own class writes into files; other rules may have more fields.
 _NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
@@ -38,11 +38,9 @@ class KerasScaleVariables(ScaleVariables):
         for field, value in zip(state._fields, state, strict=True):
             self.variables[field].assign(ops.cast(value, self.variables[field].dtype))
 
-    def update(self, stats: GradientStats) -> None:
+    def update(self, finite: ft.Scalar) -> None:
         """Updates the state after a step."""
-        if isinstance(stats.finite, bool):
-            stats = stats._replace(finite=ops.convert_to_tensor(stats.finite))
-        super().update(stats)
+        super().update(ops.convert_to_tensor(finite) if isinstance(finite, bool) else finite)
 
 
 class OwnVariable(keras.Variable):

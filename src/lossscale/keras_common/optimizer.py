@@ -41,7 +41,7 @@ from lossscale.keras_common.step import OverflowCheck, Step, StepOperations
 from lossscale.members import DocumentedMembers, VariableList
 from lossscale.old_formats import kind_of, names_for
 from lossscale.packages import warn
-from lossscale.rules import DynamicScale, GradientStats, ScaleRule, ScaleState, StatsRequest
+from lossscale.rules import DynamicScale, ScaleRule, ScaleState
 
 _P = ParamSpec("_P")
 
@@ -154,7 +154,7 @@ class KerasCommonOptimizer(DocumentedMembers):
         """Has the inner optimizer apply unscaled gradients."""
 
     @abc.abstractmethod
-    def _update_scale(self, stats: GradientStats, state_on_host: ScaleState | None) -> object:
+    def _update_scale(self, finite: ft.Scalar, state_on_host: ScaleState | None) -> object:
         """Updates the loss scale and the counters."""
 
     @abc.abstractmethod
@@ -329,11 +329,10 @@ class KerasCommonOptimizer(DocumentedMembers):
                 given, scaled = given._replace(gradients=unscaled), False
         with self._name_scope(given.name), backend.no_gradients():
             step = self._prepared(given)
-            needs_stats = rule.needs != StatsRequest()
             # A monitor warns itself.
             warns = tracker is None and not self._warned_at_floor and isinstance(rule, DynamicScale)
             warns = warns and backend.runs_now(step.gradients)
-            needs_scale = scaled or needs_stats or warns or tracker is not None
+            needs_scale = scaled or warns or tracker is not None
             # None where nobody reads it.
             scale: ft.Scalar = self._current_scale() if needs_scale else None
             step = step._replace(scale=scale if scaled else None)
@@ -343,9 +342,6 @@ class KerasCommonOptimizer(DocumentedMembers):
             else:
                 check = backend.check(step, rule, self.inner_optimizer, state)
             step, finite = check.step, backend.all_replicas_finite(check.all_finite)
-            stats = GradientStats(finite)
-            if needs_stats:
-                stats = backend.stats(step, rule, finite, scale)
             if tracker is not None:
                 tracker.track(
                     gradients=step.gradients,
@@ -363,10 +359,10 @@ class KerasCommonOptimizer(DocumentedMembers):
                 unscaled = backend.unscale(own, rule)
                 return self._apply_inner(own._replace(gradients=unscaled, scale=None))
 
-            def update_scale(stats: GradientStats) -> object:
-                return self._update_scale(stats, check.state_on_host)
+            def update_scale(finite: ft.Scalar) -> object:
+                return self._update_scale(finite, check.state_on_host)
 
-            done = backend.apply_or_skip(self, stats, step, apply, update_scale)
+            done = backend.apply_or_skip(self, finite, step, apply, update_scale)
         if warns and not finite:
             self._warned_at_floor = warned_at_floor(rule, float(scale))
         return self._result(done)

@@ -10,7 +10,7 @@ import numpy as np
 import lossscale.framework_types as ft
 from lossscale.errors import ArgumentError
 from lossscale.packages import warn
-from lossscale.rules import GradientStats, ScaleRule
+from lossscale.rules import ScaleRule
 
 
 class ScaleVariables:
@@ -55,10 +55,10 @@ class ScaleVariables:
             **{field: self._read(variable) for field, variable in self.variables.items()}
         )
 
-    def update(self, stats: GradientStats) -> ft.Operation:
+    def update(self, finite: ft.Scalar) -> ft.Operation:
         """Updates the state after a step; returns what `write` does, None if nothing changes."""
         before = self.read()
-        after = self.rule.update(before, stats, xp=self._namespace)
+        after = self.rule.update(before, finite, xp=self._namespace)
         return None if after is before else self.write(after)
 
     @property

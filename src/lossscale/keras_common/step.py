@@ -13,7 +13,7 @@ import lossscale.framework_types as ft
 from lossscale.common.private_names import do_not_convert
 from lossscale.keras_common.scaled_gradients import Location
 from lossscale.keras_common.state import ScaleVariables
-from lossscale.rules import GradientStats, ScaleRule, ScaleState
+from lossscale.rules import ScaleRule, ScaleState
 
 
 class Step(NamedTuple):
@@ -78,10 +78,10 @@ class StepOperations:
 
     # Applies gradients or skips, then updates the loss scale. Takes
     #   optimizer: the loss scale optimizer;
-    #   stats: what the rule sees;
+    #   finite: whether the gradients are finite on all replicas;
     #   step: the step;
     #   apply: divides a list of gradients by the scale and applies it;
-    #   update_scale: updates the loss scale and the counters, given what the rule sees.
+    #   update_scale: updates the loss scale and the counters, given `finite`.
     # Returns the operation that does it in a graph of TensorFlow.
     apply_or_skip: Callable[..., ft.Operation]
     # Runs the training step of a guarded model, and puts weights back if it was skipped. Takes
@@ -103,8 +103,6 @@ class StepOperations:
     read: Callable[[ft.Variable], ft.Tensor]
     # Whether a variable is in the memory of the host, so that nothing waits to read it.
     is_on_host: Callable[[ft.Variable], bool]
-    # Measures gradients, for `stats`.
-    gradient_stats: Callable[..., GradientStats]
     # Returns the gradients in a nest, without None.
     flat_gradients: Callable[[ft.Structure], list[ft.Gradient]]
     # Whether a value is a variable; a list of variables from one variable or a nest of them.
@@ -169,14 +167,6 @@ class StepOperations:
     def all_replicas_finite(self, finite: ft.Scalar) -> ft.Scalar:
         """Whether the gradients are finite on every replica."""
         return finite
-
-    def stats(
-        self, step: Step, rule: ScaleRule, finite: ft.Scalar, scale: ft.Scalar
-    ) -> GradientStats:
-        """The statistics of the gradients that the rule needs."""
-        are_scaled = step.scale is not None
-        gradients = step.without_overwritten()
-        return self.gradient_stats(rule.needs, finite, gradients, scale, are_scaled=are_scaled)
 
     def unscale(self, step: Step, rule: ScaleRule) -> list[ft.Gradient]:
         """Returns the gradients of a step, divided by the loss scale if they are scaled."""

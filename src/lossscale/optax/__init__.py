@@ -19,12 +19,7 @@ from typing import TYPE_CHECKING
 from lossscale import registry
 
 with registry.naming_missing_packages("jax", "optax"):
-    from lossscale.optax.loops import (
-        loss_scale,
-        scale_loss,
-        unless_skipped,
-        value_and_grad,
-    )
+    from lossscale.optax.loops import loss_scale, scale_loss, unless_skipped, value_and_grad
     from lossscale.optax.masters import MasterWeightsState, master_weights
     from lossscale.optax.monitor import Monitor
     from lossscale.optax.scale_state import LossScaleState

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeGuard, TypeVar
 
 import jax
@@ -14,9 +14,9 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr
 from jax.tree_util import PyTreeDef
 
-from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.jax.apply_or_skip import ArrayTree, gated, state_dtype, static_size
-from lossscale.jax.gradients import all_finite, is_traced
+from lossscale.jax.gradients import is_traced
 from lossscale.rules import ScaleRule
 
 Update = Callable[[], tuple[ArrayTree, ArrayTree]]
@@ -104,22 +104,31 @@ def with_arrays(tree: ArrayTree) -> ArrayTree:
     return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, (float, complex)) else x, tree)
 
 
+def check_extra_args(extra_args: Mapping[str, Any], gradients: ArrayTree) -> None:
+    """Checks what the inner transformation is to get besides the gradients.
+
+    Args:
+        extra_args: The arguments by name.
+        gradients: The scaled gradients.
+
+    Raises:
+        UnsupportedError: If one is a function, or holds the scaled gradients.
+    """
+    given = {id(leaf) for leaf in jax.tree.leaves(gradients) if is_gradient(leaf)}
+    for name, value in extra_args.items():
+        leaves = jax.tree.leaves(value)
+        is_gradients = (name == "grad" and leaves) or any(id(leaf) in given for leaf in leaves)
+        if is_gradients or callable(value):
+            raise UnsupportedError(
+                f"`{name}` must be neither a function nor the scaled gradients. Line searches, "
+                "L-BFGS and others that evaluate the loss need float32: leave out loss_scaled. "
+                "Other optimizers get the unscaled gradients as `updates`."
+            )
+
+
 def has_elements(leaves: Sequence[object]) -> bool:
     """Whether there is an element to check."""
     return any(is_gradient(leaf) and static_size(leaf) != 0 for leaf in leaves)
-
-
-def all_leaves_finite(
-    leaves: Sequence[object], scale: Array | None = None, powers_of_two: bool = True
-) -> Array:
-    """Whether every element of every array is finite, a boolean scalar array.
-
-    Args:
-        leaves: Arrays; those that are not gradients are ignored.
-        scale: The divisor of the gradients, if dividing can make them infinite; otherwise None.
-        powers_of_two: As for `unscaled`.
-    """
-    return all_finite(list(filter(is_gradient, leaves)), scale, powers_of_two)
 
 
 def skipped_like(update: Array) -> Array:
@@ -190,7 +199,7 @@ def _untraced(leaf: ArrayTree) -> object:
 
 def update_or_skip(
     update: Update, finite: Array | None, state: ArrayTree
-) -> tuple[Array | None, ArrayTree, ArrayTree]:
+) -> tuple[ArrayTree, ArrayTree]:
     """Runs an update if the gradients are finite, and otherwise changes nothing.
 
     Args:
@@ -201,7 +210,7 @@ def update_or_skip(
         state: The state of the inner transformation.
 
     Returns:
-        Whether the step is applied; the updates, -0.0 on a skip; the new state.
+        The updates, -0.0 on a skip; and the new state.
 
     Raises:
         ArgumentError: If the update changes the structure of the state, so that a step cannot be
@@ -209,25 +218,24 @@ def update_or_skip(
     """
     if finite is None:
         updates, new_state = update()
-        return None, updates, _in_dtypes_of(state, new_state)
+        return updates, _in_dtypes_of(state, new_state)
     if not is_traced([finite]):
         return _run_at_once(update, finite, state)
     traced = trace(update)
-    old_values = dict(enumerate(_old_values(state, traced.state), start=traced.updates))
+    _check_form(state, traced.state)
+    old_values = dict(enumerate(map(jnp.asarray, _arrays(state)), start=traced.updates))
     outputs = gated(traced.jaxpr, [], old_values, finite)
     updates = [jnp.where(finite, x, skipped_like(x)) for x in outputs[: traced.updates]]
-    return finite, *traced.rebuild([*updates, *outputs[traced.updates :]])
+    return traced.rebuild([*updates, *outputs[traced.updates :]])
 
 
-def _run_at_once(
-    update: Update, finite: Array, state: ArrayTree
-) -> tuple[Array | None, ArrayTree, ArrayTree]:
+def _run_at_once(update: Update, finite: Array, state: ArrayTree) -> tuple[ArrayTree, ArrayTree]:
     """Runs an update outside compiled functions, where JAX would compile a branch at each call."""
     updates, new_state = update()
     if bool(jax.device_get(finite)):
-        return finite, updates, _in_dtypes_of(state, new_state)
+        return updates, _in_dtypes_of(state, new_state)
     nothing = [_skipped_jit(finite, x) if is_array(x) else x for x in jax.tree.leaves(updates)]
-    return finite, jax.tree.unflatten(jax.tree.structure(updates), nothing), state
+    return jax.tree.unflatten(jax.tree.structure(updates), nothing), state
 
 
 # Selected by a constant decision: with a constant array, every device would hold the whole array.
@@ -237,25 +245,43 @@ _skipped_jit = jax.jit(lambda finite, update: jnp.where(finite, update, skipped_
 # --- The state before and after a step ------------------------------------------------------------
 
 
-def _old_values(old_state: ArrayTree, new_state: ArrayTree) -> list[Array]:
-    """Returns the value that each array of the new state has if the step is skipped.
+def _arrays(state: ArrayTree) -> list[Array]:
+    return list(filter(is_array, jax.tree.leaves(state)))
+
+
+def form_change(old: ArrayTree, new: ArrayTree) -> str:
+    """Returns the first difference between two trees, in structure or in the shape of an array.
 
     Args:
-        old_state: The state before the step.
-        new_state: After it; the types of arrays are enough.
+        old: A tree.
+        new: Another tree; the types of arrays are enough.
+
+    Returns:
+        A part of a message; an empty string if there is no difference.
     """
-    old, new = (list(filter(is_array, jax.tree.leaves(each))) for each in (old_state, new_state))
-    is_same = jax.tree.structure(old_state) == jax.tree.structure(new_state)
-    if not is_same or [jnp.shape(each) for each in old] != [jnp.shape(each) for each in new]:
+    before, after = (
+        {path: jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree) if is_array(leaf)}
+        for tree in (old, new)
+    )
+    for path in {**before, **after}:
+        if before.get(path) != after.get(path):
+            name = jax.tree_util.keystr(path)
+            return f"`{name}` has shape {before.get(path)} before and {after.get(path)} after"
+    structures: list[object] = [jax.tree.structure(each) for each in (old, new)]
+    return "" if structures[0] == structures[1] else "a node or a non-array leaf changed"
+
+
+def _check_form(old_state: ArrayTree, new_state: ArrayTree) -> None:
+    if change := form_change(old_state, new_state):
         raise ArgumentError(
-            "The inner optimizer changes the structure of its state, so a step cannot be skipped. "
-            "Create all state in init(), and keep changing values in arrays."
+            "The inner optimizer changes the structure of its state, so a step cannot be skipped: "
+            f"{change}. Create all state in init(), and keep changing values in arrays."
         )
-    return list(map(jnp.asarray, old))
 
 
 def _in_dtypes_of(old_state: ArrayTree, new_state: ArrayTree) -> ArrayTree:
     """Returns the state after an applied step, in the dtypes that a skipped step would keep."""
+    _check_form(old_state, new_state)
 
     def same(old: ArrayTree, new: ArrayTree) -> ArrayTree:
         if not is_array(new):

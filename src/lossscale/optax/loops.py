@@ -34,7 +34,7 @@ def loss_scale(opt_state: object) -> Array:
 
     Raises:
         ArgumentTypeError: If `opt_state` has no loss scale.
-        ArgumentError: If another transformation is around `loss_scaled` that must be inside it.
+        ArgumentError: If another transformation is around `loss_scaled`.
 
     Examples:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.1), initial_scale=8)
@@ -173,14 +173,19 @@ def unless_skipped(opt_state: object, new: Tree, old: Tree) -> Tree:
     """
     skipped = state_in(opt_state).last_step_skipped
     _check_single(skipped, "decisions")
+    if change := gating.form_change(old, new):
+        raise ArgumentError(f"`new` and `old` must be trees of the same form. Received: {change}.")
 
     def chosen(new: ArrayTree, old: ArrayTree) -> ArrayTree:
-        if not gating.is_array(new):
+        if new is old or not gating.is_array(new):
             return new
-        return jnp.where(skipped, jnp.asarray(old, jnp.result_type(new)), new)
+        dtype = jnp.result_type(new)
+        old = old if jnp.result_type(old) == dtype else jnp.asarray(old, dtype)
+        return jnp.where(skipped, old, new)
 
-    leaves = [each for each in jax.tree.leaves(new) if gating.is_array(each)]
-    if leaves and {id(each) for each in leaves} <= set(map(id, jax.tree.leaves(old))):
+    leaves = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    are_same = [one is other for one, other in leaves if gating.is_array(one)]
+    if are_same and all(are_same):
         warn(
             "`new` and `old` are the same arrays, so a skipped step puts nothing back. The state "
             "of a Flax NNX module changes with the module. Take a copy of it before the step: "

@@ -14,7 +14,7 @@ import lossscale.optax.gating as gating
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.jax.apply_or_skip import ArrayTree
 from lossscale.optax.gating import GradientTransformationExtraArgs
-from lossscale.optax.state_lookup import states_below
+from lossscale.optax.state_lookup import has_loss_scale, nodes
 
 
 class MasterWeightsState(NamedTuple):
@@ -60,7 +60,7 @@ def master_weights(
             parameters.
         ArgumentError: If `inner` has loss scaling or copies itself (`init` raises it), or the
             dtypes of the parameters differ from those `init` got (`update` raises it).
-        UnsupportedError: If `inner` has a line search (`init` raises it).
+        UnsupportedError: If `inner` is L-BFGS or has a line search. `init` raises it.
 
     Examples:
         >>> tx = lossscale.optax.master_weights(optax.sgd(1.0))
@@ -84,12 +84,7 @@ class MasterWeights:
 
     def init(self, params: ArrayTree) -> MasterWeightsState:
         inner_state = self.inner.init(jax.tree.map(gating.widened_if_narrow, params))
-        check_order(inner_state, has_loss_scale=bool(states_below(inner_state)))
-        if _nodes(inner_state, "ScaleByBacktrackingLinesearchState", "ScaleByZoomLinesearchState"):
-            raise UnsupportedError(
-                "master_weights does not support a line search, which evaluates the loss at the "
-                "copies. Keep the parameters in float32 and cast them in the loss."
-            )
+        check_inner(inner_state, is_scaled=has_loss_scale(inner_state))
         # Not those from above: no buffer is donated twice.
         masters = jax.tree.map(_master_of, params)
         return MasterWeightsState(masters, inner_state)
@@ -115,24 +110,58 @@ class MasterWeights:
         return jax.tree.map(_change, params, after, made), MasterWeightsState(after, inner_state)
 
 
-def check_order(state: ArrayTree, has_loss_scale: bool = False) -> None:
-    """Checks that the state of a transformation has neither copies nor a loss scale."""
-    if has_loss_scale or _nodes(state, "MasterWeightsState"):
+def check_inner(state: ArrayTree, is_scaled: bool = False) -> None:
+    """Checks, by its state, a transformation that gets unscaled or widened gradients.
+
+    Args:
+        state: The state of the transformation.
+        is_scaled: Whether it has loss scaling itself.
+
+    Raises:
+        ArgumentError: If it keeps float32 copies, or has loss scaling.
+        UnsupportedError: If it searches along a line, or is L-BFGS.
+    """
+    if is_scaled or nodes(state, MasterWeightsState.__name__):
         raise ArgumentError(
             "master_weights must be used once, directly inside loss_scaled. Write "
             "loss_scaled(master_weights(optax.chain(...))): what else wraps it goes inside."
         )
+    if found := nodes(state, *_SEARCHING):
+        raise UnsupportedError(
+            "Line searches and L-BFGS are not supported: they compare losses and gradients of "
+            "several points. Train in float32, without loss_scaled and master_weights. Received: "
+            f"an optimizer with a {type(found[0]).__name__}."
+        )
 
 
-def has_float16(params: ArrayTree) -> bool:
-    """Whether there is a float16 parameter."""
-    return any(getattr(leaf, "dtype", None) == jnp.float16 for leaf in jax.tree.leaves(params))
+_SEARCHING = (
+    "ScaleByLBFGSState",
+    "ScaleByBacktrackingLinesearchState",
+    "ScaleByZoomLinesearchState",
+)
 
 
-def _nodes(tree: ArrayTree, *names: str) -> list[Array]:
-    """The outermost nodes of a tree whose classes have these names."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: type(node).__name__ in names)
-    return [leaf for leaf in leaves if type(leaf).__name__ in names]
+def trains_float16(params: ArrayTree, state: ArrayTree) -> bool:
+    """Whether a float16 parameter is trained for certain, as the state of a transformation shows.
+
+    Args:
+        params: The parameters. Those that are frozen may be `optax.MaskedNode`.
+        state: The state of the transformation. A mask can be read from it only if there are arrays
+            for each parameter, such as moments: those of others are `optax.MaskedNode`.
+    """
+    shapes = {
+        path: leaf.shape
+        for path, leaf in jax.tree.leaves_with_path(params)
+        if getattr(leaf, "dtype", None) == jnp.float16
+    }
+
+    def shows_one(masked: ArrayTree) -> bool:
+        leaves = jax.tree.leaves_with_path(masked)
+        suffixes = ((path[start:], leaf) for path, leaf in leaves for start in range(len(path) + 1))
+        return any(shapes.get(suffix) == getattr(leaf, "shape", 0) for suffix, leaf in suffixes)
+
+    masked = nodes(state, "MaskedState", "PartitionState", "MultiTransformState")
+    return bool(shapes) and all(map(shows_one, masked))
 
 
 # --- What is done with each parameter -------------------------------------------------------------

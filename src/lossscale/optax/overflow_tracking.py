@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -12,24 +10,9 @@ from lossscale.errors import ArgumentError
 from lossscale.jax import overflow_tracker
 from lossscale.jax.apply_or_skip import ArrayTree, Path
 from lossscale.jax.gradients import unscaled
-from lossscale.jax.overflow_tracker import TrackedSteps
 from lossscale.optax.gating import is_gradient
-from lossscale.optax.scale_state import LossScaleState, may_be_below_one
+from lossscale.optax.scale_state import LossScaleState, Tracked, may_be_below_one
 from lossscale.rules import ScaleRule
-
-
-class Tracked(NamedTuple):
-    """What is tracked.
-
-    Attributes:
-        iterations: int32 scalar; number of steps so far, skipped ones included.
-        steps: Arrays: `scales`, those of the last step and of the last skipped one; `skip_step`,
-            the number of the last skipped step; `nonfinite`, uint32 of shape (gradients, 2), the
-            infinities and NaN of its gradients.
-    """
-
-    iterations: Array
-    steps: TrackedSteps
 
 
 def first(params: ArrayTree) -> Tracked:
@@ -38,18 +21,28 @@ def first(params: ArrayTree) -> Tracked:
     return Tracked(jnp.asarray(0, jnp.int32), jax.tree.map(jnp.array, empty))
 
 
+def check_state(state: LossScaleState, tracks: bool, gradients: ArrayTree) -> None:
+    """Checks that a state tracks these gradients, or none.
+
+    Raises:
+        ArgumentError: If it does not do what the optimizer does, or tracks others.
+    """
+    tracked, wanted = state.tracked, len(named_leaves(gradients)) if tracks else None
+    rows = None if tracked is None else tracked.steps.nonfinite.shape[-2]
+    if rows != wanted:
+        raise ArgumentError(
+            f"With track_overflows={tracks} and these gradients, the state must track "
+            f"{wanted or 'none'}. Received: a state that tracks {rows or 'none'}. Write opt_state."
+            "_replace(tracked=tx.init(params).tracked), with a parameter for each gradient."
+        )
+
+
 def after_step(
     rule: ScaleRule, before: LossScaleState, after: LossScaleState, gradients: ArrayTree
 ) -> Tracked:
     """Returns what is tracked after a step, given its scaled gradients."""
     tracked: Tracked = before.tracked
-    named, rows = named_leaves(gradients), tracked.steps.nonfinite.shape[-2]
-    if len(named) != rows:
-        raise ArgumentError(
-            f"The gradients must be those of the parameters that tx.init was called with. "
-            f"Received: {len(named)}, for a state that tracks {rows}."
-        )
-    given = [leaf for _, leaf in named]
+    given = [leaf for _, leaf in named_leaves(gradients)]
     number = jnp.asarray(tracked.iterations, jnp.int32) + 1
     # A scale of 1 or more makes no difference.
     divide = may_be_below_one(rule)

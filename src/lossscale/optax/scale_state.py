@@ -13,7 +13,22 @@ from jax import Array
 from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax.apply_or_skip import ArrayTree
-from lossscale.rules import GradientStats, ScaleRule, ScaleState
+from lossscale.jax.overflow_tracker import TrackedSteps
+from lossscale.rules import ScaleRule, ScaleState
+
+
+class Tracked(NamedTuple):
+    """What a step tracks for a monitor.
+
+    Attributes:
+        iterations: int32 scalar; number of steps so far, skipped ones included.
+        steps: Arrays: `scales`, those of the last step and of the last skipped one; `skip_step`,
+            the number of the last skipped step; `nonfinite`, uint32 of shape (gradients, 2), the
+            infinities and NaN of its gradients.
+    """
+
+    iterations: Array
+    steps: TrackedSteps
 
 
 class LossScaleState(NamedTuple):
@@ -26,7 +41,9 @@ class LossScaleState(NamedTuple):
         steps_skipped: int32 scalar; number of skipped steps.
         consecutive_skips: int32 scalar; number of skipped steps since the last applied one.
         inner_state: The state of the inner transformation.
-        tracked: What is tracked for a monitor, `Tracked`; None without `track_overflows`.
+        tracked: With `track_overflows`, what a `Monitor` reads, arrays: `iterations`, the number of
+            steps; `steps`, the scales of the last and of the last skipped one, and the infinities
+            and NaN in each gradient of that. None without it.
     """
 
     loss_scale: Array
@@ -34,6 +51,7 @@ class LossScaleState(NamedTuple):
     steps_skipped: Array
     consecutive_skips: Array
     inner_state: optax.OptState
+    # A `Tracked` or None, which is not an `optax.OptState` to a type checker.
     tracked: Any = None
 
     @property
@@ -84,21 +102,21 @@ def scalars_of(rule: ScaleRule, state: LossScaleState) -> LossScaleState:
     return LossScaleState(scale, rule_state, steps_skipped, consecutive_skips, ())
 
 
-def moved(rule: ScaleRule, state: LossScaleState, stats: GradientStats) -> LossScaleState:
+def moved(rule: ScaleRule, state: LossScaleState, finite: Array) -> LossScaleState:
     """Returns the state after a step, without the inner one.
 
     Args:
         rule: The rule that moves the scale.
         state: The state before the step, from `scalars_of`.
-        stats: The statistics of the step; `finite` is a boolean scalar array.
+        finite: Whether the step is applied, a boolean scalar array.
     """
     before = first = rule.init()
     if rule.is_dynamic:
         # The scale of a fixed rule comes from the program, never from a file.
         before = before._replace(scale=state.loss_scale, **state.rule_state)
-    after = rule.update(before, stats, xp=jnp)
-    steps_skipped = jnp.where(stats.finite, state.steps_skipped, state.steps_skipped + 1)
-    consecutive_skips = jnp.where(stats.finite, 0, state.consecutive_skips + 1)
+    after = rule.update(before, finite, xp=jnp)
+    steps_skipped = jnp.where(finite, state.steps_skipped, state.steps_skipped + 1)
+    consecutive_skips = jnp.where(finite, 0, state.consecutive_skips + 1)
     scale, rule_state = _as_arrays(first, after.scale, _others(after))
     return LossScaleState(scale, rule_state, steps_skipped, consecutive_skips, ())
 
@@ -147,8 +165,8 @@ def _dtype(value: object) -> jax.typing.DTypeLike:
 def without_shared_buffers(inner_state: ArrayTree, params: ArrayTree) -> ArrayTree:
     """Returns the first state of a transformation, which can be donated and compiles once.
 
-    An array that occurs twice, or also in the parameters, cannot be donated; the states of Optax's
-    L-BFGS and COCOB have such arrays. The first step drops a weak type, so the second would be
+    An array that occurs twice, or also in the parameters, cannot be donated; the state of Optax's
+    COCOB has such arrays. The first step drops a weak type, so the second would be
     compiled again.
     """
     known = {id(leaf) for leaf in jax.tree.leaves(params)}

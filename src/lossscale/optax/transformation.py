@@ -16,15 +16,16 @@ import lossscale.optax.gating as gating
 import lossscale.optax.overflow_tracking as tracking
 import lossscale.optax.scale_state as scale_state
 from lossscale.arguments import rule_from_arguments
+from lossscale.checks import checked_truth
 from lossscale.errors import AlreadyWrappedError, GradientsError, UnsupportedError
 from lossscale.jax.apply_or_skip import ArrayTree, Path, varying_axes
-from lossscale.jax.gradients import Gradient, is_traced, unscaled
+from lossscale.jax.gradients import Gradient, all_finite, is_traced, unscaled
 from lossscale.optax.gating import GradientTransformationExtraArgs
-from lossscale.optax.masters import MasterWeights, check_order, has_float16
+from lossscale.optax.masters import MasterWeights, check_inner, trains_float16
 from lossscale.optax.scale_state import LossScaleState
-from lossscale.optax.state_lookup import states_below
+from lossscale.optax.state_lookup import has_loss_scale
 from lossscale.packages import warn
-from lossscale.rules import GradientStats, ScaleRule
+from lossscale.rules import ScaleRule
 
 
 def loss_scaled(
@@ -48,6 +49,8 @@ def loss_scaled(
     Clipping, weight decay, averaging and accumulation then see unscaled gradients of applied steps
     only.
 
+    Line searches and L-BFGS, which compute losses and gradients themselves, are not supported.
+
     Trained float16 parameters are rounded after each step, and `init` warns. To keep float32 copies
     of them, write `loss_scaled(master_weights(...))`.
 
@@ -64,23 +67,26 @@ def loss_scaled(
         axis_name: One or more axes of a `pmap` or `shard_map` along which the gradients differ
             between devices. If one device skips a step, all of them skip it. Not needed under
             `jit`, nor if the gradients were averaged along the axis.
-        track_overflows: Whether the state counts, for a `Monitor`, the infinities and NaN in each
-            gradient of the last skipped step. It stays on the device.
+        track_overflows: Whether the state tracks, for a `Monitor`, the scale of the last step, and
+            the number of infinities and NaN in each gradient of the last skipped step. Nothing
+            waits for them, and training gives the same numbers.
 
     Returns:
         An `optax.GradientTransformationExtraArgs`. Its state is a `LossScaleState`. Other arguments
-        of `update` go to the inner transformation. If one holds the gradients (`grad=grads` of a
-        line search), they are unscaled; pass a loss (`value`) and functions (`value_fn`,
-        `grad_fn`, `obj_fn`) without a loss scale. Updates are float32 or wider. They are float16
-        or bfloat16 only if the gradients and the parameters, which `update` is given, both are,
-        and `inner` is not the result of `master_weights`.
+        of `update` go to the inner transformation; pass a loss (`value`) without a loss scale.
+        Functions are refused, and so are the scaled gradients: the same arrays, or `grad`. Updates
+        are float32 or wider. They are float16 or bfloat16 only if the gradients and the parameters,
+        which `update` is given, both are, and `inner` is not the result of `master_weights`.
 
     Raises:
         AlreadyWrappedError: If `inner` already has loss scaling. If only its state shows that,
             `init` raises it.
-        ArgumentTypeError: If `inner` is not an Optax transformation, `dynamic` not a bool, or
-            `rule` not a rule.
-        ArgumentError: If a scale or a number of steps is invalid.
+        ArgumentTypeError: If `inner` is not an Optax transformation, `dynamic` or `track_overflows`
+            not a bool, or `rule` not a rule.
+        ArgumentError: If a scale or a number of steps is invalid. `update` raises it if `inner`
+            changes the structure of its state.
+        UnsupportedError: If `inner` is L-BFGS or has a line search (`init` raises it), or an
+            argument of `update` is a function or holds the scaled gradients.
 
     Examples:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), initial_scale=8)
@@ -103,7 +109,8 @@ def loss_scaled(
     if isinstance(owner, LossScaled):
         raise AlreadyWrappedError(_TWICE)
     has_masters = isinstance(owner, MasterWeights)
-    wrapped = LossScaled(checked, chosen_rule, axis_names, has_masters, track_overflows)
+    tracks = checked_truth("track_overflows", track_overflows)
+    wrapped = LossScaled(checked, chosen_rule, axis_names, has_masters, tracks)
     return GradientTransformationExtraArgs(wrapped.init, wrapped.update)
 
 
@@ -126,14 +133,14 @@ class LossScaled:
     def init(self, params: ArrayTree) -> LossScaleState:
         """Returns the state before the first step."""
         inner_state = self.inner.init(self._widened(params))
-        if states_below(inner_state):
+        if has_loss_scale(inner_state):
             raise AlreadyWrappedError(_TWICE)
         if not self.has_masters:
-            check_order(inner_state)
-            if not self.has_warned and has_float16(params):
+            check_inner(inner_state)
+            if not self.has_warned and trains_float16(params, inner_state):
                 self.has_warned = True
                 warn(
-                    "float16 parameters that are trained are rounded after each step, and lose small updates. "
+                    "float16 parameters are rounded after each step, and lose small updates. "
                     "Write loss_scaled(master_weights(tx)), which keeps float32 copies of them, "
                     "or keep trained parameters in float32."
                 )
@@ -152,17 +159,13 @@ class LossScaled:
             params: The parameters, for transformations that read them.
             extra_args: Further arguments of the inner transformation.
         """
-        given, passed = set(map(id, jax.tree.leaves(updates))), jax.tree.leaves(extra_args)
-        if "grad" in extra_args or any(id(x) in given or callable(x) for x in passed):
-            raise UnsupportedError(
-                "loss_scaled does not support line searches, which compute and compare gradients "
-                f"themselves. Received: {sorted(extra_args)} beside the gradients. L-BFGS and its "
-                "like need float32: leave out loss_scaled."
-            )
+        if extra_args:
+            gating.check_extra_args(extra_args, updates)
         updates = gating.with_arrays(updates)
         leaves, structure = jax.tree.flatten(updates)
         gradients = [leaf for leaf in leaves if gating.is_gradient(leaf)]
         before = scale_state.scalars_of(self.rule, state)
+        tracking.check_state(state, self.tracks, updates)
         if not is_traced([*gradients, *jax.tree.leaves(before)]):
             _check_same_devices(gradients)
         finite, divided = _check_and_unscale(
@@ -174,7 +177,7 @@ class LossScaled:
         )
 
         given_params = self._widened(params)
-        finite, new_updates, inner_state = gating.update_or_skip(
+        new_updates, inner_state = gating.update_or_skip(
             lambda: self.inner.update(unscaled_tree, state.inner_state, given_params, **extra_args),
             finite,
             state.inner_state,
@@ -185,10 +188,10 @@ class LossScaled:
         # A step without gradients is not finite.
         if gating.has_elements(gradients):
             after = _moved(self.rule, before, finite)
-        tracked = None
+        after = after._replace(inner_state=inner_state)
         if self.tracks:
-            tracked = tracking.after_step(self.rule, state, after, updates)
-        return new_updates, after._replace(inner_state=inner_state, tracked=tracked)
+            after = after._replace(tracked=tracking.after_step(self.rule, state, after, updates))
+        return new_updates, after
 
 
 def _check_same_devices(gradients: Sequence[Array]) -> None:
@@ -217,7 +220,7 @@ def _check_and_unscale(
     # Dividing by a NaN scale would turn finite gradients into NaN.
     scale = jnp.where(usable, scale, jnp.ones_like(scale))
     divisor = scale if scale_state.may_be_below_one(rule) else None
-    finite = gating.all_leaves_finite(gradients, divisor, rule.powers_of_two)
+    finite = all_finite(gradients, divisor, rule.powers_of_two)
     finite = _all_devices_finite(finite & usable, axis_names, scale)
     # The inner transformation never receives a non-finite number, and none is divided: `checkify`
     # and `jax_debug_nans` would report the NaN.
@@ -228,7 +231,7 @@ def _check_and_unscale(
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _moved(rule: ScaleRule, before: LossScaleState, finite: Array | None) -> LossScaleState:
     verdict = jnp.asarray(True) if finite is None else finite
-    return scale_state.moved(rule, before, GradientStats(verdict))
+    return scale_state.moved(rule, before, verdict)
 
 
 def _all_devices_finite(finite: Array, axis_names: tuple[str, ...], scale: Array) -> Array:

@@ -18,7 +18,6 @@ import lossscale.framework_types as ft
 from lossscale import registry
 from lossscale.common.private_names import do_not_convert, private_name
 from lossscale.packages import warn
-from lossscale.rules import GradientStats
 from lossscale.tensorflow.replicas import current_location
 from lossscale.tensorflow.tracing import after, grouped, in_xla, translated
 
@@ -34,73 +33,71 @@ _KERASES = tuple(framework.root for framework in registry.KERASES)
 
 def apply_or_skip(
     optimizer: ft.KerasOptimizer,
-    stats: GradientStats,
+    finite: ft.Scalar,
     step: Any,
     apply: Callable[[ft.Gradients, ft.Scalar | None], object],
-    update_scale: Callable[[GradientStats], object],
+    update_scale: Callable[[ft.Scalar], object],
 ) -> ft.Operation:
     """Applies or skips a step on all replicas alike, then updates the loss scale once.
 
     Args:
         optimizer: The loss scale optimizer.
-        stats: The statistics for the rule. `finite` is the common decision of the replicas, a
-            boolean scalar tensor; or True, to apply always.
+        finite: The common decision of the replicas, a boolean scalar tensor; or True, to apply
+            always.
         step: The step, with the gradients of this replica and the scale as it reads that.
         apply: Divides a list of gradients by the scale and applies it; called in a replica context.
-        update_scale: Updates the loss scale, given the statistics. In a branch `finite` is True or
-            False, so that most of the update is decided when the step is traced.
+        update_scale: Updates the loss scale, given `finite`. In a branch it is True or False, so
+            that most of the update is decided when the step is traced.
 
     Returns:
         The operation that runs the step in a graph; None in eager mode.
     """
-    finite, gradients, scale = stats.finite, step.gradients, step.scale
+    gradients, scale = step.gradients, step.scale
     if finite is not True and _can_keep_old_values(optimizer.inner_optimizer, gradients):
         written = optimizer._backend.variables_written(optimizer, step)
         with _keeping_old_values(written, finite):
             applied = apply(gradients, scale)
-        return grouped(applied, update_scale(stats))
+        return grouped(applied, update_scale(finite))
     if not tf.distribute.has_strategy():
-        return _branch(stats, lambda: apply(gradients, scale), update_scale)
+        return _branch(finite, lambda: apply(gradients, scale), update_scale)
     if _strategy_supports_no_merge_call():
         # Replicas synchronize to write the counters, which they cannot do inside a branch.
-        applied = _branch(stats, lambda: apply(gradients, scale), lambda _: None)
-        return grouped(applied, update_scale(stats))
+        applied = _branch(finite, lambda: apply(gradients, scale), lambda _: None)
+        return grouped(applied, update_scale(finite))
 
     @do_not_convert
     def in_cross_replica(
         strategy: tf.distribute.Strategy,
-        stats: GradientStats,
+        finite: ft.Scalar,
         gradients: ft.Gradients,
         scale: ft.Scalar | None,
     ) -> ft.Operation:
-        # The statistics are the same on all replicas.
-        stats = tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], stats)
+        # It is the same on all replicas.
+        finite = strategy.experimental_local_results(finite)[0]
         # The branch must be outside the replicas: inside a branch they could not synchronize to
         # sum their gradients.
         return _branch(
-            stats,
+            finite,
             lambda: strategy.extended.call_for_each_replica(apply, args=(gradients, scale)),
             update_scale,
         )
 
     replica = tf.distribute.get_replica_context()
-    return replica.merge_call(in_cross_replica, args=(stats, list(gradients), scale))
+    return replica.merge_call(in_cross_replica, args=(finite, list(gradients), scale))
 
 
 def _branch(
-    stats: GradientStats,
-    apply: Callable[[], object],
-    update_scale: Callable[[GradientStats], object],
+    finite: ft.Scalar, apply: Callable[[], object], update_scale: Callable[[ft.Scalar], object]
 ) -> ft.Operation:
     """Applies or skips, and updates the loss scale; in the branch that takes the step, if any."""
-    if stats.finite is True:
-        return grouped(apply(), update_scale(stats))
+    if finite is True:
+        return grouped(apply(), update_scale(True))
 
-    def finished(applied: object, finite: bool) -> ft.Tensor:
-        results = [applied, update_scale(stats._replace(finite=finite))]
+    def finished(applied: object, is_applied: bool) -> ft.Tensor:
+        results = [applied, update_scale(is_applied)]
         return after(results, lambda: tf.constant(True))
 
-    branch = tf.cond(stats.finite, lambda: finished(apply(), True), lambda: finished(None, False))
+    branch = tf.cond(finite, lambda: finished(apply(), True), lambda: finished(None, False))
     return grouped(_as_one_operation(branch))
 
 

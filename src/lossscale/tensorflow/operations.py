@@ -25,7 +25,6 @@ class TensorFlowOperations:
     scaled = staticmethod(scaling.scaled)
     unscaled = staticmethod(scaling.unscaled)
     all_finite = staticmethod(overflow_check.all_finite)
-    gradient_stats = staticmethod(overflow_check.gradient_stats)
     flat_gradients = staticmethod(scaling.flat_gradients)
     current_location = staticmethod(replicas.current_location)
     replica_count = staticmethod(replicas.replica_count)

@@ -1,4 +1,4 @@
-"""Checks with TensorFlow whether gradients are finite, and computes the statistics of rules.
+"""Checks with TensorFlow whether gradients are finite.
 
 The check reads each gradient once. The sum of a tensor is infinite or NaN if an element is, and
 needs no second tensor. But finite elements can add up to infinity too. So if a sum is not finite,
@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from lossscale.common.sizes import MOST_JOINED, SMALL, grouped_by_size
 from lossscale.framework_types import Gradient, Scalar, Tensor
-from lossscale.rules import GradientStats, StatsRequest
 from lossscale.tensorflow.scaling import quotient_of, real_parts, unscaled, widened
 from lossscale.tensorflow.tracing import in_xla
 
@@ -99,51 +98,3 @@ def _sums(parts: list[Tensor]) -> Tensor:
         sums.setdefault(part.dtype, []).append(tf.reduce_sum(part))
     finite = [tf.math.is_finite(tf.stack(totals)) for totals in sums.values()]
     return tf.reduce_all(finite[0] if len(finite) == 1 else tf.concat(finite, 0))
-
-
-def gradient_stats(
-    needs: StatsRequest,
-    finite: Scalar,
-    gradients: Sequence[Gradient],
-    scale: Scalar,
-    *,
-    are_scaled: bool,
-    are_shared: bool = False,
-) -> GradientStats:
-    """Returns the statistics of a step for a rule, over all replicas.
-
-    Args:
-        needs: The statistics that the rule needs; nothing else is computed.
-        finite: The decision of all replicas, a boolean scalar tensor; True if unchecked.
-        gradients: The gradients of this replica: tensors, `tf.IndexedSlices` or None.
-        scale: The loss scale of the step, float32 scalar tensor.
-        are_scaled: Whether the gradients are still multiplied by the scale.
-        are_shared: Whether all replicas have the same gradients, already summed.
-    """
-
-    def together(value: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        replica = tf.distribute.get_replica_context()
-        if are_shared or replica is None or replica.num_replicas_in_sync == 1:
-            return value
-        # Strategies reduce by sums and means only.
-        return reduce(replica.all_gather(value[tf.newaxis], axis=0))
-
-    parts = [tf.abs(widened(p)) for gradient in gradients for p in real_parts(gradient)]
-    largest = None
-    if needs.largest:
-        # The maximum of no elements is minus infinity.
-        maxima = [tf.cast(tf.reduce_max(part), tf.float32) for part in parts]
-        largest = together(tf.reduce_max(tf.stack([tf.constant(0.0), *maxima])), tf.reduce_max)
-        largest = tf.where(finite, largest / scale if are_scaled else largest, float("inf"))
-    if not needs.counts_from:
-        return GradientStats(finite, largest)
-    scaled = parts if are_scaled else [part * tf.cast(scale, part.dtype) for part in parts]
-
-    def count_from(edge: float) -> Tensor:
-        numbers = [tf.math.count_nonzero(part >= edge, dtype=tf.float32) for part in scaled]
-        return together(tf.add_n([tf.constant(0.0), *numbers]), tf.reduce_sum)
-
-    counts = tuple(map(count_from, needs.counts_from))
-    sizes = [tf.size(part, tf.int64) for part in parts]
-    elements = tf.cast(tf.add_n([tf.constant(0, tf.int64), *sizes]), tf.float32)
-    return GradientStats(finite, largest, counts, together(elements, tf.reduce_sum))

@@ -22,7 +22,7 @@ from lossscale.keras_common.scaled_gradients import ScaleLedger
 from lossscale.keras_common.step import Step, StepOperations
 from lossscale.members import VariableList, Wrapper
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
-from lossscale.rules import GradientStats, ScaleRule, ScaleState
+from lossscale.rules import ScaleRule, ScaleState
 from lossscale.tensorflow import replicas, tracing
 from lossscale.tensorflow.operations import TensorFlowOperations, recorded
 from lossscale.tf_keras.arguments import check_inner, inner_from_config
@@ -65,14 +65,6 @@ class TFKerasOperations(TensorFlowOperations, StepOperations):
         """The variables that a new inner optimizer may change in a step."""
         inner, unlisted = optimizer._optimizer, optimizer._unlisted_variables().values()
         return [*inner.variables, inner.iterations, *unlisted, *step.variables]
-
-    def stats(
-        self, step: Step, rule: ScaleRule, finite: ft.Scalar, scale: ft.Scalar
-    ) -> GradientStats:
-        """The statistics of the unscaled gradients that the rule needs."""
-        return self.gradient_stats(
-            rule.needs, finite, step.gradients, scale, are_scaled=False, are_shared=step.aggregate
-        )
 
 
 @FrontDoor.register
@@ -245,12 +237,12 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         """A context for a call of the inner optimizer."""
         return contextlib.nullcontext()
 
-    def _update_scale(self, stats: GradientStats, state_on_host: ScaleState | None) -> list[Any]:
-        results = [self._state.update(stats)]
+    def _update_scale(self, finite: ft.Scalar, state_on_host: ScaleState | None) -> list[Any]:
+        results = [self._state.update(finite)]
         if self._rule.checks_gradients:
-            skipped = tf.logical_not(stats.finite)
+            skipped = tf.logical_not(finite)
             results.append(self._last_step_skipped.assign(skipped, read_value=False))
-            if stats.finite is not True:
+            if finite is not True:
                 count = tf.cast(skipped, tf.int64)
                 results.append(self._steps_skipped.assign_add(count, read_value=False))
         return results

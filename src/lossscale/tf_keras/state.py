@@ -13,7 +13,7 @@ import lossscale.framework_types as ft
 from lossscale.common.private_names import private_name
 from lossscale.errors import ArgumentError
 from lossscale.keras_common.state import ScaleVariables
-from lossscale.rules import GradientStats, ScaleRule, changed_fields, host_can_update
+from lossscale.rules import ScaleRule, changed_fields
 from lossscale.tensorflow.tracing import grouped, where
 
 _Trackable: ft.Class = private_name(
@@ -63,23 +63,23 @@ class TFKerasScaleVariables(ScaleVariables):
             ]
         )
 
-    def update(self, stats: GradientStats) -> ft.Operation:
+    def update(self, finite: ft.Scalar) -> ft.Operation:
         """Moves the state after a step.
 
         Args:
-            stats: Statistics for the rule; with a boolean scalar tensor, or True, for its verdict.
+            finite: Whether the step is applied, a bool or a boolean scalar tensor.
 
         Returns:
             The operation that does it in a graph; None in eager mode.
         """
         in_graph = not tf.executing_eagerly() or tf.distribute.has_strategy()
-        if not in_graph and host_can_update(self.rule):
+        if not in_graph and self.rule.exact_on_host:
             numbers = {field: v.numpy().item() for field, v in self.variables.items()}
             before = self.first._replace(**numbers)
-            for field, value in changed_fields(self.rule, before, bool(stats.finite)).items():
+            for field, value in changed_fields(self.rule, before, bool(finite)).items():
                 self.variables[field].assign(value, read_value=False)
             return None
-        return super().update(stats._replace(finite=tf.convert_to_tensor(stats.finite)))
+        return super().update(tf.convert_to_tensor(finite))
 
 
 class LossScaleNode(_Trackable):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lossscale.rules import GradientStats
 from lossscale.torch import fused, gradients, ranks
 from lossscale.torch.gradient_record import GradientRecord
 from lossscale.torch.optimizer_list import parts_of
@@ -25,14 +24,14 @@ class StepDecision(NamedTuple):
 
     Attributes:
         apply: Whether they are applied; None if only the device knows.
-        stats: The statistics for the rule; None if the rule is not updated.
+        is_scaled: Whether a process has scaled a loss, so that the rule is updated.
         overflow: The result on the device: float32 tensor, 1 to skip and 0 to apply.
         divisor: The divisor for a fused optimizer, or None.
         empty: Whether there was no gradient, on any process.
     """
 
     apply: bool | None
-    stats: GradientStats | None = None
+    is_scaled: bool = False
     overflow: Tensor | None = None
     divisor: Tensor | None = None
     empty: bool = False
@@ -48,7 +47,7 @@ class StepDecision(NamedTuple):
     @property
     def nobody_scaled(self) -> bool:
         """Whether there are gradients, and no process has scaled a loss."""
-        return self.stats is None and not self.empty
+        return not (self.is_scaled or self.empty)
 
 
 class Engine:
@@ -101,10 +100,6 @@ class Engine:
             return StepDecision(True, empty=True)
         is_scaled = not record.no_loss_scaled()
         multiplier = record.multiplier or self.scale.multiplier
-        # If only another process has scaled a loss, they are divided after this.
-        measured = gradients.measure_everywhere(
-            self.rule.needs, info, multiplier.scale_on, are_scaled=is_alone or not is_scaled
-        )
         clips = bool(self.clip_norm) and not in_place
         unchecked = not (self.rule.checks_gradients or clips or self.scale.on_device)
         # A check divides them in the same pass, except for float16, which would flush to 0.
@@ -116,8 +111,8 @@ class Engine:
                 # The kernel would divide twice what shares memory.
                 gradients.collect(info, allow_float16=True)
             record.release()
-            if unchecked and measured is None and not groups:
-                return StepDecision(True, GradientStats(True), divisor=divisor)
+            if unchecked and not groups:
+                return StepDecision(True, is_scaled=True, divisor=divisor)
         else:
             record.settle()
         overflow = self._overflow(divisor, multiplier)
@@ -133,9 +128,9 @@ class Engine:
         norm = None
         if clips and divisor is None and not (groups or self.scale.on_device):
             overflow, norm = self._read_with_norm(overflow)
-        decision = self._read(overflow, measured, divisor, has_gradients=first is not None)
+        decision = self._read(overflow, divisor, has_gradients=first is not None)
         if not somebody_scaled:
-            decision = decision._replace(stats=None)
+            decision = decision._replace(is_scaled=False)
         return self.clipped(decision, norm) if clips else decision
 
     def _kernel_can_divide(self) -> bool:
@@ -168,15 +163,10 @@ class Engine:
         return torch.maximum(checked.overflow, here.to(checked.overflow.device))
 
     def _read(
-        self,
-        overflow: Tensor,
-        measured: Tensor | None,
-        divisor: Tensor | None,
-        *,
-        has_gradients: bool,
+        self, overflow: Tensor, divisor: Tensor | None, *, has_gradients: bool
     ) -> StepDecision:
-        """Decides by what all processes have found; the host reads all numbers in one transfer."""
-        needs, info = self.rule.needs, self.record.last_info
+        """Decides by what all processes have found."""
+        info = self.record.last_info
         if self.scale.on_device:
             overflow = overflow.to(info.device)
             if self.rule.checks_gradients and info.groups:
@@ -184,19 +174,12 @@ class Engine:
                 if not has_gradients and overflow.item() < 0:
                     return StepDecision(True, empty=True)
                 overflow = overflow.clamp(min=0.0)
-            stats = gradients.as_stats(needs, measured, None if measured is None else overflow == 0)
             # Loaded settings may have turned off the fused kernel.
             waits = fused.makes_state(parts_of(self.inner)) or not fused.can_skip(self.inner)
             applied = not overflow.item() if waits else None
-            return StepDecision(applied, stats, overflow, divisor)
-        if measured is None:
-            number = read(overflow) if self.rule.checks_gradients else 0.0
-        else:
-            together = torch.cat([overflow.reshape(1), measured.to(overflow)])
-            number, *rest = read_all(together).tolist()
-            measured = torch.tensor(rest, dtype=measured.dtype, device=CPU)
-        stats = gradients.as_stats(needs, measured, not number > 0)
-        return StepDecision(not number > 0, stats, divisor=divisor, empty=bool(number < 0))
+            return StepDecision(applied, True, overflow, divisor)
+        number = read(overflow) if self.rule.checks_gradients else 0.0
+        return StepDecision(not number > 0, True, divisor=divisor, empty=bool(number < 0))
 
     def _read_with_norm(self, overflow: Tensor) -> tuple[Tensor, Tensor]:
         """Whether gradients overflowed, and their norm, both on the host, which waits once."""
@@ -268,11 +251,7 @@ class Engine:
         overflow = record.last_check.overflow
         if info.groups:
             overflow, _ = ranks.agreed(overflow, True, True, info.groups)
-        # There are no gradients to measure.
-        on_device, scale = self.scale.on_device, self.scale.scale_on(self.scale.home)
-        finite: Flag = scalar(False, info.device, torch.bool) if on_device else False
-        stats = gradients.compute(self.rule.needs, finite, [], scale, are_scaled=False)
-        return StepDecision(None, stats, overflow)
+        return StepDecision(None, True, overflow)
 
     def update(self, decision: StepDecision) -> None:
         """Updates the scale and counts the step."""
@@ -280,6 +259,6 @@ class Engine:
         if self.scale.on_device:
             overflow, device = decision.overflow, self.record.last_info.device
             skipped = scalar(float(skipped), device) if overflow is None else overflow
-        if decision.stats is not None:
-            self.scale.update(decision.stats, skipped)
+        if decision.is_scaled:
+            self.scale.update(skipped)
         self.scale.count(skipped)

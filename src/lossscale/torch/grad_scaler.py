@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lossscale.checks import checked_truth
 from lossscale.errors import CallOrderError, ScalerArgumentError
-from lossscale.rules import DynamicScale, ScaleRule, StatsRequest
+from lossscale.rules import DynamicScale, ScaleRule
 from lossscale.torch import fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.observers import Decided, FloorWarning, Observers, SkippedStepHook, Stepped
@@ -269,10 +269,6 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         info, device = self._record_of(optimizer).info, found_inf.device
         entry = self._per_optimizer_states.get(id(optimizer), {})
-        if self._scale is not None and self._rule.needs != StatsRequest():
-            entry["measured"] = gradients.measure_everywhere(
-                self._rule.needs, info, self._scale.to, are_scaled=True
-            )
         # An optimizer that skips by itself is given no second look, for which the host would wait.
         recheck = not _skips_by_itself(optimizer) and self._may_overflow()
         by_device = gradients.unscale(
@@ -477,12 +473,10 @@ class GradScaler(torch.amp.GradScaler):
         now = self._check_scale_growth_tracker("update")
         if not by_tensor or not rule.is_dynamic:
             return
-        measured = [e["measured"] for e in entries if "measured" in e]
-        all_measured = gradients.together(measured) if measured else None
         together = [each.to(overflow.device, torch.float64) for each in (overflow, *now)]
         overflowed, number, good_steps = read_all(torch.stack(together)).tolist()
-        stats = gradients.as_stats(rule.needs, all_measured, not overflowed)
-        self._set_state(update_on_host(rule, self._adopt(number, int(good_steps)), stats))
+        state = self._adopt(number, int(good_steps))
+        self._set_state(update_on_host(rule, state, not overflowed))
 
     def _move_as_torch(self, rule: DynamicScale, is_finite: bool) -> None:
         """Moves the scale by PyTorch's operator, which knows no limits, and keeps it in these."""

@@ -334,23 +334,6 @@ def added(numbers: Tensor, groups: Sequence[Group]) -> Tensor:
     return numbers
 
 
-def largest_and_added(numbers: Tensor, groups: Sequence[Group]) -> Tensor:
-    """Returns the maximum of the first number over the processes, and the sums of the others.
-
-    Args:
-        numbers: float64 tensor of one dimension. It is sent once for each group.
-        groups: What `groups_of` returned.
-    """
-    for group in groups:
-        sent = numbers.to(_device(numbers, group))
-        of_all = [torch.empty_like(sent) for _ in range(group.size())]
-        distributed.all_gather(of_all, sent, group=group)
-        stacked = torch.stack(of_all)
-        together = torch.cat([stacked[:, :1].amax(0), stacked[:, 1:].sum(0)])
-        numbers = together.to(numbers.device)
-    return numbers
-
-
 def _device(numbers: Tensor, group: Group) -> torch.device:
     """The device that a group sends from: not the CPU if gradients are only offloaded there."""
     served = group._device_types

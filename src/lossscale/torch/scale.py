@@ -16,14 +16,7 @@ from torch.optim import Optimizer
 
 from lossscale.errors import UnsupportedError
 from lossscale.packages import warn
-from lossscale.rules import (
-    DynamicScale,
-    GradientStats,
-    ScaleRule,
-    ScaleState,
-    host_can_update,
-    next_state,
-)
+from lossscale.rules import DynamicScale, ScaleRule, ScaleState, next_state
 from lossscale.torch.ranks import parameters_of
 from lossscale.torch.scaling import CPU, is_captured, scalar
 
@@ -85,26 +78,25 @@ class Counts(NamedTuple):
     last_step_skipped: bool | Tensor
 
 
-def update_on_host(rule: ScaleRule, state: ScaleState, stats: GradientStats) -> ScaleState:
+def update_on_host(rule: ScaleRule, state: ScaleState, finite: bool) -> ScaleState:
     """Returns the state of a rule after a step, as Python numbers.
 
     Args:
         rule: The rule.
         state: The state before, as Python numbers.
-        stats: Statistics of the gradients: `finite` is a bool, the others are float32 tensors on
-            the CPU.
+        finite: Whether the gradients are finite.
 
     Examples:
         >>> rule = lossscale.DynamicScale(initial_scale=8)
-        >>> update_on_host(rule, rule.init(), GradientStats(False))
+        >>> update_on_host(rule, rule.init(), False)
         ScaleState(scale=4.0, good_steps=0)
     """
-    if host_can_update(rule):
+    if rule.exact_on_host:
         # With tensors the benchmark row "SGD, small" would take 1.14 times as long.
-        return next_state(rule, state, stats.finite)
+        return next_state(rule, state, finite)
     # Python numbers would be rounded differently.
-    stats = stats._replace(finite=scalar(stats.finite, CPU, torch.bool))
-    after: ScaleState = rule.update(_tensors(state, CPU), stats, xp=torch)
+    flag = scalar(finite, CPU, torch.bool)
+    after: ScaleState = rule.update(_tensors(state, CPU), flag, xp=torch)
     return type(after)(*map(_number, after))
 
 
@@ -192,15 +184,10 @@ class LossScale:
         for scale in self._scales.values():
             scale.fill_(number)
 
-    def update(self, stats: GradientStats, overflow: Flag | None = None) -> None:
-        """Updates the scale after a step.
-
-        Args:
-            stats: The statistics for the rule.
-            overflow: On a device, float32 scalar tensor, 1 or 0; `stats.finite` may then be None.
-        """
+    def update(self, skipped: Flag) -> None:
+        """Updates the scale after a step; `skipped` is a bool."""
         before = self.number
-        self.state = update_on_host(self.rule, self.state, stats)
+        self.state = update_on_host(self.rule, self.state, not skipped)
         if self.number != before:
             self._fill_scales()
 
@@ -257,19 +244,18 @@ class DeviceLossScale(LossScale):
                 continue
             copy.copy_(scale)
 
-    def update(self, stats: GradientStats, overflow: Flag | None = None) -> None:
+    def update(self, skipped: Flag) -> None:
+        """Updates the scale in place; `skipped` is a float32 scalar tensor, 1 or 0."""
         if self._kernel_moves:
             # Two kernels in the place of some twenty operators on scalars.
             rule, state = cast(DynamicScale, self.rule), self.state
             numbers = rule.growth_factor, rule.backoff_factor, rule.growth_interval
-            flag = cast(Tensor, overflow)
+            flag = cast(Tensor, skipped)
             torch._amp_update_scale_(state.scale, state.good_steps, flag, *numbers)
             state.scale.clamp_(rule.min_scale, rule.ceiling)
             self._fill_scales()
             return
-        if stats.finite is None:
-            stats = stats._replace(finite=overflow == 0)
-        after = self.rule.update(self.state, stats, xp=torch)
+        after = self.rule.update(self.state, skipped == 0, xp=torch)
         if after is not self.state:
             for tensor, value in zip(self.state, after, strict=True):
                 tensor.copy_(value)

@@ -43,7 +43,6 @@ INNER = {
     "flatten": lambda: optax.flatten(optax.adam(0.1)),
     "zero_nans": lambda: optax.chain(optax.zero_nans(), optax.adam(0.1)),
     "plateau": lambda: optax.chain(optax.adam(0.1), contrib.reduce_on_plateau(patience=1)),
-    "lbfgs": lambda: optax.lbfgs(0.1, memory_size=3, linesearch=None),
     "polyak": lambda: optax.polyak_sgd(0.1),
     "schedule_free": lambda: contrib.schedule_free(optax.adam(0.1), 0.1),
     "muon": lambda: contrib.muon(0.1, ns_steps=2),

@@ -11,7 +11,8 @@ from optax import contrib
 
 from frameworks.jax import inner_transformations as inner
 from frameworks.jax.support import bits, scaled, signature
-from lossscale.optax import loss_scaled, scale_loss, unscale, value_and_grad
+from lossscale.errors import UnsupportedError
+from lossscale.optax import loss_scaled, master_weights, scale_loss, value_and_grad
 
 BATCH = (jnp.float16([[1.0, 2.0], [3.0, -1.0]]), jnp.float16([1.0, 0.5]))
 
@@ -127,83 +128,74 @@ def test_an_eager_step_compiles_nothing_after_the_first_ones():
     assert compiled
 
 
-def test_a_transformation_with_gradients_of_its_own_is_looked_at_too():
-    normalized = optax.chain(contrib.normalize(), optax.sgd(0.05))
-    tx = optimizer(contrib.sam(optax.adam(0.1), normalized, sync_period=2, opaque_mode=True))
-    params = inner.params()
-    state = tx.init(params)
-    before = bits((params, state.inner_state))
-
-    def overflows(params, number):
-        return jax.tree.map(lambda p: p * jnp.inf, params)
-
-    def fine(params, number):
-        return params
-
-    for run in (
-        tx.update,
-        lambda *a, grad_fn: jax.jit(lambda *b: tx.update(*b, grad_fn=grad_fn))(*a),
-    ):
-        updates, after = run(inner.gradients(), state, params, grad_fn=overflows)
-        assert bits((optax.apply_updates(params, updates), after.inner_state)) == before
-        assert float(after.loss_scale) == 4.0
-        assert int(after.steps_skipped) == 1
-        updates, after = run(inner.gradients(), state, params, grad_fn=fine)
-        assert not after.last_step_skipped
-        assert jnp.abs(updates["w"]).max() > 0
+SEARCHES = {
+    "lbfgs": lambda: optax.lbfgs(0.1),
+    "lbfgs alone": lambda: optax.lbfgs(0.1, linesearch=None),
+    "backtracking": lambda: optax.scale_by_backtracking_linesearch(9),
+    "zoom": lambda: optax.scale_by_zoom_linesearch(9),
+}
+AROUND = {
+    "itself": lambda tx: tx,
+    "chain": lambda tx: optax.chain(optax.sgd(1.0), tx),
+    "masked": lambda tx: optax.masked(tx, inner.MASK),
+    "partition": lambda tx: optax.partition({"matrix": tx, "vector": tx}, inner.LABELS),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+    "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda rate: tx)(rate=0.1),
+}
 
 
-def _searched(tx, differentiate, grad, *, compiled=False, steps=3):
-    """What some steps of a line search make of the parameters."""
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("search", SEARCHES)
+def test_line_searches_are_refused(search, around):
+    found = AROUND[around](SEARCHES[search]())
+    for wrap in (loss_scaled, master_weights, lambda tx: loss_scaled(master_weights(tx))):
+        with pytest.raises(UnsupportedError, match=r"Line searches.*without loss_scaled.*State"):
+            wrap(found).init(inner.params())
+
+
+def test_the_function_that_optax_gives_to_line_searches_ends_with_it():
+    """As its pages write the loop, with float32 copies and without."""
 
     def value_fn(params):
         return loss_fn(params, BATCH)
 
-    def update(gradients, state, params, value, grad):
-        return tx.update(gradients, state, params, value=value, grad=grad, value_fn=value_fn)
-
-    params = first_params()
-    update, state = jax.jit(update) if compiled else update, tx.init(params)
-    for _ in range(steps):
-        value, gradients = differentiate(value_fn)(state, params)
-        updates, state = update(gradients, state, params, value, grad(state, gradients))
-        params = optax.apply_updates(params, updates)
-    return params
+    differentiate = optax.value_and_grad_from_state(value_fn)
+    for wrap in (master_weights, loss_scaled):
+        tx, params = wrap(optax.lbfgs()), first_params()
+        with pytest.raises(UnsupportedError, match="Line searches"):
+            differentiate(params, state=tx.init(params))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("grad", [lambda state, gradients: gradients, unscale])
-def test_a_line_search_gets_unscaled_values(grad, compiled):
-    """It is given the scaled gradients, as Optax' pages write it, or unscaled ones."""
-    inner_tx = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(9))
-
-    def plain(fun):
-        return lambda _, params: jax.value_and_grad(fun)(params)
-
-    expected = _searched(inner_tx, plain, lambda _, gradients: gradients)
-    tx = loss_scaled(inner_tx, initial_scale=1024.0)
-    found = _searched(tx, value_and_grad, grad, compiled=compiled)
-    np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-3)
-
-
-def test_gradients_among_extra_arguments_are_unscaled_and_nothing_else():
-    seen = {}
-
+def test_functions_and_scaled_gradients_are_refused_as_extra_arguments():
     def update(updates, state, params=None, **extra_args):
-        seen.update(extra_args)
         return updates, state
 
     tx = loss_scaled(optax.GradientTransformationExtraArgs(optax.init_empty_state, update), True, 8)
-    grads, other = {"w": jnp.float16([8.0, 16.0]), "i": 3, "b": None}, jnp.float16([8.0, 16.0])
-    state = tx.init({"w": jnp.float32([0.0, 0.0]), "i": 3, "b": None})
-    tx.update(grads, state, value=other, number=3, many=[grads["w"], other], grads=grads)
-    assert seen["value"] is seen["many"][1] is other
-    assert (seen["number"], seen["grads"]["i"], seen["grads"]["b"]) == (3, 3, None)
-    for leaf in (seen["many"][0], seen["grads"]["w"]):
-        assert (leaf.dtype, leaf.tolist()) == (jnp.float32, [1.0, 2.0])
-    tx.update(grads, state, grad=None)
-    tx.update(grads, state, grad=[jnp.float32([1.0, 2.0])])
-    assert seen["grad"][0].tolist() == [1.0, 2.0]
+    grads, other = {"w": jnp.float16([8.0, 16.0]), "i": 3, "f": 2.0}, jnp.float16([8.0, 16.0])
+    state = tx.init({"w": jnp.float32([0.0, 0.0]), "i": 3, "f": 2.0})
+    for passed in (
+        {"value_fn": jnp.sum},
+        {"obj_fn": lambda params: 0.0},
+        {"grad": other},
+        {"grads": grads},
+        {"many": [other, {"g": grads["w"]}]},
+    ):
+        [name] = passed
+        message = f"`{name}` must be neither a function nor the scaled gradients.*leave out"
+        with pytest.raises(UnsupportedError, match=message):
+            tx.update(grads, state, **passed)
+    with pytest.raises(UnsupportedError, match="`grads` must be neither"):
+        jax.jit(lambda grads: tx.update(grads, state, grads=grads))(grads)
+    # What is equal and not the same, and a number that is one object in both places.
+    tx.update(grads, state, value=2.0, number=3, loss=other, grad=None, many=[other, other])
+
+
+def test_sharpness_aware_steps_with_a_function_are_refused():
+    normalized = optax.chain(contrib.normalize(), optax.sgd(0.05))
+    tx = optimizer(contrib.sam(optax.adam(0.1), normalized, sync_period=2, opaque_mode=True))
+    params = inner.params()
+    with pytest.raises(UnsupportedError, match="`grad_fn` must be neither a function nor"):
+        tx.update(inner.gradients(), tx.init(params), params, grad_fn=lambda p, _: p)
 
 
 def test_extra_arguments_arrive_also_where_optax_would_drop_them():

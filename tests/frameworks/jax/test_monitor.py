@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 RULE = lossscale.DynamicScale(initial_scale=8, growth_interval=4)
 PARAMS = {"dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)}}
 BARE = lossscale.optax.loss_scaled(optax.adam(0.1), rule=RULE)
-TRACKED = lossscale.optax.track_overflows(BARE)
+TRACKED = lossscale.optax.loss_scaled(optax.adam(0.1), rule=RULE, track_overflows=True)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
@@ -80,7 +80,7 @@ def test_several_steps_in_one_call():
     assert monitor.last_record.steps_skipped == 1
     params, opt_state = start(BARE)
     monitor = lossscale.optax.Monitor(BARE, PARAMS, opt_state)
-    with pytest.raises(ArgumentError, match=r"lossscale\.optax\.track_overflows\(tx\)"):
+    with pytest.raises(ArgumentError, match=r"loss_scaled\(\.\.\., track_overflows=True\)"):
         monitor.step(opt_state, steps=3)
 
 
@@ -112,24 +112,25 @@ def test_what_the_optimizer_does_is_the_same():
         params, opt_state = start(tx)
         for spoiled in (1.0, jnp.inf, 1.0, jnp.nan, 1.0):
             params, opt_state, _ = step(tx, params, opt_state, spoiled)
-        runs.append(bits((params, getattr(opt_state, "loss_scaled", opt_state))))
+        runs.append(bits((params, opt_state._replace(tracked=None))))
     assert runs[0] == runs[1]
-    assert int(opt_state.iterations) == 5
-    assert (int(opt_state.tracked.skip_step), float(opt_state.tracked.scales[1])) == (4, 4)
+    assert int(opt_state.tracked.iterations) == 5
+    tracked = opt_state.tracked.steps
+    assert (int(tracked.skip_step), float(tracked.scales[1])) == (4, 4)
     # One NaN in the first row of the leaves in order: the bias, then the kernel.
-    np.testing.assert_array_equal(opt_state.tracked.nonfinite, [[0, 0], [0, 1]])
+    np.testing.assert_array_equal(tracked.nonfinite, [[0, 0], [0, 1]])
     # A state that tracked nothing so far goes in.
-    without = TRACKED.init(PARAMS)._replace(loss_scaled=BARE.init(PARAMS))
+    without = BARE.init(PARAMS)._replace(tracked=TRACKED.init(PARAMS).tracked)
     step(TRACKED, jax.tree.map(jnp.copy, PARAMS), without, 1.0)
 
 
 def test_eager_steps_track_the_same():
-    tx = lossscale.optax.track_overflows(lossscale.optax.loss_scaled(optax.sgd(0.1), rule=RULE))
+    tx = lossscale.optax.loss_scaled(optax.sgd(0.1), rule=RULE, track_overflows=True)
     tracked = []
     grads = {"w": jnp.float32([8.0, jnp.inf])}
     for update in (tx.update, jax.jit(tx.update)):
         _, opt_state = update(grads, tx.init(grads), grads)
-        tracked.append(bits((opt_state.iterations, opt_state.tracked)))
+        tracked.append(bits(opt_state.tracked))
     assert tracked[0] == tracked[1]
 
 
@@ -147,10 +148,10 @@ def on_four_devices(tx, spec, opt_state, grads):
 
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="it needs four devices")
 def test_devices_that_share_their_gradients_track_them():
-    tx = lossscale.optax.track_overflows(lossscale.optax.loss_scaled(optax.sgd(0.1), axis_name="d"))
+    tx = lossscale.optax.loss_scaled(optax.sgd(0.1), axis_name="d", track_overflows=True)
     grads = {"w": jnp.ones(8).at[3].set(jnp.inf)}
     found = on_four_devices(tx, P(), tx.init(grads), grads)
-    np.testing.assert_array_equal(found.tracked.nonfinite, [[1, 0]])
+    np.testing.assert_array_equal(found.tracked.steps.nonfinite, [[1, 0]])
     with pytest.raises(TypeError, match="cond branches must have equal output types"):
         on_four_devices(tx, P("d"), tx.init(grads), grads)
 
@@ -168,17 +169,27 @@ def test_the_state_keeps_its_form_and_finds_its_names():
 
 
 def test_what_cannot_be_tracked_is_refused():
-    for given in (optax.adam(0.1), TRACKED, None):
-        with pytest.raises(ArgumentTypeError, match=r"what lossscale\.optax\.loss_scaled returned"):
-            lossscale.optax.track_overflows(given)
     with pytest.raises(AlreadyWrappedError):
         lossscale.optax.loss_scaled(TRACKED).init(PARAMS)
-    with pytest.raises(ArgumentTypeError, match=r"_replace\(loss_scaled=state\)"):
-        TRACKED.update(PARAMS, BARE.init(PARAMS), PARAMS)
-    with pytest.raises(
-        ArgumentError, match=r"gradients must not change. Received: 1, for a state that tracks 2"
+    with pytest.raises(ArgumentError, match="`track_overflows` must be True or False"):
+        lossscale.optax.loss_scaled(optax.sgd(0.1), track_overflows=2)
+    inner = optax.lookahead(optax.adam(0.01), 5, 0.1)
+    lookahead = lossscale.optax.loss_scaled(inner, track_overflows=True)
+    pair = optax.LookaheadParams.init_synced(PARAMS)
+    for tx, first, gradients, message in (
+        (
+            TRACKED,
+            BARE.init(PARAMS),
+            PARAMS,
+            r"track 2\. .* tracks none.*_replace\(tracked=tx\.init",
+        ),
+        (BARE, TRACKED.init(PARAMS), PARAMS, "=False .* the state must track none.* tracks 2"),
+        (TRACKED, TRACKED.init(PARAMS), {"w": jnp.ones(2)}, r"must track 1\..* tracks 2"),
+        (lookahead, lookahead.init(pair), PARAMS, r"must track 2\..* tracks 4"),
     ):
-        TRACKED.update({"w": jnp.ones(2)}, TRACKED.init(PARAMS))
+        for update in (tx.update, jax.jit(tx.update)):
+            with pytest.raises(ArgumentError, match=message):
+                update(gradients, first, pair if tx is lookahead else PARAMS)
 
 
 @pytest.mark.parametrize(
@@ -241,14 +252,14 @@ BESIDE = {
 def test_an_overflow_is_put_down_to_its_own_gradient(case):
     params, name = BESIDE[case]
     leaves, structure = jax.tree.flatten(params)
-    tx = lossscale.optax.track_overflows(lossscale.optax.loss_scaled(optax.sgd(0.1)))
+    tx = lossscale.optax.loss_scaled(optax.sgd(0.1), track_overflows=True)
     for row in range(len(leaves)):
         given = [leaf * jnp.inf if n == row else leaf for n, leaf in enumerate(leaves)]
         opt_state = tx.init(params)
         with lossscale.optax.Monitor(tx, params, opt_state) as monitor:
             _, opt_state = tx.update(jax.tree.unflatten(structure, given), opt_state, params)
             monitor.step(opt_state, 1.0)
-        assert opt_state.tracked.nonfinite[row].tolist() == [2, 0]
-        assert int(opt_state.tracked.nonfinite.sum()) == 2
+        assert opt_state.tracked.steps.nonfinite[row].tolist() == [2, 0]
+        assert int(opt_state.tracked.steps.nonfinite.sum()) == 2
         if row == len(leaves) - 1:
             assert str(monitor.last_record.nonfinite[0]).startswith(name)

@@ -112,7 +112,7 @@ def test_what_is_no_state_of_the_optimizer_is_refused(start):
 
 
 def test_flax_restores_tracked_overflows():
-    tx = lossscale.optax.track_overflows(lossscale.optax.loss_scaled(optax.adam(0.1)))
+    tx = lossscale.optax.loss_scaled(optax.adam(0.1), track_overflows=True)
     params = {"w": jnp.ones(3)}
     _, state = tx.update({"w": jnp.full(3, jnp.inf)}, tx.init(params), params)
     back = flax.serialization.from_bytes(tx.init(params), flax.serialization.to_bytes(state))

@@ -15,7 +15,7 @@ from forks import Program
 from lossscale import DynamicScale
 from lossscale.jax import gradients as of_jax
 from lossscale.jax import overflow_tracker
-from lossscale.optax import all_finite, loss_scaled, track_overflows
+from lossscale.optax import loss_scaled
 
 SMALL, LARGE, ALONE = 100, 20_000, of_jax.JOINED + 1
 
@@ -113,8 +113,7 @@ def branches(program):
 
 @pytest.mark.parametrize("tracked", [False, True])
 def test_only_a_program_for_a_cpu_has_a_branch(tracked):
-    tx = loss_scaled(optax.adam(1e-3))
-    tx = track_overflows(tx) if tracked else tx
+    tx = loss_scaled(optax.adam(1e-3), track_overflows=tracked)
     params = [jax.ShapeDtypeStruct((LARGE,), jnp.float32)] * 3
 
     @jax.jit
@@ -141,11 +140,11 @@ PROGRAM = """
 import itertools
 import jax, jax.numpy as jnp, optax
 from lossscale.jax import gradients
-from lossscale.optax import all_finite, loss_scaled
+from lossscale.optax import loss_scaled
 
 tx = loss_scaled(optax.sgd(0.5), initial_scale=8)
-update, look = jax.jit(tx.update), jax.jit(all_finite)
-of_squares = jax.jit(lambda array: all_finite(array * array))
+update, look = jax.jit(tx.update), jax.jit(lambda array: gradients.all_finite([array]))
+of_squares = jax.jit(lambda array: gradients.all_finite([array * array]))
 for_keras = jax.jit(lambda array, scale: gradients.all_finite([array], scale))
 wrong = []
 for size, dtype in itertools.product((5, 20_000), ("float32", "float16")):
@@ -188,7 +187,7 @@ def test_a_skipped_step_is_no_error_with_debug_nans_and_infs(value, dtype, compi
     gradients = jnp.array([value, 1.0], dtype)
     state = tx.init(jnp.ones(2))
     with jax.debug_nans(True), jax.debug_infs(True):
-        assert not bool(all_finite(gradients))
+        assert not bool(of_jax.all_finite([gradients]))
         update = jax.jit(tx.update) if compiled else tx.update
         for given in (gradients, jnp.ones(2, dtype)):
             _, state = update(given, state, jnp.ones(2))

@@ -80,7 +80,6 @@ EAGER = (
     "apply_if_finite",
     "conditionally_mask",
     "plateau",
-    "lbfgs",
     "schedule_free",
     "sam",
 )

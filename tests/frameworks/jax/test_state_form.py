@@ -11,6 +11,7 @@ import pytest
 from jax import export
 
 import lossscale.optax
+from lossscale import FixedScale
 from lossscale.errors import ArgumentError
 
 GOOD, BAD = jnp.full(2, 0.5), jnp.full(2, jnp.nan)
@@ -74,33 +75,6 @@ def test_a_narrow_state_stays_narrow():
     assert (found.dtype, found.tolist()) == (jnp.bfloat16, [1.0, 1.0])
 
 
-@COMPILED
-@pytest.mark.parametrize("leaves", [1, 2])
-def test_measurements_of_optax_monitor_are_there_from_the_first_step_on(leaves, compiled):
-    inner = optax.chain(optax.monitor({"norm": optax.tree.norm}), optax.adam(0.1))
-    params = {f"w{n}": jnp.ones(2) for n in range(leaves)}
-    good, bad = (jax.tree.map(lambda _, g=g: g, params) for g in (GOOD, BAD))
-    for steps in ([good], [good, bad]):
-        monitor, (adam, _) = after(inner, steps, compiled, params)
-        norm = monitor.measurements["norm"]
-        np.testing.assert_allclose(norm, (leaves / 2) ** 0.5, rtol=1e-6)
-        assert (norm.dtype, adam.count.shape, int(adam.count)) == (jnp.float32, (), 1)
-    # A program has them from the first step on, with nothing in them yet.
-    monitor, (adam, _) = after(inner, [bad], compiled, params)
-    assert monitor.measurements == ({"norm": 0.0} if compiled else {})
-    assert int(adam.count) == 0
-
-
-def test_what_is_made_on_a_first_step_that_is_skipped_is_zero():
-    def update(gradients, state, params=None):
-        moment = gradients if state["moment"] is None else state["moment"] + gradients
-        return gradients, {"moment": moment, "number": state["number"] + 1}
-
-    inner = transformation({"moment": None, "number": jnp.zeros(2)}, update)
-    found = after(inner, [BAD])
-    assert (found["moment"].tolist(), found["number"].tolist()) == ([0, 0], [0, 0])
-
-
 @dataclasses.dataclass(frozen=True)
 class Phased:
     moment: object
@@ -113,7 +87,7 @@ CHANGING = {
     "gone": (
         {"a": jnp.ones(2), "b": jnp.ones(2)},
         lambda state: {"b": state["b"]},
-        r"`\['a'\]` is missing",
+        r"`\['a'\]` has shape \(2,\) before and None after",
     ),
     "shape": (
         jnp.ones(2),
@@ -123,17 +97,33 @@ CHANGING = {
     "static": (
         Phased(jnp.ones(2), 0),
         lambda state: Phased(state.moment + 1, 1 - state.phase),
-        "a non-array leaf changed",
+        "a node or a non-array leaf changed",
+    ),
+    "new": (
+        {"moment": None, "number": jnp.zeros(2)},
+        lambda state: {"moment": jnp.ones(2), "number": state["number"] + 1},
+        r"`\['moment'\]` has shape None before and \(2,\) after",
     ),
 }
 
 
+@COMPILED
 @pytest.mark.parametrize("kind", CHANGING)
-def test_a_state_that_cannot_be_kept_is_refused(kind):
+def test_a_state_that_cannot_be_kept_is_refused(kind, compiled):
     first, change, message = CHANGING[kind]
     inner = transformation(first, lambda g, state, params=None: (g, change(state)))
     with pytest.raises(ArgumentError, match=rf"changes the structure of its state.*{message}"):
-        after(inner, [GOOD])
+        after(inner, [GOOD], compiled)
+
+
+@COMPILED
+@pytest.mark.parametrize("rule", [None, FixedScale(8.0)])
+def test_measurements_of_optax_monitor_change_the_state(rule, compiled):
+    inner = optax.chain(optax.monitor({"norm": optax.tree.norm}), optax.adam(0.1))
+    tx = lossscale.optax.loss_scaled(inner, rule=rule)
+    update = jax.jit(tx.update) if compiled else tx.update
+    with pytest.raises(ArgumentError, match=r"`.*measurements.*norm.*` has shape None before"):
+        update(GOOD, tx.init(GOOD), GOOD)
 
 
 def logging(place, log):

@@ -142,8 +142,12 @@ def test_a_population_is_taken_one_by_one():
     [
         ((None, 1.0, 1.0), ArgumentTypeError, "`opt_state` must be the state"),
         ((optax.sgd(0.1).init(1.0), 1.0, 1.0), ArgumentTypeError, "`opt_state` must be the state"),
-        ((state(True), {"a": 1.0}, {"b": 2.0}), ArgumentError, "same kind of tree"),
-        ((state(True), {"a": jnp.ones(2)}, {"a": jnp.ones(3)}), ArgumentError, r"at \['a'\]"),
+        ((state(True), {"a": 1.0}, {"b": 2.0}), ArgumentError, "of the same form"),
+        (
+            (state(True), {"a": jnp.ones(2)}, {"a": jnp.ones(3)}),
+            ArgumentError,
+            r"`\['a'\]` has shape",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments, error, message):

@@ -5,7 +5,6 @@ returns what all processes of the set must have alike, or one process without th
 """
 
 import contextlib
-import copy
 import datetime
 import functools
 import itertools
@@ -35,21 +34,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lossscale
 from frameworks.torch import cases_of_parallel
-from frameworks.torch.support import (
-    OURS,
-    WithScaler,
-    Wrapper,
-    expected_stats,
-    noted,
-    scaler,
-    theirs,
-    train_step,
-    wrapper,
-)
-from lossscale.rules import StatsRequest
+from frameworks.torch.support import OURS, WithScaler, Wrapper, theirs, train_step, wrapper
 from lossscale.torch import LossScaleOptimizer, ranks
 from lossscale.torch.installation import ShardedGradScaler as OurShardedGradScaler
-from recording_rule import EDGES, RecordingRule
 
 INF = float("inf")
 
@@ -328,19 +315,7 @@ def partial(folder):
         assert trace == [[4.0, []], [2.0, []], [2.0, [2.0] * 4], [2.0, [2.0] * 4]]
 
 
-def seen_of_sums(folder):
-    """What a rule sees of gradients that are parts of a sum."""
-    for make, layout in itertools.product(OURS.values(), ("RR", "SR", "RS")):
-        parameter = torch.nn.Parameter(placed(torch.ones(4), layout))
-        run = make(fused([parameter]), rule=RecordingRule())
-        run.scale_loss(torch.zeros(()))
-        parameter.grad = of_parts(16.0, layout)
-        run.step()
-        # The two parts of 16, divided by a scale of 8, are a gradient of 4.
-        assert noted(run.saved()) == expected_stats([torch.full((4,), 4.0)], 8.0)
-
-
-# What one process would see and clip, of parameters that are spread in every way.
+# What one process would clip, of parameters that are spread in every way.
 
 SIZES = {"RR": 5, "RS": 3, "SR": 1, "SS": 6}
 """Some processes hold nothing of some of them."""
@@ -378,48 +353,6 @@ def whole(tensors):
     return [number for tensor in held for number in tensor.flatten().tolist()]
 
 
-def seen(folder):
-    """What a rule sees: the same on a mesh as in one process."""
-    found = {}
-    looks, unchecked = {"rule": RecordingRule()}, {"rule": RecordingRule(checks_gradients=False)}
-    kinds = {
-        "scaler": looks,
-        "wrapper": looks,
-        "device": {**looks, "decide": "device"},
-        "clipping": {**looks, "clip_norm": 1.0},
-        "largest": {"rule": RecordingRule(needs=StatsRequest(largest=True))},
-        "unchecked": unchecked,
-        "unchecked, device": {**unchecked, "decide": "device"},
-    }
-    # A schedule of scales, or a rule that follows the largest gradient.
-    requests = StatsRequest(), StatsRequest(True), StatsRequest(False, EDGES)
-    ways = {}, {"decide": "device"}, {"clip_norm": 1.0}
-    for number, (needs, way) in enumerate(itertools.product(requests, ways)):
-        rule = RecordingRule(checks_gradients=False, needs=needs)
-        kinds[f"unchecked {number}"] = {"rule": rule, **way}
-    good = whole_gradients()
-    for name, settings in kinds.items():
-        weights = in_all_layouts()
-        run, trace = (scaler if name == "scaler" else wrapper)(fused(weights), **settings), []
-        with counted("all_gather") as sent:
-            for gradients in (good, [None, *good[1:]], spoiled(good), good):
-                if name.startswith("unchecked") and gradients is not good:
-                    continue
-                give(run, weights, gradients)
-                run.step()
-                trace.append([*run.shown(), noted(run.saved())])
-        # Once for each of the two dimensions, in each step.
-        dimensions, needs = 2 * distributed.is_initialized(), settings["rule"].needs
-        numbers = [2 * needs.largest if not needs.counts_from else 4] * dimensions * len(trace)
-        assert [number for number in numbers if number] == sent
-        largest, *counts = expected_stats(good, 8.0)
-        seen = [largest * needs.largest, *(counts if needs.counts_from else [0.0] * 3)]
-        assert trace[0] == [8.0, 1, seen]
-        found[name] = trace
-    assert found["wrapper"] == found["device"] == found["scaler"]
-    return found
-
-
 def as_given(folder):
     """An overflow that one process sees, in a step whose loss nobody scaled: all skip it."""
     for layout, by_hand in itertools.product(("RS", "SR", "SS"), (False, True)):
@@ -431,23 +364,6 @@ def as_given(folder):
             optimizer.step()
             assert optimizer.last_step_skipped is skips
             assert whole([weight]) == [1.0 if skips else 0.5] * 4
-
-
-def seen_by_hand(folder):
-    """Each process has a weight of its own, and the last one no gradient in the second step."""
-    one = whole_gradients()[0]
-    for make in OURS.values():
-        weight = torch.nn.Parameter(torch.ones(5))
-        inner = torch.optim.SGD([weight], lr=0.1)
-        run = make(inner, rule=RecordingRule(), process_group=distributed.group.WORLD)
-        # A group cannot be copied: a copy talks to the same processes.
-        copy.deepcopy(run.watched)
-        for processes in (4, 3):
-            factor = run.scale_loss(torch.ones(()))
-            weight.grad = one * (rank() + 1) * factor if rank() < processes else None
-            run.step()
-            every = [one * (number + 1) for number in range(processes)]
-            assert noted(run.saved()) == expected_stats(every, 8.0)
 
 
 def clipped(folder):
@@ -596,21 +512,9 @@ def in_zero(folder):
 
 
 CASES = {
-    4: (
-        ddp,
-        fsdp,
-        mesh_2x2,
-        partial,
-        seen_of_sums,
-        shards_by_hand,
-        seen,
-        seen_by_hand,
-        as_given,
-        clipped,
-        sharded_scaler,
-    ),
+    4: (ddp, fsdp, mesh_2x2, partial, shards_by_hand, as_given, clipped, sharded_scaler),
     2: (ddp, guarded, explained, fsdp, averaged_by_hand, compressed, in_zero, monitored),
-    1: (seen, clipped),
+    1: (clipped,),
 }
 CASES = {size: (*cases_of_parallel.CASES[size], *cases) for size, cases in CASES.items()}
 """Of each size of a set, in the order in which they run: what was saved is gone on from."""

@@ -15,7 +15,7 @@ from lossscale.errors import ArgumentTypeError
 from lossscale.torch import GradScaler, LossScaleOptimizer, engine
 from lossscale.torch.ranks import agreed, groups_of, local
 
-LIKE_ONE = {"seen": 0.0, "clipped": 1e-5}
+LIKE_ONE = {"clipped": 1e-5}
 """What one process without the others has, too, and how closely."""
 
 

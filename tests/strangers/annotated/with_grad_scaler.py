@@ -17,21 +17,17 @@ class Halved(lossscale.ScaleRule):
     def init(self) -> CountedState:
         return CountedState(8.0, 0)
 
-    def update(
-        self, state: CountedState, stats: lossscale.GradientStats, *, xp: Any
-    ) -> CountedState:
+    def update(self, state: CountedState, finite: Any, *, xp: Any) -> CountedState:
         lowered = xp.where(state.scale > 1.0, state.scale * 0.5, state.scale)
-        return CountedState(xp.where(stats.finite, state.scale, lowered), state.steps + 1)
+        return CountedState(xp.where(finite, state.scale, lowered), state.steps + 1)
 
     def get_config(self) -> dict[str, Any]:
         return {}
 
 
 class Slower(lossscale.DynamicScale):
-    def update(
-        self, state: lossscale.ScaleState, stats: lossscale.GradientStats, *, xp: Any
-    ) -> lossscale.ScaleState:
-        return super().update(state, stats, xp=xp)
+    def update(self, state: lossscale.ScaleState, finite: Any, *, xp: Any) -> lossscale.ScaleState:
+        return super().update(state, finite, xp=xp)
 
 
 reveal_type(Slower().init())  # ScaleState

@@ -47,13 +47,10 @@ pair, grads = lossscale.optax.value_and_grad(loss_and_more, has_aux=True)(
 reveal_type(pair)  # tuple[Array, int]
 kept = lossscale.optax.unless_skipped(opt_state, {"mean": loss}, {"mean": jnp.zeros(())})
 reveal_type(kept)  # dict[str, Array], mypy: dict[str, Any]
-reveal_type(lossscale.optax.unscale(opt_state, params))  # dict[str, Array]
 reveal_type(lossscale.optax.loss_scale(opt_state))  # Array
 reveal_type(lossscale.optax.scale_loss(opt_state, loss))  # Array
-reveal_type(lossscale.optax.all_finite(grads))  # Array
-tracked = lossscale.optax.track_overflows(tx).init(params)
-reveal_type(tracked.loss_scaled)  # LossScaleState
-reveal_type(tracked.tracked.nonfinite)  # Array
+tracking = lossscale.optax.loss_scaled(optax.adam(0.1), track_overflows=True)
+reveal_type(tracking.init(params).tracked)  # Any
 copied = lossscale.optax.master_weights(optax.adam(0.1)).init(params)
 reveal_type(copied)  # MasterWeightsState
 

@@ -15,7 +15,7 @@ from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.keras_common.step import Step, StepOperations
 from lossscale.members import Wrapper
 from lossscale.packages import BACKENDS
-from lossscale.rules import GradientStats, ScaleState
+from lossscale.rules import ScaleState
 
 
 class Backend(StepOperations):
@@ -69,13 +69,13 @@ class Backend(StepOperations):
         ]
 
     def update_on_host(
-        self, optimizer: Wrapper, stats: GradientStats, state_on_host: ScaleState | None
+        self, optimizer: Wrapper, finite: ft.Scalar, state_on_host: ScaleState | None
     ) -> bool:
         """Updates the loss scale and the counters of an optimizer with Python numbers.
 
         Args:
             optimizer: The loss scale optimizer.
-            stats: The statistics for the rule.
+            finite: Whether the step is applied.
             state_on_host: That of `OverflowCheck`.
 
         Returns:

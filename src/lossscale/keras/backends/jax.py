@@ -20,14 +20,13 @@ from lossscale.keras_common.scaled_gradients import Location
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.keras_common.step import OverflowCheck, Step
 from lossscale.members import Wrapper
-from lossscale.rules import GradientStats, ScaleRule
+from lossscale.rules import ScaleRule
 
 
 class JaxBackend(Backend):
     """Keras on JAX."""
 
     namespace = keras.ops
-    gradient_stats = staticmethod(lambda _, finite, *__, **___: GradientStats(finite))
     all_finite = staticmethod(jax_gradients.all_finite)
     flat_gradients = staticmethod(jax_gradients.flat_gradients)
 
@@ -51,14 +50,14 @@ class JaxBackend(Backend):
         return not _any_traced(gradients)
 
     def apply_or_skip(
-        self, optimizer: Wrapper, stats: GradientStats, step: Step, apply: Any, update_scale: Any
+        self, optimizer: Wrapper, finite: ft.Scalar, step: Step, apply: Any, update_scale: Any
     ) -> None:
         """Selects each variable's new value in a compiled function; otherwise the host decides."""
-        if jax_gradients.is_traced([stats.finite]):
-            _apply_gated(stats.finite, step, optimizer.inner_optimizer, apply)
-        elif bool(stats.finite):
+        if jax_gradients.is_traced([finite]):
+            _apply_gated(finite, step, optimizer.inner_optimizer, apply)
+        elif bool(finite):
             apply(step.gradients, step.scale)
-        update_scale(stats)
+        update_scale(finite)
 
     def run_guarded(
         self,

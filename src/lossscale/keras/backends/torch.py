@@ -25,7 +25,7 @@ from lossscale.keras.backends import Backend, check_without_tape
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.keras_common.step import OverflowCheck, Step
 from lossscale.members import Wrapper
-from lossscale.rules import GradientStats, ScaleRule, ScaleState, changed_fields, host_can_update
+from lossscale.rules import ScaleRule, ScaleState, changed_fields
 from lossscale.torch import gradients as torch_gradients
 from lossscale.torch import scaling
 
@@ -45,7 +45,6 @@ class TorchBackend(Backend):
 
     # Functions of Keras take a few times as long in eager mode.
     namespace = torch
-    gradient_stats = staticmethod(torch_gradients.compute)
     scaled = staticmethod(scaling.scaled)
     unscaled = staticmethod(scaling.unscaled)
     all_finite = staticmethod(torch_gradients.all_finite)
@@ -109,19 +108,19 @@ class TorchBackend(Backend):
         return OverflowCheck(not overflowed, unscaled, state)
 
     def apply_or_skip(
-        self, optimizer: Wrapper, stats: GradientStats, step: Step, apply: Any, update_scale: Any
+        self, optimizer: Wrapper, finite: ft.Scalar, step: Step, apply: Any, update_scale: Any
     ) -> None:
         """A Python `if`."""
-        if bool(stats.finite):
+        if bool(finite):
             apply(step.gradients, step.scale)
-        update_scale(stats)
+        update_scale(finite)
 
     def runs_now(self, gradients: ft.Gradients) -> bool:
         """Whether the step is not compiled."""
         return not torch.compiler.is_compiling()
 
     def update_on_host(
-        self, optimizer: Wrapper, stats: GradientStats, state_on_host: ScaleState | None
+        self, optimizer: Wrapper, finite: ft.Scalar, state_on_host: ScaleState | None
     ) -> bool:
         """Updates the loss scale and the counters, on the host if it knows the decision."""
         state, skipped = optimizer._state, optimizer._steps_skipped._value
@@ -131,11 +130,11 @@ class TorchBackend(Backend):
             if state.rule.checks_gradients:
                 return False
         else:
-            updates = changed_fields(state.rule, state_on_host, stats.finite)
+            updates = changed_fields(state.rule, state_on_host, finite)
             for field, value in updates.items():
                 state.variables[field]._value.fill_(value)
-            optimizer._last_step_skipped._value.fill_(not stats.finite)
-            if not stats.finite:
+            optimizer._last_step_skipped._value.fill_(not finite)
+            if not finite:
                 skipped.add_(1)
         applied = optimizer.inner_optimizer._iterations._value
         optimizer._iterations._value.copy_(applied + skipped)
@@ -202,7 +201,7 @@ class TorchBackend(Backend):
 def _host_can_update(state: ScaleVariables) -> bool:
     """Whether the host updates the rule's state as the rule does on the device."""
     return (
-        host_can_update(state.rule)
+        state.rule.exact_on_host
         # In a stateless scope, variables do not hold their values.
         and not _in_stateless_scope()
         and not torch.compiler.is_compiling()
