@@ -372,25 +372,3 @@ def test_a_model_that_was_saved_goes_on_as_if_it_had_not_been(
         one.train_on_batch(inputs, wanted)
     assert_same(everything(model.optimizer), everything(loaded.optimizer))
     assert_same(model.get_weights(), loaded.get_weights())
-
-
-@COPIED
-@TWO_KINDS
-def test_a_copy_of_an_optimizer_goes_on_with_a_state_of_its_own(make, copied):
-    var = tf.Variable(1.0)
-    optimizer = experimental.LossScaleOptimizer(sgd(momentum=0.5), make())
-    optimizer.minimize(lambda: var**2, [var])
-    again, start = copied(optimizer), var.numpy()
-    assert isinstance(again, experimental.LossScaleOptimizer)
-    assert type(again.loss_scale) is type(optimizer.loss_scale)
-    assert again.loss_scale is not optimizer.loss_scale
-    assert again.loss_scale() == optimizer.loss_scale()
-    before = everything(optimizer)
-    again.minimize(lambda: var**2, [var])
-    assert_same(before, everything(optimizer))
-    after = var.numpy()
-    var.assign(start)
-    optimizer.minimize(lambda: var**2, [var])
-    assert var.numpy() == after
-    assert again.iterations == 2
-    assert_same(everything(optimizer), everything(again))

@@ -132,8 +132,6 @@ class TorchBackend(Backend):
             optimizer._last_step_skipped._value.fill_(not stats.finite)
             if not stats.finite:
                 skipped.add_(1)
-        applied = optimizer.inner_optimizer._iterations._value
-        optimizer._iterations._value.copy_(applied + skipped)
         return True
 
     def run_guarded(
