@@ -17,6 +17,7 @@ from lossscale import registry
 from lossscale.errors import ArgumentError, MissingPackageError, OldFileError
 from lossscale.keras import LossScaleOptimizer
 from lossscale_migration import describe_file, load_model, migrate_file
+from lossscale_migration.numbered_arrays import load_arrays
 from support import FAMILIES, FIXTURES, ONLY_NEW, OPTIMIZERS, WITNESS
 
 H5 = sorted(FIXTURES.glob("h5/*.h5"))
@@ -111,8 +112,7 @@ def test_files_that_lack_what_an_optimizer_sets_as_attributes(name, kind, tmp_pa
     else:
         other.optimizer.build(other.trainable_variables)
         other.set_weights(model.get_weights())
-        store = {str(i): support.values([v])[0] for i, v in enumerate(inner.variables)}
-        other.optimizer.load_own_variables(store)
+        load_arrays(other.optimizer, support.values(inner.variables))
     assert_go_on(other, model, steps=2)
 
 
@@ -128,12 +128,10 @@ def test_what_a_file_has_no_values_for_is_said():
     variables = [keras.Variable([1.0, 2.0])]
     saved = keras.optimizers.LossScaleOptimizer(Gauged(0.01))
     saved.build(variables)
-    store = {}
-    saved.inner_optimizer.save_own_variables(store)
     optimizer = lossscale.LossScaleOptimizer(Gauged(0.01))
     optimizer.build(variables)
     with pytest.warns(lossscale.LossScaleWarning, match="gauge.*They stay as they are"):
-        optimizer.load_own_variables(store)
+        load_arrays(optimizer, support.values(saved.inner_optimizer.variables))
 
 
 @pytest.mark.parametrize(
@@ -464,7 +462,6 @@ def test_a_file_of_this_library_loads_however_many_slots_it_has(name, layers, tm
         variable.assign(np.random.default_rng(0).normal(size=variable.shape))
     # That of accumulation is divided.
     optimizer.inner_optimizer._iterations.assign(7)
-    optimizer._iterations.follow()
     optimizer.dynamic_scale.assign(32.0)
     for form in ("model.keras", "model.h5"):
         model.save(tmp_path / form)

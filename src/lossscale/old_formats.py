@@ -8,12 +8,11 @@ names it.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lossscale.errors import ArgumentError
-from lossscale.framework_types import Array, Config
+from lossscale.framework_types import Config
 from lossscale.packages import warn
 
 # For each optimizer, groups of names of the same slot: first the name in TensorFlow's first
@@ -204,39 +203,3 @@ def documented_name(kind: str | None, names: Sequence[str]) -> str | None:
     """
     groups = SYNONYMS.get(kind or "", ())
     return next((group[0] for group in groups if set(group) & set(names)), None)
-
-
-def nadam_product(beta_1: float, steps: int) -> float:
-    """Returns the product of momentums of a new Nadam after a number of applied steps.
-
-    Args:
-        beta_1: The setting of the optimizer.
-        steps: Number of applied steps.
-
-    Examples:
-        >>> nadam_product(0.5, 0), nadam_product(0.5, 1)
-        (1.0, 0.26)
-    """
-    factors = (beta_1 * (1.0 - 0.5 * 0.96**step) for step in range(1, steps + 1))
-    return math.prod(factors, start=1.0)
-
-
-def begins_as_keras_own(arrays: Sequence[Array]) -> bool:
-    """Whether numbered arrays begin like those of Keras 3's own LossScaleOptimizer.
-
-    It writes a step count, a learning rate, and another count. In other Keras optimizers the third
-    array is a slot, which is a floating-point array.
-
-    Args:
-        arrays: The arrays, or anything with their `shape` and `dtype`, in the order of the file.
-
-    Examples:
-        >>> import numpy as np
-        >>> counts, numbers = np.array(3), np.array(0.5)
-        >>> begins_as_keras_own([counts, numbers, counts, numbers])
-        True
-        >>> begins_as_keras_own([counts, numbers, numbers])
-        False
-    """
-    first = [(tuple(array.shape), array.dtype.kind in "iu") for array in arrays[:3]]
-    return first == [((), True), ((), False), ((), True)]

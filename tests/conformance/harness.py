@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -216,9 +215,11 @@ class KerasHarness(Harness):
         self.optimizer._state.variables["scale"].assign(value)
 
     def become_a_copy(self) -> None:
-        self.optimizer = copy.deepcopy(self.optimizer)
+        old = self.optimizer
+        self.optimizer = type(old).from_config(old.get_config())
         self.inner_optimizer = self.optimizer.inner_optimizer
         self.build()
+        self.optimizer.set_weights([array(variable) for variable in old.variables])
         self._compiled = None
 
     def save(self, path: Any) -> None:

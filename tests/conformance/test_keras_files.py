@@ -3,9 +3,11 @@
 import contextlib
 import copy
 import importlib
-import itertools
+import pickle
 import re
+import warnings
 
+import h5py
 import numpy as np
 import pytest
 
@@ -29,8 +31,14 @@ def wrapped(inner, **arguments):
     return lossscale.LossScaleOptimizer(inner, **(arguments or {"initial_scale": 2.0**10}))
 
 
-def plain(inner):
-    return inner
+def variable(value):
+    new = keras.Variable if KERAS == "keras" else importlib.import_module("tensorflow").Variable
+    return new(value)
+
+
+def step(optimizer, variables, factor):
+    loss = sum if KERAS == "keras" else keras.backend.sum
+    optimizer.minimize(lambda: loss([each * factor for each in variables]), variables)
 
 
 def model_with(optimizer):
@@ -55,26 +63,23 @@ ATTRIBUTES = {
 }
 NAMES = ("base", "_base", "momentum_of_mine")
 # Attributes of the wrapper have these names.
-OURS = ("_optimizer", "inner_optimizer", "loss_scale_state", "loss_scale", "rule", "_state")
-WAYS = (*itertools.product((wrapped, plain), repeat=2), (KERAS_OWN, wrapped))
+OURS = ("_optimizer", "inner_optimizer", "loss_scale", "rule", "_state")
 
 
-# Each kind with each name and each way, in a third of all that three lists can be combined to.
+# Each kind with each name, in a third of all that three lists can be combined to.
 @pytest.mark.parametrize(
-    ("kind", "name", "writes", "reads"),
+    ("kind", "name", "writes"),
     [
-        (list(ATTRIBUTES)[(i + j) % 3], name, *way)
+        (list(ATTRIBUTES)[(i + j) % 3], name, writes)
         for i, name in enumerate(NAMES + OURS)
-        for j, way in enumerate(WAYS)
+        for j, writes in enumerate((wrapped, KERAS_OWN))
     ],
 )
-def test_weights_have_the_optimizers_that_an_inner_optimizer_holds(
-    tmp_path, kind, name, writes, reads
-):
+def test_weights_have_the_optimizers_that_an_inner_optimizer_holds(tmp_path, kind, name, writes):
     if (KERAS, writes, name) == ("tf_keras", KERAS_OWN, "loss_scale"):
         pytest.skip("its own class refuses this name")
     path, found = str(tmp_path / "a.weights.h5"), []
-    for wrap in (writes, reads):
+    for wrap in (writes, wrapped):
         inner = holding(keras, name, ATTRIBUTES[kind])
         model, parts = model_with(wrap(inner)), [inner, *optimizers_in(getattr(inner, name))]
         if not found:
@@ -87,84 +92,126 @@ def test_weights_have_the_optimizers_that_an_inner_optimizer_holds(
         assert_same(written, read)
 
 
-@pytest.mark.parametrize("built", [False, True], ids=["before build", "after build"])
-def test_a_damaged_file_is_refused_before_a_change(built):
-    model, store = model_with(wrapped(other(keras))), {}
-    filled(model.optimizer.inner_optimizer)
-    model.optimizer.save_own_variables(store)
-    read = wrapped(other(keras))
-    before = status(read)
-    if built:
-        read.build(model.trainable_variables)
-    held = values(read.inner_optimizer.variables)
-    del store["0"]
-    with pytest.raises(ValueError, match="damaged: it has no array '0'"):
-        read.load_own_variables(store)
-    assert status(read) == before
-    assert_same(values(read.inner_optimizer.variables), held)
+# --- All of an optimizer is loaded, or nothing ---------------------------------------------------
 
 
-def step(optimizer, variables, factor):
-    loss = sum if KERAS == "keras" else keras.backend.sum
-    optimizer.minimize(lambda: loss([each * factor for each in variables]), variables)
+def a_model(optimizer, units=2, inputs=4):
+    """A compiled model that was never trained, so that its optimizer may not be built."""
+    model = keras.Sequential([keras.layers.Input((inputs,)), keras.layers.Dense(units)])
+    model.compile(optimizer, "mse", run_eagerly=BACKEND == "tensorflow", jit_compile=False)
+    return model
 
 
-@pytest.mark.parametrize("built", [False, True], ids=["before build", "after build"])
-def test_state_that_does_not_fit_leaves_the_optimizer_as_it_was(built):
-    def made(count):
-        new = keras.Variable if KERAS == "keras" else importlib.import_module("tensorflow").Variable
-        return wrapped(keras.optimizers.Adam(0.1)), [new(1.0) for _ in range(count)]
-
-    def load(optimizer, written):
-        # In the order of a file.
-        for place in (lambda each: each, lambda each: each.loss_scale_state):
-            store = {}
-            place(written).save_own_variables(store)
-            arrays = {name: np.array(value) for name, value in store.items()}
-            place(optimizer).load_own_variables(arrays)
-
-    def load_and_step(optimizer, variables, written):
-        load(optimizer, written)
-        assert not built or status(optimizer) == before
-        step(optimizer, variables, 2.0)
-
-    (long, two), (short, one), (read, mine), (fresh, own) = map(made, (2, 1, 1, 1))
-    for factor in (1.0, INF, 0.5):
-        step(long, two, factor)
-        step(short, one, factor)
-    before = status(read)
-    if built:
-        read.build(mine)
-        fresh.build(own)
-    with pytest.warns(UserWarning, match=r"Skipping variable loading|optimizer is not used"):
-        load_and_step(read, mine, long)
-    step(fresh, own, 2.0)
-    assert status(read) == status(fresh)
-    assert_same(values(read.variables), values(fresh.variables))
-    # What fits is loaded afterwards as ever.
-    load(read, short)
-    assert status(read) == status(short)
-    assert_same(values(read.variables), values(short.variables))
+def adam(**settings):
+    return keras.optimizers.Adam(0.1, **settings)
 
 
-def test_an_own_number_of_another_shape_is_refused_before_a_change():
+def sgd():
+    return keras.optimizers.SGD(0.1)
+
+
+def momentum():
+    return keras.optimizers.SGD(0.1, momentum=0.5)
+
+
+def frozen(model):
+    """A model that trains its bias alone; its arrays are as many with Adam as with SGD before."""
+    variables = [each for each in model.trainable_variables if len(each.shape) == 1]
+    model.optimizer.build(variables)
+    return model
+
+
+def built(model):
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+# What saves, what loads, and how its optimizer is built.
+MISFITS = {
+    "not built": (lambda: wrapped(adam()), adam, lambda model: model),
+    "an optimizer without loss scaling": (adam, adam, built),
+    "one without loss scaling, not built": (adam, adam, lambda model: model),
+    "no optimizer": (None, adam, built),
+    "more arrays": (lambda: wrapped(adam(amsgrad=True)), adam, built),
+    "fewer arrays": (lambda: wrapped(momentum()), adam, built),
+    "other variables": (lambda: wrapped(adam()), adam, frozen),
+    "as many arrays of other shapes": (lambda: wrapped(momentum()), adam, frozen),
+    "arrays that its own class leaves out": (
+        lambda: KERAS_OWN(keras.optimizers.Nadam(0.1)),
+        lambda: keras.optimizers.Nadam(0.1),
+        built,
+    ),
+    "several optimizers": (lambda: wrapped(holding(keras, "base")), adam, built),
+    "several optimizers, not built": (
+        # What it holds has as many arrays before it is built.
+        lambda: wrapped(holding(keras, "base", sgd)),
+        lambda: holding(keras, "base", sgd),
+        lambda model: model,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_layers_are_loaded_and_one_warning_says_what_to_write_for_the_optimizer(tmp_path, case):
+    saves, inner, prepared = MISFITS[case]
+    path = str(tmp_path / "a.weights.h5")
+    if saves is None:
+        saved = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
+    else:
+        saved = model_with(saves())
+        inside = getattr(saved.optimizer, "inner_optimizer", saved.optimizer)
+        for each in (inside, *vars(inside).values()):
+            if isinstance(each, keras.optimizers.Optimizer):
+                filled(each)
+    saved.save_weights(path)
+    model = prepared(a_model(wrapped(inner())))
+    optimizer = model.optimizer
+    held = getattr(optimizer.inner_optimizer, "base", optimizer.inner_optimizer)
+    optimizer.iterations = 5
+    before = status(optimizer), values(optimizer.variables), values(held.variables)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        model.load_weights(path)
+    [warning] = caught
+    assert issubclass(warning.category, lossscale.LossScaleWarning)
+    for words in ("optimizer.build(model.train", "`optimizer.inner_opt", "lossscale_migration"):
+        assert words in str(warning.message)
+    assert_same(model.get_weights(), saved.get_weights())
+    assert status(optimizer) == before[0]
+    assert_same(values(optimizer.variables), before[1])
+    assert_same(values(held.variables), before[2])
+    # What is saved now is all of it, and what fits is loaded as ever.
+    model.save_weights(path)
+    with h5py.File(path) as file:
+        assert "inner_optimizer" in file["optimizer"]
+    if prepared is not frozen:
+        fits = model_with(wrapped(inner()))
+        filled(fits.optimizer)
+        fits.save_weights(path)
+        built(model).load_weights(path)
+        assert_same(values(optimizer.variables), values(fits.optimizer.variables))
+
+
+def test_the_warning_shows_how_to_load_the_file_of_an_optimizer_without_loss_scaling(tmp_path):
+    path, saved = str(tmp_path / "a.weights.h5"), model_with(adam())
+    expected = filled(saved.optimizer)
+    saved.save_weights(path)
+    optimizer = wrapped(adam())
+    model = built(a_model(optimizer.inner_optimizer))
+    model.load_weights(path)
+    model.compile(optimizer, "mse")
+    assert_same(values(optimizer.inner_optimizer.variables), expected)
+    assert status(optimizer).iterations == status(optimizer).applied == 2
+
+
+def test_a_number_of_another_shape_is_refused_before_a_change():
     optimizer, store = wrapped(other(keras)), {}
-    optimizer.loss_scale_state.save_own_variables(store)
+    optimizer.save_own_variables(store)
     before = status(optimizer)
-    (scale,) = [name for name, value in store.items() if value == 2.0**10]
+    (scale,) = [name for name, value in store.items() if np.shape(value) == () and value == 2.0**10]
     store = {**store, scale: np.float32(16.0), "steps_skipped": np.ones(4)}
-    with pytest.raises(ValueError, match="Nothing was changed"):
-        optimizer.loss_scale_state.load_own_variables(store)
+    with pytest.warns(lossscale.LossScaleWarning, match="keeps its state"):
+        optimizer.load_own_variables(store)
     assert status(optimizer) == before
-
-
-def test_an_object_that_is_saved_stays_the_same_one():
-    # Keras skips an object with the id of one that it has visited, also if that one is gone.
-    optimizer = wrapped(holding(keras, "base"))
-    found = {name: getattr(optimizer, name, None) for name in dir(optimizer)}
-    saved = [name for name, each in found.items() if isinstance(each, keras.losses.Loss)]
-    assert len(saved) == 2
-    assert all(getattr(optimizer, name) is found[name] for name in saved)
 
 
 @pytest.mark.parametrize(
@@ -180,12 +227,14 @@ def test_an_object_that_is_saved_stays_the_same_one():
 def test_a_saved_scale_that_cannot_be_used_is_replaced_with_a_warning(saved, expected):
     rule = lossscale.DynamicScale(8.0, max_scale=64.0)
     optimizer, store = wrapped(other(keras), rule=rule), {}
-    optimizer.loss_scale_state.save_own_variables(store)
-    (scale,) = [name for name, value in store.items() if value == 8.0]
+    optimizer.save_own_variables(store)
+    (scale,) = [name for name, value in store.items() if np.shape(value) == () and value == 8.0]
     with pytest.warns(lossscale.LossScaleWarning, match=re.escape(f"saved loss scale, {saved},")):
-        optimizer.loss_scale_state.load_own_variables({**store, scale: np.float32(saved)})
+        optimizer.load_own_variables({**store, scale: np.float32(saved)})
     assert status(optimizer).scale == expected
 
+
+# --- Copies and configurations -------------------------------------------------------------------
 
 FAMILIES = [keras.optimizers, *([keras.optimizers.legacy] if KERAS == "tf_keras" else [])]
 
@@ -216,7 +265,57 @@ def test_a_configuration_makes_the_same_optimizer(optimizers, arguments):
     assert described == before
 
 
-# --- Of Keras 3 alone: attributes of a wrapper's own, and weights of other shapes ----------------
+OPTIMIZERS = {
+    "current": lambda family: wrapped(family.Adam(0.1)),
+    # In tf_keras one variable of it is in no list.
+    "Nadam": lambda family: wrapped(family.Nadam(0.1)),
+    "of TensorFlow 2.0": lambda family: lossscale.experimental.LossScaleOptimizer(
+        family.Adam(0.1), lossscale.experimental.DynamicLossScale(2**10, 3)
+    ),
+}
+COPIES = [copy.copy, copy.deepcopy, pickle.dumps]
+
+
+def numbers_of(optimizer):
+    """The loss scale and the counts, also of an optimizer of TensorFlow 2.0."""
+    scale, skipped = optimizer._current_scale(), optimizer.steps_skipped
+    last, steps = optimizer.last_step_skipped, optimizer.iterations
+    return float(scale), int(skipped), bool(last), int(steps)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_copy_is_refused_with_three_lines_that_work(tmp_path, kind, family):
+    old, variables = OPTIMIZERS[kind](family), [variable(1.0), variable(2.0)]
+    if family is not keras.optimizers:
+        # The slots of legacy optimizers are in the order in which they met their variables.
+        step(old, variables[1:], 0.5)
+    for factor in (0.5, INF, 1.0, NAN):
+        step(old, variables, factor)
+    for way in COPIES:
+        with pytest.raises(lossscale.errors.UnsupportedError, match="cannot be copied") as error:
+            way(old)
+    _, *lines = str(error.value).splitlines()
+    assert len(lines) == 3
+    given = {"old": old, "variables": variables, "keras": keras, "path": str(tmp_path / "copy")}
+    if KERAS == "tf_keras":
+        given["tf"] = importlib.import_module("tensorflow")
+    for line in lines:
+        exec(line.strip(), given)
+    new = given["new"]
+    assert numbers_of(new) == numbers_of(old)
+    assert numbers_of(new)[:3] == (2.0**8, 2, True)
+    start, ends = values(variables), []
+    for each in (old, new):
+        for target, value in zip(variables, start, strict=True):
+            target.assign(value)
+        step(each, variables, 0.25)
+        step(each, variables, 0.5)
+        ends.append([*values(variables), *numbers_of(each)])
+    assert_same(*ends)
+
+
+# --- Of Keras 3 alone: variables of a wrapper's own ----------------------------------------------
 
 on_keras_3 = pytest.mark.skipif(KERAS == "tf_keras", reason="tf_keras saves them otherwise")
 
@@ -230,12 +329,11 @@ class Holding(type(wrapped(other(keras)))):
 
 
 @on_keras_3
-@pytest.mark.parametrize("reads", [Holding, plain])
-def test_attributes_of_one_name_of_both_optimizers_are_saved(tmp_path, reads):
+def test_attributes_of_one_name_of_both_optimizers_are_saved(tmp_path):
     path, found = str(tmp_path / "a.weights.h5"), []
-    for wrap in (Holding, reads):
+    for _ in range(2):
         inner = holding(keras, "extra")
-        model = model_with(wrap(inner))
+        model = model_with(Holding(inner))
         parts = [inner.extra, model.optimizer.extra]
         parts[1].build([])
         if not found:
@@ -245,59 +343,39 @@ def test_attributes_of_one_name_of_both_optimizers_are_saved(tmp_path, reads):
             model.load_weights(path)
             found += [values(part.variables) for part in parts]
     assert_same(found[0], found[2])
-    if reads is Holding:
-        assert_same(found[1], found[3])
-
-
-@on_keras_3
-@pytest.mark.parametrize("built", [False, True], ids=["before build", "after build"])
-def test_weights_of_other_shapes_are_refused_as_a_whole(built):
-    def variables(count):
-        shapes = (2, 3), (count,)
-        return [keras.Variable(np.zeros(shape, "float32")) for shape in shapes]
-
-    first = wrapped(keras.optimizers.Adam(0.01))
-    first.build(variables(2))
-    filled(first.inner_optimizer)
-    store, own = {}, {}
-    first.save_own_variables(store)
-    first.loss_scale_state.save_own_variables(own)
-    own["dynamic_scale"] = np.float32(4.0)
-    targets = variables(5)
-    second = wrapped(keras.optimizers.Adam(0.01))
-    before = status(second)
-    if built:
-        second.build(targets)
-        with pytest.raises(ValueError, match="Nothing was changed"):
-            second.load_own_variables(store)
-    else:
-        second.load_own_variables(store)
-    # `skip_mismatch` goes on here.
-    second.loss_scale_state.load_own_variables(own)
-    if not built:
-        with pytest.warns(UserWarning, match="state of the optimizer is not used"):
-            second.build(targets)
-    assert status(second) == before
-    assert not any(array.any() for array in values(second.inner_optimizer._momentums))
+    assert_same(found[1], found[3])
 
 
 @on_keras_3
 def test_variables_of_one_name_are_saved_beside_one_another():
     def made():
         optimizer = wrapped(keras.optimizers.SGD(0.1))
-        for number, name in enumerate(("steps_skipped", "iteration", "mine", "mine")):
+        for number, name in enumerate(("steps_skipped", "iteration", "mine", "mine", "mine")):
             own = keras.Variable(0.0, name=name, trainable=False)
             setattr(optimizer, f"own_{number}", own)
         return optimizer
 
     written, read = made(), made()
-    for number in range(4):
+    for number in range(5):
         getattr(written, f"own_{number}").assign(number + 1.0)
     store = {}
-    written.loss_scale_state.save_own_variables(store)
-    read.loss_scale_state.load_own_variables(store)
-    assert [float(getattr(read, f"own_{number}")) for number in range(4)] == [1, 2, 3, 4]
+    written.save_own_variables(store)
+    read.load_own_variables(store)
+    assert [float(getattr(read, f"own_{number}")) for number in range(5)] == [1, 2, 3, 4, 5]
     assert status(read) == status(written)
+
+
+@on_keras_3
+def test_a_file_has_the_inner_optimizer_as_keras_writes_it_and_named_numbers(tmp_path):
+    for name, wrap in (("ours", wrapped), ("theirs", KERAS_OWN)):
+        model_with(wrap(adam())).save_weights(tmp_path / f"{name}.weights.h5")
+    ours, theirs = (
+        h5py.File(tmp_path / f"{name}.weights.h5")["optimizer"] for name in ("ours", "theirs")
+    )
+    inner = "inner_optimizer/vars"
+    assert set(ours[inner]) == set(theirs[inner]) == {str(number) for number in range(6)}
+    numbers = {"dynamic_scale", "step_counter", "steps_skipped", "last_step_skipped"}
+    assert set(ours["vars"]) == {*numbers, "inner_shapes"}
 
 
 class Dies(keras.callbacks.Callback):

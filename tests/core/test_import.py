@@ -36,7 +36,7 @@ ARROWS = {
     # A backend of Keras imports its own framework as well.
     "keras": "errors packages rules registry members arguments optimizer old_formats common "
     "keras_common tensorflow jax torch callbacks *keras",
-    "tf_keras": "errors packages rules registry members arguments optimizer old_formats common "
+    "tf_keras": "errors rules registry members arguments optimizer old_formats common "
     "keras_common tensorflow callbacks *tf_keras *tensorflow",
     "experimental": "errors checks rules registry members arguments optimizer keras_common keras "
     "tf_keras *keras *tf_keras",

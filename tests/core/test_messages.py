@@ -15,6 +15,7 @@ import os
 import pathlib
 import re
 import time
+import types
 
 import pytest
 
@@ -45,7 +46,10 @@ WRAPPERS = [m.LossScaleOptimizer for m in (lossscale.keras, lossscale.tf_keras, 
 OWNERS = {
     "optimizer": [*WRAPPERS, torch.optim.Optimizer, keras.optimizers.Optimizer],
     "scaler": [lossscale.torch.GradScaler],
-    "model": [keras.Model, torch.nn.Module],
+    "model": [keras.Model, torch.nn.Module, types.SimpleNamespace(optimizer=WRAPPERS[0])],
+    # Of two optimizers, the state of one is given to the other.
+    "old": WRAPPERS,
+    "new": WRAPPERS,
     "monitor": [lossscale.torch.Monitor, lossscale.optax.Monitor],
     "new_model": [keras.Model],
     "tx": [optax.sgd(0.1)],

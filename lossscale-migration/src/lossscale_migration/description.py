@@ -153,6 +153,10 @@ def _of_model(file: ModelFile) -> OptimizerDescription:
     saved = SavedOptimizer(file.era) if newer else saved_optimizer(file)
     scaling, scale = _rule_of(file)
     own = file.own or file.of_keras_own
+    iterations = own.get("iteration", saved.iterations)
+    if "steps_skipped" in own and file.arrays:
+        # The inner optimizer counts the applied steps.
+        iterations = file.arrays[0] + own["steps_skipped"]
     return OptimizerDescription(
         path="optimizer",
         era=file.era,
@@ -160,7 +164,7 @@ def _of_model(file: ModelFile) -> OptimizerDescription:
         scaling=scaling,
         scale=float(own["dynamic_scale"]) if "dynamic_scale" in own else scale,
         good_steps=int(own["step_counter"]) if "step_counter" in own else None,
-        iterations=int(own["iteration"]) if "iteration" in own else saved.iterations,
+        iterations=None if iterations is None else int(iterations),
         learning_rate=rate if isinstance(rate, (int, float)) else None,
         settings={k: v for k, v in settings.items() if v is not None and k != "name"},
         slots=_unnamed(file) if newer else _counted(saved),

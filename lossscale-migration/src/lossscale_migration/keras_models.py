@@ -18,6 +18,7 @@ from lossscale_migration.models import (
     created_model,
     saved_optimizer,
 )
+from lossscale_migration.numbered_arrays import can_load, load_arrays
 from lossscale_migration.restoring import restore_optimizer
 from lossscale_migration.saved_optimizer import KERAS_3, OURS
 
@@ -95,22 +96,22 @@ def _restore_keras_3(file: ModelFile, optimizer: Any, trained: list[Any]) -> Non
     if file.era == KERAS_3 and not file.of_keras_own:
         return
     # Slots have the shapes of variables. Without any, the optimizer may never have been built.
-    unbuilt = len(arrays) == len(optimizer.variables) or optimizer._can_load(len(arrays))
+    unbuilt = len(arrays) == len(optimizer.variables) or can_load(optimizer, len(arrays))
     if any(array.shape for array in arrays) or not unbuilt:
         optimizer.build(trained)
     # In an HDF5 file of this library the loss scale and the counters come first.
     shapes = [tuple(variable.shape) for variable in optimizer.variables]
-    if [tuple(array.shape) for array in arrays] == shapes:
+    if file.era == OURS and [tuple(array.shape) for array in arrays] == shapes:
         optimizer.set_weights(arrays)
-    elif optimizer._can_load(len(arrays)):
-        optimizer._load_arrays(list(arrays))
+    elif can_load(optimizer, len(arrays)):
+        load_arrays(optimizer, list(arrays))
     else:
         raise OldFileError(
             f"{file.path}: contains {len(arrays)} arrays of the optimizer, which has "
             f"{len(inner.variables)}."
         )
     if file.own:
-        optimizer._set_own_values(file.own)
+        optimizer.load_own_variables(file.own)
 
 
 def _losses_or_metrics(name: str, config: Any, model: Any, own: dict[str, Any]) -> Any:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.errors import LossScaleError, OldFileError
-from lossscale.old_formats import begins_as_keras_own
+from lossscale.keras_common.saving import SHAPES
 from lossscale_migration.array_roles import ArrayRole, roles_by_name, roles_by_number
 from lossscale_migration.damaged_files import is_hdf5, reporting_errors, reporting_file_errors
 from lossscale_migration.hdf5_reader import check_size, read_group
+from lossscale_migration.numbered_arrays import begins_as_keras_own
 from lossscale_migration.saved_optimizer import (
     FIRST_KIND,
     KERAS_3,
@@ -57,7 +58,7 @@ class ModelFile:
         arrays: The optimizer's arrays, in that order.
         config: The JSON text that describes the model.
         keras_version: The version of Keras that wrote the file; "" if it is not in the file.
-        own: The values of the loss scale in a `.keras` file of this library, by name.
+        own: What a `.keras` file of this library has beside the inner optimizer's arrays, by name.
     """
 
     path: str
@@ -251,11 +252,13 @@ def _read_zip(path: str) -> ModelFile:
         weights = io.BytesIO(archive.read("model.weights.h5"))
     training = parsed(config).get("compile_config")
     with h5py.File(weights, "r") as file:
-        group = file.get("optimizer/vars", {})
+        group, own = file.get("optimizer/vars", {}), {}
+        if SHAPES in group:
+            # A file of this library has names here, and the inner optimizer in a place of its own.
+            own = {name: group[name][()] for name in group}
+            group = file.get("optimizer/inner_optimizer/vars", {})
         names = sorted(group, key=int)
         arrays = [group[name][()] for name in names]
-        beside = file.get("optimizer/loss_scale_state/vars", {})
-        own = {name: beside[name][()] for name in beside}
     return ModelFile(
         path,
         _ZIP,

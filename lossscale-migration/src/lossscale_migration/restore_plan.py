@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from lossscale.errors import OldFileError, UnknownSlotError, UnsupportedError
-from lossscale.old_formats import NADAM_DECAY, decayed, kind_of, nadam_product, names_for
+from lossscale.old_formats import NADAM_DECAY, decayed, kind_of, names_for
 from lossscale.packages import warn
 from lossscale_migration.matching import MatchedObjects
+from lossscale_migration.numbered_arrays import nadam_product, set_scale
 from lossscale_migration.saved_optimizer import (
     FIRST_KIND,
     NEW_KIND,
@@ -272,11 +273,6 @@ class KerasRestorePlan(RestorePlan):
     def _key(self, variable: Any) -> Any:
         return self.optimizer._var_key(variable)
 
-    def _set_counters(self, iterations: int) -> None:
-        self.optimizer._steps_skipped.assign(self.saved.skipped)
-        # With gradient accumulation, `iterations` counts something else.
-        self.optimizer._iterations.assign(iterations)
-
     def _set_rate(self, rate: float, decay: float) -> None:
         import keras
 
@@ -289,8 +285,9 @@ class KerasRestorePlan(RestorePlan):
         named = {field: v.name for field, v in self.optimizer._state.variables.items()}
         values = {"scale": np.float32(scale), "good_steps": np.int64(good_steps)}
         # A custom rule may not count steps.
-        self.optimizer._restore_scale(
-            {named[field]: value for field, value in values.items() if field in named}
+        set_scale(
+            self.optimizer,
+            {named[field]: value for field, value in values.items() if field in named},
         )
 
 
@@ -351,7 +348,7 @@ class TFKerasRestorePlan(RestorePlan):
 
     def _set_scale_values(self, scale: float, good_steps: int) -> None:
         values = {"current_loss_scale": np.float32(scale), "good_steps": np.int64(good_steps)}
-        self.optimizer._set_own_values(values)
+        set_scale(self.optimizer, values)
 
 
 _PLANS = {"keras": KerasRestorePlan, "tf_keras": TFKerasRestorePlan}

@@ -106,7 +106,7 @@ def _restore(file: ModelFile, optimizer: Any, trained: list[Any]) -> None:
     saved = saved_optimizer(file, len(trained))
     restore_optimizer(file.path, saved, optimizer, trained)
     if file.own:
-        optimizer._set_own_values(file.own)
+        optimizer.load_own_variables(file.own)
 
 
 _LAYERS_THEN, _LAYERS_NOW = "_layer_checkpoint_dependencies", "layers"

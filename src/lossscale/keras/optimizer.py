@@ -7,10 +7,9 @@ backend.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import keras
-import numpy as np
 from keras import ops
 
 import lossscale.framework_types as ft
@@ -34,9 +33,7 @@ _no_automatic_dependency_tracking: ft.Function = private_name(
     "no_automatic_dependency_tracking",
     "keep the variables that are trained out of the optimizer's own, as Keras' `build` does",
 )
-_OWN_ATTRIBUTES = frozenset(
-    {"inner_optimizer", "step_counter", "dynamic_scale", "loss_scale_state", "built", "name"}
-)
+_OWN_ATTRIBUTES = frozenset({"inner_optimizer", "step_counter", "dynamic_scale", "built", "name"})
 _KEPT = ("inner_optimizer", "step_counter", "dynamic_scale")
 
 
@@ -78,7 +75,10 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     _framework: ClassVar[str] = "keras"
     _library = keras
-    _attributes_of = saving.SavedAttributes
+    _lines_of_a_copy = (
+        "new.build(variables)",
+        "new.set_weights([keras.ops.convert_to_numpy(v) for v in old.variables])",
+    )
     # Keras would save these a second time.
     _hidden = KerasCommonOptimizer._hidden | {"_inner_parts", "_optimizer"}
     _backend: backends.Backend
@@ -100,10 +100,10 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         for setting in set(vars(self)) - before - _OWN_ATTRIBUTES:
             if not setting.startswith("_"):
                 del self.__dict__[setting]
-        # Two variables of Keras' base class have no effect here. A new list, because TensorFlow
-        # saves no checkpoint of a list that something was taken out of.
-        del self._learning_rate, self._iterations
-        self._variables: list[ft.Variable] = []
+        # Two variables of Keras' base class have no effect here. TensorFlow must not track the list
+        # of the others: in a checkpoint of Keras' own class, a list of this name has other things.
+        del self._learning_rate, self._iterations, self._variables
+        self.__dict__["_variables"] = []
         self._tracker = type(self._tracker)(
             {"variables": (lambda value: isinstance(value, keras.Variable), self._variables)}
         )
@@ -113,10 +113,6 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self._ledger = ScaleLedger(not rule.is_dynamic)
         # Not tracked: tracking would count these variables as the wrapper's own.
         self.__dict__["_added_slots"] = {}
-        # Whether the checkpoint that is being restored may be that of a plain optimizer; None until
-        # its first name is known.
-        self.__dict__["_restores_plain"] = False
-        self.loss_scale_state = saving.LossScaleStore(self._own_values, self._set_loaded_values)
         self._create_state()
 
     def _create_state(self) -> None:
@@ -124,17 +120,15 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
             self._state = state = self._first_state()
             skipped = new_variable("steps_skipped", "int", 0)
             last_skipped = new_variable("last_step_skipped", "bool", False)
-            steps = StepCounter(self.inner_optimizer, skipped, self._restore_plain)
-        self._backend.prepare_own_variable(steps)
         # Not by setting them, because Keras switches attribute tracking off while it compiles a
         # model.
-        for variable in (*state.variables.values(), skipped, last_skipped, steps):
+        for variable in (*state.variables.values(), skipped, last_skipped):
             self._track_variable(variable)
+        # Not saved, because it is a sum.
+        self.__dict__["_step_counter"] = StepCounter(self.inner_optimizer, skipped)
         self.step_counter = state.variables.get("good_steps")
         self.dynamic_scale = state.variables.get("scale")
         self._steps_skipped, self._last_step_skipped = skipped, last_skipped
-        self._iterations = steps
-        steps.follow()
 
     def build(self, variables: ft.Variables) -> None:
         if self.built:
@@ -147,7 +141,6 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self._warn_of_float16(variables)
         self._remember_trained(list(variables))
         self.built = True
-        saving.load_pending(self, at_build=True)
         self._build_overflow_tracker(self._trainable_variables)
 
     @_no_automatic_dependency_tracking
@@ -249,10 +242,13 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
                 backend is TensorFlow.
         """
         # Not that of Keras' own class, which would skip the step itself. This one calls `apply`.
-        both: tuple[list[ft.Tensor], list[ft.Tensor]] = super(
-            keras.optimizers.LossScaleOptimizer, self
-        ).stateless_apply(optimizer_variables, grads, trainable_variables)
-        return both
+        trained, values = super(keras.optimizers.LossScaleOptimizer, self).stateless_apply(
+            optimizer_variables, grads, trainable_variables
+        )
+        # The first is a sum, and not a variable whose new value a stateless scope holds.
+        new = dict(zip(map(id, self.variables), values, strict=True))
+        values[0] = new[id(self.inner_optimizer._iterations)] + new[id(self._steps_skipped)]
+        return trained, values
 
     # --- The parts of a step; see `keras_common/optimizer.py` ---------------------------------
 
@@ -284,7 +280,6 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
             self._last_step_skipped.assign(skipped)
             if finite is not True:
                 self._steps_skipped.assign_add(ops.cast(skipped, self._steps_skipped.dtype))
-        self._iterations.follow()
 
     # --- Gradients of a loss ------------------------------------------------------------------
 
@@ -310,11 +305,11 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     # It counts every call, also with gradient accumulation, as `steps_skipped` does.
     @property
     def iterations(self) -> ft.Variable:
-        return self._iterations
+        return self._step_counter
 
     @iterations.setter
     def iterations(self, value: ft.Scalar) -> None:
-        self._iterations.assign(value)
+        self._step_counter.assign(value)
         for part in getattr(self.inner_optimizer, "optimizers", ()):
             part._iterations.assign(self.inner_optimizer._iterations)
 
@@ -325,7 +320,8 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     @property
     def _lasting_variables(self) -> VariableList:
-        return VariableList([*self._variables, *self.inner_optimizer.variables])
+        own = [self._step_counter, *self._variables]
+        return VariableList([*own, *self.inner_optimizer.variables])
 
     # --- Settings -----------------------------------------------------------------------------
 
@@ -350,15 +346,10 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
                 f"`{name}` cannot be replaced. The value of a variable is set with assign()."
             )
         known = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
-        if name in _OWN_ATTRIBUTES or self._is_own(name):
-            super().__setattr__(name, value)
-        elif not known and hasattr(inner, name):
+        if name not in _OWN_ATTRIBUTES and not known and hasattr(inner, name):
             setattr(inner, name, value)
-        elif isinstance(value, keras.Variable):
-            # Only variables are tracked, to be saved: Keras' own lists cannot be copied.
-            super().__setattr__(name, value)
         else:
-            object.__setattr__(self, name, value)
+            super().__setattr__(name, value)
 
     # --- Weights and slots; see `slots` -------------------------------------------------------
 
@@ -368,7 +359,6 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     def _assign(self, variables: ft.Variables, values: Sequence[ft.Array]) -> None:
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
-        self._iterations.follow()
 
     get_weights = slots.get_weights
     add_weight = slots.add_weight
@@ -392,45 +382,19 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     # --- Files, copies and configurations; see `saving` and `arguments` -----------------------
 
-    save_own_variables = KerasCommonOptimizer._save_inner
-
-    load_own_variables = KerasCommonOptimizer._load_inner
-
-    _own_values = saving.own_values
-    _set_own_values = saving.set_own_values
-    _load_now = saving.load_now
-    _is_of_own_class = saving.is_of_own_class
-    _set_inner_values = KerasCommonOptimizer._load_inner
-    # For `lossscale_migration`.
-    _restore_scale = saving.restore_scale
-    _can_load = saving.can_load
-    _load_arrays = saving.load_arrays
+    save_own_variables = saving.save_own_variables
+    load_own_variables = saving.load_own_variables
 
     # TensorFlow asks for the children of a node in a checkpoint, on its backend alone.
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        children = super()._trackable_children(save_type, **kwargs)
-        # Every restore begins with this call.
-        self.__dict__["_restores_plain"] = None
-        return saving.checkpoint_children(self, children)
+        return {**super()._trackable_children(save_type, **kwargs), **saving.named_variables(self)}
 
     def _lookup_dependency(self, name: str, cached_dependencies: object = None) -> ft.Node:
+        # A restore gives the children.
         if name == "_iterations" and cached_dependencies:
-            return self._iterations
-        found = super()._lookup_dependency(name, cached_dependencies)
-        # A restore gives the children, an assignment does not.
-        return saving.lookup(self, name, found) if cached_dependencies else found
-
-    _restore_plain = saving.restore_plain
-
-    def _build_alike(self, other: Self) -> None:
-        if self.built:
-            other.build(self._trainable_variables)
-
-    def _inner_values(self) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        self.save_own_variables(values)
-        return {key: np.array(value) for key, value in values.items()}
+            return saving.CounterOfPlain("iteration", "int", 0)
+        return super()._lookup_dependency(name, cached_dependencies)
 
     _inner_from_config = staticmethod(inner_from_config)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import keras
 import numpy as np
 from keras import ops
@@ -87,26 +84,25 @@ def new_variable(name: str, dtype: ft.DType, value: ft.Scalar) -> OwnVariable:
 
 
 class StepCounter(OwnVariable):
-    """Counts applied and skipped steps; an assignment also sets the inner optimizer's counter.
+    """The step counter of the documents, which counts skipped steps: the sum of two variables.
 
-    TensorFlow's documents count every call of `apply_gradients`, including skipped steps. The inner
-    optimizer must not count these: Adam's bias correction and learning rate schedules use its
-    counter, and would run ahead of the updates (Adam's first step after ten skipped ones would be
-    0.48 of its size). So there are two counters, `inner.iterations` (applied steps) and this one
-    (all steps), and their difference is the number of skipped steps.
+    The inner optimizer must not count these: Adam's bias correction and learning rate schedules use
+    its counter. The sum is computed when it is read, and is right at once after any load.
 
     Args:
-        inner: The optimizer whose counter is followed.
+        inner: The optimizer that counts the applied steps.
         skipped: The number of skipped steps, an integer scalar variable.
-        when_plain: Called when the counter of an optimizer without loss scaling is restored.
     """
 
-    def __init__(
-        self, inner: ft.KerasOptimizer, skipped: ft.Variable, when_plain: Callable[[], None]
-    ) -> None:
+    def __init__(self, inner: ft.KerasOptimizer, skipped: ft.Variable) -> None:
         super().__init__("iteration", "int", 0)
-        self._when_plain = when_plain
-        self._applied, self._skipped = inner._iterations, skipped
+        self._inner, self._skipped = inner, skipped
+
+    @property
+    def value(self) -> ft.Tensor:
+        """The number of steps."""
+        # In this order: without a value, the second would not say why.
+        return self._skipped.value + self._inner._iterations.value
 
     def assign(self, value: ft.Scalar) -> ft.Tensor:
         """Sets the number of steps, and the inner optimizer's counter to it minus the skips.
@@ -114,23 +110,27 @@ class StepCounter(OwnVariable):
         A number below the number of skips lowers that too: no optimizer works with a negative
         counter (Adam's bias correction becomes NaN).
         """
-        value = super().assign(value)
-        skipped = ops.minimum(self._skipped, value)
-        self._skipped.assign(skipped)
-        self._applied.assign(value - skipped)
+        value = ops.cast(value, self.dtype)
+        if self._skipped._value is None and not backends.in_stateless_scope():
+            # Keras on JAX gives all variables their values again, of which this is the first.
+            return value
+        skipped = self._skipped.assign(ops.minimum(self._skipped.value, value))
+        self._inner._iterations.assign(value - skipped)
         return value
 
-    def follow(self) -> None:
-        """Sets the number of steps from the inner optimizer's counter and the skips."""
-        super().assign(self._applied + self._skipped)
+    def _number(self) -> ft.Scalar:
+        return ops.convert_to_numpy(self.value).item()
 
-    def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> None:
-        """Restores the counter from TensorFlow's checkpoint of an optimizer without loss scaling.
+    # For TensorFlow's `Checkpoint(step=optimizer.iterations)`. Of an optimizer that is in it too, a
+    # restore sets the skips before the inner optimizer's counter, so this may come at any time.
 
-        Keras' own class has a counter in this place too, which stays 0, and a learning rate of 0.
-        """
-        (value,) = restored_tensors.values()
-        if value > 0:
-            self._skipped.assign(0)
-            self.assign(value)
-            self._when_plain()
+    _shared_name = "iteration"
+
+    def _serialize_to_tensors(self) -> dict[str, ft.Tensor]:
+        return {"VARIABLE_VALUE": self.value}
+
+    def _restore_from_tensors(self, restored_tensors: dict[str, ft.Tensor]) -> None:
+        self.assign(restored_tensors["VARIABLE_VALUE"])
+
+    def __repr__(self) -> str:
+        return f"<StepCounter value={self.value}>"

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import copy
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, ParamSpec, Self, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, NoReturn, ParamSpec, Self, TypeAlias
 
 import numpy as np
 
@@ -34,9 +33,15 @@ from lossscale.common.checks import (
     with_gradient,
 )
 from lossscale.common.private_names import do_not_convert
-from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError, UnknownSlotError
+from lossscale.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    GradientsError,
+    UnknownSlotError,
+    UnsupportedError,
+)
 from lossscale.keras_common.scaled_gradients import Location, ScaleLedger
-from lossscale.keras_common.state import AttributesOfInner, ScaleVariables, numbered_in, parts_of
+from lossscale.keras_common.state import ScaleVariables
 from lossscale.keras_common.step import OverflowCheck, Step, StepOperations
 from lossscale.members import DocumentedMembers, VariableList
 from lossscale.old_formats import kind_of, names_for
@@ -49,15 +54,6 @@ Key: TypeAlias = Any
 """What an optimizer knows a variable by."""
 Slots = Iterator[tuple[list[str], dict[Key, ft.Variable]]]
 """The names of each kind of slot, and its variables by the key of the reference variable."""
-
-
-# Keras makes a path in a file from the names in dir(). The empty name is the path of this optimizer
-# itself: the inner optimizer's attributes are saved where a plain optimizer's are.
-_SAME_PLACE = ""
-# That in files of the framework's own class. As an attribute's name it is free.
-_PLACE_OF_OWN_CLASS = "inner_optimizer/"
-# The prefix of this optimizer's attributes that have the name of one of the inner optimizer.
-_BESIDE = "lossscale."
 
 
 def _refuses_loss_scale(constructor: Callable[_P, None]) -> Callable[_P, None]:
@@ -77,17 +73,13 @@ def _refuses_loss_scale(constructor: Callable[_P, None]) -> Callable[_P, None]:
 
 
 class KerasCommonOptimizer(DocumentedMembers):
-    """The members shared by Keras 3 and tf_keras: the step, settings, slots, copies."""
+    """The members shared by Keras 3 and tf_keras: the step, settings, slots."""
 
     # The constructor's argument for the inner optimizer.
     _name_of_inner: ClassVar[str] = "inner_optimizer"
-    # Keras saves every object that dir() names and that can be saved. The inner optimizer's
-    # variables are written by the optimizer around it; named here, they would stand in the file
-    # twice, and a file of a plain optimizer would be missing the second copy. TensorFlow asks
-    # dir() for get_slot_names, and writes no checkpoint if slots are attributes as well.
-    _hidden: ClassVar[frozenset[str]] = frozenset(
-        {"inner_optimizer", "_saved_inner", "get_slot_names"}
-    )
+    # What dir() does not name. Keras saves what it names, TensorFlow asks it for get_slot_names,
+    # and writes no checkpoint if slots are attributes as well.
+    _hidden: ClassVar[frozenset[str]] = frozenset({"get_slot_names"})
 
     # The operations on arrays and variables.
     _backend: StepOperations
@@ -104,31 +96,17 @@ class KerasCommonOptimizer(DocumentedMembers):
     # Scalar variables: a number of steps, and a boolean.
     _steps_skipped: ft.Variable
     _last_step_skipped: ft.Variable
-    # The attributes that the constructor has set. Others that are not a user's have a value in one
-    # of our classes.
-    _own_names: frozenset[str] = frozenset()
-    # For Keras' files: the inner optimizer without its variables, and its parts.
-    _saved_inner: AttributesOfInner | None = None
-    _inner_parts: Sequence[ft.KerasOptimizer] = ()
     # By the name of the slot and the key of its variable.
     _added_slots: dict[tuple[str, Key], ft.Variable]
-    # Values of the inner optimizer's variables that were loaded before these exist, those of loss
-    # scaling before that, and whether the last ones did not fit.
-    _pending_values: list[ft.Array] | None = None
-    _values_before_load: dict[str, Any] | None = None
-    _load_refused: bool = False
-
-    # Where its attributes are in the file that is written or read.
-    _place_of_inner: str = _SAME_PLACE
 
     # --- What a subclass for one Keras defines ------------------------------------------------
 
     # The module `keras` or `tf_keras`.
     _library: ClassVar[ft.Library]
+    # How to give the state of an optimizer `old` to a `new` one.
+    _lines_of_a_copy: ClassVar[tuple[str, str]]
     # The name of the framework, for `lossscale_migration`.
     _framework: ClassVar[str]
-    # The class of `AttributesOfInner` that it saves.
-    _attributes_of: ClassVar[ft.Class]
     # The inner optimizer of a configuration, given classes by name.
     _inner_from_config: Callable[[Any, dict[str, Any] | None], ft.KerasOptimizer]
     # Counts a variable as one of this optimizer's, so that it is saved.
@@ -175,36 +153,12 @@ class KerasCommonOptimizer(DocumentedMembers):
     def _assign(self, variables: ft.Variables, values: Sequence[ft.Array]) -> None:
         """Sets variables."""
 
-    @abc.abstractmethod
-    def _build_alike(self, other: Self) -> None:
-        """Builds a copy for the same variables, which an optimizer knows by identity."""
-
-    @abc.abstractmethod
-    def _inner_values(self) -> dict[str, Any]:
-        """What `_set_inner_values` of a copy takes: the inner optimizer's variables as arrays."""
-
-    @abc.abstractmethod
-    def _set_inner_values(self, saved: dict[str, Any], /) -> None:
-        """Sets these, or keeps them until the variables exist."""
-
-    @abc.abstractmethod
-    def _own_values(self) -> dict[str, Any]:
-        """The loss scale and the counters as arrays, by name."""
-
-    @abc.abstractmethod
-    def _set_own_values(self, values: Mapping[str, Any]) -> None:
-        """Sets these, moved into the range of the rule."""
-
     # Legacy optimizers have none of the rest: they keep slots and files themselves.
 
     # Yields the inner optimizer's slots.
     _slots_of_inner: Callable[[], Slots]
     # Makes a slot of a variable, with a name and a first value.
     _new_slot: Callable[[ft.Variable, str, ft.Initializer], ft.Variable]
-    # Sets the variables that `_pending_values` are of, if they exist.
-    _load_now: Callable[[], None]
-    # Whether a place in a file, with these arrays, is that of the framework's own class.
-    _is_of_own_class: Callable[[ft.Store, Sequence[ft.Array]], bool]
 
     @_refuses_loss_scale
     def __init__(
@@ -218,10 +172,7 @@ class KerasCommonOptimizer(DocumentedMembers):
         name: str | None = None,
     ) -> None:
         rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
-        early = dict(vars(self))
         self._construct(inner_optimizer, rule, name)
-        made = {each for each, value in vars(self).items() if value is not early.get(each, self)}
-        self.__dict__["_own_names"] = frozenset(made)
         remember_wrapper(inner_optimizer, self)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -232,23 +183,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     def __dir__(self) -> list[str]:
         # Python's own asks for `__class__`, which tf_keras' wrappers have for old programs.
-        own = {*dir(type(self)), *vars(self)} - self._hidden
-        inner = self.__dict__.get(self._inner_attribute)
-        parts = () if inner is None else vars(inner).values()
-        if not any(_is_saved(part, self._library) for part in parts):
-            return sorted(own)
-        # Their places in files may be those of attributes of the inner optimizer.
-        moved = {"loss_scale_state", *self._names_of_user()} & {*dir(inner)}
-        return sorted({*own - moved, *(_BESIDE + name for name in moved), self._place_of_inner})
-
-    def __getattr__(self, name: str) -> Any:
-        if name in (_SAME_PLACE, _PLACE_OF_OWN_CLASS):
-            # Kept: Keras skips an object with the id of one that it has visited.
-            saved = self._attributes_of(self.__dict__[self._inner_attribute])
-            return self.__dict__.setdefault("_saved_inner", saved)
-        if name.startswith(_BESIDE):
-            return getattr(self, name.removeprefix(_BESIDE))
-        return super().__getattr__(name)
+        return sorted({*dir(type(self)), *vars(self)} - self._hidden)
 
     @classmethod
     def _public_class(cls) -> ft.Class:
@@ -524,8 +459,6 @@ class KerasCommonOptimizer(DocumentedMembers):
         targets = weights if len(values) == len(weights) else everything
         check_shapes(targets, values)
         self._assign(targets, values)
-        # Moves the scale into the range of the rule.
-        self._set_own_values(self._own_values())
 
     def get_slot(self, var: ft.Variable, slot_name: str) -> ft.Variable:
         slot = self._find_slot(var, slot_name)
@@ -566,84 +499,21 @@ class KerasCommonOptimizer(DocumentedMembers):
         for name, slots in by_name.items():
             yield [name], slots
 
-    # --- Files: Keras calls these, then walks through the attributes ---------------------------
+    # --- Copies, configurations, and the library's registry of classes ------------------------
 
-    def _save_inner(self, store: ft.Store) -> None:
-        """Writes the inner optimizer's variables as an optimizer without loss scaling does."""
-        self.__dict__["_place_of_inner"] = _SAME_PLACE
-        if self._pending_values is None:
-            self.inner_optimizer.save_own_variables(store)
-            return
-        # Loaded values that wait for `build`.
-        for number, value in enumerate(self._pending_values):
-            store[str(number)] = value
-
-    def _load_inner(self, store: ft.Store) -> None:
-        """Reads the inner optimizer's variables from a file of any of these optimizers.
-
-        Args:
-            store: A place of a file that was written by this class, by the framework's own, or by
-                an optimizer without loss scaling; or a copy's arrays. Values wait for variables
-                that `build` makes.
-        """
-        values = numbered_in(store)
-        if not values:
-            return
-        is_of_own_class = self._is_of_own_class(store, values)
-        # Past attribute tracking: a checkpoint holds no arrays.
-        own, before = vars(self), self._values_before_load
-        own["_place_of_inner"] = _PLACE_OF_OWN_CLASS if is_of_own_class else _SAME_PLACE
-        own["_values_before_load"] = self._own_values() if before is None else before
-        own["_pending_values"], own["_load_refused"] = values, False
-        self._load_now()
-
-    def _set_loaded_values(self, values: Mapping[str, Any]) -> None:
-        if not self._load_refused:
-            self._set_own_values(values)
-
-    # --- Copies: recreated from configurations and arrays ------------------------------------
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        rebuild, arguments, attributes = self.__reduce__()
-        other: Self = rebuild(*copy.deepcopy(arguments, memo))
-        # Before its attributes, which may hold this optimizer.
-        memo[id(self)] = other
-        self._build_alike(other)
-        other.__setstate__(copy.deepcopy(attributes, memo))
-        return other
-
-    def __reduce__(self) -> tuple[ft.Function, tuple[object, ...], dict[str, Any]]:
-        inner = self.inner_optimizer
-        arguments = (
-            self._public_class(),
-            type(inner),
-            inner.get_config(),
-            self._constructor_arguments(),
-            self._inner_values(),
-            self._own_values(),
+    def __reduce__(self) -> NoReturn:
+        lines = ("new = type(old).from_config(old.get_config())", *self._lines_of_a_copy)
+        raise UnsupportedError(
+            "A LossScaleOptimizer cannot be copied or pickled; its model can. For a second "
+            "optimizer with the same state, write:\n    " + "\n    ".join(lines)
         )
-        return _rebuild, arguments, {name: vars(self)[name] for name in self._names_of_user()}
 
-    def __setstate__(self, attributes: dict[str, Any]) -> None:
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def _names_of_user(self) -> list[str]:
-        """The attributes that a subclass or a program has set."""
-        # TensorFlow lists in `_self_...` what it tracks.
-        return [n for n in vars(self) if not self._is_own(n) and not n.startswith("_self_")]
-
-    def _is_own(self, name: str) -> bool:
-        """Whether an attribute is not a user's."""
-        ours = (each for each in type(self).__mro__ if each.__module__.startswith("lossscale."))
-        own = self.__dict__.get("_own_names", (name,))
-        return name in own or any(name in vars(each) for each in ours)
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self.__reduce__()
 
     def _constructor_arguments(self) -> dict[str, Any]:
         """Returns the other arguments of the constructor, to recreate this optimizer."""
         return {"rule": self._rule, "name": self.__dict__.get("_given_name", self.name)}
-
-    # --- Configurations, and the library's registry of classes --------------------------------
 
     def get_config(self) -> ft.Config:
         name, described = self._constructor_arguments()["name"], config_from_rule(self._rule)
@@ -715,35 +585,6 @@ def _recording(cls: ft.Class, name: str) -> Callable[..., ft.Loss | ft.Gradients
 
     noted.is_recording = True  # type: ignore[attr-defined]  # of a function
     return noted
-
-
-def _rebuild(
-    cls: ft.Class,
-    inner_class: ft.Class,
-    inner_config: ft.Config,
-    arguments: dict[str, Any],
-    inner_values: dict[str, Any],
-    own_values: dict[str, Any],
-) -> KerasCommonOptimizer:
-    """Returns the optimizer that `__reduce__` described, without the attributes of a user."""
-    inner = inner_class.from_config(inner_config)
-    optimizer: KerasCommonOptimizer = cls.__new__(cls, inner)
-    # As in any copy, a subclass' constructor is not called: it may take other arguments.
-    ours = next(base for base in cls.__mro__ if base.__module__.startswith("lossscale."))
-    ours.__init__(optimizer, inner, **arguments)
-    optimizer._set_own_values(own_values)
-    optimizer._set_inner_values(inner_values)
-    return optimizer
-
-
-# Pickles name it.
-_rebuild.__module__ = "lossscale.keras_common"
-
-
-def _is_saved(part: object, library: ft.Library) -> bool:
-    """Whether Keras 3 or tf_keras saves an attribute beside the variables of its owner."""
-    bases = library.optimizers.Optimizer, library.layers.Layer, library.metrics.Metric
-    return any(isinstance(each, bases) for each in parts_of(part))
 
 
 def slots_in(

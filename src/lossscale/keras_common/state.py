@@ -83,81 +83,11 @@ class ScaleVariables:
         return state
 
 
-class ValueStore:
-    """Values in a model file, by name.
-
-    Keras 3 and tf_keras save only objects of their own classes, so each has a subclass of this that
-    is also a Loss, the simplest of these classes.
-
-    Args:
-        read: Returns the values to write, by name.
-        write: Sets the values that were read, by name.
-    """
-
-    def __init__(
-        self, read: Callable[[], dict[str, Any]], write: Callable[[dict[str, Any]], None]
-    ) -> None:
-        super().__init__(name="loss_scale_state")  # type: ignore[call-arg]  # of the next base
-        # Callables and not the optimizer: Keras walks into every attribute that can be saved.
-        self._read = read
-        self._write = write
-
-    def save_own_variables(self, store: ft.Store) -> None:
-        """Writes the values to a place in a file."""
-        for name, value in self._read().items():
-            store[name] = value
-
-    def load_own_variables(self, store: ft.Store) -> None:
-        """Reads the values; a file of an optimizer without loss scaling has none."""
-        values = arrays_in(store)
-        if values:
-            self._write(values)
-
-
-class AttributesOfInner:
-    """The inner optimizer as Keras walks through it for a file, without its own variables.
-
-    A subclass is also a Loss, as of `ValueStore`.
-
-    Args:
-        inner: The inner optimizer.
-    """
-
-    def __init__(self, inner: ft.KerasOptimizer) -> None:
-        # Without the attributes of a Loss, whose names an optimizer may have.
-        self.__inner = inner
-
-    def __dir__(self) -> list[str]:
-        return dir(self.__inner)
-
-    def __getattr__(self, name: str) -> Any:
-        found = None if name.endswith("_own_variables") else getattr(self.__inner, name)
-        if found is None or _holds_variables_of(found, self.__inner):
-            # The optimizer around it writes these with its own.
-            raise AttributeError(name)
-        return found
-
-    def _obj_type(self) -> str:
-        # Keras 3 saves no attribute that each object of this type has.
-        return "Optimizer"
-
-
 def parts_of(attribute: object) -> list[Any]:
     """The objects in a dictionary, list, tuple or set; of anything else the object itself."""
     if isinstance(attribute, dict):
         return list(attribute.values())
     return list(attribute) if isinstance(attribute, (list, tuple, set)) else [attribute]
-
-
-def _holds_variables_of(found: object, inner: ft.KerasOptimizer) -> bool:
-    """Whether an attribute holds optimizers whose variables the inner one lists, and no others."""
-    ids = [_ids_of_variables(each) for each in parts_of(found)]
-    return any(ids) and set().union(*ids) <= _ids_of_variables(inner)
-
-
-def _ids_of_variables(owner: object) -> set[int]:
-    variables = getattr(owner, "variables", ())
-    return {id(variable) for variable in (variables() if callable(variables) else variables)}
 
 
 def deserialized(
@@ -181,25 +111,3 @@ def deserialized(
             f"The optimizer {name!r} in the configuration is not known. Pass its class in "
             f"custom_objects={{{name!r}: ...}}."
         ) from error
-
-
-def numbered_in(store: ft.Store) -> list[ft.Array]:
-    """Returns the arrays in a place of a file whose names are their numbers.
-
-    Raises:
-        ArgumentError: If one is missing.
-    """
-    arrays = arrays_in(store)
-    numbers = [str(number) for number in range(len(arrays))]
-    if missing := sorted(set(numbers) - arrays.keys()):
-        raise ArgumentError(
-            f"The saved state of the optimizer is damaged: it has no array {missing[0]!r}. "
-            f"Received: the arrays {sorted(arrays)}. Nothing was changed."
-        )
-    return [arrays[number] for number in numbers]
-
-
-def arrays_in(store: ft.Store) -> dict[str, ft.Array]:
-    """Returns the arrays in a place of a file, by name."""
-    # A place in an HDF5 file is no Mapping and yields no items.
-    return {key: np.array(store[key]) for key in store.keys()}  # noqa: SIM118

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -13,11 +12,12 @@ import tf_keras
 import lossscale.framework_types as ft
 from lossscale.common.private_names import private_name
 from lossscale.keras_common.optimizer import Slots, slots_in
+from lossscale.keras_common.state import parts_of
 from lossscale.old_formats import documented_name, kind_of
 from lossscale.tensorflow.tracing import in_xla, translated
 from lossscale.tf_keras.classes import CalledAsWritten, of_family
 from lossscale.tf_keras.optimizer import LossScaleOptimizer, dtype_of
-from lossscale.tf_keras.saving import UNLISTED, LossScaleStore, drop_pending
+from lossscale.tf_keras.saving import load_own_variables, save_own_variables
 
 _LossScaleOptimizerV3: ft.Class = private_name(
     "tf_keras.src.mixed_precision.loss_scale_optimizer",
@@ -39,15 +39,16 @@ class CurrentWrapper(LossScaleOptimizer, _LossScaleOptimizerV3, metaclass=Called
 
     def _unlisted_variables(self) -> dict[str, ft.Variable]:
         # tf_keras lists what `add_variable` made, and not what `build` set as an attribute.
-        inner, unlisted = self._optimizer, {}
+        inner = self._optimizer
         trained = [each for group in self._built_groups for each in group]
-        listed = [*inner.variables, inner.iterations, *trained]
-        seen = {id(variable) for variable in (*listed, inner._learning_rate)}
-        for name, variable in _variables_in(vars(inner), UNLISTED.removesuffix(".")):
-            if id(variable) not in seen:
-                seen.add(id(variable))
-                unlisted[name] = variable
-        return unlisted
+        listed = [*inner.variables, inner.iterations, inner._learning_rate, *trained]
+        known = {id(variable) for variable in listed}
+        return {
+            f"inner.{name}.{number}": each
+            for name, attribute in vars(inner).items()
+            for number, each in enumerate(parts_of(attribute))
+            if isinstance(each, tf.Variable) and id(each) not in known
+        }
 
     def _inner_weights(self) -> list[ft.Variable]:
         return list(self._optimizer.variables)
@@ -96,33 +97,8 @@ class CurrentWrapper(LossScaleOptimizer, _LossScaleOptimizerV3, metaclass=Called
 
     # --- Model files --------------------------------------------------------------------------
 
-    @functools.cached_property
-    def loss_scale_state(self) -> LossScaleStore:
-        """The place of the loss scale and the counters in files."""
-        # Kept: tf_keras skips an object with the id of one that it has visited.
-        return LossScaleStore(self._own_values, self._set_loaded_values)
-
-    save_own_variables = LossScaleOptimizer._save_inner
-    load_own_variables = LossScaleOptimizer._load_inner
-
-    def _load_now(self) -> None:
-        self._load_pending()
-        # It is built once, so that they will not fit later.
-        self._load_refused = bool(self._built_groups) and self._pending_values is not None
-        if self._load_refused:
-            drop_pending(self)
-
-    def _is_of_own_class(self, store: ft.Store, values: Sequence[ft.Array]) -> bool:
-        """Whether a place in a file is that of an optimizer of tf_keras' own class."""
-        # It has no values of loss scaling, and its inner optimizer's variables twice.
-        place: ft.Store = getattr(store, "parent", {})
-        ours = {"loss_scale_state", "lossscale.loss_scale_state"}
-        if "inner_optimizer" not in place or not ours.isdisjoint(place):
-            return False
-        # The plain optimizer may have an attribute of this name.
-        return not hasattr(self._optimizer, "inner_optimizer") or (
-            "inner_optimizer" in place["inner_optimizer"]
-        )
+    save_own_variables = save_own_variables
+    load_own_variables = load_own_variables
 
     # --- Slots, which tf_keras itself has lost ------------------------------------------------
 
@@ -175,18 +151,6 @@ class CurrentWrapper(LossScaleOptimizer, _LossScaleOptimizerV3, metaclass=Called
     def add_variable_from_reference(self, *args: Any, **kwargs: Any) -> ft.Variable:
         """Adds a state variable for a variable to the inner optimizer, and returns it."""
         return self._optimizer.add_variable_from_reference(*args, **kwargs)
-
-
-def _variables_in(thing: object, path: str) -> Iterator[tuple[str, ft.Variable]]:
-    """Yields the variables in nested containers, by their places."""
-    if isinstance(thing, tf.Variable):
-        yield path, thing
-    elif isinstance(thing, Mapping):
-        for key, value in thing.items():
-            yield from _variables_in(value, f"{path}.{key}")
-    elif isinstance(thing, (list, tuple)):
-        for number, value in enumerate(thing):
-            yield from _variables_in(value, f"{path}.{number}")
 
 
 def _slot_names(inner: ft.KerasOptimizer, attribute: str, slots: ft.Variables) -> list[str]:

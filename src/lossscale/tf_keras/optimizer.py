@@ -101,7 +101,11 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
 
     _framework: ClassVar[str] = "tf_keras"
     _library = tf_keras
-    _attributes_of = saving.SavedAttributes
+    # Unlike `set_weights`, a checkpoint knows the slots of legacy optimizers by their variables.
+    _lines_of_a_copy = (
+        "path = tf.train.Checkpoint(optimizer=old, variables=variables).write(path)",
+        "tf.train.Checkpoint(optimizer=new, variables=variables).read(path)",
+    )
     _inner_attribute = "_optimizer"
     # TensorFlow keeps the inner optimizer under the second name.
     _hidden = KerasCommonOptimizer._hidden | {"_optimizer", "_trackable"}
@@ -149,12 +153,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         self._given_name = name
         self._rule = rule
         self._ledger = ScaleLedger(not rule.is_dynamic)
-        # What was loaded before the variables exist that it belongs to, by name: what the inner
-        # optimizer does not list. A checkpoint holds no arrays.
-        self.__dict__["_pending_named"] = {}
-        # The key and the shape of each variable that the original of a copy was built with.
-        self.__dict__["_pending_groups"] = []
-        # All variables that it was built with.
+        # All variables that it was built with, by the calls of `build`.
         self._built_groups: tuple[ft.Variables, ...] = ()
         # Variables of a LossScale object, by name.
         self._loss_scale_variables: dict[str, ft.Variable] = {}
@@ -186,11 +185,13 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         self._build(list(var_list))
 
     def _build(self, variables: list[ft.Variable]) -> None:
-        if self._pending_groups:
-            saving.build_pending(self, variables)
         self._build_inner(variables)
-        self._remember_trained(variables)
-        self._load_pending()
+        # For `lossscale_migration`.
+        known = {id(each) for group in self._built_groups for each in group}
+        new = [each for each in variables if id(each) not in known]
+        self._warn_of_float16(new)
+        if new:
+            self._built_groups = (*self._built_groups, new)
 
     # --- The parts of a step; see `keras_common/optimizer.py` ---------------------------------
 
@@ -201,8 +202,6 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
             variables = with_gradient(step.gradients, variables)
         with tf.init_scope():
             self._build(list(variables))
-        if self._pending_values is not None:
-            saving.drop_pending(self)
         self._build_overflow_tracker(step.variables)
         pairs = list(zip(step.gradients, step.variables, strict=True))
         if step.aggregate:
@@ -404,25 +403,6 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         taken = theirs is not None or name in getattr(self._optimizer, "_hyper", ())
         own = self._children.found(name, taken)
         return theirs if own is None else own
-
-    _own_values = saving.own_values
-    _set_own_values = saving.set_own_values
-    _load_pending = saving.load_pending
-    _inner_values = saving.inner_values
-    _set_inner_values = saving.set_inner_values
-
-    def _build_alike(self, other: Self) -> None:
-        # In the same order, which identifies weights.
-        for variables in self._built_groups:
-            other._build(list(variables))
-
-    def _remember_trained(self, variables: ft.Variables) -> None:
-        """Records variables that it was not built with before."""
-        known = {id(each) for group in self._built_groups for each in group}
-        new = [each for each in variables if id(each) not in known]
-        self._warn_of_float16(new)
-        if new or not self._built_groups:
-            self._built_groups = (*self._built_groups, new)
 
     _inner_from_config = staticmethod(inner_from_config)
 

@@ -1,10 +1,9 @@
 """What is saved comes back exactly, in every format (in a new process: backends/test_files.py)."""
 
-import copy
 import functools
 import gc
-import itertools
 import pickle
+import re
 
 import keras
 import numpy as np
@@ -23,6 +22,7 @@ from frameworks.keras.support import (
     status,
     step_by_documented_calls,
     step_by_scale_loss,
+    taken,
     values,
     variables,
     wrapped,
@@ -94,7 +94,6 @@ def restored(model, name, form, folder):
     if kind == "weights":
         model.save_weights(folder / "model.weights.h5")
         other.load_weights(folder / "model.weights.h5")
-        other.optimizer.build(other.trainable_variables)
     else:
         path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(folder / "ckpt")
         restoring = tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(path)
@@ -103,20 +102,11 @@ def restored(model, name, form, folder):
     return other.optimizer
 
 
-FILES = ["keras", "weights, built", "weights, unbuilt", "pickle"]
+FILES = ["keras", "weights, built", "pickle"]
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        *itertools.product(INNERS, FILES),
-        # Keras' MultiOptimizer shows its parts to no checkpoint, with or without loss scaling.
-        *itertools.product(
-            [name for name in INNERS if name != "several"],
-            ["checkpoint, built", "checkpoint, unbuilt"],
-        ),
-    ],
-)
+@pytest.mark.parametrize("form", [*FILES, "checkpoint, built", "checkpoint, unbuilt"])
+@pytest.mark.parametrize("name", INNERS)
 def test_every_form_restores_everything(name, form, tmp_path):
     model = trained_around(name)
     optimizer = restored(model, name, form, tmp_path)
@@ -125,69 +115,33 @@ def test_every_form_restores_everything(name, form, tmp_path):
     assert_equal_state(optimizer, model.optimizer)
 
 
-@pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
-def test_what_waits_for_build_is_set_once_though_a_step_builds(in_function):
-    optimizer, targets = stepped(STEPS[:3])
-    other, start = pickle.loads(pickle.dumps(optimizer)), values(targets)
-
-    def go_on(resumed):
-        def step(*gradients):
-            step_by_scale_loss(resumed, targets, gradients)
-
-        step = tf.function(step) if in_function else step
-        for target, value in zip(targets, start, strict=True):
-            target.assign(value)
-        for gradients in STEPS[3:]:
-            step(*map(tf.constant, gradients))
-        return values(targets)
-
-    assert_same(go_on(other), go_on(optimizer))
-    assert_equal_state(other, optimizer)
-
-
-@pytest.mark.parametrize("name", INNERS)
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_an_unbuilt_optimizer_is_copied(name, way):
-    optimizer = maker(name)()
-    optimizer.dynamic_scale.assign(8.0)
-    other = way(optimizer)
-    assert type(other) is type(optimizer)
-    assert other.rule == optimizer.rule
-    assert other.name == optimizer.name
-    assert other.inner_optimizer is not optimizer.inner_optimizer
-    assert_equal_state(other, optimizer)
-    other.build(small_model().trainable_variables)
-    assert float(other.loss_scale) == 8.0
-
-
-def stepped(batches):
-    """Returns an optimizer that has taken these steps, and its variables."""
-    targets = variables([1.0, -1.0])
-    optimizer = wrapped(keras.optimizers.Adam(0.1), rule=RULE)
-    for gradients in batches:
-        step_by_scale_loss(optimizer, targets, gradients)
-    return optimizer, targets
-
-
 STEPS = gradients_for([np.ones(2)], 6)
 
 
-def test_a_copy_of_a_trained_optimizer_has_its_state_and_a_life_of_its_own():
-    optimizer, targets = stepped([*STEPS[:3], spoiled(STEPS[0]), STEPS[3]])
-    again = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(optimizer))))
-    again.build(targets)
-    other = copy.deepcopy(optimizer)
-    for each in (again, other):
-        assert_equal_state(each, optimizer)
-    start, before = values(targets), values(optimizer.variables)
-    ends = []
-    for each in (other, optimizer):
-        assert_same(values(optimizer.variables), before)
-        for target, value in zip(targets, start, strict=True):
-            target.assign(value)
-        step_by_scale_loss(each, targets, STEPS[4])
-        ends.append(values(targets))
-    assert_same(*ends)
+@pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
+def test_a_checkpoint_that_waits_for_build_is_restored_once_though_a_step_builds(
+    in_function, tmp_path
+):
+    def made():
+        return wrapped(keras.optimizers.Adam(0.1), rule=RULE), variables([1.0, -1.0])
+
+    optimizer, targets = made()
+    for gradients in STEPS[:3]:
+        step_by_scale_loss(optimizer, targets, gradients)
+    path = tf.train.Checkpoint(optimizer=optimizer, targets=targets).save(tmp_path / "ckpt")
+    other, copies = made()
+    tf.train.Checkpoint(optimizer=other, targets=copies).restore(path)
+
+    def go_on(resumed, trained):
+        def step(*gradients):
+            step_by_scale_loss(resumed, trained, gradients)
+
+        step = tf.function(step) if in_function else step
+        for gradients in STEPS[3:]:
+            step(*map(tf.constant, gradients))
+        return values(trained)
+
+    assert_same(go_on(other, copies), go_on(optimizer, targets))
     assert_equal_state(other, optimizer)
 
 
@@ -210,44 +164,105 @@ def test_a_fixed_scale_in_the_code_wins_over_the_one_in_a_file(tmp_path, kind, r
     assert int(other.optimizer.iterations) == 3
 
 
-@pytest.mark.parametrize("is_built", [True, False], ids=["built", "unbuilt"])
+BUILT = pytest.mark.parametrize("is_built", [True, False], ids=["built", "unbuilt"])
+
+
+@BUILT
 @pytest.mark.parametrize("name", [name for name in INNERS if name != "several"])
-def test_a_checkpoint_of_an_optimizer_without_loss_scaling_restores(tmp_path, name, is_built):
+def test_a_checkpoint_of_an_optimizer_without_loss_scaling_is_an_error(tmp_path, name, is_built):
     plain = compiled(maker(name)().inner_optimizer)
     plain.fit(*data(24), batch_size=8, verbose=0)
-    if name != "schedule":
-        plain.optimizer.learning_rate = 0.25
     path = tf.train.Checkpoint(optimizer=plain.optimizer).save(tmp_path / "ckpt")
     other = compiled(maker(name)())
     if is_built:
-        # It has skipped and applied steps of its own.
-        other.fit(np.full((24, 4), np.inf), np.zeros((24, 1)), batch_size=8, verbose=0)
-        other.fit(*data(8), verbose=0)
-    tf.train.Checkpoint(optimizer=other.optimizer).restore(path).expect_partial()
+        other.optimizer.build(other.trainable_variables)
+    before = status(other.optimizer), values(other.optimizer.variables)
+    line = "tf.train.Checkpoint(optimizer=optimizer.inner_optimizer)"
+    with pytest.raises(ValueError, match=re.escape(line)) as error:
+        tf.train.Checkpoint(optimizer=other.optimizer).restore(path).expect_partial()
+    assert isinstance(error.value, lossscale.LossScaleError)
+    assert_same(values(other.optimizer.variables), before[1])
+    assert status(other.optimizer) == before[0]
+    # What the error says works.
+    eval(line, {"tf": tf, "optimizer": other.optimizer}).restore(path).expect_partial()
     other.optimizer.build(other.trainable_variables)
     inner = other.optimizer.inner_optimizer
-    assert len(inner.variables) > 2
     assert_same(values(inner.variables), values(plain.optimizer.variables))
-    found = status(other.optimizer)
-    assert (found.iterations, found.skipped) == (3, 0)
+    assert (status(other.optimizer).iterations, status(other.optimizer).skipped) == (3, 0)
 
 
-@pytest.mark.parametrize("is_built", [True, False], ids=["built", "unbuilt"])
-@pytest.mark.parametrize(
-    "saves", ["wrapped", "plain", "the inner one of a wrapper", "Keras' own class"]
-)
+@BUILT
+@pytest.mark.parametrize("made", [keras.optimizers.Adam, keras.optimizers.Nadam])
+def test_a_checkpoint_of_keras_own_class_is_restored(tmp_path, made, is_built):
+    own = keras.optimizers.LossScaleOptimizer(made(0.1), 2.0**6, 2)
+    targets = variables([1.0, -1.0])
+    for gradients in STEPS[:3]:
+        own.apply(taken(targets, gradients, own.scale_loss), targets)
+    path = tf.train.Checkpoint(optimizer=own).save(tmp_path / "ckpt")
+    other = wrapped(made(0.1))
+    if is_built:
+        other.build(targets)
+    tf.train.Checkpoint(optimizer=other).restore(path).expect_partial()
+    other.build(targets)
+    inner, theirs = other.inner_optimizer, own.inner_optimizer
+    # Keras' own class does not list Nadam's product, and its model files lack it.
+    product = getattr(inner, "_u_product", None)
+    listed = [variable for variable in inner.variables if variable is not product]
+    assert_same(values(listed), values(theirs.variables))
+    if product is not None:
+        assert_same(values([product]), values([theirs._u_product]))
+    found = status(other)
+    assert (found.scale, found.counter, found.skipped, found.iterations) == (2.0**7, 1, 0, 3)
+
+
+PLACES_OF_A_COUNTER = {
+    "alone": lambda optimizer: {"step": optimizer.iterations},
+    "before": lambda optimizer: {"a": optimizer.iterations, "optimizer": optimizer},
+    "after": lambda optimizer: {"optimizer": optimizer, "step": optimizer.iterations},
+    "below": lambda optimizer: {"optimizer": optimizer, "steps": [[[optimizer.iterations]]]},
+}
+
+
+@BUILT
+@pytest.mark.parametrize("place", PLACES_OF_A_COUNTER)
+def test_a_checkpoint_has_the_step_counter_by_itself(tmp_path, is_built, place):
+    optimizer, other = wrapped(keras.optimizers.Adam(0.1)), wrapped(keras.optimizers.Adam(0.1))
+    targets = variables([1.0, -1.0])
+    for gradients in (*STEPS[:3], spoiled(STEPS[0])):
+        step_by_scale_loss(optimizer, targets, gradients)
+    children = PLACES_OF_A_COUNTER[place]
+    path = tf.train.Checkpoint(**children(optimizer)).save(tmp_path / "ckpt")
+    if is_built:
+        step_by_scale_loss(other, targets, spoiled(STEPS[0]))
+        step_by_scale_loss(other, targets, spoiled(STEPS[0]))
+    tf.train.Checkpoint(**children(other)).restore(path)
+    other.build(targets)
+    assert int(other.iterations) == 4
+    assert repr(other.iterations) == repr(optimizer.iterations)
+    if place != "alone":
+        assert_equal_state(other, optimizer)
+
+
+def test_the_counter_of_an_optimizer_without_loss_scaling_is_restored(tmp_path):
+    plain, optimizer = keras.optimizers.SGD(), wrapped()
+    plain.iterations.assign(3)
+    path = tf.train.Checkpoint(step=plain.iterations).save(tmp_path / "ckpt")
+    tf.train.Checkpoint(step=optimizer.iterations).restore(path)
+    assert status(optimizer).iterations == status(optimizer).applied == 3
+
+
+@BUILT
+@pytest.mark.parametrize("saves", ["wrapped", "Keras' own class"])
 @pytest.mark.parametrize("name", ["base", "inner_optimizer", "_optimizer", "dynamic_scale"])
 def test_checkpoints_have_the_optimizer_that_an_inner_optimizer_holds(
     tmp_path, name, saves, is_built
 ):
     first, second = holding(keras, name), holding(keras, name)
-    wrap = {"plain": lambda inner: inner, "Keras' own class": keras.optimizers.LossScaleOptimizer}
-    saved = wrap.get(saves, wrapped)(first)
+    saved = wrapped(first) if saves == "wrapped" else keras.optimizers.LossScaleOptimizer(first)
     saved.build(variables([1.0, 2.0]))
     held = [*first.variables, *getattr(first, name).variables]
     for number, variable in enumerate(held):
         variable.assign(np.full(variable.shape, number + 2))
-    saved = first if saves == "the inner one of a wrapper" else saved
     path = tf.train.Checkpoint(optimizer=saved).save(tmp_path / "ckpt")
     other = wrapped(second)
     if is_built:

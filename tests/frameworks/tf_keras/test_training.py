@@ -1,25 +1,12 @@
 """compile, fit, loops of one's own, graphs of TensorFlow 1 and replicas."""
 
-import copy
-import pickle
-
 import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
 
 import lossscale
-from frameworks.tf_keras.support import (
-    INF,
-    NAN,
-    assert_same,
-    data,
-    small_model,
-    status,
-    step,
-    values,
-    wrapped,
-)
+from frameworks.tf_keras.support import INF, NAN, data, small_model, status, step, wrapped
 from lossscale import experimental
 
 
@@ -201,70 +188,6 @@ def test_one_device_is_supported_and_central_storage_is_refused(optimizers):
     central = tf.distribute.experimental.CentralStorageStrategy()
     with central.scope(), pytest.raises(ValueError, match=r"CentralStorageStrategy.*Supported"):
         wrapped(optimizers.SGD(1.0))
-
-
-def pickled(optimizer):
-    return pickle.loads(pickle.dumps(optimizer))
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": pickled,
-    "pickle of a pickle": lambda optimizer: pickled(pickled(optimizer)),
-    "pickle, other variables": pickled,
-}
-
-
-@pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("kind", ["SGD", "Adam", "RMSprop", "Ftrl"])
-def test_a_copy_made_after_a_step_on_some_variables_has_the_state_of_all(optimizers, kind, how):
-    settings = {"momentum": 0.5} if kind in ("SGD", "RMSprop") else {}
-    inner = getattr(optimizers, kind)(0.5, **settings)
-    # Of one shape, so that nothing but their order tells slots apart.
-    a, b = tf.Variable([1.0, 2.0]), tf.Variable([3.0, 4.0])
-    optimizer, one = wrapped(inner), np.float32(1)
-    if optimizers is tf_keras.optimizers.legacy:
-        # These get to know variables one by one.
-        step(optimizer, [a], [one])
-    step(optimizer, [a, b], [one, one])
-    step(optimizer, [a], [one])
-    other = COPIES[how](optimizer)
-    c, d = a, b
-    if how == "pickle, other variables":
-        c, d = tf.Variable(a), tf.Variable(b)
-        other.build([c, d])
-    kept, ends = (a.numpy(), b.numpy()), []
-    for each, first, second in ((optimizer, a, b), (other, c, d)):
-        first.assign(kept[0])
-        second.assign(kept[1])
-        step(each, [first], [one])
-        step(each, [first, second], [one, one])
-        ends.append((first.numpy().tolist(), second.numpy().tolist(), status(each)))
-    assert ends[0] == ends[1]
-
-
-def test_a_copy_for_other_variables_takes_no_step_on_some_of_them(optimizers):
-    a, b = tf.Variable([1.0, 2.0]), tf.Variable([3.0, 4.0])
-    optimizer, one = wrapped(optimizers.Adam(0.5)), np.float32(1)
-    step(optimizer, [a, b], [one, one])
-    other, c, d = pickled(optimizer), tf.Variable(a), tf.Variable(b)
-    with pytest.raises(ValueError, match=r"state of 2 variables .* Received: 1 .* Call build"):
-        step(other, [c], [one])
-    assert status(other) == status(optimizer)
-    assert_same(values([c]), values([a]))
-    other.build([c, d])
-    assert_same(other.get_weights(), optimizer.get_weights())
-
-
-def test_loaded_state_that_does_not_fit_the_first_step_is_said_to_be_dropped(optimizers):
-    variable = tf.Variable([1.0, 2.0])
-    optimizer = wrapped(optimizers.SGD(0.5, momentum=0.5))
-    # As a file has it; nothing says which variables these belong to.
-    arrays = [np.int64(3), np.float32(7), np.ones(2, "f"), np.ones(2, "f")]
-    optimizer._set_inner_values({"values": arrays, "groups": []})
-    with pytest.warns(lossscale.errors.LossScaleWarning, match="is not used"):
-        step(optimizer, [variable], [np.float32(1)])
-    step(optimizer, [variable], [np.float32(1)])
 
 
 def test_a_diagnosis_is_refused_with_what_to_write_instead():

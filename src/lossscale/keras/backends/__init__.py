@@ -11,11 +11,18 @@ import keras
 
 import lossscale.framework_types as ft
 from lossscale.common.checks import flat_list
+from lossscale.common.private_names import private_name
 from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.keras_common.step import Step, StepOperations
 from lossscale.members import Wrapper
 from lossscale.packages import BACKENDS
 from lossscale.rules import ScaleState
+
+in_stateless_scope: Callable[[], bool] = private_name(
+    "keras.src.backend.common.stateless_scope",
+    "in_stateless_scope",
+    "see whether variables hold their values, or a stateless scope does",
+)
 
 
 class Backend(StepOperations):

@@ -58,14 +58,10 @@ class TensorFlowBackend(TensorFlowOperations, Backend):
         before = state.first._replace(**{f: _number(v) for f, v in state.variables.items()})
         updates = changed_fields(state.rule, before, bool(finite))
         written = [(state.variables[field], value) for field, value in updates.items()]
-        steps_skipped = _number(optimizer._steps_skipped)
         if state.rule.checks_gradients:
             written.append((optimizer._last_step_skipped, not finite))
             if not finite:
-                steps_skipped += 1
-                written.append((optimizer._steps_skipped, steps_skipped))
-        applied = _number(optimizer.inner_optimizer._iterations)
-        written.append((optimizer._iterations, applied + steps_skipped))
+                written.append((optimizer._steps_skipped, _number(optimizer._steps_skipped) + 1))
         for variable, value in written:
             # Keras' own way takes several times as long.
             variable.value.assign(value)

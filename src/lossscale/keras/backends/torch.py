@@ -19,9 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import lossscale.framework_types as ft
 from lossscale import registry
 from lossscale.common.checks import scaled_value
-from lossscale.common.private_names import private_name
 from lossscale.errors import GradientsError
-from lossscale.keras.backends import Backend, check_without_tape
+from lossscale.keras.backends import Backend, check_without_tape, in_stateless_scope
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.keras_common.step import OverflowCheck, Step
 from lossscale.members import Wrapper
@@ -29,11 +28,6 @@ from lossscale.rules import ScaleRule, ScaleState, changed_fields
 from lossscale.torch import gradients as torch_gradients
 from lossscale.torch import scaling
 
-_in_stateless_scope: Callable[[], bool] = private_name(
-    "keras.src.backend.common.stateless_scope",
-    "in_stateless_scope",
-    "see whether variables hold their values, or a stateless scope does",
-)
 _SMALLEST_LENT = 2**20
 """Bytes. Fresh memory for fewer takes no longer."""
 _Saved = list[tuple[ft.Variable, Tensor]]
@@ -136,8 +130,6 @@ class TorchBackend(Backend):
             optimizer._last_step_skipped._value.fill_(not finite)
             if not finite:
                 skipped.add_(1)
-        applied = optimizer.inner_optimizer._iterations._value
-        optimizer._iterations._value.copy_(applied + skipped)
         return True
 
     def run_guarded(
@@ -203,7 +195,7 @@ def _host_can_update(state: ScaleVariables) -> bool:
     return (
         state.rule.exact_on_host
         # In a stateless scope, variables do not hold their values.
-        and not _in_stateless_scope()
+        and not in_stateless_scope()
         and not torch.compiler.is_compiling()
     )
 
