@@ -613,6 +613,18 @@ def test_numbers_that_a_hook_of_the_step_writes_are_kept(way):
     assert model[1].running_mean.tolist() == [7.0] * 4
 
 
+@pytest.mark.parametrize("way", MAIN)
+def test_a_lazy_norm_whose_first_step_is_skipped_is_as_a_new_one(way):
+    model, _, step = guarded("lazy", **WAYS[way])
+    for _ in range(2):
+        step(BAD)
+        assert bits(model[1]) == bits(nn.BatchNorm1d(4))
+    step(X)
+    before = bits(model)
+    step(BAD)
+    assert bits(model) == before
+
+
 class Codebook(nn.Module):
     """Starts from its first batch, and then follows the batches."""
 
