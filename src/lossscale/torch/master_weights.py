@@ -59,7 +59,10 @@ class MasterWeights(OuterOptimizer):
 
     The copies start from the parameters. Each step updates them and rounds them into the
     parameters, so that updates too small for float16 add up. `.grad` of a float16 parameter is
-    float32. What other code writes into a parameter between two steps replaces the copy.
+    float32. What other code writes into a parameter between two steps replaces the copy. After
+    `model.float()` the copies are kept until the next applied step, which continues from them. A
+    newer `MasterWeights` over a parameter starts from the parameter, and the older one refuses to
+    step while the newer lives.
 
     The groups, the state and the hyperparameters are those of the optimizer. In its state each
     parameter also has `master_weight`, which state dictionaries contain. Hooks of either optimizer
@@ -71,8 +74,9 @@ class MasterWeights(OuterOptimizer):
 
     Raises:
         TypeError: If it is not an optimizer, or has loss scaling or masters already.
-        UnsupportedError: Before PyTorch 2.10, if a float16 parameter is sharded, or if an attribute
-            of the optimizer, besides its groups, holds float16 parameters.
+        UnsupportedError: Before PyTorch 2.10, if a float16 parameter is sharded, if two have the
+            same elements, or if an attribute of the optimizer, besides its groups, holds float16
+            parameters.
 
     Examples:
         >>> model = torch.nn.Linear(3, 1).half()

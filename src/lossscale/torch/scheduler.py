@@ -155,9 +155,9 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
             `GradScaler` for the optimizer whose steps count, or a wrapper of it such as
             Accelerate's.
         optimizer: The `LossScaleOptimizer` whose steps count, or the `GradScaler`; for an average
-            also a `MasterWeights` that is used without them. For a model that
-            several optimizers train, a list of them: if one skips, the buffers return to their
-            values after the last step, or before it if the skipped loss is older than that step.
+            also a `MasterWeights` that is used without them. For a model that several optimizers
+            train, a list of them: if one skips, the buffers return to their values after the last
+            step, or before it if the skipped loss is older than that step.
         buffers: Names of the buffers to follow, or patterns such as `"*.running_mean"`; None for
             all. A warning asks for it if the model has more than 64 MiB of buffers.
 
