@@ -40,7 +40,8 @@ from lossscale.torch.masters import (
 )
 from lossscale.torch.optimizer_list import OuterOptimizer, with_parts
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _KEY, _REFUSES = "master_weight", "masters"
 _HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 _KIND = operator.attrgetter("dtype", "device")
@@ -267,7 +268,8 @@ class MasterWeights(OuterOptimizer):
                 # Adagrad has made it, rounded to float16.
                 state["sum"].fill_(inner.defaults["initial_accumulator_value"])
         # What was written into others is still to be taken.
-        known, _ = self._versions, self._remember()
+        known = self._versions
+        self._remember()
         self._versions |= {key: known[key] for key in self._versions.keys() & known.keys()}
         self._note_masters()
         _living.add(self)
@@ -589,13 +591,14 @@ def compares_once(verb: Callable[_P, _R]) -> Callable[_P, _R]:
     """Lets a verb of a loss scale compare the parameters of masters once, when it begins.
 
     Args:
-        verb: A method of an object that has `inner_optimizer`.
+        verb: A method of an object that has `inner_optimizer`, or that takes an optimizer first.
     """
 
     @functools.wraps(verb)
     def compared(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        owner: Any = args[0]
-        some = [m for m in with_parts(owner.inner_optimizer) if isinstance(m, MasterWeights)]
+        inner = getattr(args[0], "inner_optimizer", args[1] if len(args) > 1 else None)
+        parts = with_parts(inner) if isinstance(inner, Optimizer) else ()
+        some = [part for part in parts if isinstance(part, MasterWeights)]
         before = [each._is_compared for each in some]
         for each in some:
             each._is_compared = False
