@@ -25,6 +25,7 @@ from lossscale.errors import CallOrderError, ScalerArgumentError
 from lossscale.rules import DynamicScale, ScaleRule
 from lossscale.torch import fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
+from lossscale.torch.master_weights import compares_once
 from lossscale.torch.observers import Decided, FloorWarning, Observers, SkippedStepHook, Stepped
 from lossscale.torch.optimizer_list import parts_of
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
@@ -229,6 +230,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     @uncompiled
+    @compares_once
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the gradients of an optimizer by the scale, in place, for example to clip them.
 
@@ -286,6 +288,7 @@ class GradScaler(torch.amp.GradScaler):
         return {device: overflow if here else torch.zeros_like(overflow)}
 
     @uncompiled
+    @compares_once
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales the gradients if `unscale_` did not, and applies them if all are finite.
 

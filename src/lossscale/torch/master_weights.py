@@ -40,7 +40,8 @@ from lossscale.torch.masters import (
 )
 from lossscale.torch.optimizer_list import OuterOptimizer, check_needs_no_closure, with_parts
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _KEY, _REFUSES = "master_weight", "masters"
 _HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 _KIND = operator.attrgetter("dtype", "device")
@@ -59,7 +60,10 @@ class MasterWeights(OuterOptimizer):
 
     The copies start from the parameters. Each step updates them and rounds them into the
     parameters, so that updates too small for float16 add up. `.grad` of a float16 parameter is
-    float32. What other code writes into a parameter between two steps replaces the copy.
+    float32. What other code writes into a parameter between two steps replaces the copy. After
+    `model.float()` the copies are kept until the next applied step, which continues from them. A
+    newer `MasterWeights` over a parameter starts from the parameter, and the older one refuses to
+    step while the newer lives.
 
     The groups, the state and the hyperparameters are those of the optimizer. In its state each
     parameter also has `master_weight`, which state dictionaries contain. Hooks of either optimizer
@@ -71,8 +75,9 @@ class MasterWeights(OuterOptimizer):
 
     Raises:
         TypeError: If it is not an optimizer, or has loss scaling or masters already.
-        UnsupportedError: Before PyTorch 2.10, if a float16 parameter is sharded, or if an attribute
-            of the optimizer, besides its groups, holds float16 parameters.
+        UnsupportedError: Before PyTorch 2.10, if a float16 parameter is sharded, if two have the
+            same elements, or if an attribute of the optimizer, besides its groups, holds float16
+            parameters.
 
     Examples:
         >>> model = torch.nn.Linear(3, 1).half()
@@ -264,7 +269,8 @@ class MasterWeights(OuterOptimizer):
                 # Adagrad has made it, rounded to float16.
                 state["sum"].fill_(inner.defaults["initial_accumulator_value"])
         # What was written into others is still to be taken.
-        known, _ = self._versions, self._remember()
+        known = self._versions
+        self._remember()
         self._versions |= {key: known[key] for key in self._versions.keys() & known.keys()}
         self._note_masters()
         _living.add(self)
@@ -568,13 +574,14 @@ def compares_once(verb: Callable[_P, _R]) -> Callable[_P, _R]:
     """Lets a verb of a loss scale compare the parameters of masters once, when it begins.
 
     Args:
-        verb: A method of an object that has `inner_optimizer`.
+        verb: A method of an object that has `inner_optimizer`, or that takes an optimizer first.
     """
 
     @functools.wraps(verb)
     def compared(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        owner: Any = args[0]
-        some = [m for m in with_parts(owner.inner_optimizer) if isinstance(m, MasterWeights)]
+        inner = getattr(args[0], "inner_optimizer", args[1] if len(args) > 1 else None)
+        parts = with_parts(inner) if isinstance(inner, Optimizer) else ()
+        some = [part for part in parts if isinstance(part, MasterWeights)]
         before = [each._is_compared for each in some]
         for each in some:
             each._is_compared = False

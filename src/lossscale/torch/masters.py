@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeGuard
 
 import torch
@@ -19,6 +19,8 @@ from lossscale.torch import ranks
 
 Pairs = list[tuple[Tensor, Tensor]]
 """Parameters, each with its master."""
+# A type guard of a class that cannot be one of tensors.
+_is_composed: Callable[[object], bool] = is_traceable_wrapper_subclass
 NARROW = frozenset({torch.float16, torch.bfloat16})
 _TOGETHER = {"cpu": 2**15}
 """Elements that are compared together, in a few times their memory: in a cache, or all that fit."""
@@ -142,7 +144,7 @@ def check_can_have_masters(optimizer: Optimizer, parameters: Iterable[Tensor]) -
 
 def _check_distinct(parameters: Iterable[Tensor]) -> None:
     """Refuses parameters that begin with the same element, as those do that `.data` ties."""
-    have_memory = (p for p in parameters if p.numel() and not is_traceable_wrapper_subclass(p))
+    have_memory = (p for p in parameters if p.numel() and not _is_composed(p))
     firsts: dict[tuple[torch.device, int], Tensor] = {}
     for parameter in (p for p in have_memory if not p.is_meta):
         key = parameter.device, parameter.data_ptr()

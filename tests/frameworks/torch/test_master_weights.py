@@ -1039,6 +1039,12 @@ def test_parameters_are_compared_once_in_a_verb(monkeypatch):
     optimizer.step()
     # A step of the inner optimizer begins within that of the wrapper.
     assert counts == {"zero_grad": 1, "backward": 1, "step": 2}
+    counts.clear()
+    scaler = GradScaler(DEVICE)
+    scaler.scale(loss_of(model)).backward()
+    scaler.step(optimizer.inner_optimizer)
+    # It also begins to unscale.
+    assert counts == {"step": 3}
 
 
 # --- What is refused ------------------------------------------------------------------------------
