@@ -269,7 +269,9 @@ tests/frameworks/jax/test_leaves.py
     optax LossScaled.init: self._widened(params) -> params
         -k float16 or narrow or half or dtype
 tests/frameworks/jax/test_master_weights.py
-    optax _followed: jnp.where(_is_rounded(param, master), ...) -> master  -k written
+    optax _followed: jnp.where(_is_rounded(param, master), master, param.astype(jnp.float32))
+        -> master
+        -k written
     optax _followed_jvp: rounded(of_param) + lost -> of_master  -k outside
     optax _followed_jvp: rounded(of_param) + lost -> rounded(of_param)  -k of_the_copies
     optax _has_master: param.dtype in (jnp.float16, jnp.bfloat16) -> True  -k quantized

@@ -38,7 +38,8 @@ def master_weights(
     `optax.apply_updates` then gives each parameter its copy, rounded. An update that is too small
     for float16 is not lost: it stays in the copy. What other code writes into a parameter between
     two steps replaces the copy. Other parameters, such as float8 ones, are updated as without it.
-    Derivatives through `update`, as in MAML, are those of the float32 update: rounding counts as 1.
+    A first derivative through `update`, as in MAML, is that of the float32 update: it passes
+    straight through the rounding.
 
     Put it directly inside loss scaling: `loss_scaled(master_weights(optax.adamw(1e-5)))`. Clipping,
     masks and accumulation go inside `master_weights`. bfloat16 parameters can do without
