@@ -111,8 +111,11 @@ class StepCounter(OwnVariable):
         counter (Adam's bias correction becomes NaN).
         """
         value = ops.cast(value, self.dtype)
-        if self._skipped._value is None and not backends.in_stateless_scope():
-            # Keras on JAX gives all variables their values again, of which this is the first.
+        stored = self._skipped._value
+        is_gone = stored is None or getattr(stored, "is_deleted", bool)()
+        if is_gone and not backends.in_stateless_scope():
+            # On JAX the trainer, or a loop whose step got the old arrays as donated ones, gives all
+            # variables their values again, of which this is the first.
             return value
         skipped = self._skipped.assign(ops.minimum(self._skipped.value, value))
         self._inner._iterations.assign(value - skipped)

@@ -33,13 +33,7 @@ from lossscale.common.checks import (
     with_gradient,
 )
 from lossscale.common.private_names import do_not_convert
-from lossscale.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    GradientsError,
-    UnknownSlotError,
-    UnsupportedError,
-)
+from lossscale.errors import ArgumentError, GradientsError, UnknownSlotError, UnsupportedError
 from lossscale.keras_common.scaled_gradients import Location, ScaleLedger
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.keras_common.step import OverflowCheck, Step, StepOperations
@@ -56,16 +50,22 @@ Slots = Iterator[tuple[list[str], dict[Key, ft.Variable]]]
 """The names of each kind of slot, and its variables by the key of the reference variable."""
 
 
-def _refuses_loss_scale(constructor: Callable[_P, None]) -> Callable[_P, None]:
-    """Decorates a constructor: the argument of TensorFlow 2.0 to 2.3 is that of another class."""
+def _refuses_unknown(constructor: Callable[_P, None]) -> Callable[_P, None]:
+    """Decorates a constructor: an unknown keyword is a ValueError, as with Keras' own class."""
+    known = inspect.signature(constructor).parameters
 
     @functools.wraps(constructor)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
         if "loss_scale" in kwargs:
-            raise ArgumentTypeError(
+            raise ArgumentError(
                 "LossScaleOptimizer takes no `loss_scale`. Received: "
                 f"loss_scale={kwargs['loss_scale']!r}. Pass dynamic=False, initial_scale=128 for a "
                 "fixed scale, or use lossscale.experimental.LossScaleOptimizer, which takes it."
+            )
+        if unknown := [f"`{name}`" for name in kwargs if name not in known]:
+            raise ArgumentError(
+                f"LossScaleOptimizer does not take the arguments: {', '.join(unknown)}. Set those "
+                "of the optimizer on the `inner_optimizer`."
             )
         constructor(*args, **kwargs)
 
@@ -160,7 +160,7 @@ class KerasCommonOptimizer(DocumentedMembers):
     # Makes a slot of a variable, with a name and a first value.
     _new_slot: Callable[[ft.Variable, str, ft.Initializer], ft.Variable]
 
-    @_refuses_loss_scale
+    @_refuses_unknown
     def __init__(
         self,
         inner_optimizer: ft.KerasOptimizer,

@@ -203,7 +203,8 @@ def _followed_jvp(
 
     def rounded(tangent: Array) -> Array:
         # Without the barrier, XLA would leave out the rounding.
-        return jax.lax.optimization_barrier(tangent.astype(param.dtype)).astype(jnp.float32)
+        narrow: Array = jax.lax.optimization_barrier(tangent.astype(param.dtype))
+        return narrow.astype(jnp.float32)
 
     # The derivative of the parameter, which the state may not have (it was made outside), and what
     # rounding took from that of the copy.

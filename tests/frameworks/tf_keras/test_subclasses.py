@@ -18,7 +18,7 @@ NEW, LEGACY = tf_keras.optimizers, tf_keras.optimizers.legacy
 
 
 def test_every_hook_that_the_base_class_declares_is_defined(optimizers):
-    of_new = {"_slots_of_inner", "_new_slot", "_load_now", "_is_of_own_class"}
+    of_new = {"_slots_of_inner", "_new_slot"}
     for make in CLASSES.values():
         lacking = left_undefined(make(optimizers.SGD(0.5)))
         assert lacking == (set() if optimizers is NEW else of_new)

@@ -383,9 +383,9 @@ def test_in_every_place_and_out_again():
         assert torch.amp.GradScaler is torch.GradScaler is lossscale.torch.GradScaler
     assert now() == before
     assert not any(issubclass(scaler, lossscale.torch.GradScaler) for scaler in before.values())
-    # By plain calls in any order, and after an error.
+    # By plain calls, of which the first one's counts, and after an error.
     first, second = lossscale.torch.install(), lossscale.torch.install()
-    for each in (first, first, second):
+    for each in (second, second, first):
         assert torch.amp.GradScaler is lossscale.torch.GradScaler
         each.undo()
     assert now() == before
