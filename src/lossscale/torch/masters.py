@@ -144,13 +144,9 @@ def check_can_have_masters(optimizer: Optimizer, parameters: Iterable[Tensor]) -
 
 def _check_distinct(parameters: Iterable[Tensor]) -> None:
     """Refuses parameters that begin with the same element, as those do that `.data` ties."""
-<<<<<<< Updated upstream
     have_memory = (p for p in parameters if p.numel() and not _is_composed(p))
-=======
-    plain: Iterable[Tensor] = itertools.filterfalse(is_traceable_wrapper_subclass, parameters)
->>>>>>> Stashed changes
     firsts: dict[tuple[torch.device, int], Tensor] = {}
-    for parameter in (p for p in plain if p.numel() and not p.is_meta):
+    for parameter in (p for p in have_memory if not p.is_meta):
         key = parameter.device, parameter.data_ptr()
         if firsts.setdefault(key, parameter) is not parameter:
             raise UnsupportedError(
