@@ -48,7 +48,7 @@ OWNERS = {
     "scaler": [lossscale.torch.GradScaler],
     "model": [keras.Model, torch.nn.Module, types.SimpleNamespace(optimizer=WRAPPERS[0])],
     # Of two optimizers, the state of one is given to the other.
-    "old": WRAPPERS,
+    "old": [*WRAPPERS, lossscale.experimental.LossScale],
     "new": WRAPPERS,
     "monitor": [lossscale.torch.Monitor, lossscale.optax.Monitor],
     "new_model": [keras.Model],

@@ -166,7 +166,7 @@ def test_a_second_weight_of_one_name_is_an_error():
 @TWO_KINDS
 def test_a_copy_of_a_loss_scale_is_refused_with_the_line_that_makes_another(make, copied):
     loss_scale = make()
-    with pytest.raises(UnsupportedError, match=r"from_config\(loss_scale\.get_config\(\)\)"):
+    with pytest.raises(UnsupportedError, match=r"from_config\(old\.get_config\(\)\)"):
         copied(loss_scale)
     again = type(loss_scale).from_config(loss_scale.get_config())
     assert (type(again), again.get_config()) == (type(loss_scale), loss_scale.get_config())

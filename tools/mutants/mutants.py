@@ -43,7 +43,7 @@ tests/core/test_rules.py
     rules DynamicScale.restored: math.isfinite(scale) and scale > 0 -> math.isfinite(scale)
     rules DynamicScale.restored: min(max(scale, self.min_scale), self.ceiling)
         -> max(scale, self.min_scale)
-    arguments _try_rule: hasattr(rule, 'needs') -> False  -k needs
+    arguments checked_rule: hasattr(rule, 'needs') -> False  -k needs
 tests/conformance/test_promises.py -k tensorflow-eager
     rules DynamicScale.update: counted < self.growth_interval -> counted <= self.growth_interval
     rules DynamicScale.update: scale * self.backoff_factor -> scale / self.growth_factor

@@ -72,7 +72,7 @@ class LossScale(abc.ABC):
     def __reduce__(self) -> NoReturn:
         raise UnsupportedError(
             f"A {type(self).__name__} cannot be copied or pickled, because its variables belong to "
-            "an optimizer. Create another: type(loss_scale).from_config(loss_scale.get_config())."
+            "an optimizer. Create another: type(old).from_config(old.get_config())."
         )
 
     def _variables(self) -> dict[str, Variable]:

@@ -46,6 +46,8 @@ class CurrentWrapper(LossScaleOptimizer, _LossScaleOptimizerV3, metaclass=Called
         return {
             f"inner.{name}.{number}": each
             for name, attribute in vars(inner).items()
+            # TensorFlow keeps the attributes once more in these.
+            if not name.startswith("_self_")
             for number, each in enumerate(parts_of(attribute))
             if isinstance(each, tf.Variable) and id(each) not in known
         }

@@ -36,12 +36,13 @@ ONE_FOR_SEVERAL = "Make one for both: LossScaleOptimizer([optimizer, other])."
 
 _lock = threading.RLock()
 """Held while numbers change: autograd runs hooks in a thread for each device."""
-_records: weakref.WeakSet[GradientRecord] = weakref.WeakSet()
+_records: set[weakref.ref[GradientRecord]] = set()
 
 
 def all_records() -> list[GradientRecord]:
     """The records of all optimizers."""
-    return list(_records)
+    # A list of the references first: other threads make optimizers meanwhile.
+    return [record for each in list(_records) if (record := each()) is not None]
 
 
 def sharing(ids: frozenset[int]) -> list[GradientRecord]:
@@ -143,7 +144,7 @@ class GradientRecord:
         self.last_info = ParameterInfo([], [])
         self.reset()
         info = ParameterInfo(ranks.parameters_of(inner), process_group)
-        _records.add(self)
+        _records.add(weakref.ref(self, _records.discard))
         if factor:
             self.last_info = info
             self.restart(factor)

@@ -97,7 +97,7 @@ OWN = {
     ),
     "a norm that would be negative from 65,504": Fault(
         lambda np, h, gain: gain / jnp.sqrt((h * 0 + 400) ** 2 - 2 * (h * 0 + 244) ** 2),
-        "unknown",
+        OVERFLOW,
         "pow mul square",
         scale=1.0,
     ),
