@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -125,7 +126,7 @@ class _Step(Step):
         gradient_record._records.clear()
         record = getattr(self._owner, "_record", None)
         if record is not None:
-            gradient_record._records.add(record)
+            gradient_record._records.add(weakref.ref(record))
 
 
 class _Filled(torch.autograd.Function):

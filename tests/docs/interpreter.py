@@ -75,8 +75,8 @@ def outcome(source: str, number: int) -> dict[str, object]:
     finally:
         sys.modules["__main__"] = main
         keras.config.set_dtype_policy(policy)
-        while installation.Installation._standing:
-            installation.Installation._standing[-1].undo()
+        if installation.Installation._first is not None:
+            installation.Installation._first.undo()
     return {"printed": printed.getvalue(), "logged": lines, "error": error}
 
 
