@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 MODULES = sorted(
     path.stem for path in pathlib.Path(lossscale_migration.__file__).parent.glob("*.py")
 )
-WITH_EXAMPLES = ("array_roles", "damaged_files", "layer_weights", "layers")
+WITH_EXAMPLES = ("array_roles", "damaged_files", "layer_weights", "layers", "numbered_arrays")
 
 
 def test_it_is_of_the_release_that_it_needs():

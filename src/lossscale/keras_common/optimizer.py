@@ -64,8 +64,8 @@ def _refuses_unknown(constructor: Callable[_P, None]) -> Callable[_P, None]:
             )
         if unknown := [f"`{name}`" for name in kwargs if name not in known]:
             raise ArgumentError(
-                f"LossScaleOptimizer does not take the arguments: {', '.join(unknown)}. Set those "
-                "of the optimizer on the `inner_optimizer`."
+                "LossScaleOptimizer got unknown arguments. Received arguments: "
+                f"{', '.join(unknown)}. Set those of the optimizer on the `inner_optimizer`."
             )
         constructor(*args, **kwargs)
 
