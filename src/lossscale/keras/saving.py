@@ -40,7 +40,7 @@ def named_variables(optimizer: KerasCommonOptimizer) -> dict[str, ft.Variable]:
 
 
 class CounterOfPlain(OwnVariable):
-    """What a TensorFlow checkpoint restores where a plain optimizer has its counter of steps."""
+    """Stands where a plain optimizer has its counter of steps, and refuses its checkpoint."""
 
     def _restore_from_tensors(self, restored_tensors: dict[str, ft.Tensor]) -> None:
         # Keras' own class has a counter here too, which stays 0.

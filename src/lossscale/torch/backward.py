@@ -93,7 +93,7 @@ def prepare_backward(
     of_loss.info()
     task = backward_pass.task
     if task != -1 and len(all_records()) == 1:
-        # What such a pass leaves scaled is this wrapper's, or nobody's.
+        # All gradients that this pass leaves scaled belong to this wrapper, or to no wrapper.
         records, unowned = [of_loss], list[Tensor]()
     else:
         records, unowned = _reached(loss, of_loss, inputs, task)

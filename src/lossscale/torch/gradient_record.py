@@ -257,7 +257,7 @@ class GradientRecord:
                 return
             records = [r for r in all_records() if r.multiplier is multiplier]
             if any(r.pass_now() for r in records):
-                # What others have is not complete.
+                # The gradients of the other records are not complete.
                 records = sharing(self.last_info.ids)
             for record in records:
                 record.check_arrived()

@@ -268,7 +268,7 @@ class MasterWeights(OuterOptimizer):
             if "initial_accumulator_value" in inner.defaults and state.get("step", 1) == 0:
                 # Adagrad has made it, rounded to float16.
                 state["sum"].fill_(inner.defaults["initial_accumulator_value"])
-        # What was written into others is still to be taken.
+        # Values that were written into other masters are still to be taken.
         known = self._versions
         self._remember()
         self._versions |= {key: known[key] for key in self._versions.keys() & known.keys()}
