@@ -95,7 +95,7 @@ PRINTED = [pair for page in PAGES if page.name not in RUN_ELSEWHERE for pair in 
 def test_there_is_something_to_run():
     assert {backend_of(block) for _, block in BLOCKS} == {"tensorflow", "jax", "torch"}
     assert len(EXAMPLES) >= 4
-    assert len(PRINTED) == 3
+    assert len(PRINTED) == 2
 
 
 @pytest.mark.parametrize("number", range(len(PRINTED)))
@@ -114,6 +114,7 @@ LAST_LINES = {
     "fit_mixed_float16.py": None,
     "gradient_tape.py": "after minimize: weight 1.0469",
     "monitor_training.py": "overflowed: net/hidden/bias net/hidden/kernel",
+    "jax_train_step.py": "32768.0",
     "custom_rule.py": "gradient inf: skipped 3, scale 16384",
 }
 

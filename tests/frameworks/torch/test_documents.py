@@ -28,12 +28,18 @@ MODULES = [PACKAGE.__name__]
 MODULES += [m.name for m in pkgutil.walk_packages(PACKAGE.__path__, f"{PACKAGE.__name__}.")]
 TRIED = {}
 
+ROOT = pathlib.Path(__file__).parents[3]
+FOLDER = ROOT / "examples" / "torch"
 BLOCKS = [
     pytest.param(block, id=f"{page}-{number}")
     for page in ("from_gradscaler.md", "trainers.md")
     for number, block in enumerate(programs(page), start=1)
     # These run in several processes, in cases_of_parallel.py.
     if not re.search("^(import ray|from torchtitan)", block, re.MULTILINE)
+]
+BLOCKS += [
+    pytest.param((FOLDER / f"{name}.py").read_text(), id=name)
+    for name in ("explain_lightning", "explain_trainer", "gradcache")
 ]
 
 
@@ -75,8 +81,6 @@ def test_a_program_on_a_page_prints_what_it_says(source):
 
 # The programs of examples/torch, and what the demo claims.
 
-ROOT = pathlib.Path(__file__).parents[3]
-FOLDER = ROOT / "examples" / "torch"
 FLOAT32, AUTOCAST, ALONE, REFUSED, FUSED, MASTERS = NAMES = (
     "float32",
     "float16 autocast, LossScaleOptimizer",
