@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import lossscale.registry as registry
 from lossscale.errors import ArgumentTypeError
-from lossscale.members import DocumentedMembers
+from lossscale.members import Wrapper
 from lossscale.rules import ScaleRule
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def refuse_subclass(cls: type, package: str, frameworks: Sequence[registry.Frame
     )
 
 
-class LossScaleOptimizer(DocumentedMembers, abc.ABC):
+class LossScaleOptimizer(Wrapper, abc.ABC):
     """An optimizer that applies loss scaling to prevent numeric underflow in float16.
 
     Small gradients flush to zero in float16. Loss scaling multiplies the loss by a number, the
@@ -54,7 +54,7 @@ class LossScaleOptimizer(DocumentedMembers, abc.ABC):
     Inherit from one of them, not from this class. With Keras, settings such as `momentum` or
     `clipnorm` are read from and written to `inner_optimizer`.
 
-    The members below are those for Keras; with PyTorch, call `backward(loss)` and `step()`.
+    With PyTorch, call `backward(loss)` and `step()`.
 
     Args:
         inner_optimizer: The optimizer to wrap, an instance.

@@ -46,6 +46,11 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     `keras.optimizers.LossScaleOptimizer`, and has two groups of verbs: those that TensorFlow
     documented, and `scale_loss`, `apply` and `stateless_apply`, which Keras' trainer calls.
 
+    Attributes:
+        dynamic_scale: The float32 variable that holds the loss scale.
+        step_counter: The variable that counts the finite steps since the scale last changed; None
+            if the rule does not count them.
+
     Args:
         inner_optimizer: The `keras.optimizers.Optimizer` to wrap, an instance.
         dynamic: As for `lossscale.LossScaleOptimizer`, like the arguments below.
@@ -82,6 +87,8 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     # Keras would save these a second time.
     _hidden = KerasCommonOptimizer._hidden | {"_inner_parts", "_optimizer"}
     _backend: backends.Backend
+    dynamic_scale: ft.Variable | None
+    step_counter: ft.Variable | None
     # Attributes of Keras' base class.
     built: bool
     _tracker: Any

@@ -47,7 +47,7 @@ def numpy_of(variable: ft.Variable) -> ft.Array:
     return keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(variable))
 
 
-# Methods of the loss scale optimizer; `lossscale.members` documents them.
+# Methods of the loss scale optimizer; its base class documents them.
 
 
 def get_weights(optimizer: KerasCommonOptimizer) -> list[ft.Array]:

@@ -11,13 +11,13 @@ from lossscale.common.private_names import do_not_convert
 from lossscale.errors import ArgumentTypeError
 from lossscale.keras_common.optimizer import KerasCommonOptimizer
 from lossscale.keras_common.state import parts_of
-from lossscale.members import DocumentedMembers, Wrapper
+from lossscale.members import Wrapper
 from lossscale.packages import warn
 
 Model = TypeVar("Model")
 
 
-def guard(model: Model, *optimizers: DocumentedMembers) -> Model:
+def guard(model: Model, *optimizers: Wrapper) -> Model:
     """Makes a skipped step of a model leave alone what its forward pass changed.
 
     Without it, one batch that overflows float16 in the forward pass leaves the moving averages of

@@ -37,7 +37,7 @@ from lossscale.errors import ArgumentError, GradientsError, UnknownSlotError, Un
 from lossscale.keras_common.scaled_gradients import Location, ScaleLedger
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.keras_common.step import OverflowCheck, Step, StepOperations
-from lossscale.members import DocumentedMembers, VariableList
+from lossscale.members import VariableList, Wrapper
 from lossscale.old_formats import kind_of, names_for
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule, ScaleState
@@ -72,8 +72,13 @@ def _refuses_unknown(constructor: Callable[_P, None]) -> Callable[_P, None]:
     return checked
 
 
-class KerasCommonOptimizer(DocumentedMembers):
-    """The members shared by Keras 3 and tf_keras: the step, settings, slots."""
+class KerasCommonOptimizer(Wrapper):
+    """The members that TensorFlow documented; the Keras 3 and Keras 2 wrappers have them.
+
+    Attributes:
+        inner_optimizer: The optimizer that is wrapped.
+        name: The optimizer's name.
+    """
 
     # The constructor's argument for the inner optimizer.
     _name_of_inner: ClassVar[str] = "inner_optimizer"
@@ -153,6 +158,83 @@ class KerasCommonOptimizer(DocumentedMembers):
     def _assign(self, variables: ft.Variables, values: Sequence[ft.Array]) -> None:
         """Sets variables."""
 
+    # Documented members.
+
+    @abc.abstractmethod
+    def build(self, variables: ft.Variables) -> None:
+        """Creates the inner optimizer's variables; a second call does nothing."""
+
+    @property
+    @abc.abstractmethod
+    def dynamic_counter(self) -> ft.Variable | None:
+        """The finite steps since the scale last changed: an integer scalar variable.
+
+        None if the scale is fixed.
+        """
+
+    @property
+    @abc.abstractmethod
+    def iterations(self) -> ft.Variable:
+        """The number of training steps, skipped ones included: an integer variable.
+
+        `inner_optimizer.iterations` counts the applied steps, which learning rate schedules and
+        Adam's bias correction use. Assigning to this one changes both.
+        """
+
+    @iterations.setter
+    @abc.abstractmethod
+    def iterations(self, value: ft.Scalar) -> None: ...
+
+    @property
+    @abc.abstractmethod
+    def variables(self) -> VariableList:
+        """The wrapper's variables, then the inner optimizer's: a list that can also be called.
+
+        On JAX a monitor adds variables, because a compiled step can change only those in this list.
+        """
+
+    @abc.abstractmethod
+    def get_weights(self) -> list[ft.Array]:
+        """Returns the values of `weights` as a list of NumPy arrays."""
+
+    @abc.abstractmethod
+    def get_slot_names(self) -> list[str]:
+        """Returns the names of the slots, such as `momentum`; empty before the first step."""
+
+    @abc.abstractmethod
+    def add_weight(
+        self,
+        name: str,
+        shape: Any,
+        dtype: ft.DType = None,
+        initializer: ft.Initializer = "zeros",
+        trainable: bool | None = None,
+        synchronization: Any = None,
+        aggregation: Any = "none",
+    ) -> ft.Variable:
+        """Adds a state variable that does not belong to a model variable, and returns it.
+
+        Args:
+            name: Its name.
+            shape: Its shape, a tuple.
+            dtype: Its dtype; None means Keras' float type.
+            initializer: A Keras initializer or its name, or a callable of shape and dtype.
+            trainable: The `trainable` flag of the variable.
+            synchronization: None or `tf.VariableSynchronization.AUTO`.
+            aggregation: A `tf.VariableAggregation`, or Keras' name of one.
+
+        Returns:
+            The new variable. It is saved with the optimizer.
+
+        Raises:
+            ValueError: If `synchronization` has another value, which Keras 3 does not support.
+
+        Examples:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
+            >>> int(optimizer.add_weight("seen", (), dtype="int64"))
+            0
+        """
+
     # Legacy optimizers have none of the rest: they keep slots and files themselves.
 
     # Yields the inner optimizer's slots.
@@ -202,6 +284,23 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     @do_not_convert
     def get_scaled_loss(self, loss: ft.Loss) -> ft.Loss:
+        """Multiplies the loss by the loss scale.
+
+        Call it before you compute gradients, for example with `tf.GradientTape`, and
+        `get_unscaled_gradients` afterwards. `minimize` calls both.
+
+        Args:
+            loss: Tensor of any shape and dtype, a number, or a callable that returns one.
+
+        Returns:
+            The product, in float32 or wider, so that the scaled value of a float16 loss does not
+            overflow. For a callable, a callable that reads the scale when it is called.
+
+        Examples:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8)
+            >>> float(optimizer.get_scaled_loss(tf.constant(0.5)))
+            4.0
+        """
         self._ledger.record(self._backend.current_location(), "get_scaled_loss")
         return self._scaled(loss)
 
@@ -215,6 +314,23 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     @do_not_convert
     def get_unscaled_gradients(self, grads: Iterable[ft.Gradient]) -> list[ft.Gradient]:
+        """Divides gradients by the loss scale.
+
+        Pass the gradients of a loss from `get_scaled_loss`.
+
+        Args:
+            grads: Tensors, `tf.IndexedSlices` or None, in any iterable.
+
+        Returns:
+            A new list of the same length, in float32 or wider: float16 cannot hold the small
+            values that scaling protected. None stays None, sparse stays sparse.
+
+        Examples:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8)
+            >>> gradient, missing = optimizer.get_unscaled_gradients([tf.constant([4.0]), None])
+            >>> gradient.numpy(), missing
+            (array([0.5], dtype=float32), None)
+        """
         gradients = listed(grads)
         number = sum(gradient is not None for gradient in gradients)
         self._ledger.record_unscaled(self._backend.current_location(), number)
@@ -235,6 +351,40 @@ class KerasCommonOptimizer(DocumentedMembers):
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> ft.Variable | ft.Operation:
+        """Applies gradients to variables, or skips the step; then adjusts the loss scale.
+
+        Pass the gradients from `get_unscaled_gradients`. After `scale_loss`, pass the gradients of
+        the scaled loss, as Keras' trainer does.
+
+        Args:
+            grads_and_vars: (gradient, variable) pairs. A gradient is a tensor of the variable's
+                shape, a `tf.IndexedSlices`, or None.
+            name: Name of the operations, or None.
+            *third: Do not pass a third positional argument. In TensorFlow 2.2 to 2.10 it was
+                `experimental_aggregate_gradients`; current optimizers use its opposite there.
+                Wrappers of legacy optimizers and of `lossscale.experimental` accept it as before.
+            skip_gradients_aggregation: Whether the gradients were already summed over the
+                replicas of a strategy; then they are not summed again.
+            experimental_aggregate_gradients: The opposite, under its older name.
+
+        Returns:
+            `iterations`, one higher than before, whether the step was applied or skipped. With
+            tf_keras inside a `tf.function`, its value; in a graph of TensorFlow 1, the operation
+            that runs the step.
+
+        Raises:
+            TypeError: If `grads_and_vars` does not hold pairs.
+            ValueError: If no variable has a gradient.
+
+        Examples:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+            >>> weight = tf.Variable([1.0, 2.0])
+            >>> scaled = optimizer.get_scaled_loss(tf.constant([2.0, float("inf")]))
+            >>> gradients = optimizer.get_unscaled_gradients([scaled])
+            >>> steps = optimizer.apply_gradients(zip(gradients, [weight]))
+            >>> weight.numpy(), int(optimizer.steps_skipped), float(optimizer.loss_scale)
+            (array([1., 2.], dtype=float32), 1, 16384.0)
+        """
         check_named(third[1:] if self._takes_third else third)
         gradients, variables = checked_pairs(grads_and_vars, self._backend.is_variable)
         self._backend.check_context()
@@ -320,6 +470,35 @@ class KerasCommonOptimizer(DocumentedMembers):
         name: str | None = None,
         tape: ft.Tape = None,
     ) -> ft.Variable | ft.Operation:
+        """Minimizes a loss: scales it, computes and unscales the gradients, and applies them.
+
+        It calls `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`, including the
+        overrides of a subclass.
+
+        Args:
+            loss: A callable without arguments that returns the loss; or a tensor, with the
+                `tape` that recorded it.
+            var_list: The variables to update: a list or tuple, one variable, or a callable that
+                returns these. None means the trainable variables that the tape watched. An
+                empty list updates nothing and does not count as a step.
+            grad_loss: Tensor of the loss's shape that multiplies its gradient, or None.
+            name: Name of the operations, or None.
+            tape: The `tf.GradientTape` that recorded `loss`, if `loss` is a tensor.
+
+        Returns:
+            The result of `apply_gradients`.
+
+        Raises:
+            ValueError: If `var_list` contains something that is not a variable, if no variable has
+                a gradient, or if `loss` is a tensor without a tape.
+
+        Examples:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.25))
+            >>> weight = tf.Variable(1.0)
+            >>> steps = optimizer.minimize(lambda: weight**2, [weight])
+            >>> float(weight), int(steps)
+            (0.5, 1)
+        """
         location = self._backend.current_location()
         with self._ledger.own_step(location):
             pairs = list(self._computed(loss, var_list, grad_loss, tape))
@@ -335,6 +514,24 @@ class KerasCommonOptimizer(DocumentedMembers):
         return zip(self._unscaled_by_verb(Step(gradients, variables)), variables, strict=True)
 
     def get_gradients(self, loss: ft.Loss, params: ft.Structure) -> list[ft.Gradient]:
+        """Returns the unscaled gradients of a loss; computes them from the scaled loss.
+
+        Args:
+            loss: A callable without arguments; or, inside a `tf.function`, a tensor.
+            params: List of variables.
+
+        Returns:
+            List of gradient tensors, in float32 or wider.
+
+        Raises:
+            ValueError: If the loss does not depend on a variable.
+
+        Examples:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
+            >>> weight = tf.Variable(3.0)
+            >>> float(optimizer.get_gradients(lambda: weight**2, [weight])[0])
+            6.0
+        """
         location = self._backend.current_location()
         params = self._backend.flat_variables(params)
         with self._ledger.own_step(location):
@@ -355,6 +552,25 @@ class KerasCommonOptimizer(DocumentedMembers):
         return unscaled
 
     def get_updates(self, loss: ft.Loss, params: ft.Structure) -> list[ft.Variable | ft.Operation]:
+        """Computes gradients as `get_gradients` does, and applies them.
+
+        Args:
+            loss: A callable without arguments; or, inside a `tf.function`, a tensor.
+            params: List of variables.
+
+        Returns:
+            A list with the result of `apply_gradients`: `iterations`, one higher than before.
+
+        Raises:
+            ValueError: If the loss does not depend on a variable.
+
+        Examples:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+            >>> weight = tf.Variable(3.0)
+            >>> updates = optimizer.get_updates(lambda: weight**2, [weight])
+            >>> float(weight)
+            0.0
+        """
         location = self._backend.current_location()
         with self._ledger.own_step(location):
             gradients = self.get_gradients(loss, params)
@@ -373,15 +589,18 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     @property
     def loss_scale(self) -> ft.Tensor:
+        """The current loss scale: a float32 scalar tensor."""
         self._ledger.is_scale_read = True
         return self._float32(self._current_scale())
 
     @property
     def steps_skipped(self) -> ft.Tensor:
+        """The number of steps skipped so far: an integer scalar tensor."""
         return self._backend.read(self._steps_skipped)
 
     @property
     def last_step_skipped(self) -> ft.Tensor:
+        """Whether the last step was skipped: a boolean scalar tensor."""
         return self._backend.read(self._last_step_skipped)
 
     # For `repr`, because a program that reads `loss_scale` may multiply by it. The second name is
@@ -428,6 +647,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     @property
     def learning_rate(self) -> ft.LearningRate:
+        """The learning rate of the inner optimizer: a number, a variable or a schedule."""
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
@@ -435,11 +655,17 @@ class KerasCommonOptimizer(DocumentedMembers):
         self.inner_optimizer.learning_rate = value
 
     lr = learning_rate
+    """Another name of `learning_rate`."""
 
     # --- Weights and slots --------------------------------------------------------------------
 
     @property
     def weights(self) -> VariableList:
+        """The inner optimizer's counter of applied steps, then its state variables.
+
+        As in TensorFlow, the loss scale and the learning rate are not among them. They are in the
+        order of creation.
+        """
         return VariableList(self._inner_weights())
 
     @property
@@ -448,6 +674,22 @@ class KerasCommonOptimizer(DocumentedMembers):
         return self.variables
 
     def set_weights(self, weights: Sequence[ft.Array]) -> None:
+        """Sets the values of `weights`, or of `variables`.
+
+        Args:
+            weights: Arrays from `get_weights`; or one array for each of `variables`, in that order.
+
+        Raises:
+            ValueError: If their number or a shape does not match. Nothing is changed then.
+
+        Examples:
+            >>> inner = keras.optimizers.SGD(0.5, momentum=0.9)
+            >>> optimizer = lossscale.LossScaleOptimizer(inner)
+            >>> optimizer.build([keras.Variable([1.0, 2.0])])
+            >>> optimizer.set_weights([10, [0.5, 0.25]])
+            >>> optimizer.get_weights()
+            [array(10), array([0.5 , 0.25], dtype=float32)]
+        """
         values = list(weights)
         weights, everything = self.weights, self._lasting_variables
         if len(values) not in (len(weights), len(everything)):
@@ -461,6 +703,27 @@ class KerasCommonOptimizer(DocumentedMembers):
         self._assign(targets, values)
 
     def get_slot(self, var: ft.Variable, slot_name: str) -> ft.Variable:
+        """Returns the state variable that the inner optimizer keeps for a variable.
+
+        Args:
+            var: A variable that the optimizer was built with.
+            slot_name: `momentum`, `velocity`, ..., or TensorFlow's older names (`m` and `v` of
+                Adam, `rms` of RMSprop).
+
+        Returns:
+            The state variable; in most optimizers it has the shape of `var`.
+
+        Raises:
+            KeyError: If there is no such slot, or the optimizer does not know the variable.
+
+        Examples:
+            >>> inner = keras.optimizers.SGD(0.5, momentum=0.9)
+            >>> optimizer = lossscale.LossScaleOptimizer(inner)
+            >>> weight = tf.Variable(1.0)
+            >>> steps = optimizer.minimize(lambda: weight * 2.0, [weight])
+            >>> optimizer.get_slot_names(), float(optimizer.get_slot(weight, "momentum"))
+            (['momentum'], -1.0)
+        """
         slot = self._find_slot(var, slot_name)
         if slot is None:
             raise UnknownSlotError(
@@ -473,6 +736,21 @@ class KerasCommonOptimizer(DocumentedMembers):
     def add_slot(
         self, var: ft.Variable, slot_name: str, initializer: ft.Initializer = "zeros"
     ) -> ft.Variable:
+        """Adds a state variable for a variable, and returns it.
+
+        Args:
+            var: The variable it belongs to. The new one has its shape and dtype.
+            slot_name: The name of the slot. If it exists, it is returned unchanged.
+            initializer: A Keras initializer or its name, or a callable of shape and dtype.
+
+        Returns:
+            The new state variable. It is saved with the optimizer.
+
+        Examples:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
+            >>> optimizer.add_slot(tf.Variable([1.0, 2.0]), "average").shape.as_list()
+            [2]
+        """
         slot = self._find_slot(var, slot_name)
         if slot is None:
             slot = self._new_slot(var, slot_name, initializer)
@@ -516,6 +794,7 @@ class KerasCommonOptimizer(DocumentedMembers):
         return {"rule": self._rule, "name": self.__dict__.get("_given_name", self.name)}
 
     def get_config(self) -> ft.Config:
+        """Returns the configuration: a JSON-ready dictionary, without the state."""
         name, described = self._constructor_arguments()["name"], config_from_rule(self._rule)
         if "rule" in described:
             described["rule"]["class_name"] = self._registered_name(type(self._rule))
@@ -527,6 +806,24 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     @classmethod
     def from_config(cls, config: ft.Config, custom_objects: dict[str, Any] | None = None) -> Self:
+        """Creates an optimizer from its configuration, without saved state.
+
+        Args:
+            config: A dictionary from `get_config`; it is not changed.
+            custom_objects: Classes in the configuration that are not part of the framework, by
+                class name.
+
+        Returns:
+            An optimizer instance.
+
+        Raises:
+            ValueError: If `config` does not describe a loss scale optimizer.
+
+        Examples:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8)
+            >>> lossscale.LossScaleOptimizer.from_config(optimizer.get_config()).initial_scale
+            8.0
+        """
         check_config(config)
         rules = cls._with_class_named(config.get("rule"), custom_objects)
         inner, arguments = arguments_from_config(config, rules)
