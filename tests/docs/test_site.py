@@ -123,8 +123,8 @@ def test_a_page_shows_the_members_that_each_class_offers(site):
         for cls, members in shown.items():
             assert members <= set(dir(cls)), (cls, members - set(dir(cls)))
             assert not [name for name in members if name.startswith("_")], (cls, members)
-            # Each wrapper is a registered subclass of the class that picks it; the page of tf_keras'
-            # refers to that of Keras 3's.
+            # Each wrapper is a registered subclass of the class that picks it; tf_keras' has the
+            # members that Keras 3's shows.
             bases = {*cls.__mro__, *([picking] if issubclass(cls, picking) else [])}
             if issubclass(cls, lossscale.tf_keras.LossScaleOptimizer):
                 bases.add(lossscale.keras.LossScaleOptimizer)

@@ -1,20 +1,17 @@
 """Keras on PyTorch: eager, with one wait for the decision in each step.
 
-The state of the rule comes along with the verdict, so that the rule can run on Python numbers, and
-only what has changed goes back to the device. The rule's own operations would be some twenty
-kernels on scalars: a step of one variable would take 1.5 times as long, one of two hundred 1.07.
+The rule runs on Python numbers, and only what has changed goes back to the device. Its own
+operations would be some twenty kernels on scalars: a step of one variable would take 1.5 times as
+long, one of two hundred 1.07.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import lossscale.framework_types as ft
 from lossscale import registry
@@ -28,8 +25,6 @@ from lossscale.rules import ScaleRule, ScaleState, changed_fields
 from lossscale.torch import gradients as torch_gradients
 from lossscale.torch import scaling
 
-_SMALLEST_LENT = 2**20
-"""Bytes. Fresh memory for fewer takes no longer."""
 _Saved = list[tuple[ft.Variable, Tensor]]
 """Variables, and their values at a time."""
 
@@ -74,9 +69,9 @@ class TorchBackend(Backend):
         if not dense:
             finite = not rule.checks_gradients or bool(self.all_finite(gradients))
             return OverflowCheck(finite, unscaled)
-        # `.grad` belongs to the user, who may change it in place without a new version number.
-        keys = [(index, id(step.variables[index])) for index in dense]
-        copies = _copies(inner, [gradients[index] for index in dense], keys)
+        # `.grad` belongs to the user.
+        copies = [torch.empty_like(gradients[index]) for index in dense]
+        torch._foreach_copy_(copies, [gradients[index] for index in dense])
         for index, copy in zip(dense, copies, strict=True):
             gradients[index] = copy
         scale = torch.as_tensor(step.scale, dtype=torch.float32, device=copies[0].device)
@@ -90,7 +85,7 @@ class TorchBackend(Backend):
             found_inf = found_inf + torch.logical_not(self.all_finite(others)).to(found_inf)
         state = None
         if _host_can_update(scale_variables):
-            overflowed, state = _read_with(scale_variables, found_inf)
+            overflowed, state = found_inf.item() != 0, _state_on_host(scale_variables)
             may_grow = not state.scale >= 1.0
         else:
             # One number is read by the host.
@@ -200,62 +195,10 @@ def _host_can_update(state: ScaleVariables) -> bool:
     )
 
 
-def _read_with(state: ScaleVariables, found_inf: Tensor) -> tuple[bool, ScaleState]:
-    """Waits for the decision, and reads the rule's state in the same transfer.
-
-    Args:
-        state: The state.
-        found_inf: float32 scalar tensor; not 0 if a gradient is not finite.
-
-    Returns:
-        Whether `found_inf` is not 0, and the state as Python numbers.
-    """
-    tensors = [state.variables[field]._value for field in state.first._fields]
-    together = [_bits(tensor).to(found_inf.device) for tensor in (found_inf, *tensors)]
-    overflowed, *bits = torch.stack(together).tolist()
-    numbers = [_number(tensor.dtype, bit) for tensor, bit in zip(tensors, bits, strict=True)]
-    return overflowed != 0, type(state.first)(*numbers)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The bits of a float32 scalar as an integer; of others their value."""
-    return tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor
-
-
-def _number(dtype: torch.dtype, bits: int) -> float:
-    if dtype == torch.float32:
-        return float(struct.unpack("=f", struct.pack("=i", bits))[0])
-    return bool(bits) if dtype == torch.bool else bits
-
-
-def _copies(
-    optimizer: ft.KerasOptimizer, gradients: Sequence[Tensor], keys: Sequence[Hashable]
-) -> list[Tensor]:
-    """Returns copies of gradients; on a CPU in the memory of the step before, unless that is kept.
-
-    There fresh memory takes several times as long as the copy itself: a step of SGD with twenty
-    variables of a million elements would take 1.7 times as long. An accelerator's allocator gives
-    the same memory out again.
-
-    Args:
-        optimizer: Who keeps it.
-        gradients: Dense tensors.
-        keys: The identity of the memory of each gradient.
-    """
-    lent, copies = optimizer.__dict__.setdefault("_lent_memory", {}), []
-    for key, gradient in zip(keys, gradients, strict=True):
-        if gradient.device.type != "cpu" or gradient.nbytes < _SMALLEST_LENT:
-            copies.append(torch.empty_like(gradient))
-            continue
-        memory, borrower = lent.get(key, (None, None))
-        # An optimizer may keep the gradients of a step, or views of them.
-        if memory is None or memory.nbytes != gradient.nbytes or not borrower.expired():
-            memory = np.empty(gradient.nbytes, np.uint8)
-        copy = torch.frombuffer(memory, dtype=gradient.dtype).view(gradient.shape)
-        lent[key] = memory, StorageWeakRef(copy.untyped_storage())
-        copies.append(copy)
-    torch._foreach_copy_(copies, list(gradients))
-    return copies
+def _state_on_host(state: ScaleVariables) -> ScaleState:
+    """Returns the rule's state as Python numbers."""
+    numbers = [state.variables[field]._value.item() for field in state.first._fields]
+    return type(state.first)(*numbers)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # of PyTorch
