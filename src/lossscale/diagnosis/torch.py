@@ -26,8 +26,7 @@ from lossscale.diagnosis.measurement import Pass, checked_loss, measure
 from lossscale.diagnosis.report import Report
 from lossscale.errors import UnsupportedError
 from lossscale.monitoring.explanation import Explanation
-from lossscale.torch.explaining import check_model_and_loss, explain, needs_autocast
-from lossscale.torch.isolation import as_it_was
+from lossscale.torch.explaining import as_it_was, check_model_and_loss, explain, needs_autocast
 from lossscale.torch.ranks import is_spread
 from lossscale.torch.scaling import real_parts, scaled, widened
 

@@ -43,7 +43,9 @@ if TYPE_CHECKING:
     from lossscale.diagnosis.jax import diagnose as diagnose
     from lossscale.diagnosis.jax import explain as explain
 else:
-    __getattr__ = registry.imported_late(__name__, "lossscale.diagnosis.jax", "diagnose", "explain")
+    __getattr__ = registry.imported_late(
+        __name__, diagnose="lossscale.diagnosis.jax", explain="lossscale.diagnosis.jax"
+    )
 
 
 def __dir__() -> list[str]:

@@ -249,18 +249,6 @@ _OF_THE_KERNEL = frozenset({torch.float32, torch.float64, torch.float16})
 """The dtypes that the kernel supports on every accelerator."""
 
 
-def _in_two_passes(tensors: Sequence[Tensor], overflow: Tensor, factor: Tensor) -> None:
-    for tensor in tensors:
-        overflow.copy_(torch.maximum(overflow, (~torch.isfinite(tensor).all()).to(overflow.dtype)))
-        tensor.mul_(factor)
-
-
-# Not documented, so that a release may have another name for it.
-_kernel: Callable[..., object] = getattr(
-    torch, "_amp_foreach_non_finite_check_and_unscale_", _in_two_passes
-)
-
-
 def unscale_and_check_(
     gradients: Gradients,
     factor: Factor,
@@ -295,7 +283,12 @@ def unscale_and_check_(
             else:
                 by_device[device] = torch.zeros((), dtype=torch.float32, device=device)
         if device.type == "cpu" or group[0].dtype in _OF_THE_KERNEL:
-            _change(_kernel, group, by_device[device], factor(device))
+            _change(
+                torch._amp_foreach_non_finite_check_and_unscale_,
+                group,
+                by_device[device],
+                factor(device),
+            )
         else:
             _check_largest(group, by_device[device], 1.0)
             _change(torch._foreach_mul_, group, factor(device))

@@ -124,13 +124,10 @@ class FloorWarning(Observer):
     """
 
     def __init__(self, lower: str = "DynamicScale(min_scale=2.0**-24)") -> None:
-        self._lower, self.warned = lower, False
+        self._lower, self._warned = lower, False
 
     def _step_over(self, step: Stepped) -> None:
-        if step.skipped is True and step.scale is not None and not self.warned:
-            self.check(step.stepper, float(step.scale))
-
-    def check(self, stepper: Stepper, scale: float) -> None:
-        """Warns if a step that was skipped had the lowest scale, and no monitor does."""
-        if not stepper._observers.have_monitor:
-            self.warned = warned_at_floor(stepper.rule, scale, self._lower)
+        is_known = step.skipped is True and step.scale is not None and not self._warned
+        # A monitor warns itself.
+        if is_known and not step.stepper._observers.have_monitor:
+            self._warned = warned_at_floor(step.stepper.rule, float(step.scale), self._lower)

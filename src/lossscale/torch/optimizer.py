@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, TypeVar, cast, overload
 
 import torch
@@ -161,17 +161,6 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
     def inner_optimizer(self) -> Optimizer:
         """The inner optimizer, which cannot be replaced by another one."""
         return self._inner
-
-    def __len__(self) -> int:
-        # For a single optimizer, Python raises that it has no length.
-        return len(cast(OptimizerList, self._inner))
-
-    def __iter__(self) -> Iterator[Optimizer]:
-        return iter(cast(OptimizerList, self._inner))
-
-    def __bool__(self) -> bool:
-        # An optimizer is true, also one with `__len__`.
-        return True
 
     # --- Backward -----------------------------------------------------------------------------
 
@@ -624,37 +613,26 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
         return state_dicts.LossScaleState(self._engine.scale)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What a later release needs to recreate it, and attributes that users have set; but not the
-        # methods that schedulers and trainers have replaced, which refer to this optimizer.
+        # Attributes that users have set as well; but not the methods that schedulers and trainers
+        # have replaced, which refer to this optimizer.
         self._adopt_loaded()
-        engine = self._engine
+        engine, numbers = self._engine, self._engine.scale.numbers()
         own = {
             name: value
             for name, value in self.__dict__.items()
-            if not (name in _SET_BY_LIGHTNING or name in _RECREATED or hasattr(type(self), name))
+            if not (name in _NOT_COPIED or hasattr(type(self), name))
         }
-        return {
-            **own,
-            "inner_optimizer": engine.inner,
-            "name": self.name,
-            "rule": engine.rule,
-            "clip_norm": engine.clip_norm,
-            "process_group": self.process_group,
-            "decide": self.decide,
-            "numbers": engine.scale.numbers(),
-            "gradient_factor": self._record.gradient_factor(),
-        }
+        made_of = engine.inner, engine.rule, engine.clip_norm, self.process_group, self.decide
+        numbers["of_gradients"] = self._record.gradient_factor()
+        return {**own, "made_of": made_of, "numbers": numbers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        inner, rule, clip_norm, process_group, decide, name, numbers, factor = map(
-            state.pop, _PICKLED
-        )
+        own = dict(state)
+        (inner, rule, clip_norm, process_group, decide), numbers = map(own.pop, _PICKLED)
         scale = _new_scale(rule, inner, decide)
-        state_dicts.restore(scale, numbers)
-        engine = Engine(inner, scale, clip_norm, process_group, factor)
-        self._start(engine, name)
-        self.__dict__.update(state)
+        self._start(Engine(inner, scale, clip_norm, process_group), own["name"])
+        self._start_from(dict(numbers))
+        self.__dict__.update(own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LossScaleOptimizer:
         copied: LossScaleOptimizer = object.__new__(type(self))
@@ -675,15 +653,13 @@ def wrapper_in(optimizer: object) -> Any:
     return optimizer
 
 
-_PICKLED = (
-    *("inner_optimizer", "rule", "clip_norm", "process_group", "decide", "name", "numbers"),
-    "gradient_factor",
+_PICKLED = "made_of", "numbers"
+
+_NOT_COPIED = frozenset(
+    {"_engine", "_inner", "_record", "_rule", "_observers"}
+    | {"_strategy", "_on_before_step", "_on_after_step"}
 )
-
-_RECREATED = frozenset({"_engine", "_inner", "_record", "_rule", "_observers"})
-
-_SET_BY_LIGHTNING = frozenset({"_strategy", "_on_before_step", "_on_after_step"})
-"""Attributes that Lightning sets on an optimizer."""
+"""Attributes that a copy makes anew, and those that Lightning sets on an optimizer."""
 
 
 def _copied(value: Number) -> Number:

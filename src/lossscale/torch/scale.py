@@ -308,34 +308,17 @@ class SkipCount:
 
     def __init__(self, skipped: int = 0) -> None:
         self._made, self._skipped = 0, skipped
-        self._last: Flag = False
         # Flags that were not read yet, and on the device of a CUDA graph the numbers of steps and
         # of skipped steps in its replays.
         self._flags: list[Tensor] = []
         self._replayed: Tensor | None = None
 
-    def add(self, flag: Flag, before: Flag = False) -> Flag:
+    def add(self, flag: Flag) -> None:
         """Counts a step.
 
         Args:
             flag: Whether it is skipped: a bool, or a float32 scalar tensor, 1 or 0.
-            before: Whether the steps that count as one with it were; False for the first one.
-
-        Returns:
-            `before`, with this one.
         """
-        self._last = flag
-        if before is False:
-            self._add(flag)
-            return flag
-        if before is True or flag is False:
-            return before
-        before = before if flag is True else before.to(flag.device)
-        joined = torch.ones_like(before) if flag is True else torch.maximum(before, flag)
-        self._add(joined - before)
-        return joined
-
-    def _add(self, flag: Flag) -> None:
         if isinstance(flag, bool):
             self._made, self._skipped = self._made + 1, self._skipped + flag
             return
@@ -371,12 +354,6 @@ class SkipCount:
     def skipped(self) -> int:
         """Number of skipped steps."""
         return self.read()[1]
-
-    @property
-    def last_skipped(self) -> bool:
-        """Whether the last step was skipped."""
-        # A replay writes into the flag.
-        return bool(self._last)
 
 
 class FirstSteps:

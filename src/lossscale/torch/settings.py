@@ -122,16 +122,11 @@ class InnerSettings(Wrapper):
             object.__setattr__(self, name, value)
             return
         self._check_no_setting(name)
-        if any(hasattr(part, name) for part in with_parts(inner)):
+        if any(hasattr(part, name) for part in (*with_parts(inner), self._rule)):
             place = "optimizers[i]" if isinstance(inner, OptimizerList) else "inner_optimizer"
             raise UnknownSettingError(
-                f"{name!r} belongs to the inner optimizer, and is only read here. Write "
-                f"optimizer.{place}.{name} = ... instead."
-            )
-        if hasattr(self._rule, name):
-            raise UnknownSettingError(
-                f"{name!r} belongs to the rule, which is frozen. Make the optimizer with another "
-                f"`rule`. Received: {name}={value!r}, for {self._rule!r}."
+                f"{name!r} belongs to the inner optimizer or to the rule, and is only read here. "
+                f"Write optimizer.{place}.{name} = ..., or make the optimizer with another `rule`."
             )
         object.__setattr__(self, name, value)
 
@@ -147,12 +142,6 @@ def check_inner(inner: object) -> None:
             "The optimizer to wrap must be a torch.optim.Optimizer, or a list of them. Received: "
             f"{inner!r} of type {type(inner).__name__}.{hint} An example is "
             "torch.optim.AdamW(model.parameters())."
-        )
-    if any(fused.takes_a_scaler(part.step) for part in with_parts(inner)):
-        raise UnsupportedError(
-            f"{type(inner).__name__}.step takes a `grad_scaler`, which PyTorch has deprecated: a "
-            "step is skipped here. Remove the argument; a fused kernel reads the attributes "
-            "`grad_scale` and `found_inf` instead."
         )
     check_needs_no_closure(inner)
     if any(group.get("differentiable") for group in inner.param_groups):
