@@ -58,6 +58,7 @@ class Engine:
         scale: The loss scale.
         clip_norm: The largest norm of the unscaled gradients, or None.
         process_group: As `ranks.groups_of` takes it.
+        factor: What multiplies the gradients of a copy; 0 if there are none.
 
     Attributes:
         rule: The rule that moves the loss scale.
@@ -70,9 +71,10 @@ class Engine:
         scale: LossScale,
         clip_norm: float | None = None,
         process_group: ranks.Groups = None,
+        factor: float = 0.0,
     ) -> None:
         self.inner, self.scale, self.rule, self.clip_norm = inner, scale, scale.rule, clip_norm
-        self.record = GradientRecord(inner, scale, process_group)
+        self.record = GradientRecord(inner, scale, process_group, factor)
         self._first_steps = FirstSteps()
 
     # --- Decide -------------------------------------------------------------------------------

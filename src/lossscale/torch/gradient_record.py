@@ -106,6 +106,7 @@ class GradientRecord:
         inner: The optimizer.
         scale: The loss scale.
         process_group: As `ranks.groups_of` takes it.
+        factor: What multiplies the gradients of a copy; 0 if there are none.
 
     Attributes:
         rule: The rule that moves the loss scale.
@@ -132,7 +133,9 @@ class GradientRecord:
 
     leave_out: weakref.WeakMethod[Callable[[], None]]
 
-    def __init__(self, inner: Optimizer, scale: LossScale, process_group: ranks.Groups) -> None:
+    def __init__(
+        self, inner: Optimizer, scale: LossScale, process_group: ranks.Groups, factor: float = 0.0
+    ) -> None:
         self.inner, self.scale, self.rule = inner, scale, scale.rule
         self.process_group = process_group
         self.warned = self.strays = False
@@ -142,7 +145,11 @@ class GradientRecord:
         self.reset()
         info = ParameterInfo(ranks.parameters_of(inner), process_group)
         _records.add(weakref.ref(self, _records.discard))
-        self._take(info)
+        if factor:
+            self.last_info = info
+            self.restart(factor)
+        else:
+            self._take(info)
 
     def __del__(self) -> None:
         """Divides gradients that no other record knows of."""

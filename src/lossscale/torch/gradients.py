@@ -59,11 +59,6 @@ class Gradients(NamedTuple):
     dense_groups: list[list[Tensor]]
     owners: list[list[Tensor]]
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the first one; the CPU if there is none."""
-        return self.dense_groups[0][0].device if self.dense_groups else CPU
-
 
 def collect(
     info: ParameterInfo,
@@ -146,11 +141,6 @@ def share_memory(tensors: Sequence[Tensor], info: ParameterInfo) -> bool:
     return shared
 
 
-def of_tensors(tensors: Iterable[Tensor]) -> Gradients:
-    """Dense tensors of real numbers, which may be changed in place."""
-    return _grouped([(tensor, tensor) for tensor in tensors])
-
-
 def _grouped(pairs: list[Pair]) -> Gradients:
     groups: dict[tuple[torch.device, torch.dtype], list[Pair]] = {}
     for gradient, values in pairs:
@@ -189,23 +179,17 @@ def _dense(parameter: Tensor, gradient: Tensor, allow_float16: bool, sums: bool)
 def check_can_be_divided(info: ParameterInfo) -> None:
     """Checks that no gradient is in float16, where dividing it would flush it to zero."""
     for parameter in info.parameters:
-        _check_can_be_widened(parameter)
-
-
-def _check_can_be_widened(parameter: Tensor) -> None:
-    dtype = None if parameter.grad is None else parameter.grad.dtype
-    if dtype not in ranks.HALF:
-        return
-    if parameter.dtype == dtype:
+        dtype = None if parameter.grad is None else parameter.grad.dtype
+        if dtype not in ranks.HALF:
+            continue
+        fix = "Set `parameter.grad_dtype = None`."
+        if parameter.dtype == dtype:
+            fix = IN_FLOAT32
+        elif getattr(parameter, "grad_dtype", None) is None:
+            continue
         raise GradientsError(
-            f"Small unscaled gradients of dtype {parameter.dtype} would flush to zero. Received: "
-            f"a parameter of shape {tuple(parameter.shape)}. {IN_FLOAT32}"
-        )
-    if getattr(parameter, "grad_dtype", None) is not None:
-        raise GradientsError(
-            f"Small unscaled gradients of dtype {dtype} would flush to zero. "
-            f"Received: a parameter of shape {tuple(parameter.shape)} and dtype "
-            f"{parameter.dtype}. Set `parameter.grad_dtype = None`."
+            f"Small unscaled gradients of dtype {dtype} would flush to zero. Received: a parameter "
+            f"of shape {tuple(parameter.shape)} and dtype {parameter.dtype}. {fix}"
         )
 
 
@@ -227,7 +211,7 @@ def grad_norm(
     """
     groups = gradients.dense_groups
     norms = [norm for group in groups for norm in torch._foreach_norm(group, 2.0, dtype)]
-    device = gradients.device
+    device = groups[0][0].device if groups else CPU
     if norms and not info.groups:
         norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
         return norm
@@ -283,15 +267,11 @@ def unscale_and_check_(
             else:
                 by_device[device] = torch.zeros((), dtype=torch.float32, device=device)
         if device.type == "cpu" or group[0].dtype in _OF_THE_KERNEL:
-            _change(
-                torch._amp_foreach_non_finite_check_and_unscale_,
-                group,
-                by_device[device],
-                factor(device),
-            )
+            kernel = torch._amp_foreach_non_finite_check_and_unscale_
+            kernel(group, by_device[device], factor(device))
         else:
             _check_largest(group, by_device[device], 1.0)
-            _change(torch._foreach_mul_, group, factor(device))
+            torch._foreach_mul_(group, factor(device))
     return by_device
 
 
@@ -304,20 +284,7 @@ def unscale_(gradients: Gradients, factor: Factor, *, divide: bool = False) -> N
     """Unscales gradients in place without a check, which takes less time."""
     for group in gradients.dense_groups:
         multiply = torch._foreach_div_ if divide else torch._foreach_mul_
-        _change(multiply, group, factor(group[0].device))
-
-
-def _change(kernel: Callable[..., object], group: list[Tensor], *arguments: Tensor) -> None:
-    try:
-        kernel(group, *arguments)
-    except RuntimeError:
-        # Kernels refuse a lazy negative, before they change anything. To look for one takes time.
-        if not any(map(Tensor.is_neg, group)):
-            raise
-        values = [tensor.resolve_neg() for tensor in group]
-        kernel(values, *arguments)
-        for tensor, value in zip(group, values, strict=True):
-            tensor.copy_(value)
+        multiply(group, factor(group[0].device))
 
 
 def check_quotients(gradients: Gradients, divisor: Factor) -> dict[torch.device, Tensor]:
@@ -384,7 +351,7 @@ def all_finite(
     if not torch.compiler.is_compiling():
         # A norm is one fast pass, and not finite if an element is not. But the norm of finite
         # elements can overflow too: then each element is checked.
-        groups = of_tensors(map(widened, parts)).dense_groups
+        groups = _grouped([(part, widened(part)) for part in parts]).dense_groups
         norms = [norm.to(device) for group in groups for norm in torch._foreach_norm(group, 2.0)]
         fits = torch.stack([norm.float() for norm in norms]).isfinite().all()
         if bool(fits):

@@ -19,7 +19,7 @@ from lossscale.errors import CallOrderError, GradientsError, UnsupportedError
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule
-from lossscale.torch import fused, gradients, masters, ranks
+from lossscale.torch import fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.backward import (
     Inputs,
@@ -213,9 +213,6 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
         finish = prepare_backward(loss, multiplier, record, BackwardPass(-1), inputs)
         try:
             _backpropagate(loss, multiplier, gradient, retain_graph, create_graph, inputs)
-        except RuntimeError as error:
-            masters.check_not_of_ddp(error)
-            raise
         finally:
             finish()
         check = record.last_check
@@ -629,9 +626,9 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = dict(state)
         (inner, rule, clip_norm, process_group, decide), numbers = map(own.pop, _PICKLED)
-        scale = _new_scale(rule, inner, decide)
-        self._start(Engine(inner, scale, clip_norm, process_group), own["name"])
-        self._start_from(dict(numbers))
+        scale, factor = _new_scale(rule, inner, decide), numbers["of_gradients"]
+        state_dicts.restore(scale, numbers)
+        self._start(Engine(inner, scale, clip_norm, process_group, factor), own["name"])
         self.__dict__.update(own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LossScaleOptimizer:

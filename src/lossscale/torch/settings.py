@@ -6,13 +6,10 @@ import contextlib
 import functools
 import inspect
 import traceback
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 
 from lossscale.arguments import checked_rule
@@ -29,7 +26,6 @@ from lossscale.errors import (
 )
 from lossscale.members import Wrapper
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
-from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule
 from lossscale.torch import fused, gradients, ranks
 from lossscale.torch.backward import was_scaled
@@ -226,24 +222,6 @@ def check_backpropagated(loss: Tensor, info: ranks.ParameterInfo) -> None:
             "A parameter has the dtype float16, in which unscaled gradients would flush to zero. "
             f"{gradients.IN_FLOAT32}"
         )
-
-
-_with_float16_statistics: weakref.WeakSet[Module] = weakref.WeakSet()
-"""The modules that a warning has named."""
-
-
-def warn_of_float16_statistics(model: Module) -> None:
-    """Warns once if a model keeps running statistics in float16, as after `model.half()`."""
-    for name, module in model.named_modules():
-        if module in _with_float16_statistics:
-            return
-        if getattr(getattr(module, "running_var", None), "dtype", None) == torch.float16:
-            _with_float16_statistics.add(module)
-            warn(
-                f"{type(module).__name__} {name!r} has float16 statistics. Its running variance "
-                "is infinite above 65,504. Keep it in float32: call .float() of each such module."
-            )
-            return
 
 
 # --- Arguments of a gradient scaler ------------------------------------------------------------

@@ -388,15 +388,6 @@ def test_monitors_guards_and_explanations():
     assert report.verdict
 
 
-def test_float16_statistics_are_one_warning():
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)).to(DEVICE, F16)
-    optimizer = LossScaleOptimizer(MasterWeights(adamw(model)))
-    with pytest.warns(errors.LossScaleWarning, match="BatchNorm1d '1' has float16 statistics"):
-        guard(model, optimizer)
-    # Warnings are errors.
-    lossscale.torch.Monitor(optimizer, model).close()
-
-
 class WritesData(torch.optim.Optimizer):
     """As optimizers were once written: it evaluates its closure, and writes to `data`."""
 
