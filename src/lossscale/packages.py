@@ -53,14 +53,6 @@ def not_installed(modules: Sequence[str]) -> MissingPackageError:
     )
 
 
-def lacking_for_keras() -> list[str]:
-    """Returns the modules to install for Keras 3; without a backend TensorFlow, its default.
-
-    The extra of TensorFlow has Keras too.
-    """
-    return ["keras"] if any(map(is_installed, BACKENDS)) else ["tensorflow"]
-
-
 _SKIPPED_FRAMES = {*EXTRAS, "lossscale", "contextlib", "accelerate", "lightning", "transformers"}
 """Modules that may be on the call stack between the user's line and the warning."""
 

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from lossscale.errors import ArgumentTypeError, MissingPackageError
-from lossscale.packages import EXTRAS, is_installed, lacking_for_keras, not_installed
+from lossscale.packages import BACKENDS, EXTRAS, is_installed, not_installed
 
 
 class Framework(NamedTuple):
@@ -176,8 +176,9 @@ def naming_missing_packages(*needed: str) -> Iterator[None]:
         if error.name not in EXTRAS:
             raise
         lacking = [each for each in needed if not is_installed(each)] or [error.name]
-        if lacking == ["keras"]:
-            lacking = lacking_for_keras()
+        if lacking == ["keras"] and not any(map(is_installed, BACKENDS)):
+            # Its default backend, whose extra has Keras too.
+            lacking = ["tensorflow"]
         raise not_installed(lacking) from error
 
 

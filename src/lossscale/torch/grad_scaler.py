@@ -41,10 +41,6 @@ from lossscale.torch.settings import (
 
 Losses = TypeVar("Losses")
 
-_STEPPED = (
-    "step() was called twice on this optimizer since the last update(). Call update() once after "
-    "the steps of all optimizers."
-)
 _OF_ONE_SCALER = frozenset({"_records", "_observers", "_last_skipped"})
 """Attributes that a copy does not share."""
 
@@ -329,7 +325,7 @@ class GradScaler(torch.amp.GradScaler):
         self._check_scale_growth_tracker("step")
         entry = self._per_optimizer_states[id(optimizer)]
         if entry["stage"] is OptState.STEPPED:
-            raise CallOrderError(_STEPPED)
+            raise CallOrderError("step() was called twice without update(). Call it once.")
         is_scaled = entry["stage"] is OptState.READY
         if is_scaled:
             self._check_inf_per_device(optimizer)

@@ -15,22 +15,15 @@ from torch.utils.hooks import RemovableHandle
 
 from lossscale.arguments import rule_from_arguments
 from lossscale.common.checks import living_wrapper, remember_wrapper
-from lossscale.errors import CallOrderError, GradientsError, UnsupportedError
+from lossscale.errors import CallOrderError, UnsupportedError
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule
 from lossscale.torch import fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
-from lossscale.torch.backward import (
-    Inputs,
-    is_seen,
-    prepare_backward,
-    remember_scaled,
-    was_scaled,
-    watch,
-)
+from lossscale.torch.backward import Inputs, is_seen, prepare_backward, remember_scaled, watch
 from lossscale.torch.engine import Engine, StepDecision
-from lossscale.torch.gradient_record import ONE_FOR_SEVERAL, BackwardPass
+from lossscale.torch.gradient_record import BackwardPass
 from lossscale.torch.master_weights import compares_once
 from lossscale.torch.observers import Decided, FloorWarning, Observers, SkippedStepHook, Stepped
 from lossscale.torch.optimizer_list import OptimizerList, step_with_closure, with_parts, zero_grad
@@ -42,6 +35,7 @@ from lossscale.torch.settings import (
     check_decide,
     check_inner,
     check_is_tensor,
+    check_not_scaled,
     check_processes,
     checked_clip_norm,
 )
@@ -241,12 +235,7 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
         check_is_tensor(loss)
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
-            if was_scaled(loss):
-                raise GradientsError(
-                    "This loss is already scaled. Its gradients would be too large by the loss "
-                    "scale. Call scale_loss() once. If two optimizers train on this loss: "
-                    f"{ONE_FOR_SEVERAL}"
-                )
+            check_not_scaled(loss)
             self._observers.scaled(self, loss)
             self._adopt_loaded()
         if not is_compiling and is_seen(loss):
@@ -625,7 +614,8 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = dict(state)
-        (inner, rule, clip_norm, process_group, decide), numbers = map(own.pop, _PICKLED)
+        inner, rule, clip_norm, process_group, decide = own.pop("made_of")
+        numbers = own.pop("numbers")
         scale, factor = _new_scale(rule, inner, decide), numbers["of_gradients"]
         state_dicts.restore(scale, numbers)
         self._start(Engine(inner, scale, clip_norm, process_group, factor), own["name"])
@@ -649,8 +639,6 @@ def wrapper_in(optimizer: object) -> Any:
             return attributes[name]
     return optimizer
 
-
-_PICKLED = "made_of", "numbers"
 
 _NOT_COPIED = frozenset(
     {"_engine", "_inner", "_record", "_rule", "_observers"}

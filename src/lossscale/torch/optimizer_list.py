@@ -128,14 +128,11 @@ class OptimizerList(OuterOptimizer):
             optimizer.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        parts = ", ".join(f"{i} is {type(part).__name__}" for i, part in enumerate(self.optimizers))
         raise UnsupportedError(
             "Ambiguous: several optimizers could get the group. Call "
-            f"optimizer.optimizers[i].add_param_group(group); {self.described()}."
+            f"optimizer.optimizers[i].add_param_group(group); {parts}."
         )
-
-    def described(self) -> str:
-        """The optimizers and their numbers, for messages."""
-        return ", ".join(f"{i} is {type(part).__name__}" for i, part in enumerate(self.optimizers))
 
     def state_dict(self) -> dict[str, Any]:
         for hook in self._optimizer_state_dict_pre_hooks.values():

@@ -26,9 +26,11 @@ from lossscale.errors import (
 )
 from lossscale.members import Wrapper
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
+from lossscale.registry import not_an_optimizer
 from lossscale.rules import DynamicScale, ScaleRule
 from lossscale.torch import fused, gradients, ranks
 from lossscale.torch.backward import was_scaled
+from lossscale.torch.gradient_record import ONE_FOR_SEVERAL
 from lossscale.torch.optimizer_list import (
     OptimizerList,
     check_needs_no_closure,
@@ -133,12 +135,7 @@ class InnerSettings(Wrapper):
 def check_inner(inner: object) -> None:
     check_not_wrapped(inner, FrontDoor)
     if not isinstance(inner, Optimizer):
-        hint = " This is a class: create an instance first." if isinstance(inner, type) else ""
-        raise ArgumentTypeError(
-            "The optimizer to wrap must be a torch.optim.Optimizer, or a list of them. Received: "
-            f"{inner!r} of type {type(inner).__name__}.{hint} An example is "
-            "torch.optim.AdamW(model.parameters())."
-        )
+        raise ArgumentTypeError(not_an_optimizer(inner))
     check_needs_no_closure(inner)
     if any(group.get("differentiable") for group in inner.param_groups):
         raise UnsupportedError(
@@ -211,12 +208,17 @@ def check_is_tensor(loss: object) -> None:
         )
 
 
-def check_backpropagated(loss: Tensor, info: ranks.ParameterInfo) -> None:
-    check_is_tensor(loss)
+def check_not_scaled(loss: Tensor) -> None:
     if was_scaled(loss):
         raise GradientsError(
-            "This loss is already scaled. Pass the unscaled loss to optimizer.backward(loss)."
+            "This loss is already scaled. Pass the unscaled loss, once, to backward() or "
+            f"scale_loss(). If two optimizers train on it: {ONE_FOR_SEVERAL}"
         )
+
+
+def check_backpropagated(loss: Tensor, info: ranks.ParameterInfo) -> None:
+    check_is_tensor(loss)
+    check_not_scaled(loss)
     if info.has_half:
         raise GradientsError(
             "A parameter has the dtype float16, in which unscaled gradients would flush to zero. "
