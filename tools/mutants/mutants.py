@@ -414,7 +414,7 @@ lossscale-migration/tests/test_migrate.py -k killed_command
     migration on tensorflow _remove_abandoned: owner.read(2**16) == _mark(new) -> True
     migration on tensorflow _remove_abandoned: shutil.rmtree(folder) -> pass
 lossscale-migration/tests/test_untrusted_files.py
-    migration on tensorflow _shown: visible(shortened(str(value))) -> str(value)
+    migration on tensorflow _shown: _UNSEEN.sub(...) -> str(value)
         -k hostile_settings
     migration on tensorflow check_size: expanded > _ANY_ZIP + _LARGEST_ZIP_RATIO * held -> False
         -k small_zip

@@ -43,9 +43,8 @@ if TYPE_CHECKING:
     from lossscale.diagnosis.jax import diagnose as diagnose
     from lossscale.diagnosis.jax import explain as explain
 else:
-    __getattr__ = registry.imported_late(
-        __name__, diagnose="lossscale.diagnosis.jax", explain="lossscale.diagnosis.jax"
-    )
+    _module = "lossscale.diagnosis.jax"
+    __getattr__ = registry.imported_late(__name__, diagnose=_module, explain=_module)
 
 
 def __dir__() -> list[str]:

@@ -97,8 +97,8 @@ def value_and_grad(
         ((loss, aux), gradients).
 
     Raises:
-        ArgumentTypeError: The new function raises it if its first argument has no loss scale, or
-            `fun` does not return (loss, aux) with `has_aux`.
+        ArgumentTypeError: If `fun` is not a function. The new function raises it if its first
+            argument has no loss scale, or `fun` does not return (loss, aux) with `has_aux`.
         ArgumentError: The new function raises it as `scale_loss` does, and if the loss is an
             integer.
 
@@ -113,6 +113,11 @@ def value_and_grad(
         >>> float(optax.apply_updates(weight, updates))
         0.0
     """
+    if not callable(fun):
+        raise ArgumentTypeError(
+            f"`fun` must be the loss function. Received: a {type(fun).__name__}. It is called as "
+            "value_and_grad(loss_fn)(opt_state, params, ...)."
+        )
     # Equinox has no `argnums`; it differentiates the first argument.
     chosen = {} if argnums == 0 else {"argnums": argnums}
 

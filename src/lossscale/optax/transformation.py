@@ -16,14 +16,13 @@ import lossscale.optax.gating as gating
 import lossscale.optax.overflow_tracking as tracking
 import lossscale.optax.scale_state as scale_state
 from lossscale.arguments import rule_from_arguments
-from lossscale.checks import checked_truth
 from lossscale.errors import AlreadyWrappedError, GradientsError
 from lossscale.jax.apply_or_skip import ArrayTree, Path, varying_axes
 from lossscale.jax.gradients import Gradient, all_finite, unscaled
 from lossscale.optax.gating import GradientTransformationExtraArgs
 from lossscale.optax.masters import MasterWeights, check_inner, trains_float16
 from lossscale.optax.scale_state import LossScaleState
-from lossscale.optax.state_lookup import has_loss_scale
+from lossscale.optax.state_lookup import nodes
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule
 
@@ -81,8 +80,8 @@ def loss_scaled(
     Raises:
         AlreadyWrappedError: If `inner` already has loss scaling. If only its state shows that,
             `init` raises it.
-        ArgumentTypeError: If `inner` is not an Optax transformation, `dynamic` or `track_overflows`
-            not a bool, or `rule` not a rule.
+        ArgumentTypeError: If `inner` is not an Optax transformation, `dynamic` not a bool, or
+            `rule` not a rule.
         ArgumentError: If a scale or a number of steps is invalid. `update` raises it if `inner`
             changes the structure of its state.
         UnsupportedError: If `inner` is L-BFGS or has a line search (`init` raises it), or an
@@ -109,8 +108,7 @@ def loss_scaled(
     if isinstance(owner, LossScaled):
         raise AlreadyWrappedError(_TWICE)
     has_masters = isinstance(owner, MasterWeights)
-    tracks = checked_truth("track_overflows", track_overflows)
-    wrapped = LossScaled(checked, chosen_rule, axis_names, has_masters, tracks)
+    wrapped = LossScaled(checked, chosen_rule, axis_names, has_masters, track_overflows)
     return GradientTransformationExtraArgs(wrapped.init, wrapped.update)
 
 
@@ -133,7 +131,7 @@ class LossScaled:
     def init(self, params: ArrayTree) -> LossScaleState:
         """Returns the state before the first step."""
         inner_state = self.inner.init(self._widened(params))
-        if has_loss_scale(inner_state):
+        if nodes(inner_state, LossScaleState.__name__):
             raise AlreadyWrappedError(_TWICE)
         if not self.has_masters:
             check_inner(inner_state)

@@ -644,7 +644,7 @@ _NOT_COPIED = frozenset(
     {"_engine", "_inner", "_record", "_rule", "_observers"}
     | {"_strategy", "_on_before_step", "_on_after_step"}
 )
-"""Attributes that a copy makes anew, and those that Lightning sets on an optimizer."""
+"""Attributes that each copy creates, and those that Lightning sets on an optimizer."""
 
 
 def _copied(value: Number) -> Number:
