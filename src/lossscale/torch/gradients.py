@@ -141,6 +141,11 @@ def share_memory(tensors: Sequence[Tensor], info: ParameterInfo) -> bool:
     return shared
 
 
+def of_tensors(tensors: Iterable[Tensor]) -> Gradients:
+    """Dense tensors of real numbers, which may be changed in place."""
+    return _grouped([(tensor, tensor) for tensor in tensors])
+
+
 def _grouped(pairs: list[Pair]) -> Gradients:
     groups: dict[tuple[torch.device, torch.dtype], list[Pair]] = {}
     for gradient, values in pairs:
@@ -351,7 +356,7 @@ def all_finite(
     if not torch.compiler.is_compiling():
         # A norm is one fast pass, and not finite if an element is not. But the norm of finite
         # elements can overflow too: then each element is checked.
-        groups = _grouped([(part, widened(part)) for part in parts]).dense_groups
+        groups = of_tensors(map(widened, parts)).dense_groups
         norms = [norm.to(device) for group in groups for norm in torch._foreach_norm(group, 2.0)]
         fits = torch.stack([norm.float() for norm in norms]).isfinite().all()
         if bool(fits):

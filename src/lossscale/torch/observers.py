@@ -127,7 +127,8 @@ class FloorWarning(Observer):
         self._lower, self._warned = lower, False
 
     def _step_over(self, step: Stepped) -> None:
-        is_known = step.skipped is True and step.scale is not None and not self._warned
+        if step.skipped is not True or step.scale is None or self._warned:
+            return
         # A monitor warns itself.
-        if is_known and not step.stepper._observers.have_monitor:
+        if not step.stepper._observers.have_monitor:
             self._warned = warned_at_floor(step.stepper.rule, float(step.scale), self._lower)

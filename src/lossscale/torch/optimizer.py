@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, TypeVar, cast, overload
 
 import torch
@@ -155,6 +155,9 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
     def inner_optimizer(self) -> Optimizer:
         """The inner optimizer, which cannot be replaced by another one."""
         return self._inner
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return iter(cast(OptimizerList, self._inner))
 
     # --- Backward -----------------------------------------------------------------------------
 

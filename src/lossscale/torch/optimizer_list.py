@@ -6,7 +6,7 @@ import functools
 import inspect
 import reprlib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -109,6 +109,9 @@ class OptimizerList(OuterOptimizer):
         return types.MappingProxyType(
             {key: state for each in self.optimizers for key, state in each.state.items()}
         )
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return iter(self.optimizers)
 
     def __getattr__(self, name: str) -> Any:
         """Returns a method such as `train`, called on all optimizers that have it."""

@@ -305,7 +305,7 @@ def test_they_are_seen_one_by_one():
     sgd, adam = parts = optimizers(model, ("SGD", "AdamW"))
     optimizer = lossscale.LossScaleOptimizer(parts)
     assert type(optimizer) is lossscale.torch.LossScaleOptimizer
-    assert optimizer.optimizers == parts
+    assert list(optimizer) == optimizer.optimizers == parts
     assert optimizer.param_groups == [*sgd.param_groups, *adam.param_groups]
     optimizer.param_groups[1]["lr"] = 0.25
     assert adam.param_groups[0]["lr"] == 0.25
