@@ -215,8 +215,6 @@ class GradScaler(torch.amp.GradScaler):
         def scaled_one(loss: Tensor) -> Tensor:
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(loss.device)
-            if not torch.compiler.is_compiling():
-                self._observers.scaled(self, loss)
             assert self._scale is not None
             return scaled(loss, self._scale)
 

@@ -204,7 +204,6 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
         """
         record = self._record
         check_backpropagated(loss, record.info())
-        self._observers.scaled(self, loss)
         self._adopt_loaded()
         multiplier = self._engine.scale.multiplier
         finish = prepare_backward(loss, multiplier, record, BackwardPass(-1), inputs)
@@ -239,7 +238,6 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
             check_not_scaled(loss)
-            self._observers.scaled(self, loss)
             self._adopt_loaded()
         if not is_compiling and is_seen(loss):
             multiplier = scale.multiplier

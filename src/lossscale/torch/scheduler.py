@@ -99,12 +99,6 @@ class GuardedScheduler:
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _blank, (), self.__dict__.copy()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
-    def __repr__(self) -> str:
-        return f"<guarded {self.scheduler!r}>"
-
 
 def _blank() -> GuardedScheduler:
     return object.__new__(GuardedScheduler)
