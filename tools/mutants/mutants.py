@@ -338,7 +338,7 @@ tests/frameworks/torch/test_several_wrappers.py
         -k cleared_by_hand
     torch GradientRecord.account_for_last_step: leave_out() -> pass  -k left_out
     torch GradientRecord.clear: record.settle() -> pass  -k random_programs
-    torch GradientRecord._take: record.settle() -> pass  -k random_programs
+    torch GradientRecord._take: record.settle() -> pass  -k different_scales
     torch sharing: ids.union(...) -> ids  -k random_programs
     torch Engine.decide: first is None or not is_alone -> not is_alone  -k random_programs
     torch GradientRecord.__del__: _divide(info, multiplier, checks=False) -> pass  -k deleted
