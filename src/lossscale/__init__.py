@@ -6,7 +6,6 @@ from lossscale import registry as registry
 from lossscale.errors import LossScaleError, LossScaleWarning
 from lossscale.installation import Installation, install
 from lossscale.optimizer import LossScaleOptimizer
-from lossscale.packages import OLD_FILES as _OLD_FILES
 from lossscale.rules import DynamicScale, FixedScale, ScaleRule, ScaleState
 
 __all__ = [
@@ -50,8 +49,7 @@ else:
     def __getattr__(name: str) -> Any:
         if name in _SUBMODULES:
             return registry.submodule("lossscale", name)
-        hint = f": {_OLD_FILES}" if name == "migration" else ""
-        raise AttributeError(f"module 'lossscale' has no attribute {name!r}{hint}")
+        raise AttributeError(f"module 'lossscale' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -21,15 +21,12 @@ _Made = TypeVar("_Made")
 # Keras 3 wrote these into the configuration of its own LossScaleOptimizer before it rejected
 # them; they never had an effect.
 _IDLE_KERAS_ARGUMENTS: dict[str, Any] = {
-    "weight_decay": None,
-    "clipnorm": None,
-    "global_clipnorm": None,
-    "clipvalue": None,
+    **dict.fromkeys(("weight_decay", "clipnorm", "global_clipnorm", "clipvalue")),
+    **dict.fromkeys(
+        ("ema_overwrite_frequency", "loss_scale_factor", "gradient_accumulation_steps")
+    ),
     "use_ema": False,
     "ema_momentum": 0.99,
-    "ema_overwrite_frequency": None,
-    "loss_scale_factor": None,
-    "gradient_accumulation_steps": None,
 }
 
 
@@ -189,19 +186,6 @@ def arguments_from_config(
         if name in rest and rest[name] == idle:
             del rest[name]
     return inner, rest
-
-
-def check_config(config: object) -> None:
-    """Raises if an optimizer's configuration is not a dictionary.
-
-    Raises:
-        ArgumentError: If it is not.
-    """
-    if not isinstance(config, Mapping):
-        raise ArgumentError(
-            "The configuration of a loss scale optimizer must be a dictionary. Received: "
-            f"{config!r}."
-        )
 
 
 def check_described(described: object, what: str) -> None:

@@ -77,8 +77,6 @@ class LossScaleMonitor:
         cls, *args: Any, optimizer: object = None, name: str | None = None, **kwargs: Any
     ) -> Self:
         if cls is LossScaleMonitor:
-            # Before any framework is imported.
-            MonitorSettings(*args, **kwargs)
             cls = registry.package(registry.default_keras().package).LossScaleMonitor
         return super().__new__(cls)
 

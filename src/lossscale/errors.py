@@ -46,10 +46,6 @@ class LossScaleError(Exception):
     # a ValueError nor a TypeError. It leaves exceptions with this attribute alone.
     ag_pass_through = True
 
-    def __init__(self, *args: object, **named: object) -> None:
-        # The message may quote a value from a file, of any length.
-        super().__init__(*(shortened(a) if isinstance(a, str) else a for a in args), **named)
-
 
 class ArgumentError(LossScaleError, ValueError):
     """An argument has a value that cannot be used."""
@@ -112,45 +108,6 @@ class UnsupportedError(LossScaleError, NotImplementedError):
 
 class LossScaleWarning(UserWarning):
     """Something in a training step is probably a mistake, such as a loss that was never scaled."""
-
-
-_LONGEST_MESSAGE = 2000
-
-
-def shortened(text: str) -> str:
-    """Returns a message; drops the middle of a very long one.
-
-    Args:
-        text: The message.
-
-    Examples:
-        >>> shortened("x" * 5000).replace("x", "")
-        ' [... 3000 characters ...] '
-    """
-    left_out = len(text) - _LONGEST_MESSAGE
-    if left_out <= 0:
-        return text
-    half = _LONGEST_MESSAGE // 2
-    return f"{text[:half]} [... {left_out} characters ...] {text[-half:]}"
-
-
-# C0 and C1 controls, marks that change the text direction, line separators, surrogates.
-_UNSEEN = re.compile(
-    r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-)
-
-
-def visible(text: object) -> str:
-    """Returns a text from a file with control characters escaped, safe for a terminal.
-
-    Args:
-        text: The text, or an object that `str` converts.
-
-    Examples:
-        >>> visible("a\\x1b[31mred")
-        'a\\\\x1b[31mred'
-    """
-    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
 def first_names(names: Iterable[str], most: int = 5) -> str:

@@ -130,18 +130,9 @@ class LossScaleOptimizer(Wrapper, abc.ABC):
         name: str | None = None,
         **of_framework: Any,
     ) -> Any:
-        # Only the passed arguments, as keywords, because an error repeats them.
-        given = {
-            "initial_scale": initial_scale,
-            "dynamic_growth_steps": dynamic_growth_steps,
-            "rule": rule,
-            "name": name,
-        }
-        given = {argument: value for argument, value in given.items() if value is not None}
-        if dynamic is not True:
-            given["dynamic"] = dynamic
         wrapper = registry.framework_of(inner_optimizer).wrapper()
-        return wrapper(inner_optimizer, **given, **of_framework)
+        scale = dynamic, initial_scale, dynamic_growth_steps
+        return wrapper(inner_optimizer, *scale, rule=rule, name=name, **of_framework)
 
     def __init_subclass__(cls) -> None:
         refuse_subclass(cls, "lossscale", registry.FRAMEWORKS)

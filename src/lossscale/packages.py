@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import re
-import sys
 import warnings
 from collections.abc import Sequence
 
@@ -25,12 +23,6 @@ EXTRAS = {
     "torch": "torch",
 }
 """Maps each optional package to the smallest extra that installs it."""
-
-OLD_FILES = (
-    "to read files of TensorFlow 2.0 to 2.15, pip install lossscale-migration, which has "
-    "lossscale_migration.load_model, restore_checkpoint and the command lossscale-migrate"
-)
-"""The end of a message to somebody who looks for them in this package."""
 
 BACKENDS = ("tensorflow", "jax", "torch")
 """The backends of Keras 3; each is a row of the registry."""
@@ -59,30 +51,6 @@ def not_installed(modules: Sequence[str]) -> MissingPackageError:
     return MissingPackageError(
         f'{", ".join(modules)} not found: pip install "lossscale[{",".join(extras)}]"'
     )
-
-
-def shadowed(error: ImportError) -> MissingPackageError | None:
-    """Returns the error if a file of the user's has the name of an optional package."""
-    missing = error.name or ""
-    root = missing.partition(".")[0]
-    # Python 3.11 has the name that a module lacks in the text only.
-    if lacking := re.match(r"cannot import name '(\w+)'", str(error)):
-        missing += f".{lacking[1]}"
-    path = getattr(sys.modules.get(root), "__file__", None)
-    if root not in EXTRAS or path is None:
-        return None
-    return MissingPackageError(
-        f"{missing} not found: `import {root}` finds {path}, which does not have it. If that file "
-        f'is yours, rename it; otherwise pip install -U "lossscale[{EXTRAS[root]}]"'
-    )
-
-
-def lacking_for_keras() -> list[str]:
-    """Returns the modules to install for Keras 3; without a backend TensorFlow, its default.
-
-    The extra of TensorFlow has Keras too.
-    """
-    return ["keras"] if any(map(is_installed, BACKENDS)) else ["tensorflow"]
 
 
 _SKIPPED_FRAMES = {*EXTRAS, "lossscale", "contextlib", "accelerate", "lightning", "transformers"}

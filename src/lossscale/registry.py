@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from lossscale.errors import ArgumentTypeError, MissingPackageError
-from lossscale.packages import EXTRAS, is_installed, lacking_for_keras, not_installed, shadowed
+from lossscale.packages import BACKENDS, EXTRAS, is_installed, not_installed
 
 
 class Framework(NamedTuple):
@@ -144,13 +144,18 @@ def submodule(parent: str, name: str) -> ModuleType:
         raise AttributeError(f"module {parent!r} has no {name!r} here: {error}") from error
 
 
-def imported_late(package: str, module: str, *names: str) -> Callable[[str], Any]:
-    """Returns the `__getattr__` of a package for names of a module that training does not need."""
+def imported_late(parent: str, **modules: str) -> Callable[[str], Any]:
+    """Returns the `__getattr__` of a package, for names whose modules are imported when asked for.
+
+    Args:
+        parent: The package.
+        modules: The module of each name.
+    """
 
     def attribute(name: str) -> Any:
-        if name not in names:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(module), name)
+        if name not in modules:
+            raise AttributeError(f"module {parent!r} has no attribute {name!r}")
+        return getattr(package(modules[name]), name)
 
     return attribute
 
@@ -168,14 +173,12 @@ def naming_missing_packages(*needed: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        other = shadowed(error)
-        if other is not None:
-            raise other from error
         if error.name not in EXTRAS:
             raise
         lacking = [each for each in needed if not is_installed(each)] or [error.name]
-        if lacking == ["keras"]:
-            lacking = lacking_for_keras()
+        if lacking == ["keras"] and not any(map(is_installed, BACKENDS)):
+            # Its default backend, whose extra has Keras too.
+            lacking = ["tensorflow"]
         raise not_installed(lacking) from error
 
 

@@ -379,12 +379,6 @@ class PythonNumbers:
         return one if condition else other
 
 
-def next_state(rule: ScaleRule, before: ScaleState, applied: bool) -> ScaleState:
-    """Returns the state after a step; otherwise like `changed_fields`."""
-    after: ScaleState = rule.update(before, applied, xp=PythonNumbers)
-    return after
-
-
 def changed_fields(rule: ScaleRule, before: ScaleState, applied: bool) -> dict[str, Any]:
     """Returns the fields of a state that a step changes, with their new values.
 
@@ -400,7 +394,7 @@ def changed_fields(rule: ScaleRule, before: ScaleState, applied: bool) -> dict[s
         >>> changed_fields(DynamicScale(), ScaleState(32768.0, 7), applied=False)
         {'scale': 16384.0, 'good_steps': 0}
     """
-    after = next_state(rule, before, applied)
+    after = rule.update(before, applied, xp=PythonNumbers)
     # A NaN is unequal to itself, so it is written again.
     return {
         field: new

@@ -31,7 +31,8 @@ ARROWS = {
     "jax": "common monitoring *jax",
     "tensorflow": "errors packages registry common monitoring *tensorflow",
     "keras_common": "errors packages rules arguments members old_formats common",
-    "torch": "errors checks packages rules arguments members optimizer common monitoring *torch",
+    "torch": "errors checks packages registry rules arguments members optimizer common monitoring "
+    "*torch",
     "optax": "errors checks packages registry rules arguments common jax monitoring *jax *optax",
     # A backend of Keras imports its own framework as well.
     "keras": "errors packages rules registry members arguments optimizer old_formats common "
@@ -43,7 +44,7 @@ ARROWS = {
     "install_names": "errors registry optimizer common experimental keras tf_keras "
     "*tensorflow **any",
     "installation": "packages common install_names",
-    "lossscale": "errors packages registry rules optimizer installation",
+    "lossscale": "errors registry rules optimizer installation",
 }
 # `diagnose` is one of their names for users, and monitors repeat a step as it does: both import it
 # when it is asked for.

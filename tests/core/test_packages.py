@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import lossscale
 from lossscale.packages import EXTRAS as EXTRA_OF
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -119,30 +118,6 @@ for ask in asked:
 def test_an_attribute_that_needs_a_missing_package_is_none_that_hasattr_finds():
     program = BARE.replace("for ask in asked:\n", READING + "for ask in asked:\n", 1)
     check_asked(program, ATTRIBUTES, "AttributeError")
-
-
-@pytest.mark.parametrize("kind", ["torch.py", "torch/__init__.py"])
-def test_a_file_of_the_user_that_shadows_a_package_is_named(kind, tmp_path):
-    # Nothing else shows what a folder beside the program does to an import of its name.
-    path = tmp_path / kind
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("")
-    done = subprocess.run(
-        [sys.executable, "-c", "import lossscale; lossscale.torch.GradScaler"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    last = done.stderr.splitlines()[-1]
-    assert "MissingPackageError: torch." in last
-    assert f"`import torch` finds {path}," in last
-
-
-def test_who_looks_for_old_files_here_is_told_the_package_that_reads_them():
-    with pytest.raises(AttributeError, match="pip install lossscale-migration"):
-        _ = lossscale.migration
-    assert not hasattr(lossscale, "migrations")
 
 
 def test_every_warning_goes_through_the_one_function_that_finds_the_users_line():

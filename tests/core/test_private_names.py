@@ -50,20 +50,6 @@ def test_this_release_of_a_framework_has_every_name(call):
     eval(call, names)
 
 
-@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
-def test_the_fallback_of_pytorch_does_the_same_in_two_passes(bad):
-    torch = pytest.importorskip("torch")
-    from lossscale.torch.gradients import _in_two_passes, _kernel
-
-    assert _kernel is not _in_two_passes
-    for check in (_kernel, _in_two_passes):
-        tensors = [torch.tensor([1.0, 2.0]), torch.tensor([4.0 if bad is None else bad])]
-        found = torch.zeros(())
-        check(tensors, found, torch.tensor(0.5))
-        assert bool(found) == (bad is not None)
-        assert tensors[0].tolist() == [0.5, 1.0]
-
-
 def test_a_step_that_a_scheduler_counts_is_pytorchs_own():
     torch = pytest.importorskip("torch")
     from lossscale.torch.fused import steps_as_torch

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +15,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lossscale import __version__
-from lossscale.errors import ArgumentError, LossScaleError, LossScaleWarning, shortened, visible
+from lossscale.errors import ArgumentError, LossScaleError, LossScaleWarning
 from lossscale.packages import BACKENDS, is_installed, not_installed
+
+_LONGEST = 2000
+"""Characters of a value from a file; the middle of a longer one is left out."""
+# C0 and C1 controls, marks that change the text direction, line separators, surrogates.
+_UNSEEN = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -109,7 +117,13 @@ def _text(value: Any) -> Any:
 
 def _shown(value: object) -> str:
     """Returns a value as one printable, short text; "-" for nothing."""
-    return "-" if value is None else visible(shortened(str(value)))
+    if value is None:
+        return "-"
+    text = _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), str(value))
+    left_out, half = len(text) - _LONGEST, _LONGEST // 2
+    if left_out <= 0:
+        return text
+    return f"{text[:half]} [... {left_out} characters ...] {text[-half:]}"
 
 
 def _keras_backend() -> str:

@@ -119,7 +119,7 @@ class GraphWatch:
             module,
             in_backward,
             False,
-            lambda change: _computed(operation, list(map(change, given)), wide=True),
+            lambda: _computed(operation, given, wide=True),
         )
         return list(zip(made, self._evaluation.origins(call, given, taken, made), strict=True))
 

@@ -150,18 +150,14 @@ class JaxGradientFunction:
 
     # JAX computes constants with NumPy, which warns of an overflow.
     @np.errstate(all="ignore")
-    def facts(self, batch: ArrayTree, scale: float, half: bool = True) -> Facts:
-        """Returns what is not finite in a pass, and why."""
+    def explain(self, batch: ArrayTree, scale: float, half: bool = True) -> Explanation:
+        """Explains why a pass is not finite."""
         watch = functools.cache(functools.partial(self._watch, batch))
 
         def facts(half: bool) -> Facts:
             return explain_pass(lambda s: watch(half)(s), scale, lambda s: watch(False)(s))
 
-        return facts_in_float16(facts) if half else facts(False)
-
-    def explain(self, batch: ArrayTree, scale: float, half: bool = True) -> Explanation:
-        """Explains why a pass is not finite."""
-        return explained(self.facts(batch, scale, half))
+        return explained(facts_in_float16(facts) if half else facts(False))
 
     def _watch(self, batch: ArrayTree, half: bool) -> JaxprWatch:
         compute, arrays, _ = self._function(batch, half)

@@ -109,7 +109,7 @@ class JaxprWatch:
             self._plain(_module(self._nested)),
             "transpose(" in _scopes(self._nested),
             any(map(self._evaluation.origin_of, literals)),
-            lambda change: _widened(equation, list(map(change, given))),
+            lambda: _widened(equation, given),
         )
         found = self._evaluation.origins(call, given, taken, made)
         for origin in found:

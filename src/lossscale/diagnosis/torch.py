@@ -26,8 +26,7 @@ from lossscale.diagnosis.measurement import Pass, checked_loss, measure
 from lossscale.diagnosis.report import Report
 from lossscale.errors import UnsupportedError
 from lossscale.monitoring.explanation import Explanation
-from lossscale.torch.explaining import check_model_and_loss, explain, needs_autocast
-from lossscale.torch.isolation import as_it_was
+from lossscale.torch.explaining import as_it_was, check_model_and_loss, explain, needs_autocast
 from lossscale.torch.ranks import is_spread
 from lossscale.torch.scaling import real_parts, scaled, widened
 
@@ -108,7 +107,12 @@ class TorchGradientFunction:
     def __init__(
         self, model: Module, loss_fn: LossFn, parameters: Iterable[Parameter] | None = None
     ) -> None:
-        _check_arguments(model, loss_fn)
+        check_model_and_loss(model, loss_fn)
+        if any(is_spread(parameter) or parameter.is_meta for parameter in model.parameters()):
+            raise UnsupportedError(
+                "diagnose() does not support sharded models, nor models on the meta device. Run it "
+                "on one process, after the parameters have values and before fully_shard()."
+            )
         self._model, self._loss_fn = model, loss_fn
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._parameters = checked_parameters(parameters, [p for _, p in named])
@@ -155,16 +159,6 @@ class TorchGradientFunction:
                     )
                 on_host = dict(zip(self._names, map(_on_host, gradients), strict=True))
             return Pass(float(loss.detach()), on_host)
-
-
-def _check_arguments(model: Module, loss_fn: object) -> None:
-    """Checks that there is a model whose parameters are here, and a function."""
-    check_model_and_loss(model, loss_fn)
-    if any(is_spread(parameter) or parameter.is_meta for parameter in model.parameters()):
-        raise UnsupportedError(
-            "diagnose() does not support sharded models, nor models on the meta device. Run it on "
-            "one process, after the parameters have values and before fully_shard()."
-        )
 
 
 # --- Precision ----------------------------------------------------------------------------------

@@ -26,4 +26,4 @@ __all__ = ["LossScaleMonitor", "LossScaleOptimizer", "guard"]
 if TYPE_CHECKING:
     from lossscale.keras.monitor import LossScaleMonitor as LossScaleMonitor
 else:
-    __getattr__ = registry.imported_late(__name__, f"{__name__}.monitor", "LossScaleMonitor")
+    __getattr__ = registry.imported_late(__name__, LossScaleMonitor=f"{__name__}.monitor")

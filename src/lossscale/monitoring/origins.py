@@ -89,8 +89,7 @@ class Call(NamedTuple):
         module: The path of its module, or the line of the program if it is in none.
         in_backward: Whether it is in the backward pass.
         sets: Whether the program gives it an infinity.
-        widened: Computes its results again, in float64, from what a function returns for each of
-            its inputs; it may raise.
+        widened: Computes its results again, in float64; it may raise.
         numbers: The numbers that it takes beside arrays.
     """
 
@@ -99,7 +98,7 @@ class Call(NamedTuple):
     module: str
     in_backward: bool
     sets: bool
-    widened: Callable[[Callable[[Array], Array]], Sequence[Array]]
+    widened: Callable[[], Sequence[Array]]
     numbers: Sequence[float] = ()
 
 
@@ -247,8 +246,7 @@ class Evaluation:
     def _in_float64(self, call: Call, meets_zero: bool) -> float | None:
         """The largest magnitude that a call computes in float64, as in `FailedOperation`."""
         with contextlib.suppress(Exception):
-            widened = call.widened(lambda value: value)
-            made = [self.on_host(each) for each in widened if is_float(each)]
+            made = [self.on_host(each) for each in call.widened() if is_float(each)]
             if all(np.isfinite(each).all() for each in made):
                 return max(map(largest, made), default=0.0)
             is_power = "pow" in call.name.lower() and not meets_zero

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from lossscale.diagnosis.jax import diagnose as diagnose
     from lossscale.diagnosis.jax import explain as explain
 else:
-    __getattr__ = registry.imported_late(__name__, "lossscale.diagnosis.jax", "diagnose", "explain")
+    _module = "lossscale.diagnosis.jax"
+    __getattr__ = registry.imported_late(__name__, diagnose=_module, explain=_module)
 
 
 def __dir__() -> list[str]:

@@ -118,12 +118,6 @@ def value_and_grad(
             f"`fun` must be the loss function. Received: a {type(fun).__name__}. It is called as "
             "value_and_grad(loss_fn)(opt_state, params, ...)."
         )
-    if "axis_name" in options:
-        raise ArgumentTypeError(
-            "`value_and_grad` has no `axis_name`. Average its gradients before `update`: "
-            f"jax.lax.pmean(grads, {options['axis_name']!r}). If each device has its own "
-            "parameters, pass axis_name= to `loss_scaled`."
-        )
     # Equinox has no `argnums`; it differentiates the first argument.
     chosen = {} if argnums == 0 else {"argnums": argnums}
 

@@ -14,7 +14,8 @@ import lossscale.optax.gating as gating
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.jax.apply_or_skip import ArrayTree
 from lossscale.optax.gating import GradientTransformationExtraArgs
-from lossscale.optax.state_lookup import has_loss_scale, nodes
+from lossscale.optax.scale_state import LossScaleState
+from lossscale.optax.state_lookup import nodes
 
 
 class MasterWeightsState(NamedTuple):
@@ -85,7 +86,7 @@ class MasterWeights:
 
     def init(self, params: ArrayTree) -> MasterWeightsState:
         inner_state = self.inner.init(jax.tree.map(gating.widened_if_narrow, params))
-        check_inner(inner_state, is_scaled=has_loss_scale(inner_state))
+        check_inner(inner_state, is_scaled=bool(nodes(inner_state, LossScaleState.__name__)))
         # Not those from above: no buffer is donated twice.
         masters = jax.tree.map(_master_of, params)
         return MasterWeightsState(masters, inner_state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -102,14 +103,17 @@ def scalars_of(rule: ScaleRule, state: LossScaleState) -> LossScaleState:
     return LossScaleState(scale, rule_state, steps_skipped, consecutive_skips, ())
 
 
-def moved(rule: ScaleRule, state: LossScaleState, finite: Array) -> LossScaleState:
+# Outside of a compiled function, this is one dispatch instead of many.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def moved(rule: ScaleRule, state: LossScaleState, finite: Array | None) -> LossScaleState:
     """Returns the state after a step, without the inner one.
 
     Args:
         rule: The rule that moves the scale.
         state: The state before the step, from `scalars_of`.
-        finite: Whether the step is applied, a boolean scalar array.
+        finite: Whether the step is applied, a boolean scalar array; None if steps are not checked.
     """
+    finite = jnp.asarray(True) if finite is None else finite
     before = first = rule.init()
     if rule.is_dynamic:
         # The scale of a fixed rule comes from the program, never from a file.

@@ -17,11 +17,6 @@ def nodes(tree: ArrayTree, *names: str) -> list[Any]:
     return [node for node in found if type(node).__name__ in names]
 
 
-def has_loss_scale(state: ArrayTree) -> bool:
-    """Whether a state contains one of `loss_scaled`."""
-    return bool(nodes(state, LossScaleState.__name__))
-
-
 def state_in(opt_state: ArrayTree) -> LossScaleState:
     """Returns the state of `loss_scaled`.
 

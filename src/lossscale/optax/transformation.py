@@ -16,14 +16,13 @@ import lossscale.optax.gating as gating
 import lossscale.optax.overflow_tracking as tracking
 import lossscale.optax.scale_state as scale_state
 from lossscale.arguments import rule_from_arguments
-from lossscale.checks import checked_truth
-from lossscale.errors import AlreadyWrappedError, GradientsError, UnsupportedError
+from lossscale.errors import AlreadyWrappedError, GradientsError
 from lossscale.jax.apply_or_skip import ArrayTree, Path, varying_axes
-from lossscale.jax.gradients import Gradient, all_finite, is_traced, unscaled
+from lossscale.jax.gradients import Gradient, all_finite, unscaled
 from lossscale.optax.gating import GradientTransformationExtraArgs
 from lossscale.optax.masters import MasterWeights, check_inner, trains_float16
 from lossscale.optax.scale_state import LossScaleState
-from lossscale.optax.state_lookup import has_loss_scale
+from lossscale.optax.state_lookup import nodes
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule
 
@@ -81,8 +80,8 @@ def loss_scaled(
     Raises:
         AlreadyWrappedError: If `inner` already has loss scaling. If only its state shows that,
             `init` raises it.
-        ArgumentTypeError: If `inner` is not an Optax transformation, `dynamic` or `track_overflows`
-            not a bool, or `rule` not a rule.
+        ArgumentTypeError: If `inner` is not an Optax transformation, `dynamic` not a bool, or
+            `rule` not a rule.
         ArgumentError: If a scale or a number of steps is invalid. `update` raises it if `inner`
             changes the structure of its state.
         UnsupportedError: If `inner` is L-BFGS or has a line search (`init` raises it), or an
@@ -109,8 +108,7 @@ def loss_scaled(
     if isinstance(owner, LossScaled):
         raise AlreadyWrappedError(_TWICE)
     has_masters = isinstance(owner, MasterWeights)
-    tracks = checked_truth("track_overflows", track_overflows)
-    wrapped = LossScaled(checked, chosen_rule, axis_names, has_masters, tracks)
+    wrapped = LossScaled(checked, chosen_rule, axis_names, has_masters, track_overflows)
     return GradientTransformationExtraArgs(wrapped.init, wrapped.update)
 
 
@@ -133,7 +131,7 @@ class LossScaled:
     def init(self, params: ArrayTree) -> LossScaleState:
         """Returns the state before the first step."""
         inner_state = self.inner.init(self._widened(params))
-        if has_loss_scale(inner_state):
+        if nodes(inner_state, LossScaleState.__name__):
             raise AlreadyWrappedError(_TWICE)
         if not self.has_masters:
             check_inner(inner_state)
@@ -166,8 +164,6 @@ class LossScaled:
         gradients = [leaf for leaf in leaves if gating.is_gradient(leaf)]
         before = scale_state.scalars_of(self.rule, state)
         tracking.check_state(state, self.tracks, updates)
-        if not is_traced([*gradients, *jax.tree.leaves(before)]):
-            _check_same_devices(gradients)
         finite, divided = _check_and_unscale(
             self.rule, self.axis_names, gradients, before.loss_scale
         )
@@ -187,29 +183,15 @@ class LossScaled:
         after = before
         # A step without gradients is not finite.
         if gating.has_elements(gradients):
-            after = _moved(self.rule, before, finite)
+            after = scale_state.moved(self.rule, before, finite)
         after = after._replace(inner_state=inner_state)
         if self.tracks:
             after = after._replace(tracked=tracking.after_step(self.rule, state, after, updates))
         return new_updates, after
 
 
-def _check_same_devices(gradients: Sequence[Array]) -> None:
-    """Raises if gradients are on different devices, where one check cannot cover them all."""
-    devices = {frozenset(x.devices()) for x in gradients if getattr(x, "committed", False)}
-    if len(devices) > 1:
-        raise UnsupportedError(
-            "The gradients must be on the same devices. Received: gradients on "
-            f"{len(devices)} sets of devices. Put the parameters on one mesh with jax.device_put "
-            "and a NamedSharding, and compile the step with jax.jit."
-        )
-
-
-# Outside of a compiled function, each of these two is one dispatch instead of many.
-_one_dispatch = functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-
-
-@_one_dispatch
+# Outside of a compiled function, this is one dispatch instead of many.
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _check_and_unscale(
     rule: ScaleRule, axis_names: tuple[str, ...], gradients: list[Array], scale: Array
 ) -> tuple[Array | None, list[Gradient]]:
@@ -226,12 +208,6 @@ def _check_and_unscale(
     # and `jax_debug_nans` would report the NaN.
     gated = [jnp.where(finite, part, jnp.zeros_like(part)) for part in gradients]
     return finite, unscaled(gated, scale, rule.powers_of_two)
-
-
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _moved(rule: ScaleRule, before: LossScaleState, finite: Array | None) -> LossScaleState:
-    verdict = jnp.asarray(True) if finite is None else finite
-    return scale_state.moved(rule, before, verdict)
 
 
 def _all_devices_finite(finite: Array, axis_names: tuple[str, ...], scale: Array) -> Array:

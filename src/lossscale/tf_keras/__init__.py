@@ -17,4 +17,4 @@ __all__ = ["LossScaleMonitor", "LossScaleOptimizer", "guard"]
 if TYPE_CHECKING:
     from lossscale.tf_keras.monitor import LossScaleMonitor as LossScaleMonitor
 else:
-    __getattr__ = registry.imported_late(__name__, f"{__name__}.monitor", "LossScaleMonitor")
+    __getattr__ = registry.imported_late(__name__, LossScaleMonitor=f"{__name__}.monitor")

@@ -10,10 +10,9 @@ model needs any of them. `Monitor` records what they do.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lossscale.packages import not_installed, shadowed
+from lossscale import registry
 
 __all__ = [
     "GradScaler",
@@ -28,20 +27,6 @@ __all__ = [
     "unguard",
 ]
 
-_WHERE = {
-    "GradScaler": "grad_scaler",
-    "LossScaleOptimizer": "optimizer",
-    "MasterWeights": "master_weights",
-    "Monitor": "monitor",
-    "diagnose": ".diagnosis.torch",
-    "explain": "explaining",
-    "float32_state_dict": "averages",
-    "guard": "scheduler",
-    "install": "installation",
-    "unguard": "scheduler",
-}
-"""The modules of the names."""
-
 if TYPE_CHECKING:
     from lossscale.diagnosis.torch import diagnose as diagnose
     from lossscale.torch.averages import float32_state_dict as float32_state_dict
@@ -55,21 +40,21 @@ if TYPE_CHECKING:
     from lossscale.torch.scheduler import unguard as unguard
 else:
     # To import this module is not to import PyTorch; to take a name out of it is.
-    def __getattr__(name: str) -> Any:
-        if name not in _WHERE:
-            raise AttributeError(f"module 'lossscale.torch' has no attribute {name!r}")
-        try:
-            module = importlib.import_module(f".{_WHERE[name]}", "lossscale.torch")
-        except ImportError as error:
-            other = shadowed(error)
-            needed = error.name if isinstance(error, ModuleNotFoundError) else None
-            if other is None and needed not in ("torch", "numpy"):
-                raise
-            raise other or not_installed([needed]) from None
-        # Also in the place of a module of that name, which importing it has put here.
-        globals()[name] = getattr(module, name)
-        return globals()[name]
+    __getattr__ = registry.imported_late(
+        __name__,
+        GradScaler="lossscale.torch.grad_scaler",
+        LossScaleOptimizer="lossscale.torch.optimizer",
+        MasterWeights="lossscale.torch.master_weights",
+        Monitor="lossscale.torch.monitor",
+        diagnose="lossscale.diagnosis.torch",
+        explain="lossscale.torch.explaining",
+        float32_state_dict="lossscale.torch.averages",
+        guard="lossscale.torch.scheduler",
+        install="lossscale.torch.installation",
+        unguard="lossscale.torch.scheduler",
+    )
 
-    def __dir__() -> list[str]:
-        # What is public, for completion.
-        return sorted(__all__)
+
+def __dir__() -> list[str]:
+    # What is public, for completion.
+    return sorted(__all__)

@@ -129,7 +129,7 @@ def _reached(
     with these.
     """
     if inputs is None:
-        tensors, hidden = _leaves(loss)
+        tensors, hidden = leaves_of(loss)
     else:
         tensors, hidden = [inputs] if isinstance(inputs, Tensor) else list(inputs), False
     ids, mine = frozenset(map(id, tensors)), of_loss.last_info.ids
@@ -169,7 +169,7 @@ def _check_not_half(unowned: Iterable[Tensor]) -> None:
         )
 
 
-def _leaves(loss: Tensor) -> tuple[list[Tensor], bool]:
+def leaves_of(loss: Tensor) -> tuple[list[Tensor], bool]:
     """The tensors whose `.grad` a backward pass adds to, and whether others may be hidden.
 
     A `torch.autograd.Function` may run another backward pass, as reentrant checkpointing does.

@@ -22,7 +22,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lossscale.errors import ArgumentTypeError
-from lossscale.packages import warn
 from lossscale.torch.observers import Observer, Stepped, Stepper
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -55,9 +54,8 @@ def guard_model(model: Module, steppers: Sequence[Stepper], names: set[str]) -> 
         )
     made = BufferGuard(model, names, len(steppers) > 1)
     unguard_model(model)
-    handles = [model.register_forward_pre_hook(Hook(made.check_steps))]
     # A part of the model may be loaded alone.
-    handles += [m.register_load_state_dict_post_hook(Hook(made.loaded)) for m in model.modules()]
+    handles = [m.register_load_state_dict_post_hook(Hook(made.loaded)) for m in model.modules()]
     handles += [stepper._observers.add(made) for stepper in steppers]
     # The buffers are not kept longer than the model.
     _removals[model] = weakref.finalize(model, _remove, handles)
@@ -92,24 +90,11 @@ class BufferGuard(Observer):
         # The dictionaries and sets, and not the modules, which must not be kept.
         self._tables = [(p, m._buffers, m._non_persistent_buffers_set) for p, m in modules]
         self._has_several = has_several
-        self._weight = next((p for p in model.parameters() if p.requires_grad), torch.empty(0))
-        # The version of the weight above which a step must have come.
-        self._version_limit: float = self._weight._version + 10
         self.followed: list[Followed] = []
         self._parts: list[tuple[bool, list[Tensor], Tensor, tuple[Tensor, ...]]] = []
         # All buffers, those that are followed, and the addresses of these.
         self._seen: tuple[list[Tensor | None], list[Tensor], list[int]] = [], [], []
         self._look()
-
-    def check_steps(self, *_: object) -> None:
-        """Warns if the weights change without a step; called before each forward pass."""
-        if self._weight._version > self._version_limit:
-            self._version_limit = math.inf
-            warn(
-                "The optimizer in guard(model, optimizer) was never stepped. Another one updates "
-                "the parameters, so skipped steps do not restore the buffers. Pass the "
-                "LossScaleOptimizer or GradScaler that steps."
-            )
 
     def loaded(self, module: Module, *_: object) -> None:
         """Called after a state was loaded into a module, maybe within a step."""
@@ -121,7 +106,7 @@ class BufferGuard(Observer):
 
     @torch.no_grad()
     def _step_over(self, step: Stepped) -> None:
-        self._version_limit, skipped = math.inf, step.skipped
+        skipped = step.skipped
         has_several = self._has_several or step.is_one_of_several
         self._look()
         for is_own, memory, copy, copies in self._parts:

@@ -1,4 +1,7 @@
-"""Explains a pass: computes it once more, watches each operation, and finds what failed."""
+"""Explains a pass: computes it once more, watches each operation, and finds what failed.
+
+`as_it_was` restores the model after it, and after the passes of `diagnose`.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.checks import checked_parameters, checked_scale
+from lossscale.common.monkeypatch import replace
+from lossscale.common.random_states import kept_random_states
 from lossscale.errors import ArgumentTypeError
 from lossscale.monitoring.explanation import Explanation, Facts, explained
 from lossscale.monitoring.origins import UnrepeatableError, Watched, explain_pass
-from lossscale.torch.isolation import as_it_was
+from lossscale.torch.backward import leaves_of
 from lossscale.torch.ranks import has_others, is_spread
 from lossscale.torch.scaling import scaled
 from lossscale.torch.watch import Watch, named_tensors
@@ -106,7 +112,8 @@ def _facts(
             )
         output = scaled(loss.reshape(()), 1.0)
     found = examined(watch, output, trained, scale)
-    if found.is_finite and not _depends(output, set(map(id, trained))):
+    leaves, _ = leaves_of(output)
+    if found.is_finite and set(map(id, leaves)).isdisjoint(map(id, trained)):
         return Facts(why_not="the loss is finite, and no trained parameter has a gradient of it")
     return found
 
@@ -213,15 +220,81 @@ def examined(
     return explain_pass(watched, scale, in_float32)
 
 
-def _depends(output: Tensor, leaves: set[int]) -> bool:
-    """Whether an output was computed from one of some leaves, given by their ids."""
-    seen: set[object] = set()
-    nodes = [output.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [following for following, _ in node.next_functions]
-            if id(getattr(node, "variable", None)) in leaves:
-                return True
-    return False
+# --- The model as it was -------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def as_it_was(model: Module) -> Iterator[None]:
+    """Within it, a model trains uncompiled, with the same random numbers each time.
+
+    After it, the model is unchanged, `.grad` included. Parameters are restored as well:
+    `torch.nn.Embedding(max_norm=...)` writes to its own in the forward pass.
+    """
+    gradients = [(p, p.grad) for p in model.parameters()]
+    dense = [g for _, g in gradients if g is not None and g.layout == torch.strided]
+    written = *model.parameters(), *model.buffers(), *dense
+    tensors = [(t, t.detach().clone()) for t in written]
+    # A pass changes only the mode of scripted modules, whose other attributes are in C++.
+    modes = [(module, module.training) for module in model.modules()]
+    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    dictionaries = [
+        each for m in modules for each in (vars(m), m._parameters, m._buffers, m._modules)
+    ]
+    before = [dict(each) for each in dictionaries]
+    devices = {tensor.device for tensor, _ in tensors if tensor.device.type != "cpu"}
+    try:
+        with (
+            kept_random_states(),
+            torch.random.fork_rng(
+                sorted({device.index or 0 for device in devices}),
+                device_type=next((device.type for device in devices), "cuda"),
+            ),
+            _eager_passes(model),
+        ):
+            if not model.training:
+                model.train()
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for now, entries in zip(dictionaries, before, strict=True):
+            now.clear()
+            now.update(entries)
+        for parameter, gradient in gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+        with torch.no_grad():
+            for tensor, value in tensors:
+                # Write only what changed: a write spoils graphs that hold the parameter. Version
+                # numbers do not help, because a batch normalization updates its statistics without
+                # them.
+                if not torch.equal(_bits(tensor), _bits(value)):
+                    tensor.copy_(value)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+@contextlib.contextmanager
+def _eager_passes(model: Module) -> Iterator[None]:
+    """Within it, a model runs uncompiled, and its passes can be differentiated.
+
+    Compiled modules call no hooks. The caller restores the attributes of the modules.
+    """
+    # Tensors of inference mode cannot be differentiated.
+    with contextlib.ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
+        # Reentrant checkpointing would call `backward` within the backward pass, which
+        # `torch.autograd.grad` refuses. The gradients are the same without it.
+        called = staticmethod(lambda function, preserve, *args: function(*args))
+        replace(stack, CheckpointFunction, "apply", called)
+        stance = getattr(torch.compiler, "set_stance", None)
+        if stance is not None:
+            stack.enter_context(stance("force_eager"))
+        else:
+            # PyTorch 2.4 and 2.5.
+            for module in model.modules():
+                vars(module)["_compiled_call_impl"] = None
+                if "_orig_mod" in module._modules:
+                    vars(module)["forward"] = module._modules["_orig_mod"]
+        yield

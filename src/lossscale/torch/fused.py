@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -29,7 +28,9 @@ def can_skip(inner: Optimizer) -> bool:
         # Not the optimizer's own flag: loading a state replaces `fused` in the groups, and a copy
         # loses the flag.
         return all(group.get("fused") for group in inner.param_groups)
-    return bool(getattr(inner, "_step_supports_amp_scaling", False))
+    # One that takes a `grad_scaler`, as Apex' do, reads no attributes.
+    supports = getattr(inner, "_step_supports_amp_scaling", False)
+    return bool(supports) and not takes_a_scaler(inner.step)
 
 
 def can_unscale(inner: Optimizer) -> bool:
@@ -56,17 +57,9 @@ def steps_as_torch(inner: Optimizer) -> bool:
     if own not in _steps_of_torch():
         return False
     replaced = vars(inner).get("step")
-    if replaced is None:
-        return True
     # The `step` of a scheduler only counts the calls.
-    counts = hasattr(replaced, "_wrapped_by_lr_sched") or hasattr(replaced, "_with_counter")
-    if not counts:
-        return False
-    counted = getattr(replaced, "__wrapped__", None)
-    if counted is None:
-        # PyTorch 2.4 keeps the method only in the closure.
-        counted = inspect.getclosurevars(replaced).nonlocals.get("func")
-    return counted is own
+    counts = hasattr(replaced, "_wrapped_by_lr_sched")
+    return replaced is None or (counts and getattr(replaced, "__wrapped__", None) is own)
 
 
 def _steps_of_torch() -> list[Callable[..., object]]:
@@ -75,11 +68,10 @@ def _steps_of_torch() -> list[Callable[..., object]]:
 
 
 def expects_attributes(inner: Optimizer) -> bool:
-    """Whether an optimizer may need both attributes, or has a `grad_scale` of its own."""
+    """Whether an optimizer may need both attributes."""
     if isinstance(inner, OuterOptimizer):
         return any(map(expects_attributes, inner.optimizers))
-    has_own = getattr(inner, "grad_scale", None) is not None
-    return can_skip(inner) and (has_own or not steps_as_torch(inner))
+    return can_skip(inner) and not steps_as_torch(inner)
 
 
 @contextlib.contextmanager

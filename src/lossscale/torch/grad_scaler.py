@@ -41,11 +41,7 @@ from lossscale.torch.settings import (
 
 Losses = TypeVar("Losses")
 
-_STEPPED = (
-    "step() was called twice on this optimizer since the last update(). Call update() once after "
-    "the steps of all optimizers."
-)
-_OF_ONE_SCALER = frozenset({"_records", "_observers", "_floor", "_skipped_so_far"})
+_OF_ONE_SCALER = frozenset({"_records", "_observers", "_last_skipped"})
 """Attributes that a copy does not share."""
 
 
@@ -136,9 +132,8 @@ class GradScaler(torch.amp.GradScaler):
     """The scale is not below it, unless other code has written to it."""
 
     _scaled_since_update = False
-    _skipped_so_far: Flag = False
-    """Whether a step was skipped since the last `update`, as `SkipCount.add` takes it."""
-    _skips_at_floor: int | None = None
+    _last_skipped: Flag = False
+    """Whether the last step was skipped."""
 
     def __init__(
         self,
@@ -183,8 +178,8 @@ class GradScaler(torch.amp.GradScaler):
     def _forget(self) -> None:
         """Forgets optimizers and observers, which a copy does not share."""
         self._records: dict[int, _OptimizerRecord] = {}
-        self._observers, self._floor = Observers(), FloorWarning("GradScaler(min_scale=2.0**-24)")
-        self._observers.add(self._floor)
+        self._observers = Observers()
+        self._observers.add(FloorWarning("GradScaler(min_scale=2.0**-24)"))
 
     def _record_of(self, optimizer: Optimizer) -> _OptimizerRecord:
         key, parameters = id(optimizer), parameters_of(optimizer)
@@ -220,8 +215,6 @@ class GradScaler(torch.amp.GradScaler):
         def scaled_one(loss: Tensor) -> Tensor:
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(loss.device)
-            if not torch.compiler.is_compiling():
-                self._observers.scaled(self, loss)
             assert self._scale is not None
             return scaled(loss, self._scale)
 
@@ -246,24 +239,11 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         check_steppable(optimizer)
-        if self._stage_of(optimizer) is OptState.UNSCALED:
-            # PyTorch's method calls this first, and then says less.
-            self._check_scale_growth_tracker("unscale_")
-            raise CallOrderError(
-                "unscale_() was called twice on this optimizer since the last update(). Call it "
-                "once for each step, after the last backward(). If a step is left out, call "
-                "update() in its place."
-            )
         super().unscale_(optimizer)
         entry = self._per_optimizer_states[id(optimizer)]
         if entry.get("is_empty"):
             # Those of a later backward pass still have to be unscaled.
             entry["stage"] = OptState.READY
-
-    def _stage_of(self, optimizer: Optimizer) -> OptState:
-        # The dictionary makes an entry for what it is asked for by index.
-        entry = self._per_optimizer_states.get(id(optimizer))
-        return OptState.READY if entry is None else entry["stage"]
 
     @torch.no_grad()
     def _unscale_grads_(
@@ -320,11 +300,8 @@ class GradScaler(torch.amp.GradScaler):
                 "step() of a GradScaler takes no closure: the optimizer would see scaled losses. "
                 "Call step(closure) of a lossscale.torch.LossScaleOptimizer."
             )
-        if self._only_makes_state(optimizer):
-            self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
-            made: float | None = optimizer.step(*args, **kwargs)
-            return made
-        if self._stage_of(optimizer) is OptState.UNSCALED:
+        # An entry is made for what is asked for by index.
+        if self._per_optimizer_states.get(id(optimizer), {}).get("stage") is OptState.UNSCALED:
             # Those that `unscale_` has unscaled may have been clipped together.
             states = self._per_optimizer_states.items()
             self._share_overflows({k: e for k, e in states if e["stage"] is OptState.UNSCALED})
@@ -341,20 +318,12 @@ class GradScaler(torch.amp.GradScaler):
         first_steps.made(optimizer, is_empty, self._scaled_since_update)
         return result
 
-    def _only_makes_state(self, optimizer: Optimizer) -> bool:
-        """Whether a step only makes the optimizer's state, into which a checkpoint is loaded."""
-        if self._scaled_since_update or not fused.is_dummy_step(optimizer):
-            return False
-        # Another process may have scaled a loss.
-        grads = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-        return not any(gradient.any() for gradient in grads)
-
     def _step_that_skips_by_itself(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """A step of an optimizer that reads `grad_scale` and `found_inf`, as PyTorch makes it."""
         self._check_scale_growth_tracker("step")
         entry = self._per_optimizer_states[id(optimizer)]
         if entry["stage"] is OptState.STEPPED:
-            raise CallOrderError(_STEPPED)
+            raise CallOrderError("step() was called twice without update(). Call it once.")
         is_scaled = entry["stage"] is OptState.READY
         if is_scaled:
             self._check_inf_per_device(optimizer)
@@ -416,8 +385,7 @@ class GradScaler(torch.amp.GradScaler):
         return bool(number)
 
     def _count(self, optimizer: Optimizer, entry: dict[str, Any], flag: Flag) -> None:
-        entry["skipped"] = flag
-        self._skipped_so_far = self._skips.add(flag, self._skipped_so_far)
+        entry["skipped"] = self._last_skipped = flag
         self._record_of(optimizer).count.add(flag)
 
     def _notify(self, flag: Flag, optimizer: Optimizer | None = None) -> None:
@@ -438,6 +406,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         left_out = self._left_out()
+        self._skips.add(self._skipped_since_update())
         if new_scale is None:
             self._move()
         else:
@@ -447,7 +416,16 @@ class GradScaler(torch.amp.GradScaler):
         if left_out is not False:
             self._notify(left_out)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._scaled_since_update = self._skipped_so_far = False
+        self._scaled_since_update = False
+
+    def _skipped_since_update(self) -> Flag:
+        """Whether a step was skipped since the last call of `update`."""
+        entries = self._per_optimizer_states.values()
+        flags: list[Flag] = [entry["skipped"] for entry in entries if "skipped" in entry]
+        tensors = [flag for flag in flags if isinstance(flag, Tensor)]
+        return any(flag is True for flag in flags) or (
+            gradients.any_overflow(tensors) if tensors else False
+        )
 
     def _left_out(self) -> Flag:
         """Whether gradients have overflowed, and the program has called no `step`."""
@@ -497,18 +475,6 @@ class GradScaler(torch.amp.GradScaler):
             scale.copy_(torch.where(scale > rule.ceiling, before, scale))
         scale.clamp_(rule.min_scale, rule.ceiling)
 
-    def get_scale(self) -> float:
-        """Returns the scale, 1.0 if disabled; waits for the device."""
-        number: float = super().get_scale()
-        lowest = self._rule.lowest_scale if self._enabled and not self._floor.warned else None
-        before, self._skips_at_floor = self._skips_at_floor, None
-        if lowest is not None and number <= lowest:
-            self._skips_at_floor = self._skips.skipped
-            if before is not None and self._skips_at_floor > before:
-                # The host did not know of steps that the device has skipped.
-                self._floor.check(self, number)
-        return number
-
     def _may_overflow(self) -> bool:
         """Whether the scale is below 1; waits only if it may have come down so far."""
         scale = self._scale
@@ -522,12 +488,13 @@ class GradScaler(torch.amp.GradScaler):
     @property
     def last_step_skipped(self) -> bool:
         """Whether the last call of `step` did not apply its optimizer; waits for the device."""
-        return self._skips.last_skipped
+        # A replayed CUDA graph writes into the tensor.
+        return bool(self._last_skipped)
 
     @property
     def steps_skipped(self) -> int:
         """The number of skipped steps; several before one `update` count as one."""
-        return self._skips.skipped
+        return self._skips.skipped + bool(self._skipped_since_update())
 
     def register_step_skipped_hook(self, hook: Callable[[Optimizer], object]) -> RemovableHandle:
         """Registers a function that is called with each optimizer whose step is skipped.

@@ -59,11 +59,6 @@ class Gradients(NamedTuple):
     dense_groups: list[list[Tensor]]
     owners: list[list[Tensor]]
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the first one; the CPU if there is none."""
-        return self.dense_groups[0][0].device if self.dense_groups else CPU
-
 
 def collect(
     info: ParameterInfo,
@@ -189,23 +184,17 @@ def _dense(parameter: Tensor, gradient: Tensor, allow_float16: bool, sums: bool)
 def check_can_be_divided(info: ParameterInfo) -> None:
     """Checks that no gradient is in float16, where dividing it would flush it to zero."""
     for parameter in info.parameters:
-        _check_can_be_widened(parameter)
-
-
-def _check_can_be_widened(parameter: Tensor) -> None:
-    dtype = None if parameter.grad is None else parameter.grad.dtype
-    if dtype not in ranks.HALF:
-        return
-    if parameter.dtype == dtype:
+        dtype = None if parameter.grad is None else parameter.grad.dtype
+        if dtype not in ranks.HALF:
+            continue
+        fix = "Set `parameter.grad_dtype = None`."
+        if parameter.dtype == dtype:
+            fix = IN_FLOAT32
+        elif getattr(parameter, "grad_dtype", None) is None:
+            continue
         raise GradientsError(
-            f"Small unscaled gradients of dtype {parameter.dtype} would flush to zero. Received: "
-            f"a parameter of shape {tuple(parameter.shape)}. {IN_FLOAT32}"
-        )
-    if getattr(parameter, "grad_dtype", None) is not None:
-        raise GradientsError(
-            f"Small unscaled gradients of dtype {dtype} would flush to zero. "
-            f"Received: a parameter of shape {tuple(parameter.shape)} and dtype "
-            f"{parameter.dtype}. Set `parameter.grad_dtype = None`."
+            f"Small unscaled gradients of dtype {dtype} would flush to zero. Received: a parameter "
+            f"of shape {tuple(parameter.shape)} and dtype {parameter.dtype}. {fix}"
         )
 
 
@@ -227,7 +216,7 @@ def grad_norm(
     """
     groups = gradients.dense_groups
     norms = [norm for group in groups for norm in torch._foreach_norm(group, 2.0, dtype)]
-    device = gradients.device
+    device = groups[0][0].device if groups else CPU
     if norms and not info.groups:
         norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
         return norm
@@ -247,18 +236,6 @@ def coefficient(norm: Tensor, clip_norm: float) -> Tensor:
 
 _OF_THE_KERNEL = frozenset({torch.float32, torch.float64, torch.float16})
 """The dtypes that the kernel supports on every accelerator."""
-
-
-def _in_two_passes(tensors: Sequence[Tensor], overflow: Tensor, factor: Tensor) -> None:
-    for tensor in tensors:
-        overflow.copy_(torch.maximum(overflow, (~torch.isfinite(tensor).all()).to(overflow.dtype)))
-        tensor.mul_(factor)
-
-
-# Not documented, so that a release may have another name for it.
-_kernel: Callable[..., object] = getattr(
-    torch, "_amp_foreach_non_finite_check_and_unscale_", _in_two_passes
-)
 
 
 def unscale_and_check_(
@@ -295,10 +272,11 @@ def unscale_and_check_(
             else:
                 by_device[device] = torch.zeros((), dtype=torch.float32, device=device)
         if device.type == "cpu" or group[0].dtype in _OF_THE_KERNEL:
-            _change(_kernel, group, by_device[device], factor(device))
+            kernel = torch._amp_foreach_non_finite_check_and_unscale_
+            kernel(group, by_device[device], factor(device))
         else:
             _check_largest(group, by_device[device], 1.0)
-            _change(torch._foreach_mul_, group, factor(device))
+            torch._foreach_mul_(group, factor(device))
     return by_device
 
 
@@ -311,20 +289,7 @@ def unscale_(gradients: Gradients, factor: Factor, *, divide: bool = False) -> N
     """Unscales gradients in place without a check, which takes less time."""
     for group in gradients.dense_groups:
         multiply = torch._foreach_div_ if divide else torch._foreach_mul_
-        _change(multiply, group, factor(group[0].device))
-
-
-def _change(kernel: Callable[..., object], group: list[Tensor], *arguments: Tensor) -> None:
-    try:
-        kernel(group, *arguments)
-    except RuntimeError:
-        # Kernels refuse a lazy negative, before they change anything. To look for one takes time.
-        if not any(map(Tensor.is_neg, group)):
-            raise
-        values = [tensor.resolve_neg() for tensor in group]
-        kernel(values, *arguments)
-        for tensor, value in zip(group, values, strict=True):
-            tensor.copy_(value)
+        multiply(group, factor(group[0].device))
 
 
 def check_quotients(gradients: Gradients, divisor: Factor) -> dict[torch.device, Tensor]:

@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from lossscale.common.checks import check_not_wrapped, remember_wrapper
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, CallOrderError
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
-from lossscale.packages import warn
 from lossscale.torch import fused, ranks
 from lossscale.torch.masters import (
     Pairs,
@@ -126,8 +125,7 @@ class MasterWeights(OuterOptimizer):
         self.__dict__.update(state, optimizers=[state["inner_optimizer"]])
         self._optimizer_step_pre_hooks = OrderedDict()
         self._optimizer_step_post_hooks = OrderedDict()
-        self._is_stepping = self._warned = False
-        self._is_compared = False
+        self._is_stepping = self._is_compared = False
         self._number = next(_numbers)
         # Those that were made later over a parameter of this one, as long as they live.
         self._newer: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
@@ -531,12 +529,6 @@ class MasterWeights(OuterOptimizer):
         with self._naming_masters():
             self.inner_optimizer.load_state_dict(rest)
         self._put(loaded)
-        if rest.get("state") and not loaded and self._pairs and not self._warned:
-            self._warned = True
-            warn(
-                f"The state has no master weights (`{_KEY}`). They start from the parameters, "
-                "which are rounded to float16."
-            )
 
     @torch.no_grad()
     def _put(self, loaded: dict[Tensor, Tensor]) -> None:

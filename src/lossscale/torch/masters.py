@@ -166,17 +166,6 @@ def _ids_in(value: object, depth: int = 3) -> Iterator[int]:
             yield from _ids_in(part, depth - 1)
 
 
-def check_not_of_ddp(error: RuntimeError) -> None:
-    """Says what to do about an error of a backward pass under `DistributedDataParallel`."""
-    # Nothing public shows before the pass that parameters belong to one.
-    if str(error).startswith(("Expected Half, got Float", "Expected BFloat16, got Float")):
-        raise UnsupportedError(
-            "DistributedDataParallel cannot average the float32 gradients of float16 parameters. "
-            "Keep the parameters in float32 (model.float()), compute under "
-            "torch.autocast(device, torch.float16), and leave MasterWeights out."
-        ) from error
-
-
 def check_shape(parameter: Tensor | None, value: object) -> None:
     shape = None if parameter is None else parameter.shape
     if not isinstance(value, Tensor) or value.shape != shape:

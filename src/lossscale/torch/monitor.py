@@ -26,7 +26,6 @@ from lossscale.torch.observers import Decided, Observer
 from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
 from lossscale.torch.ranks import local
 from lossscale.torch.scaling import CPU, real_parts, uncompiled
-from lossscale.torch.settings import warn_of_float16_statistics
 from lossscale.torch.watch import is_finite
 
 
@@ -99,8 +98,6 @@ class Monitor(LoopMonitor, Observer):
         now = self._stats()
         self._scale = now.scale
         self._model = model if isinstance(model, Module) else None
-        if self._model is not None:
-            warn_of_float16_statistics(self._model)
         self._finite = set(self._buffers(True))
         super().__init__(Recorder(settings, watched.rule), now.step)
         self._handle = watched._observers.add(self)

@@ -1,4 +1,4 @@
-"""The observers of the losses and steps of an optimizer or a scaler, in one list."""
+"""The observers of the steps of an optimizer or a scaler, in one list."""
 
 from __future__ import annotations
 
@@ -55,15 +55,12 @@ class Stepped(NamedTuple):
 
 
 class Observer:
-    """Is notified of losses and steps; each method does nothing unless a subclass overrides it."""
+    """Is notified of steps; each method does nothing unless a subclass overrides it."""
 
     _is_monitor: ClassVar[bool] = False
     """Whether it wants decisions, and warns of the lowest scale itself."""
     _reads_skips: ClassVar[bool] = False
     """Whether the host has to wait for the decision on each step."""
-
-    def _loss_scaled(self, stepper: Stepper, loss: Tensor) -> None:
-        """Called with each loss before it is scaled, outside of compiled code."""
 
     def _step_decided(self, decided: Decided) -> None:
         """Called with each decision; only if there is a monitor."""
@@ -88,10 +85,6 @@ class Observers(OrderedDict[int, Observer]):
     @property
     def read_skips(self) -> bool:
         return any(observer._reads_skips for observer in self.values())
-
-    def scaled(self, stepper: Stepper, loss: Tensor) -> None:
-        for observer in self.values():
-            observer._loss_scaled(stepper, loss)
 
     def decided(self, decided: Decided) -> None:
         for observer in self.values():
@@ -124,13 +117,11 @@ class FloorWarning(Observer):
     """
 
     def __init__(self, lower: str = "DynamicScale(min_scale=2.0**-24)") -> None:
-        self._lower, self.warned = lower, False
+        self._lower, self._warned = lower, False
 
     def _step_over(self, step: Stepped) -> None:
-        if step.skipped is True and step.scale is not None and not self.warned:
-            self.check(step.stepper, float(step.scale))
-
-    def check(self, stepper: Stepper, scale: float) -> None:
-        """Warns if a step that was skipped had the lowest scale, and no monitor does."""
-        if not stepper._observers.have_monitor:
-            self.warned = warned_at_floor(stepper.rule, scale, self._lower)
+        if step.skipped is not True or step.scale is None or self._warned:
+            return
+        # A monitor warns itself.
+        if not step.stepper._observers.have_monitor:
+            self._warned = warned_at_floor(step.stepper.rule, float(step.scale), self._lower)

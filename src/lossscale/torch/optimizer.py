@@ -15,22 +15,15 @@ from torch.utils.hooks import RemovableHandle
 
 from lossscale.arguments import rule_from_arguments
 from lossscale.common.checks import living_wrapper, remember_wrapper
-from lossscale.errors import CallOrderError, GradientsError, UnsupportedError
+from lossscale.errors import CallOrderError, UnsupportedError
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule
-from lossscale.torch import fused, gradients, masters, ranks
+from lossscale.torch import fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
-from lossscale.torch.backward import (
-    Inputs,
-    is_seen,
-    prepare_backward,
-    remember_scaled,
-    was_scaled,
-    watch,
-)
+from lossscale.torch.backward import Inputs, is_seen, prepare_backward, remember_scaled, watch
 from lossscale.torch.engine import Engine, StepDecision
-from lossscale.torch.gradient_record import ONE_FOR_SEVERAL, BackwardPass
+from lossscale.torch.gradient_record import BackwardPass
 from lossscale.torch.master_weights import compares_once
 from lossscale.torch.observers import Decided, FloorWarning, Observers, SkippedStepHook, Stepped
 from lossscale.torch.optimizer_list import OptimizerList, step_with_closure, with_parts, zero_grad
@@ -42,6 +35,7 @@ from lossscale.torch.settings import (
     check_decide,
     check_inner,
     check_is_tensor,
+    check_not_scaled,
     check_processes,
     checked_clip_norm,
 )
@@ -162,16 +156,8 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
         """The inner optimizer, which cannot be replaced by another one."""
         return self._inner
 
-    def __len__(self) -> int:
-        # For a single optimizer, Python raises that it has no length.
-        return len(cast(OptimizerList, self._inner))
-
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(cast(OptimizerList, self._inner))
-
-    def __bool__(self) -> bool:
-        # An optimizer is true, also one with `__len__`.
-        return True
 
     # --- Backward -----------------------------------------------------------------------------
 
@@ -218,15 +204,11 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
         """
         record = self._record
         check_backpropagated(loss, record.info())
-        self._observers.scaled(self, loss)
         self._adopt_loaded()
         multiplier = self._engine.scale.multiplier
         finish = prepare_backward(loss, multiplier, record, BackwardPass(-1), inputs)
         try:
             _backpropagate(loss, multiplier, gradient, retain_graph, create_graph, inputs)
-        except RuntimeError as error:
-            masters.check_not_of_ddp(error)
-            raise
         finally:
             finish()
         check = record.last_check
@@ -255,13 +237,7 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
         check_is_tensor(loss)
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
-            if was_scaled(loss):
-                raise GradientsError(
-                    "This loss is already scaled. Its gradients would be too large by the loss "
-                    "scale. Call scale_loss() once. If two optimizers train on this loss: "
-                    f"{ONE_FOR_SEVERAL}"
-                )
-            self._observers.scaled(self, loss)
+            check_not_scaled(loss)
             self._adopt_loaded()
         if not is_compiling and is_seen(loss):
             multiplier = scale.multiplier
@@ -624,37 +600,27 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
         return state_dicts.LossScaleState(self._engine.scale)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What a later release needs to recreate it, and attributes that users have set; but not the
-        # methods that schedulers and trainers have replaced, which refer to this optimizer.
+        # Attributes that users have set as well; but not the methods that schedulers and trainers
+        # have replaced, which refer to this optimizer.
         self._adopt_loaded()
-        engine = self._engine
+        engine, numbers = self._engine, self._engine.scale.numbers()
         own = {
             name: value
             for name, value in self.__dict__.items()
-            if not (name in _SET_BY_LIGHTNING or name in _RECREATED or hasattr(type(self), name))
+            if not (name in _NOT_COPIED or hasattr(type(self), name))
         }
-        return {
-            **own,
-            "inner_optimizer": engine.inner,
-            "name": self.name,
-            "rule": engine.rule,
-            "clip_norm": engine.clip_norm,
-            "process_group": self.process_group,
-            "decide": self.decide,
-            "numbers": engine.scale.numbers(),
-            "gradient_factor": self._record.gradient_factor(),
-        }
+        made_of = engine.inner, engine.rule, engine.clip_norm, self.process_group, self.decide
+        numbers["of_gradients"] = self._record.gradient_factor()
+        return {**own, "made_of": made_of, "numbers": numbers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        inner, rule, clip_norm, process_group, decide, name, numbers, factor = map(
-            state.pop, _PICKLED
-        )
-        scale = _new_scale(rule, inner, decide)
+        own = dict(state)
+        inner, rule, clip_norm, process_group, decide = own.pop("made_of")
+        numbers = own.pop("numbers")
+        scale, factor = _new_scale(rule, inner, decide), numbers["of_gradients"]
         state_dicts.restore(scale, numbers)
-        engine = Engine(inner, scale, clip_norm, process_group, factor)
-        self._start(engine, name)
-        self.__dict__.update(state)
+        self._start(Engine(inner, scale, clip_norm, process_group, factor), own["name"])
+        self.__dict__.update(own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LossScaleOptimizer:
         copied: LossScaleOptimizer = object.__new__(type(self))
@@ -675,15 +641,11 @@ def wrapper_in(optimizer: object) -> Any:
     return optimizer
 
 
-_PICKLED = (
-    *("inner_optimizer", "rule", "clip_norm", "process_group", "decide", "name", "numbers"),
-    "gradient_factor",
+_NOT_COPIED = frozenset(
+    {"_engine", "_inner", "_record", "_rule", "_observers"}
+    | {"_strategy", "_on_before_step", "_on_after_step"}
 )
-
-_RECREATED = frozenset({"_engine", "_inner", "_record", "_rule", "_observers"})
-
-_SET_BY_LIGHTNING = frozenset({"_strategy", "_on_before_step", "_on_after_step"})
-"""Attributes that Lightning sets on an optimizer."""
+"""Attributes that each copy creates, and those that Lightning sets on an optimizer."""
 
 
 def _copied(value: Number) -> Number:

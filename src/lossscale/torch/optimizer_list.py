@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import reprlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lossscale.common.checks import signature_of, takes
-from lossscale.errors import ArgumentError, ArgumentTypeError, StateDictError, UnsupportedError
+from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.torch.scaling import uncompiled
 
 _WATCHES = "watches"
@@ -113,9 +112,6 @@ class OptimizerList(OuterOptimizer):
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self.optimizers)
 
-    def __len__(self) -> int:
-        return len(self.optimizers)
-
     def __getattr__(self, name: str) -> Any:
         """Returns a method such as `train`, called on all optimizers that have it."""
         parts = self.__dict__.get("optimizers", ())
@@ -134,14 +130,11 @@ class OptimizerList(OuterOptimizer):
             optimizer.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        parts = ", ".join(f"{i} is {type(part).__name__}" for i, part in enumerate(self.optimizers))
         raise UnsupportedError(
             "Ambiguous: several optimizers could get the group. Call "
-            f"optimizer.optimizers[i].add_param_group(group); {self.described()}."
+            f"optimizer.optimizers[i].add_param_group(group); {parts}."
         )
-
-    def described(self) -> str:
-        """The optimizers and their numbers, for messages."""
-        return ", ".join(f"{i} is {type(part).__name__}" for i, part in enumerate(self.optimizers))
 
     def state_dict(self) -> dict[str, Any]:
         for hook in self._optimizer_state_dict_pre_hooks.values():
@@ -187,11 +180,6 @@ def joined(state_dicts: Sequence[Any]) -> dict[str, Any]:
     groups: list[dict[str, Any]] = []
     others: dict[int, dict[str, Any]] = {}
     for number, saved in enumerate(state_dicts):
-        if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
-            raise StateDictError(
-                f"The state of optimizer {number} must have 'state' and 'param_groups'. Received: "
-                f"{reprlib.repr(saved)}. Save what state_dict() returns."
-            )
         first = sum(len(group["params"]) for group in groups)
         own = [key for group in saved["param_groups"] for key in group["params"]]
         place = {key: first + index for index, key in enumerate(own)}

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lossscale.errors import UnsupportedError
 from lossscale.packages import warn
-from lossscale.rules import DynamicScale, ScaleRule, ScaleState, next_state
+from lossscale.rules import DynamicScale, PythonNumbers, ScaleRule, ScaleState
 from lossscale.torch.ranks import parameters_of
 from lossscale.torch.scaling import CPU, is_captured, scalar
 
@@ -93,10 +93,10 @@ def update_on_host(rule: ScaleRule, state: ScaleState, finite: bool) -> ScaleSta
     """
     if rule.exact_on_host:
         # With tensors the benchmark row "SGD, small" would take 1.14 times as long.
-        return next_state(rule, state, finite)
+        after: ScaleState = rule.update(state, finite, xp=PythonNumbers)
+        return after
     # Python numbers would be rounded differently.
-    flag = scalar(finite, CPU, torch.bool)
-    after: ScaleState = rule.update(_tensors(state, CPU), flag, xp=torch)
+    after = rule.update(_tensors(state, CPU), scalar(finite, CPU, torch.bool), xp=torch)
     return type(after)(*map(_number, after))
 
 
@@ -109,11 +109,6 @@ def _tensors(state: ScaleState, device: torch.device) -> ScaleState:
 
 def _number(value: float | Tensor) -> float:
     return value.item() if torch.is_tensor(value) else value
-
-
-def saved_as(field: str) -> str:
-    """Returns the name of a value of the loss scale in an optimizer's state dictionary."""
-    return "loss_scale" if field == "scale" else f"loss_scale_{field}"
 
 
 class LossScale:
@@ -137,7 +132,8 @@ class LossScale:
         self.rule = rule
         self.first: ScaleState = rule.init()
         fields = *self.first._fields, "iterations", "steps_skipped"
-        self.names = {saved_as(field): field for field in fields}
+        # Their keys in an optimizer's state dictionary.
+        self.names = {"loss_scale" if f == "scale" else f"loss_scale_{f}": f for f in fields}
         self.start = Counts(0, 0, False)
         self._scales: dict[torch.device, Tensor] = {}
         self._make(devices)
@@ -308,34 +304,17 @@ class SkipCount:
 
     def __init__(self, skipped: int = 0) -> None:
         self._made, self._skipped = 0, skipped
-        self._last: Flag = False
         # Flags that were not read yet, and on the device of a CUDA graph the numbers of steps and
         # of skipped steps in its replays.
         self._flags: list[Tensor] = []
         self._replayed: Tensor | None = None
 
-    def add(self, flag: Flag, before: Flag = False) -> Flag:
+    def add(self, flag: Flag) -> None:
         """Counts a step.
 
         Args:
             flag: Whether it is skipped: a bool, or a float32 scalar tensor, 1 or 0.
-            before: Whether the steps that count as one with it were; False for the first one.
-
-        Returns:
-            `before`, with this one.
         """
-        self._last = flag
-        if before is False:
-            self._add(flag)
-            return flag
-        if before is True or flag is False:
-            return before
-        before = before if flag is True else before.to(flag.device)
-        joined = torch.ones_like(before) if flag is True else torch.maximum(before, flag)
-        self._add(joined - before)
-        return joined
-
-    def _add(self, flag: Flag) -> None:
         if isinstance(flag, bool):
             self._made, self._skipped = self._made + 1, self._skipped + flag
             return
@@ -371,12 +350,6 @@ class SkipCount:
     def skipped(self) -> int:
         """Number of skipped steps."""
         return self.read()[1]
-
-    @property
-    def last_skipped(self) -> bool:
-        """Whether the last step was skipped."""
-        # A replay writes into the flag.
-        return bool(self._last)
 
 
 class FirstSteps:

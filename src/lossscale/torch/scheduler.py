@@ -18,7 +18,6 @@ from lossscale.torch.buffers import guard_model, innermost, memory_of, unguard_m
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.master_weights import MasterWeights
 from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
-from lossscale.torch.settings import warn_of_float16_statistics
 
 _LARGE = 64 * 2**20
 """Bytes of buffers above which a warning names the argument to choose some."""
@@ -99,12 +98,6 @@ class GuardedScheduler:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _blank, (), self.__dict__.copy()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
-    def __repr__(self) -> str:
-        return f"<guarded {self.scheduler!r}>"
 
 
 def _blank() -> GuardedScheduler:
@@ -258,7 +251,6 @@ def _guarded_model(model: Any, optimizer: Any, buffers: Iterable[str] | None) ->
         vars(model)["update_parameters"] = HeldBack(model, given, holders)
     elif several:
         inner = innermost(model)
-        warn_of_float16_statistics(inner)
         _warn_of_large(guard_model(inner, several, _checked_names(inner, buffers)))
     return model
 

@@ -6,13 +6,10 @@ import contextlib
 import functools
 import inspect
 import traceback
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 
 from lossscale.arguments import checked_rule
@@ -29,10 +26,11 @@ from lossscale.errors import (
 )
 from lossscale.members import Wrapper
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
-from lossscale.packages import warn
+from lossscale.registry import not_an_optimizer
 from lossscale.rules import DynamicScale, ScaleRule
 from lossscale.torch import fused, gradients, ranks
 from lossscale.torch.backward import was_scaled
+from lossscale.torch.gradient_record import ONE_FOR_SEVERAL
 from lossscale.torch.optimizer_list import (
     OptimizerList,
     check_needs_no_closure,
@@ -122,16 +120,11 @@ class InnerSettings(Wrapper):
             object.__setattr__(self, name, value)
             return
         self._check_no_setting(name)
-        if any(hasattr(part, name) for part in with_parts(inner)):
+        if any(hasattr(part, name) for part in (*with_parts(inner), self._rule)):
             place = "optimizers[i]" if isinstance(inner, OptimizerList) else "inner_optimizer"
             raise UnknownSettingError(
-                f"{name!r} belongs to the inner optimizer, and is only read here. Write "
-                f"optimizer.{place}.{name} = ... instead."
-            )
-        if hasattr(self._rule, name):
-            raise UnknownSettingError(
-                f"{name!r} belongs to the rule, which is frozen. Make the optimizer with another "
-                f"`rule`. Received: {name}={value!r}, for {self._rule!r}."
+                f"{name!r} belongs to the inner optimizer or to the rule, and is only read here. "
+                f"Write optimizer.{place}.{name} = ..., or make the optimizer with another `rule`."
             )
         object.__setattr__(self, name, value)
 
@@ -142,18 +135,7 @@ class InnerSettings(Wrapper):
 def check_inner(inner: object) -> None:
     check_not_wrapped(inner, FrontDoor)
     if not isinstance(inner, Optimizer):
-        hint = " This is a class: create an instance first." if isinstance(inner, type) else ""
-        raise ArgumentTypeError(
-            "The optimizer to wrap must be a torch.optim.Optimizer, or a list of them. Received: "
-            f"{inner!r} of type {type(inner).__name__}.{hint} An example is "
-            "torch.optim.AdamW(model.parameters())."
-        )
-    if any(fused.takes_a_scaler(part.step) for part in with_parts(inner)):
-        raise UnsupportedError(
-            f"{type(inner).__name__}.step takes a `grad_scaler`, which PyTorch has deprecated: a "
-            "step is skipped here. Remove the argument; a fused kernel reads the attributes "
-            "`grad_scale` and `found_inf` instead."
-        )
+        raise ArgumentTypeError(not_an_optimizer(inner))
     check_needs_no_closure(inner)
     if any(group.get("differentiable") for group in inner.param_groups):
         raise UnsupportedError(
@@ -226,35 +208,22 @@ def check_is_tensor(loss: object) -> None:
         )
 
 
-def check_backpropagated(loss: Tensor, info: ranks.ParameterInfo) -> None:
-    check_is_tensor(loss)
+def check_not_scaled(loss: Tensor) -> None:
     if was_scaled(loss):
         raise GradientsError(
-            "This loss is already scaled. Pass the unscaled loss to optimizer.backward(loss)."
+            "This loss is already scaled. Pass the unscaled loss, once, to backward() or "
+            f"scale_loss(). If two optimizers train on it: {ONE_FOR_SEVERAL}"
         )
+
+
+def check_backpropagated(loss: Tensor, info: ranks.ParameterInfo) -> None:
+    check_is_tensor(loss)
+    check_not_scaled(loss)
     if info.has_half:
         raise GradientsError(
             "A parameter has the dtype float16, in which unscaled gradients would flush to zero. "
             f"{gradients.IN_FLOAT32}"
         )
-
-
-_with_float16_statistics: weakref.WeakSet[Module] = weakref.WeakSet()
-"""The modules that a warning has named."""
-
-
-def warn_of_float16_statistics(model: Module) -> None:
-    """Warns once if a model keeps running statistics in float16, as after `model.half()`."""
-    for name, module in model.named_modules():
-        if module in _with_float16_statistics:
-            return
-        if getattr(getattr(module, "running_var", None), "dtype", None) == torch.float16:
-            _with_float16_statistics.add(module)
-            warn(
-                f"{type(module).__name__} {name!r} has float16 statistics. Its running variance "
-                "is infinite above 65,504. Keep it in float32: call .float() of each such module."
-            )
-            return
 
 
 # --- Arguments of a gradient scaler ------------------------------------------------------------

@@ -221,7 +221,6 @@ def _widened(
     func: torch._ops.OpOverload,
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     before: Mapping[int, Tensor],
-    change: Callable[[Tensor], Tensor],
 ) -> list[Tensor]:
     """The tensors that an operation makes in float64.
 
@@ -229,13 +228,12 @@ def _widened(
         func: The operation.
         arguments: Its arguments, by position and by name.
         before: What it has written to as it was, by the ids of the tensors.
-        change: Returns what is in place of a tensor of floating-point numbers.
     """
 
     def other(value: object) -> object:
         if isinstance(value, Tensor):
             was = before.get(id(value), value)
-            wide = change(was).double() if was.is_floating_point() else was
+            wide = was.double() if was.is_floating_point() else was
             # It may write to it.
             return wide.clone() if id(value) in before else wide
         return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value

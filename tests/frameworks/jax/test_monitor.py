@@ -171,8 +171,6 @@ def test_the_state_keeps_its_form_and_finds_its_names():
 def test_what_cannot_be_tracked_is_refused():
     with pytest.raises(AlreadyWrappedError):
         lossscale.optax.loss_scaled(TRACKED).init(PARAMS)
-    with pytest.raises(ArgumentError, match="`track_overflows` must be True or False"):
-        lossscale.optax.loss_scaled(optax.sgd(0.1), track_overflows=2)
     inner = optax.lookahead(optax.adam(0.01), 5, 0.1)
     lookahead = lossscale.optax.loss_scaled(inner, track_overflows=True)
     pair = optax.LookaheadParams.init_synced(PARAMS)

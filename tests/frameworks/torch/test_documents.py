@@ -21,9 +21,9 @@ from frameworks.torch.support import train_step
 from pages import programs
 
 PACKAGE = lossscale.torch
-# That of the wrapper is found where its class says that it is.
-# Its names are loaded when they are first used; the examples of two belong to the package.
 PUBLIC = {name: getattr(PACKAGE, name) for name in PACKAGE.__all__}
+# The examples of three classes are found where the classes say that they are, in the package.
+vars(PACKAGE).update(PUBLIC)
 MODULES = [PACKAGE.__name__]
 MODULES += [m.name for m in pkgutil.walk_packages(PACKAGE.__path__, f"{PACKAGE.__name__}.")]
 TRIED = {}

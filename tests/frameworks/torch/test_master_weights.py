@@ -388,15 +388,6 @@ def test_monitors_guards_and_explanations():
     assert report.verdict
 
 
-def test_float16_statistics_are_one_warning():
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)).to(DEVICE, F16)
-    optimizer = LossScaleOptimizer(MasterWeights(adamw(model)))
-    with pytest.warns(errors.LossScaleWarning, match="BatchNorm1d '1' has float16 statistics"):
-        guard(model, optimizer)
-    # Warnings are errors.
-    lossscale.torch.Monitor(optimizer, model).close()
-
-
 class WritesData(torch.optim.Optimizer):
     """As optimizers were once written: it evaluates its closure, and writes to `data`."""
 
@@ -876,8 +867,6 @@ def test_states_of_plain_optimizers():
     saved = plain.state_dict()
     model, inner, _ = started(1)
     model.load_state_dict(wide.state_dict())
-    with pytest.warns(errors.LossScaleWarning, match="no master weights"):
-        inner.load_state_dict(saved)
     inner.load_state_dict(saved)
     assert inner.state[model[0].weight]["exp_avg"].dtype == F32
     for parameter, master in inner.masters.items():

@@ -510,6 +510,21 @@ def test_a_wrapper_that_is_deleted_between_its_loss_and_its_step(shares, order, 
         assert (weight.tolist(), own.tolist()) == ([0.0, 0.0], [1.0, 1.0])
 
 
+@pytest.mark.parametrize("other", ["none", "scales"])
+def test_a_wrapper_made_over_gradients_of_different_scales_takes_each_as_it_is(other):
+    """Those of one wrapper's loss, with those that nobody or another wrapper has scaled."""
+    given = [parameter(), parameter()]
+    first, second = (
+        wrapped(sgd(each), initial_scale=scale) for each, scale in zip(given, (8, 64), strict=True)
+    )
+    derive(first, given[0].sum(), "scale_loss")
+    loss = given[1].sum()
+    (loss if other == "none" else second.scale_loss(loss)).backward()
+    both = wrapped(sgd(*given, lr=0.5))
+    both.step()
+    assert [each.tolist() for each in given] == [[0.5, 0.5]] * 2
+
+
 def test_wrappers_that_are_deleted_at_the_same_time_divide_once():
     given, made = three("host")
     made[0].scale_loss(sum(p.sum() for p in given)).backward()

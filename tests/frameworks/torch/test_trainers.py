@@ -17,17 +17,10 @@ import warnings
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.modules.module import register_module_forward_hook
 
 import lossscale.torch
-from frameworks.torch.support import (
-    MAKERS,
-    OPTIMIZERS,
-    forget_accelerate,
-    scale_and_tracker,
-    snapshot,
-)
+from frameworks.torch.support import OPTIMIZERS, forget_accelerate, snapshot
 from lossscale.torch.grad_scaler import GradScaler
 from pages import programs
 from records import column, nonfinite
@@ -288,22 +281,6 @@ class Weight(torch.nn.Module):
 
     def forward(self, x):
         return (self.weight * x).sum()
-
-
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_accelerate_4289_a_step_that_only_makes_state(make):
-    """torch.distributed.checkpoint makes the state of an optimizer by a step, here a scaled one."""
-    accelerator, scaler, net = new_accelerator(), make(DEVICE), Weight()
-    # Accelerate makes no scaler of its own on the CPU.
-    accelerator.scaler, accelerator.native_amp = scaler, True
-    net, optimizer = accelerator.prepare(net, OPTIMIZERS["adam"](net.parameters()))
-    scaler.load_state_dict({**scaler.state_dict(), "scale": 4.0, "_growth_tracker": 7})
-    # As Accelerate does it, before it loads the optimizer of a sharded model.
-    scaler._lazy_init_scale_growth_tracker(scaler._device)
-    get_optimizer_state_dict(net, optimizer)
-    assert optimizer.optimizer.state
-    assert scale_and_tracker(scaler) == (4.0, 7 if make is GradScaler else 8)
-    assert net.weight.tolist() == [1.0, 1.0]
 
 
 def test_what_accelerate_prepares_is_watched_and_it_is_told_of_a_skipped_step(tmp_path):

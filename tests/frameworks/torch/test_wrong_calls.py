@@ -233,7 +233,7 @@ MISTAKES = {
     "lr": (lambda o: setattr(o, "lr", 0.25), AttributeError, r"param_groups\[i\]\['lr'\]"),
     "a rate": (lambda o: setattr(o, "learning_rate", 1), AttributeError, r"groups\[i\]\['lr'\]"),
     "a setting": (lambda o: setattr(o, "momentum", 0.5), AttributeError, r"\[i\]\['momentum'\]"),
-    "of a rule": (lambda o: setattr(o, "min_scale", 2.0), AttributeError, "belongs to the rule"),
+    "of a rule": (lambda o: setattr(o, "min_scale", 2.0), AttributeError, "or to the rule"),
     "Join": (lambda o: Join([o]), AttributeError, "as many batches"),
     "get_config": (lambda o: o.get_config(), AttributeError, "LossScaleOptimizer has no"),
     "from_config": (lambda o: o.from_config({}), AttributeError, "LossScaleOptimizer has no"),
