@@ -261,11 +261,11 @@ def _making_ours(deserialize: Function, own: type[Any]) -> Function:
 
 def _converting_ours(convert: Function) -> Function:
     """Returns a replacement for tf_keras' function that converts optimizers to legacy ones."""
-    from lossscale.tf_keras.current import CurrentWrapper
+    ours = registry.TF_KERAS.wrapper()
 
     @functools.wraps(convert)
     def convert_to_legacy_optimizer(optimizer: KerasOptimizer) -> KerasOptimizer:
-        if not isinstance(optimizer, CurrentWrapper):
+        if not isinstance(optimizer, ours) or optimizer._is_legacy:
             return convert(optimizer)
         inner = convert(optimizer.inner_optimizer)
         arguments = optimizer._constructor_arguments()
@@ -273,7 +273,7 @@ def _converting_ours(convert: Function) -> Function:
             # Two optimizers must not share one.
             loss_scale = arguments["loss_scale"]
             arguments["loss_scale"] = type(loss_scale).from_config(loss_scale.get_config())
-        return optimizer._made(inner, **arguments)
+        return optimizer._written._made(inner, **arguments)
 
     return convert_to_legacy_optimizer
 
