@@ -19,6 +19,7 @@ from lossscale.common.monkeypatch import replace
 from lossscale.common.private_names import private_module
 from lossscale.errors import ArgumentError
 from lossscale.experimental.loss_scale import get as get_loss_scale
+from lossscale.experimental.optimizer import class_for
 from lossscale.framework_types import Function, KerasOptimizer, Layer, Library, Scalar
 from lossscale.optimizer import LossScaleOptimizer
 
@@ -140,7 +141,7 @@ def _put_into_mixed_precision(
         return layer.dtype_policy
 
     names = {
-        "LossScaleOptimizer": experimental.class_for(framework),
+        "LossScaleOptimizer": class_for(framework),
         "Policy": policy,
         "global_policy": policies.global_policy,
         "set_policy": set_policy,
@@ -273,7 +274,7 @@ def _converting_ours(convert: Function) -> Function:
             # Two optimizers must not share one.
             loss_scale = arguments["loss_scale"]
             arguments["loss_scale"] = type(loss_scale).from_config(loss_scale.get_config())
-        return optimizer._written._made(inner, **arguments)
+        return optimizer._made(inner, **arguments)
 
     return convert_to_legacy_optimizer
 

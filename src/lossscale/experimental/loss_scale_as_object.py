@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lossscale import registry
-from lossscale.arguments import arguments_from_config, check_config, rule_from_arguments
+from lossscale.arguments import check_config
 from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.experimental.loss_scale import (
     DynamicLossScale,
@@ -15,7 +15,6 @@ from lossscale.experimental.loss_scale import (
     LossScale,
     _RuleLossScale,
     deserialize,
-    from_rule,
     get,
     serialize,
 )
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     _Wrapper: Any
 else:
     _Wrapper = object
-
-_ARGUMENTS_OF_RULES = {"dynamic", "initial_scale", "dynamic_growth_steps", "rule"}
 
 
 @with_public_names
@@ -79,8 +76,7 @@ class LossScaleAsObject(_Wrapper):
         """Returns the configuration: a JSON-ready dictionary, without the state."""
         config = super().get_config()
         described = serialize(self._loss_scale)
-        if type(self._loss_scale) not in (FixedLossScale, DynamicLossScale):
-            described["class_name"] = self._registered_name(type(self._loss_scale))
+        described["class_name"] = self._registered_name(type(self._loss_scale))
         name = {"name": config["name"]} if "name" in config else {}
         return {**name, "optimizer": config["inner_optimizer"], "loss_scale": described}
 
@@ -89,18 +85,15 @@ class LossScaleAsObject(_Wrapper):
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> Any:
         check_config(config)
-        if "loss_scale" in config:
-            inner, described = config.get("optimizer"), config["loss_scale"]
-            loss_scale = deserialize(described, cls._with_class_named(described, custom_objects))
-        else:
-            # A later release wrote it, whose optimizer had the arguments of a rule.
-            rules = cls._with_class_named(config.get("rule"), custom_objects)
-            inner, arguments = arguments_from_config(config, rules)
-            arguments.pop("name", None)
-            if unknown := arguments.keys() - _ARGUMENTS_OF_RULES:
-                raise ArgumentError(f"Unknown keys in the configuration: {sorted(unknown)}.")
-            loss_scale = from_rule(rule_from_arguments(**arguments))
-        inner = cls._inner_from_config(inner, custom_objects)
+        if "loss_scale" not in config:
+            raise ArgumentError(
+                "The configuration has no `loss_scale`: TensorFlow 2.4 or later, or "
+                f"lossscale.LossScaleOptimizer, wrote it. Received the keys: {sorted(config)}. "
+                "Call lossscale.LossScaleOptimizer.from_config(config)."
+            )
+        described = config["loss_scale"]
+        loss_scale = deserialize(described, cls._with_class_named(described, custom_objects))
+        inner = cls._inner_from_config(config.get("optimizer"), custom_objects)
         return cls._made(inner, loss_scale=loss_scale, name=config.get("name"))
 
     def _constructor_arguments(self) -> dict[str, Any]:

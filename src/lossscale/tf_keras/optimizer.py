@@ -464,6 +464,13 @@ class LossScaleOptimizer(KerasCommonOptimizer):
     load_own_variables = saving.load_own_variables
     _inner_from_config = staticmethod(inner_from_config)
 
+    @classmethod
+    def _made(cls, inner: ft.KerasOptimizer, **arguments: Any) -> Self:
+        # A configuration may be of the other family than the object whose class was asked.
+        written = vars(cls).get("_written", cls)
+        made: Self = super(LossScaleOptimizer, written)._made(inner, **arguments)
+        return made
+
     # --- For loss scale objects without an optimizer ------------------------------------------
 
     _arrays = staticmethod(TFKerasOperations)
