@@ -32,8 +32,9 @@ class TensorFlowOperations:
     apply_or_skip = staticmethod(apply_or_skip)
     run_guarded = staticmethod(run_guarded)
     eager_scope = staticmethod(tf.init_scope)
-    # Defined by a subclass: the variables that the inner optimizer may change, given the loss scale
-    # optimizer and the step.
+    # Defined by a subclass: whether a value is a variable; the variables that the inner optimizer
+    # may change, given the loss scale optimizer and the step.
+    is_variable: Callable[[object], bool]
     variables_written: Callable[..., list[Variable]]
 
     @staticmethod

@@ -10,16 +10,23 @@ import tensorflow as tf
 import tf_keras
 
 import lossscale.framework_types as ft
-from lossscale.keras_common.optimizer import Slots, slots_in
+from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots, slots_in
 from lossscale.keras_common.state import parts_of
 from lossscale.old_formats import documented_name, kind_of
 from lossscale.tensorflow.tracing import in_xla, translated
 
 
 class CurrentFamily:
-    """An inner optimizer of the kind that tf_keras has had since 2.11."""
+    """An inner optimizer of the kind that tf_keras has had since 2.11.
+
+    Attributes:
+        are_summed: The argument of `apply_gradients` that says that gradients are summed over the
+            replicas already, and its value.
+        hidden: Names that dir() of the wrapper leaves out.
+    """
 
     are_summed = ("skip_gradients_aggregation", True)
+    hidden = KerasCommonOptimizer._hidden
 
     def __init__(self, inner: ft.KerasOptimizer) -> None:
         self._inner = inner

@@ -10,9 +10,25 @@ from lossscale.keras_common.optimizer import Slots
 
 
 class LegacyFamily:
-    """An inner optimizer of `tf_keras.optimizers.legacy`, the only kind before 2.11."""
+    """An inner optimizer of `tf_keras.optimizers.legacy`, the only kind before 2.11.
+
+    Attributes:
+        are_summed: The argument of `apply_gradients` that says that gradients are summed over the
+            replicas already, and its value.
+        hidden: Names that dir() of the wrapper leaves out.
+    """
 
     are_summed = ("experimental_aggregate_gradients", False)
+    # It has none of these. TensorFlow's checkpoints ask dir() for the slots, as `get_slot_names`.
+    hidden = frozenset(
+        {
+            "add_variable",
+            "add_variable_from_reference",
+            "aggregate_gradients",
+            "exclude_from_weight_decay",
+            "update_step",
+        }
+    )
 
     def __init__(self, inner: ft.KerasOptimizer) -> None:
         self._inner = inner

@@ -106,7 +106,7 @@ class LossScaleOptimizer(KerasCommonOptimizer):
     )
     _inner_attribute = "_optimizer"
     # TensorFlow keeps the inner optimizer under the second name.
-    _hidden = KerasCommonOptimizer._hidden | {"_optimizer", "_trackable"}
+    _hidden = frozenset({"_optimizer", "_trackable"})
     _backend = TFKerasOperations()
 
     _is_legacy: bool = False
@@ -390,9 +390,7 @@ class LossScaleOptimizer(KerasCommonOptimizer):
     # --- Slots; legacy optimizers keep theirs themselves ----------------------------------------
 
     def __dir__(self) -> list[str]:
-        names = super().__dir__()
-        # TensorFlow's checkpoints ask dir() for the slots of legacy optimizers.
-        return [*names, "get_slot_names"] if self._is_legacy else names
+        return sorted({*super().__dir__()} - self._family.hidden)
 
     def get_slot_names(self) -> list[str]:
         if self._is_legacy:
@@ -465,11 +463,10 @@ class LossScaleOptimizer(KerasCommonOptimizer):
     _inner_from_config = staticmethod(inner_from_config)
 
     @classmethod
-    def _made(cls, inner: ft.KerasOptimizer, **arguments: Any) -> Self:
+    def _made(cls, inner: ft.KerasOptimizer, **arguments: Any) -> Any:
         # A configuration may be of the other family than the object whose class was asked.
         written = vars(cls).get("_written", cls)
-        made: Self = super(LossScaleOptimizer, written)._made(inner, **arguments)
-        return made
+        return super(LossScaleOptimizer, written)._made(inner, **arguments)
 
     # --- For loss scale objects without an optimizer ------------------------------------------
 
