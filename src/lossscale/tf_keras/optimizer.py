@@ -46,7 +46,7 @@ _DelegatingTrackableMixin: ft.Class = private_name(
 
 def _of_inner(name: str) -> property:
     """A member of a base class that is the inner optimizer's, if that has it."""
-    return property(lambda self: getattr(self._optimizer, name))
+    return property(lambda self: getattr(self._optimizer, name), doc=f"The optimizer's `{name}`.")
 
 
 class TFKerasOperations(TensorFlowOperations, StepOperations):

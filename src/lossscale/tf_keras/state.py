@@ -187,9 +187,8 @@ class OlderNode(_Trackable):
 
     def _lookup_dependency(self, name: str, cached_dependencies: object = None) -> NoReturn:
         raise UnsupportedError(
-            "TensorFlow 2.0 to 2.2 wrote this checkpoint, with the inner optimizer as a child of "
-            "the loss scale optimizer. Restore it with "
-            "lossscale_migration.restore_checkpoint(path, optimizer=optimizer)."
+            "A checkpoint of TensorFlow 2.0 to 2.2 cannot be restored by TensorFlow. Received: one "
+            f"with base_optimizer/{name}. Restore it with lossscale_migration.restore_checkpoint."
         )
 
 
