@@ -115,7 +115,7 @@ def test_from_config_reads_every_era_and_that_of_the_older_class_its_own(outer, 
         assert isinstance(optimizer, older)
         assert optimizer.loss_scale() == 8.0
     else:
-        with pytest.raises(ValueError, match=r"Call lossscale\.LossScaleOptimizer\.from_config"):
+        with pytest.raises(ValueError, match=r"call lossscale\.LossScaleOptimizer\.from_config"):
             older.from_config(written)
     assert json.dumps(written) == before, "the caller's dictionary was changed"
 

@@ -317,7 +317,7 @@ def test_the_current_class_reads_configurations_of_this_one_and_not_the_other_wa
     older = experimental.LossScaleOptimizer(sgd(0.25), DynamicLossScale(8, 3))
     back = lossscale.LossScaleOptimizer.from_config(older.get_config())
     assert back.rule == current.rule
-    with pytest.raises(ValueError, match=r"Call lossscale\.LossScaleOptimizer\.from_config"):
+    with pytest.raises(ValueError, match=r"call lossscale\.LossScaleOptimizer\.from_config"):
         experimental.LossScaleOptimizer.from_config(current.get_config())
 
 

@@ -87,9 +87,9 @@ class LossScaleAsObject(_Wrapper):
         check_config(config)
         if "loss_scale" not in config:
             raise ArgumentError(
-                "The configuration has no `loss_scale`: TensorFlow 2.4 or later, or "
-                f"lossscale.LossScaleOptimizer, wrote it. Received the keys: {sorted(config)}. "
-                "Call lossscale.LossScaleOptimizer.from_config(config)."
+                "The configuration of an experimental optimizer needs the key `loss_scale`. Received "
+                f"the keys {sorted(config)}. For one of TensorFlow 2.4 or later, call "
+                "lossscale.LossScaleOptimizer.from_config(config)."
             )
         described = config["loss_scale"]
         loss_scale = deserialize(described, cls._with_class_named(described, custom_objects))

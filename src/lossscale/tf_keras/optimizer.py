@@ -404,9 +404,11 @@ class LossScaleOptimizer(KerasCommonOptimizer):
             return self._optimizer.get_slot(var, slot_name)
         return None
 
-    def add_slot(self, *args: Any, **kwargs: Any) -> ft.Variable:
+    def add_slot(
+        self, var: ft.Variable, slot_name: str, initializer: Any = "zeros", **shape: Any
+    ) -> ft.Variable:
         add = self._optimizer.add_slot if self._is_legacy else super().add_slot
-        return add(*args, **kwargs)
+        return add(var, slot_name, initializer, **shape)
 
     def _new_slot(self, var: ft.Variable, name: str, initializer: ft.Initializer) -> ft.Variable:
         first = initializer
