@@ -87,7 +87,7 @@ class LossScaleAsObject(_Wrapper):
         check_config(config)
         if "loss_scale" not in config:
             raise ArgumentError(
-                "The configuration of an experimental optimizer needs the key `loss_scale`. Received "
+                "An experimental loss scale optimizer needs the key `loss_scale`. Received "
                 f"the keys {sorted(config)}. For one of TensorFlow 2.4 or later, call "
                 "lossscale.LossScaleOptimizer.from_config(config)."
             )
