@@ -19,6 +19,7 @@ from lossscale.common.monkeypatch import replace
 from lossscale.common.private_names import private_module
 from lossscale.errors import ArgumentError
 from lossscale.experimental.loss_scale import get as get_loss_scale
+from lossscale.experimental.optimizer import class_for
 from lossscale.framework_types import Function, KerasOptimizer, Layer, Library, Scalar
 from lossscale.optimizer import LossScaleOptimizer
 
@@ -140,7 +141,7 @@ def _put_into_mixed_precision(
         return layer.dtype_policy
 
     names = {
-        "LossScaleOptimizer": experimental.class_for(framework),
+        "LossScaleOptimizer": class_for(framework),
         "Policy": policy,
         "global_policy": policies.global_policy,
         "set_policy": set_policy,
@@ -261,11 +262,11 @@ def _making_ours(deserialize: Function, own: type[Any]) -> Function:
 
 def _converting_ours(convert: Function) -> Function:
     """Returns a replacement for tf_keras' function that converts optimizers to legacy ones."""
-    from lossscale.tf_keras.current import CurrentWrapper
+    ours = registry.TF_KERAS.wrapper()
 
     @functools.wraps(convert)
     def convert_to_legacy_optimizer(optimizer: KerasOptimizer) -> KerasOptimizer:
-        if not isinstance(optimizer, CurrentWrapper):
+        if not isinstance(optimizer, ours) or optimizer._is_legacy:
             return convert(optimizer)
         inner = convert(optimizer.inner_optimizer)
         arguments = optimizer._constructor_arguments()

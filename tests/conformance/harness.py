@@ -333,10 +333,10 @@ def experimental(base: type[KerasHarness]) -> type[KerasHarness]:
 
     class Experimental(base):  # type: ignore[misc, valid-type]
         def wrapped(self, inner: Any, rule: Any) -> Any:
+            from conformance.wrappers import loss_scale_of
             from lossscale import experimental
-            from lossscale.experimental.loss_scale import from_rule
 
-            return experimental.LossScaleOptimizer(inner, from_rule(rule))
+            return experimental.LossScaleOptimizer(inner, loss_scale_of(rule))
 
         def scale(self) -> Any:
             return array(self.optimizer.loss_scale())[()]

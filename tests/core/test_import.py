@@ -41,8 +41,7 @@ ARROWS = {
     "keras_common tensorflow callbacks *tf_keras *tensorflow",
     "experimental": "errors checks rules registry members arguments optimizer keras_common keras "
     "tf_keras *keras *tf_keras",
-    "install_names": "errors registry optimizer common experimental keras tf_keras "
-    "*tensorflow **any",
+    "install_names": "errors registry optimizer common experimental keras *tensorflow **any",
     "installation": "packages common install_names",
     "lossscale": "errors registry rules optimizer installation",
 }

@@ -100,6 +100,8 @@ def of_ours(cls):
     others = {name for b in cls.__mro__ if b not in bases for name in vars(b)}
     # AutoGraph reads the first; the others are members of every optimizer of Keras, or of tf_keras.
     others |= {"ag_pass_through", "loss_scale_factor", "compute_gradients"}
+    others |= {"add_variable", "add_variable_from_reference", "exclude_from_weight_decay"}
+    others |= {"aggregate_gradients", "save_own_variables", "load_own_variables", "update_step"}
     # What `fit` calls.
     others |= {"set_model", *(name for name in dir(cls) if name.startswith("on_"))}
     return {n for b in bases for n in vars(b) if not n.startswith("_")} - others

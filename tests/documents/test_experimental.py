@@ -176,11 +176,6 @@ def test_a_copy_of_a_loss_scale_is_refused_with_the_line_that_makes_another(make
 
 STAND_FOR = {
     **{type(v).__name__: (v, FixedLossScale(8)) for v in (np.float32(8), np.int64(8))},
-    "tensorflow_dynamic": (
-        tf.compat.v1.mixed_precision.DynamicLossScale(8, 3, 4),
-        DynamicLossScale(8, 3, 4),
-    ),
-    "tensorflow_fixed": (tf.compat.v1.mixed_precision.FixedLossScale(8), FixedLossScale(8)),
     # One that is used as it is.
     "subclass_of_fixed": [type("Named", (FixedLossScale,), {})(8)] * 2,
     "own": [Halving(8.0)] * 2,
@@ -198,15 +193,11 @@ def test_what_stands_for_a_loss_scale(value, expected):
 
 
 @pytest.mark.parametrize(
-    ("value", "error"),
-    [
-        *[(v, ValueError) for v in (None, "static", "8", True, 0, -8, float("inf"), float("nan"))],
-        *[(v, TypeError) for v in (object(), [8])],
-    ],
+    "value", [None, "static", "8", True, 0, -8, float("inf"), float("nan"), object(), [8]]
 )
-def test_something_that_is_no_loss_scale_is_refused(value, error):
+def test_something_that_is_no_loss_scale_is_refused(value):
     inner = sgd()
-    with pytest.raises(error, match="loss_scale"):
+    with pytest.raises(ValueError, match="loss_scale"):
         experimental.LossScaleOptimizer(inner, value)
     experimental.LossScaleOptimizer(inner, 8)
 
@@ -321,15 +312,13 @@ def test_a_loss_scale_of_ones_own_that_keras_knows_needs_no_custom_objects():
     assert type(again.loss_scale) is Registered
 
 
-def test_the_current_class_writes_configurations_that_this_one_reads():
+def test_the_current_class_reads_configurations_of_this_one_and_not_the_other_way():
     current = lossscale.LossScaleOptimizer(sgd(0.25), initial_scale=8, dynamic_growth_steps=3)
-    older = experimental.LossScaleOptimizer.from_config(current.get_config())
-    assert older.loss_scale.get_config() == DynamicLossScale(8, 3).get_config()
+    older = experimental.LossScaleOptimizer(sgd(0.25), DynamicLossScale(8, 3))
     back = lossscale.LossScaleOptimizer.from_config(older.get_config())
     assert back.rule == current.rule
-    other = lossscale.LossScaleOptimizer(sgd(), rule=lossscale.DynamicScale(backoff_factor=0.25))
-    with pytest.raises(ValueError, match="cannot represent this rule"):
-        experimental.LossScaleOptimizer.from_config(other.get_config())
+    with pytest.raises(ValueError, match=r"call lossscale\.LossScaleOptimizer\.from_config"):
+        experimental.LossScaleOptimizer.from_config(current.get_config())
 
 
 @pytest.mark.parametrize(

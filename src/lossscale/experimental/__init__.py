@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from lossscale import registry
 from lossscale.experimental.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from lossscale.experimental.optimizer import LossScaleOptimizer
-from lossscale.experimental.optimizer import class_for as class_for
 
 __all__ = ["DynamicLossScale", "FixedLossScale", "LossScale", "LossScaleOptimizer"]
 

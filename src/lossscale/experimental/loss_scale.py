@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lossscale import registry
 from lossscale.arguments import made_from, rule_from_loss_scale_arguments
 from lossscale.checks import checked_scale
-from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.framework_types import Config, DType, Operation, Scalar, Structure, Tensor, Variable
 from lossscale.rules import DynamicScale, FixedScale, ScaleRule
 
@@ -251,8 +251,7 @@ def get(loss_scale: Scalar | str | LossScale) -> LossScale:
         loss_scale: A number for a fixed scale, `"dynamic"` or a `LossScale`.
 
     Raises:
-        TypeError: If it has another type.
-        ValueError: If it is an invalid string or number.
+        ValueError: If it is another string, or not a number.
     """
     if isinstance(loss_scale, LossScale):
         return loss_scale
@@ -264,32 +263,7 @@ def get(loss_scale: Scalar | str | LossScale) -> LossScale:
     )
     if isinstance(loss_scale, (str, bool)) or loss_scale is None:
         raise ArgumentError(message)
-    if type(loss_scale).__name__ in _KNOWN and hasattr(loss_scale, "get_config"):
-        # TensorFlow's own class of this name, still found under tf.compat.v1.
-        return deserialize(serialize(loss_scale))
-    try:
-        value = float(loss_scale)
-    except (TypeError, ValueError):
-        raise ArgumentTypeError(message) from None
-    return FixedLossScale(checked_scale("loss_scale", value))
-
-
-def from_rule(rule: ScaleRule) -> LossScale:
-    """Returns the loss scale that follows a rule.
-
-    Raises:
-        ValueError: If the rule has settings that a `LossScale` does not have.
-    """
-    if isinstance(rule, FixedScale) and not rule.skip_nonfinite:
-        return FixedLossScale(rule.scale)
-    if isinstance(rule, DynamicScale):
-        loss_scale = DynamicLossScale(rule.initial_scale, rule.growth_interval, rule.growth_factor)
-        if loss_scale._rule == rule:
-            return loss_scale
-    raise ArgumentError(
-        f"FixedLossScale and DynamicLossScale cannot represent this rule. Received: {rule}. Use "
-        "lossscale.LossScaleOptimizer, which takes the rule itself."
-    )
+    return FixedLossScale(checked_scale("loss_scale", loss_scale))
 
 
 _KNOWN = {known.__name__: known for known in (FixedLossScale, DynamicLossScale)}
@@ -300,20 +274,16 @@ def serialize(loss_scale: LossScale) -> dict[str, Any]:
     return {"class_name": type(loss_scale).__name__, "config": loss_scale.get_config()}
 
 
-def deserialize(
-    config: Config | LossScale, custom_objects: dict[str, Any] | None = None
-) -> LossScale:
+def deserialize(config: Config, custom_objects: dict[str, Any] | None = None) -> LossScale:
     """Returns the loss scale that `serialize` described.
 
     Args:
-        config: The dictionary, or a loss scale, which is returned as it is.
+        config: The dictionary.
         custom_objects: Custom classes, by class name.
 
     Raises:
         ValueError: If the class is not known, or cannot be created from its configuration.
     """
-    if not isinstance(config, dict):
-        return get(config)
     known = {**_KNOWN, **(custom_objects or {})}
     makers = {name: functools.partial(_from_settings, cls) for name, cls in known.items()}
     return made_from(config, makers, "loss scale")

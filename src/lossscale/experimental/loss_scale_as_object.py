@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lossscale import registry
-from lossscale.arguments import arguments_from_config, rule_from_arguments
 from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.experimental.loss_scale import (
     DynamicLossScale,
@@ -15,7 +14,6 @@ from lossscale.experimental.loss_scale import (
     LossScale,
     _RuleLossScale,
     deserialize,
-    from_rule,
     get,
     serialize,
 )
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
     _Wrapper: Any
 else:
     _Wrapper = object
-
-_ARGUMENTS_OF_RULES = {"dynamic", "initial_scale", "dynamic_growth_steps", "rule"}
 
 
 @with_public_names
@@ -79,8 +75,7 @@ class LossScaleAsObject(_Wrapper):
         """Returns the configuration: a JSON-ready dictionary, without the state."""
         config = super().get_config()
         described = serialize(self._loss_scale)
-        if type(self._loss_scale) not in (FixedLossScale, DynamicLossScale):
-            described["class_name"] = self._registered_name(type(self._loss_scale))
+        described["class_name"] = self._registered_name(type(self._loss_scale))
         name = {"name": config["name"]} if "name" in config else {}
         return {**name, "optimizer": config["inner_optimizer"], "loss_scale": described}
 
@@ -88,18 +83,15 @@ class LossScaleAsObject(_Wrapper):
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> Any:
-        if "loss_scale" in config:
-            inner, described = config.get("optimizer"), config["loss_scale"]
-            loss_scale = deserialize(described, cls._with_class_named(described, custom_objects))
-        else:
-            # A later release wrote it, whose optimizer had the arguments of a rule.
-            rules = cls._with_class_named(config.get("rule"), custom_objects)
-            inner, arguments = arguments_from_config(config, rules)
-            arguments.pop("name", None)
-            if unknown := arguments.keys() - _ARGUMENTS_OF_RULES:
-                raise ArgumentError(f"Unknown keys in the configuration: {sorted(unknown)}.")
-            loss_scale = from_rule(rule_from_arguments(**arguments))
-        inner = cls._inner_from_config(inner, custom_objects)
+        if "loss_scale" not in config:
+            raise ArgumentError(
+                "An experimental loss scale optimizer needs the key `loss_scale`. Received "
+                f"the keys {sorted(config)}. For one of TensorFlow 2.4 or later, call "
+                "lossscale.LossScaleOptimizer.from_config(config)."
+            )
+        described = config["loss_scale"]
+        loss_scale = deserialize(described, cls._with_class_named(described, custom_objects))
+        inner = cls._inner_from_config(config.get("optimizer"), custom_objects)
         return cls._made(inner, loss_scale=loss_scale, name=config.get("name"))
 
     def _constructor_arguments(self) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class KerasCommonOptimizer(Wrapper):
     _warned_at_floor: bool = False
     _warned_of_float16: bool = False
     # Whether the third positional argument is that of TensorFlow 2.2 to 2.10.
-    _takes_third: ClassVar[bool] = False
+    _takes_third: bool = False
     # Scalar variables: a number of steps, and a boolean.
     _steps_skipped: ft.Variable
     _last_step_skipped: ft.Variable
@@ -259,13 +259,7 @@ class KerasCommonOptimizer(Wrapper):
                 setattr(cls, name, _recording(cls, name))
 
     def __dir__(self) -> list[str]:
-        # Python's own asks for `__class__`, which tf_keras' wrappers have for old programs.
-        return sorted({*dir(type(self)), *vars(self)} - self._hidden)
-
-    @classmethod
-    def _public_class(cls) -> ft.Class:
-        """The public class, which a module names."""
-        return cls
+        return sorted({*object.__dir__(self)} - self._hidden)
 
     @classmethod
     def _is_overridden(cls, verb: str) -> bool:
@@ -826,15 +820,14 @@ class KerasCommonOptimizer(Wrapper):
     @classmethod
     def _made(cls, inner: ft.KerasOptimizer, **arguments: Any) -> Self:
         """Returns an object of this class, or of a user's subclass with another constructor."""
-        made: type[Self] = cls._public_class()
         by_name = {cls._name_of_inner: inner, **arguments}
         try:
-            inspect.signature(made.__init__).bind(None, **by_name)
+            inspect.signature(cls.__init__).bind(None, **by_name)
         except TypeError:
             # A subclass may have another name for it.
-            return made(inner, **arguments)
+            return cls(inner, **arguments)
         # As every optimizer of Keras is made of its configuration.
-        return made(**by_name)
+        return cls(**by_name)
 
     @classmethod
     def _registered_name(cls, named: ft.Class) -> str:

@@ -12,9 +12,6 @@ _SUPPORTED_STRATEGIES = (
     tf.distribute.MirroredStrategy,
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.OneDeviceStrategy,
-    tf.compat.v1.distribute.MirroredStrategy,
-    tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy,
-    tf.compat.v1.distribute.OneDeviceStrategy,
 )
 
 
@@ -30,16 +27,10 @@ def check_strategy() -> None:
     # Strategies over DTensor have a mesh; their gradients are complete.
     if isinstance(strategy, _SUPPORTED_STRATEGIES) or getattr(strategy, "_mesh", None) is not None:
         return
-    if type(strategy).__name__.startswith("TPUStrategy"):
-        reason = "TPUs compute in bfloat16, which needs no loss scaling: leave it out"
-    else:
-        reason = (
-            "it does not keep one copy of each variable per replica, so gradients would be "
-            "unscaled another number of times than the loss was scaled"
-        )
     raise ArgumentError(
-        f"Loss scaling does not work under {type(strategy).__name__}: {reason}. Supported are "
-        "MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, and no strategy."
+        f"Loss scaling does not work under {type(strategy).__name__}. Supported are "
+        "MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, and no strategy. On "
+        "TPUs, compute in bfloat16, which needs no loss scaling."
     )
 
 

@@ -37,19 +37,15 @@ def in_xla() -> bool:
     return bool(_is_in_xla(tf.compat.v1.get_default_graph()))
 
 
-def translated(function: Function, *, by_default: bool = False) -> Function:
+def translated(function: Function) -> Function:
     """Returns a callable of the user's, with Python branches on tensors in it turned into graphs.
 
     AutoGraph translates what it meets in a translated function, and ours are none
     (`common/private_names.py`).
-
-    Args:
-        function: The callable.
-        by_default: Whether to translate it where no translated function has called us.
     """
     if tf.executing_eagerly():
         return function
-    return _tf_convert(function, _control_status_ctx(), convert_by_default=by_default)
+    return _tf_convert(function, _control_status_ctx(), convert_by_default=False)
 
 
 def grouped(*results: object) -> Operation:

@@ -8,8 +8,6 @@ from lossscale import registry
 
 with registry.naming_missing_packages("tf_keras", "tensorflow"):
     from lossscale.keras_common.guard import guard
-    from lossscale.tf_keras.current import CurrentWrapper as CurrentWrapper
-    from lossscale.tf_keras.legacy import LegacyWrapper as LegacyWrapper
     from lossscale.tf_keras.optimizer import LossScaleOptimizer
 
 __all__ = ["LossScaleMonitor", "LossScaleOptimizer", "guard"]

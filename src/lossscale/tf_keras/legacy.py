@@ -1,91 +1,63 @@
-"""The loss scale optimizer around the legacy optimizers of tf_keras."""
+"""What differs around the legacy optimizers of tf_keras."""
 
 from __future__ import annotations
 
 import contextlib
 from typing import Any
 
-import tf_keras
-
 import lossscale.framework_types as ft
-from lossscale.common.private_names import private_name
-from lossscale.tf_keras.classes import CalledAsWritten, of_family
-from lossscale.tf_keras.optimizer import LossScaleOptimizer
-
-_LegacyLossScaleOptimizer: ft.Class = private_name(
-    "tf_keras.src.mixed_precision.loss_scale_optimizer",
-    "LossScaleOptimizer",
-    "be an instance of tf_keras' class for legacy optimizers",
-)
+from lossscale.keras_common.optimizer import Slots
 
 
-@of_family
-class LegacyWrapper(LossScaleOptimizer, _LegacyLossScaleOptimizer, metaclass=CalledAsWritten):
-    """A wrapper of `tf_keras.optimizers.legacy`, the only optimizers before 2.11."""
+class LegacyFamily:
+    """An inner optimizer of `tf_keras.optimizers.legacy`, the only kind before 2.11.
 
-    _inner_base = tf_keras.optimizers.legacy.Optimizer
-    _is_legacy = True
-    _are_summed = ("experimental_aggregate_gradients", False)
-    _takes_third = True
-    # Here TensorFlow's checkpoints ask dir() for the slots.
-    _hidden = frozenset()
+    Attributes:
+        are_summed: The argument of `apply_gradients` that says that gradients are summed over the
+            replicas already, and its value.
+        hidden: Names that dir() of the wrapper leaves out.
+    """
 
-    def _create_all_weights(self, var_list: ft.Variables) -> None:
-        # tf_keras calls this before it loads an HDF5 file.
-        self._build(list(var_list))
+    are_summed = ("experimental_aggregate_gradients", False)
+    # It has none of these. TensorFlow's checkpoints ask dir() for the slots, as `get_slot_names`.
+    hidden = frozenset(
+        {
+            "add_variable",
+            "add_variable_from_reference",
+            "aggregate_gradients",
+            "exclude_from_weight_decay",
+            "update_step",
+        }
+    )
 
-    def _build_inner(self, variables: list[ft.Variable]) -> None:
-        self._optimizer._create_all_weights(variables)
+    def __init__(self, inner: ft.KerasOptimizer) -> None:
+        self._inner = inner
 
-    def _inner_weights(self) -> list[ft.Variable]:
-        return list(self._optimizer.weights)
+    def build(self, variables: list[ft.Variable]) -> None:
+        self._inner._create_all_weights(variables)
 
-    def _pairs_of(self, loss: ft.Tensor, variables: ft.Variables, tape: ft.Tape) -> ft.GradsAndVars:
-        return list(self._optimizer._compute_gradients(loss, variables, tape=tape))
+    def weights(self) -> list[ft.Variable]:
+        return list(self._inner.weights)
 
-    def _compute_gradients(
-        self,
-        loss: ft.Loss,
-        var_list: ft.VarList,
-        grad_loss: ft.Tensor | None = None,
-        tape: ft.Tape = None,
-    ) -> ft.GradsAndVars:
-        # Programs of that time use this name.
-        return self.compute_gradients(loss, var_list, tape=tape, grad_loss=grad_loss)
+    def unlisted_variables(self, trained: ft.Variables) -> dict[str, ft.Variable]:
+        return {}
 
-    def _computed(
-        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor | None, tape: ft.Tape
-    ) -> ft.GradsAndVars:
-        return self._compute_gradients(loss, var_list, grad_loss=grad_loss, tape=tape)
+    def pairs_of(self, loss: ft.Tensor, variables: ft.Variables, tape: ft.Tape) -> ft.GradsAndVars:
+        return list(self._inner._compute_gradients(loss, variables, tape=tape))
 
-    def _symbolic(self, loss: ft.Tensor, variables: ft.Variables) -> list[ft.Gradient]:
-        return list(self._optimizer.get_gradients(loss, list(variables)))
+    def symbolic(self, loss: ft.Tensor, variables: ft.Variables) -> list[ft.Gradient]:
+        return list(self._inner.get_gradients(loss, list(variables)))
 
-    def _aggregated(self, pairs: ft.GradsAndVars) -> ft.GradsAndVars:
-        pairs = self._optimizer._transform_unaggregated_gradients(pairs)
-        return list(self._optimizer._aggregate_gradients(pairs))
+    def aggregated(self, pairs: ft.GradsAndVars) -> ft.GradsAndVars:
+        pairs = self._inner._transform_unaggregated_gradients(pairs)
+        return list(self._inner._aggregate_gradients(pairs))
 
-    def _decayed_lr(self, var_dtype: ft.DType) -> ft.Tensor:
-        # Programs of that time show the learning rate of a schedule so.
-        return self._optimizer._decayed_lr(var_dtype)
+    def while_applying(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
-    def _get_hyper(self, name: str, dtype: ft.DType = None) -> ft.LearningRate | ft.Tensor:
-        return self._optimizer._get_hyper(name, dtype)
+    def slots(self) -> Slots:
+        # It finds and makes them itself.
+        yield from ()
 
-    # --- Slots, which the legacy optimizers have themselves -----------------------------------
-
-    def get_slot_names(self) -> list[str]:
-        return list(self._optimizer.get_slot_names())
-
-    def _find_slot(self, var: ft.Variable, slot_name: str) -> ft.Variable | None:
-        with contextlib.suppress(KeyError):
-            return self._optimizer.get_slot(var, slot_name)
-        return None
-
-    def add_slot(
-        self, var: ft.Variable, slot_name: str, initializer: Any = "zeros", shape: Any = None
-    ) -> ft.Variable:
-        return self._optimizer.add_slot(var, slot_name, initializer, shape)
-
-    def _new_weight(self, *given: Any, **settings: Any) -> ft.Variable:
-        return self._optimizer.add_weight(*given, **settings)
+    def new_weight(self, *given: Any, **settings: Any) -> ft.Variable:
+        return self._inner.add_weight(*given, **settings)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import abc
 import collections
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Self
 
 import tensorflow as tf
 import tf_keras
 
 import lossscale.framework_types as ft
-import lossscale.tf_keras.classes as classes
 import lossscale.tf_keras.saving as saving
+from lossscale import registry
 from lossscale.common.checks import scaled_value, takes, with_gradient
 from lossscale.common.private_names import private_name
-from lossscale.errors import ArgumentError
-from lossscale.keras_common.optimizer import KerasCommonOptimizer
+from lossscale.errors import ArgumentError, UnsupportedError
+from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots
 from lossscale.keras_common.scaled_gradients import ScaleLedger
 from lossscale.keras_common.step import Step, StepOperations
 from lossscale.members import VariableList, Wrapper
@@ -26,10 +25,13 @@ from lossscale.rules import ScaleRule, ScaleState
 from lossscale.tensorflow import replicas, tracing
 from lossscale.tensorflow.operations import TensorFlowOperations, recorded
 from lossscale.tf_keras.arguments import check_inner, inner_from_config
+from lossscale.tf_keras.classes import class_for
+from lossscale.tf_keras.current import CurrentFamily
+from lossscale.tf_keras.legacy import LegacyFamily
 from lossscale.tf_keras.state import (
-    BaseOptimizerNode,
     CheckpointChildren,
     LossScaleNode,
+    OlderNode,
     StepCounter,
     TFKerasScaleVariables,
     new_variable,
@@ -41,13 +43,10 @@ _DelegatingTrackableMixin: ft.Class = private_name(
     "be one node in a checkpoint with the inner optimizer",
 )
 
-if TYPE_CHECKING:
 
-    class _OfFamily(Any):
-        """The class of tf_keras that an object has as a base, too."""
-
-else:
-    _OfFamily = object
+def _of_inner(name: str) -> property:
+    """A member of a base class that is the inner optimizer's, if that has it."""
+    return property(lambda self: getattr(self._optimizer, name), doc=f"The optimizer's `{name}`.")
 
 
 class TFKerasOperations(TensorFlowOperations, StepOperations):
@@ -68,7 +67,8 @@ class TFKerasOperations(TensorFlowOperations, StepOperations):
 
 
 @FrontDoor.register
-class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
+@tf_keras.saving.register_keras_serializable("lossscale")
+class LossScaleOptimizer(KerasCommonOptimizer):
     """The loss scale optimizer around a tf_keras optimizer.
 
     The class to inherit from; `lossscale.LossScaleOptimizer` creates objects of it. An object
@@ -96,8 +96,6 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
 
     # The public module, which pickles and files name.
     __module__ = "lossscale.tf_keras"
-    # For `super(self.__class__, self)`, which programs of that time write in subclasses.
-    __class__ = property(lambda self: type(self)._public_class())
 
     _framework: ClassVar[str] = "tf_keras"
     _library = tf_keras
@@ -108,40 +106,17 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
     )
     _inner_attribute = "_optimizer"
     # TensorFlow keeps the inner optimizer under the second name.
-    _hidden = KerasCommonOptimizer._hidden | {"_optimizer", "_trackable"}
+    _hidden = frozenset({"_optimizer", "_trackable"})
     _backend = TFKerasOperations()
 
-    # Defined by each family.
-
-    _inner_base: ClassVar[ft.Class]
-    _is_legacy: ClassVar[bool]
-    # The argument of the inner optimizer's `apply_gradients` that says that gradients are summed
-    # over the replicas already, and its value.
-    _are_summed: ClassVar[tuple[str, bool]]
-
-    @abc.abstractmethod
-    def _build_inner(self, variables: list[ft.Variable]) -> None:
-        """Creates the inner optimizer's variables."""
-
-    @abc.abstractmethod
-    def _pairs_of(self, loss: ft.Tensor, variables: ft.Variables, tape: ft.Tape) -> ft.GradsAndVars:
-        """Returns the gradients of a scaled loss, with their variables."""
-
-    @abc.abstractmethod
-    def _aggregated(self, pairs: ft.GradsAndVars) -> ft.GradsAndVars:
-        """Sums gradients over the replicas."""
-
-    # Adds a variable to the inner optimizer, with the arguments of `add_weight`.
-    _new_weight: Callable[..., ft.Variable]
+    _is_legacy: bool = False
+    _family: CurrentFamily | LegacyFamily
+    # The class that was called; `classes` makes one for each family of it.
+    _written: ClassVar[ft.Class]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        cls = classes.class_for(cls, args, kwargs)
-        made: Self = super().__new__(cls)
+        made: Self = super().__new__(class_for(cls, *args, *kwargs.values()))
         return made
-
-    @classmethod
-    def _public_class(cls) -> ft.Class:
-        return vars(cls).get("_written", cls)
 
     def _construct(self, inner: ft.KerasOptimizer, rule: ScaleRule, name: str | None) -> None:
         check_inner(inner)
@@ -150,6 +125,9 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         # the inner optimizer's settings. In a checkpoint both optimizers are one node.
         _DelegatingTrackableMixin.__init__(self, inner)
         self._optimizer = inner
+        if isinstance(inner, tf_keras.optimizers.legacy.Optimizer):
+            self._is_legacy = self._takes_third = True
+        self._family = LegacyFamily(inner) if self._is_legacy else CurrentFamily(inner)
         self._given_name = name
         self._rule = rule
         self._ledger = ScaleLedger(not rule.is_dynamic)
@@ -170,7 +148,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         self._children = CheckpointChildren(
             self._optimizer,
             LossScaleNode(own, extras) if own or self._rule.checks_gradients else None,
-            BaseOptimizerNode(self._optimizer, self._is_legacy, self._find_slot),
+            OlderNode(),
         )
 
     def _track_variable(self, variable: ft.Variable) -> None:
@@ -184,8 +162,12 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
     def build(self, var_list: ft.Variables) -> None:
         self._build(list(var_list))
 
+    def _create_all_weights(self, var_list: ft.Variables) -> None:
+        # The name of legacy optimizers.
+        self._build(list(var_list))
+
     def _build(self, variables: list[ft.Variable]) -> None:
-        self._build_inner(variables)
+        self._family.build(variables)
         # For `lossscale_migration`.
         known = {id(each) for group in self._built_groups for each in group}
         new = [each for each in variables if id(each) not in known]
@@ -196,6 +178,11 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
     # --- The parts of a step; see `keras_common/optimizer.py` ---------------------------------
 
     def _prepared(self, step: Step) -> Step:
+        if not self._is_legacy and registry.is_graph_of_tensorflow_1():
+            raise UnsupportedError(
+                "The new optimizers of tf_keras do not train in a graph of TensorFlow 1. Received: "
+                f"{type(self._optimizer).__name__}. Wrap one of tf_keras.optimizers.legacy."
+            )
         variables = step.variables
         if self._is_legacy:
             # As without loss scaling, a variable without a gradient gets no slots.
@@ -205,13 +192,13 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         self._build_overflow_tracker(step.variables)
         pairs = list(zip(step.gradients, step.variables, strict=True))
         if step.aggregate:
-            pairs = self._aggregated(pairs)
+            pairs = self._family.aggregated(pairs)
         # Before the check, because the cast can overflow.
         narrowed = [_narrowed(gradient, variable) for gradient, variable, *_ in pairs]
         return step._replace(gradients=narrowed, variables=[pair[1] for pair in pairs])
 
     def _sums_replicas(self, asked: bool) -> bool:
-        argument, _ = self._are_summed
+        argument, _ = self._family.are_summed
         if takes(self._optimizer.apply_gradients, argument):
             return asked
         if not asked:
@@ -224,17 +211,13 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         return False
 
     def _apply_inner(self, step: Step) -> object:
-        argument, value = self._are_summed
+        argument, value = self._family.are_summed
         given: dict[str, Any] = {} if step.name is None else {"name": step.name}
         if takes(self._optimizer.apply_gradients, argument):
             given[argument] = value
         pairs = list(zip(step.gradients, step.variables, strict=True))
-        with self._while_applying():
+        with self._family.while_applying():
             return tracing.translated(self._optimizer.apply_gradients)(pairs, **given)
-
-    def _while_applying(self) -> contextlib.AbstractContextManager[None]:
-        """A context for a call of the inner optimizer."""
-        return contextlib.nullcontext()
 
     def _update_scale(self, finite: ft.Scalar, state_on_host: ScaleState | None) -> list[Any]:
         results = [self._state.update(finite)]
@@ -285,6 +268,28 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         self._ledger.record_unscaled(location, len(with_gradient(gradients, variables)))
         return list(zip(gradients, variables, strict=True))
 
+    def _compute_gradients(
+        self,
+        loss: ft.Loss,
+        var_list: ft.VarList,
+        grad_loss: ft.Tensor | ft.Tape = None,
+        tape: ft.Tape = None,
+    ) -> ft.GradsAndVars:
+        # Programs for legacy optimizers use, and override, this name.
+        if isinstance(grad_loss, tf.GradientTape):
+            # The new optimizers of tf_keras take the tape in this place.
+            grad_loss, tape = None, grad_loss
+        # As TensorFlow did: an override need not know an argument that nobody gives.
+        given = {"tape": tape, "grad_loss": grad_loss}
+        given = {name: value for name, value in given.items() if value is not None}
+        return self.compute_gradients(loss, var_list, **given)
+
+    def _computed(self, *given: Any) -> ft.GradsAndVars:
+        return self._compute_gradients(*given)
+
+    def _symbolic(self, loss: ft.Tensor, variables: ft.Variables) -> list[ft.Gradient]:
+        return self._family.symbolic(loss, variables)
+
     def _differentiated(
         self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor | None, tape: ft.Tape
     ) -> tuple[list[ft.Gradient], list[ft.Variable]]:
@@ -298,7 +303,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         watch = self._backend.flat_variables(var_list) if given else []
         tape, scaled, variables = recorded(loss, var_list, scale, tape=tape, watch=watch)
         variables = self._backend.flat_variables(variables)
-        pairs = self._pairs_of(scaled, variables, tape)
+        pairs = self._family.pairs_of(scaled, variables, tape)
         return [gradient for gradient, _ in pairs], variables
 
     # --- What can be read ---------------------------------------------------------------------
@@ -360,7 +365,9 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
     ) -> ft.Variable:
         dtype = None if dtype is None else tf.as_dtype(dtype)
         settings = {"synchronization": synchronization, "aggregation": aggregation}
-        return self._new_weight(name, shape, dtype, initializer, trainable, **settings)
+        made = self._family.new_weight(name, shape, dtype, initializer, trainable, **settings)
+        self._children_have_changed()
+        return made
 
     def _own_variables(self) -> dict[str, ft.Variable]:
         """The variables of the loss scale and of the skips, by their names in saving."""
@@ -374,7 +381,56 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
 
     def _unlisted_variables(self) -> dict[str, ft.Variable]:
         """Returns variables that the inner optimizer does not list, by their names in saving."""
-        return {}
+        trained = [each for group in self._built_groups for each in group]
+        return self._family.unlisted_variables(trained)
+
+    def _inner_weights(self) -> list[ft.Variable]:
+        return self._family.weights()
+
+    # --- Slots; legacy optimizers keep theirs themselves ----------------------------------------
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__()} - self._family.hidden)
+
+    def get_slot_names(self) -> list[str]:
+        if self._is_legacy:
+            return list(self._optimizer.get_slot_names())
+        return list(dict.fromkeys(names[0] for names, _ in self._slots()))
+
+    def _find_slot(self, var: ft.Variable, slot_name: str) -> ft.Variable | None:
+        if not self._is_legacy:
+            return super()._find_slot(var, slot_name)
+        with contextlib.suppress(KeyError):
+            return self._optimizer.get_slot(var, slot_name)
+        return None
+
+    def add_slot(
+        self, var: ft.Variable, slot_name: str, initializer: Any = "zeros", **shape: Any
+    ) -> ft.Variable:
+        add = self._optimizer.add_slot if self._is_legacy else super().add_slot
+        return add(var, slot_name, initializer, **shape)
+
+    def _new_slot(self, var: ft.Variable, name: str, initializer: ft.Initializer) -> ft.Variable:
+        first = initializer
+        if isinstance(initializer, str) or callable(initializer):
+            first = tf_keras.initializers.get(initializer)(var.shape, dtype_of(var))
+        with tf.init_scope():
+            slot = self._optimizer.add_variable_from_reference(var, name, initial_value=first)
+        self._children_have_changed()
+        return slot
+
+    def _slots_of_inner(self) -> Slots:
+        return self._family.slots()
+
+    # --- Members of the base classes that are the inner optimizer's -----------------------------
+
+    aggregate_gradients = _of_inner("aggregate_gradients")
+    update_step = _of_inner("update_step")
+    add_variable = _of_inner("add_variable")
+    add_variable_from_reference = _of_inner("add_variable_from_reference")
+    exclude_from_weight_decay = _of_inner("exclude_from_weight_decay")
+    _decayed_lr = _of_inner("_decayed_lr")
+    _get_hyper = _of_inner("_get_hyper")
 
     # --- Settings -----------------------------------------------------------------------------
 
@@ -404,7 +460,15 @@ class LossScaleOptimizer(KerasCommonOptimizer, _OfFamily):
         own = self._children.found(name, taken)
         return theirs if own is None else own
 
+    save_own_variables = saving.save_own_variables
+    load_own_variables = saving.load_own_variables
     _inner_from_config = staticmethod(inner_from_config)
+
+    @classmethod
+    def _made(cls, inner: ft.KerasOptimizer, **arguments: Any) -> Any:
+        # A configuration may be of the other family than the object whose class was asked.
+        written = vars(cls).get("_written", cls)
+        return super(LossScaleOptimizer, written)._made(inner, **arguments)
 
     # --- For loss scale objects without an optimizer ------------------------------------------
 
@@ -429,6 +493,3 @@ def _narrowed(gradient: ft.Gradient, variable: ft.Variable) -> ft.Gradient:
     if gradient is None or dtype not in (tf.float16, tf.bfloat16) or gradient.dtype != tf.float32:
         return gradient
     return tf.cast(gradient, dtype)
-
-
-classes.register_as(LossScaleOptimizer, "lossscale>LossScaleOptimizer")

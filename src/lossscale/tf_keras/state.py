@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import tensorflow as tf
 
 import lossscale.framework_types as ft
 from lossscale.common.private_names import private_name
-from lossscale.errors import ArgumentError
+from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.rules import ScaleRule, changed_fields
 from lossscale.tensorflow.tracing import grouped, where
@@ -182,49 +182,14 @@ class CheckpointChildren:
         return {"loss_scale": self._loss_scale, "base_optimizer": self._older}.get(name)
 
 
-# What the new optimizers call the variables of the older ones.
-_NEW_NAMES = {"iter": "_iterations", "learning_rate": "_learning_rate"}
+class OlderNode(_Trackable):
+    """The child `base_optimizer`, where TensorFlow 2.0 to 2.2 had the inner optimizer; empty."""
 
-
-class BaseOptimizerNode(_Trackable):
-    """The child `base_optimizer` of checkpoints of TensorFlow 2.0 to 2.2; writes nothing.
-
-    There the inner optimizer stands below the loss scale optimizer, and its slots belong to that
-    child. Since 2.3 the two are one node, with an empty child of that name.
-
-    Args:
-        optimizer: The inner optimizer.
-        is_legacy: Whether its variables have the names of that time.
-        find_slot: Returns the slot of a variable by name, or None; for new optimizers.
-    """
-
-    def __init__(
-        self,
-        optimizer: ft.KerasOptimizer,
-        is_legacy: bool,
-        find_slot: Callable[[ft.Variable, str], ft.Variable | None],
-    ) -> None:
-        super().__init__()
-        self._optimizer = optimizer
-        self._is_legacy = is_legacy
-        self._find_slot = find_slot
-
-    @property
-    def _deferred_dependencies(self) -> Any:
-        # A legacy optimizer makes its variables late, and then looks here for their values.
-        return self._optimizer._deferred_dependencies
-
-    def _lookup_dependency(self, name: str, cached_dependencies: object = None) -> ft.Node:
-        name = name if self._is_legacy else _NEW_NAMES.get(name, name)
-        return self._optimizer._lookup_dependency(name)
-
-    def _create_or_restore_slot_variable(self, **position: Any) -> ft.Variable | None:
-        if not self._is_legacy:
-            slot = self._find_slot(position["variable"], position["slot_name"])
-            if slot is not None:
-                return slot
-        # A legacy optimizer finds it or makes it now; a new one cannot, and says so.
-        return self._optimizer._create_or_restore_slot_variable(**position)
+    def _lookup_dependency(self, name: str, cached_dependencies: object = None) -> NoReturn:
+        raise UnsupportedError(
+            "A checkpoint of TensorFlow 2.0 to 2.2 cannot be restored by TensorFlow. Received: one "
+            f"with base_optimizer/{name}. Restore it with lossscale_migration.restore_checkpoint."
+        )
 
 
 class StepCounter(tf.Variable):

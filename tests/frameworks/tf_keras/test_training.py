@@ -31,9 +31,6 @@ def test_minimize_calls_what_computes_the_gradients(optimizers, verb):
     def doubled(self, loss, var_list, grad_loss=None, tape=None):
         return [(2.0 * g, v) for g, v in getattr(super(Doubling, self), verb)(loss, var_list)]
 
-    if verb == "_compute_gradients":
-        # The name that legacy optimizers have for it.
-        optimizers = tf_keras.optimizers.legacy
     setattr(Doubling, verb, doubled)
     optimizer, variable = Doubling(optimizers.SGD(1.0)), tf.Variable(1.0)
     optimizer.minimize(lambda: variable * 0.25, [variable])
@@ -78,6 +75,13 @@ def test_a_graph_and_a_session(verb, make):
     assert after_one[1:] == [8.0, 1, 0]
     np.testing.assert_array_equal(after_two[0], [0.5, 1.0])
     assert after_two[1:] == [4.0, 2, 1]
+
+
+def test_a_new_optimizer_is_refused_in_a_graph_of_tensorflow_1():
+    with tf.Graph().as_default():
+        optimizer, variable = wrapped(tf_keras.optimizers.SGD(0.5)), tf.Variable(1.0)
+        with pytest.raises(lossscale.errors.UnsupportedError, match=r"optimizers\.legacy"):
+            optimizer.minimize(lambda: variable * 1.0, [variable])
 
 
 @pytest.mark.parametrize("make", [experimental.DynamicLossScale, experimental.FixedLossScale])
