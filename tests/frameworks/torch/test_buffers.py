@@ -5,7 +5,6 @@ a guard; for the rule on all buffers it is a few lines of NumPy.
 """
 
 import copy
-import functools
 import gc
 import pickle
 import random
@@ -240,6 +239,28 @@ def checkpointed(model, use_reentrant=True):
     return lambda x: checkpoint(model, x.clone().requires_grad_(), use_reentrant=use_reentrant)
 
 
+def on_other_buffers(model):
+    def call(x):
+        others = {name: tensor + 5 for name, tensor in model.named_buffers()}
+        functional_call(model, others, (x,))
+        others = {name: tensor.clone() for name, tensor in model.named_buffers()}
+        return functional_call(model, others, (x,))
+
+    return call
+
+
+def after_per_sample_gradients(model):
+    def call(x):
+        model.eval()
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        slopes = grad(lambda p, row: functional_call(model, p, (row[None],)).sum())
+        with torch.autocast(DEVICE, enabled=False):
+            vmap(slopes, (None, 0))(parameters, x)
+        return model.train()(x)
+
+    return call
+
+
 CALLS = {
     "model": lambda model: model,
     "forward": lambda model: model.forward,
@@ -247,6 +268,10 @@ CALLS = {
     "not reentrant": lambda model: checkpointed(model, use_reentrant=False),
     "compiled": compiled,
     "compiled in place": compiled_in_place,
+    "a part": lambda model: model[:2],
+    "functional": lambda model: lambda x: functional_call(model, dict(model.named_parameters()), x),
+    "other buffers": on_other_buffers,
+    "per-sample gradients": after_per_sample_gradients,
 }
 MAIN = ("backward", "device", "scaler")
 PROGRAMS = [
@@ -290,105 +315,6 @@ def run(name, way, call, is_guarded):
 @pytest.mark.parametrize(("name", "way", "call"), PROGRAMS)
 def test_a_program_ends_as_one_that_was_never_given_the_bad_batches(name, way, call):
     assert run(name, way, call, True) == run(name, way, call, False)
-
-
-# --- Random programs of several models ----------------------------------------------------------
-
-
-def on_other_buffers(model):
-    def call(x):
-        others = {name: tensor + 5 for name, tensor in model.named_buffers()}
-        functional_call(model, others, (x,))
-        others = {name: tensor.clone() for name, tensor in model.named_buffers()}
-        return functional_call(model, others, (x,))
-
-    return call
-
-
-def after_per_sample_gradients(model):
-    def call(x):
-        model.eval()
-        parameters = {name: p.detach() for name, p in model.named_parameters()}
-        vmap(grad(lambda p, row: functional_call(model, p, (row[None],)).sum()), (None, 0))(
-            parameters, x
-        )
-        return model.train()(x)
-
-    return call
-
-
-OTHER_CALLS = [
-    *(CALLS[name] for name in ("model", "forward", "not reentrant")),
-    lambda model: model[:2],
-    lambda model: lambda x: functional_call(model, dict(model.named_parameters()), (x,)),
-    on_other_buffers,
-    after_per_sample_gradients,
-]
-
-
-def run_several(seed, is_guarded):
-    """Trains one to three models; see `run`."""
-    chance = random.Random(seed)
-    models = [made() for _ in range(chance.choice([1, 2, 3]))]
-    way = chance.choice(["host", "device", "each", "each on the device", "scaler"])
-    groups = [list(model.parameters()) for model in models]
-    if way in ("host", "device"):
-        groups = [[p for group in groups for p in group]]
-    on_device = {"decide": "device"} if "device" in way else {}
-    inner = [torch.optim.SGD(each, lr=0.05, fused=bool(on_device)) for each in groups]
-    scaler = GradScaler(DEVICE, rule=FIXED) if way == "scaler" else None
-    owners = [LossScaleOptimizer(each, rule=FIXED, **on_device) for each in inner]
-    watched = [scaler] if scaler else owners
-    torch._dynamo.reset()
-    # Other backends keep the statistics for the backward pass.
-    run = functools.partial(torch.compile, backend="eager", fullgraph=True)
-    whole = [m if seed % 8 else run(m) for m in models]
-    calls = [[*(call(m) for call in OTHER_CALLS), whole[i]] for i, m in enumerate(models)]
-    for model in models if is_guarded else ():
-        guard(model, watched)
-
-    def output(number, x):
-        return chance_of_calls.choice(calls[number])(x).float().pow(2)
-
-    def update(number, losses):
-        optimizer, at = owners[number % len(owners)], inner[number % len(inner)]
-        at.zero_grad()
-        for loss in losses:
-            if scaler:
-                scaler.scale(loss).backward()
-            else:
-                optimizer.backward(loss)
-        if chance_of_calls.random() < 0.3:
-            evaluate(whole[number])
-        if scaler:
-            scaler.step(at)
-            scaler.update()
-        else:
-            optimizer.step()
-
-    for step in range(6):
-        first, is_bad = chance.randrange(len(models)), chance.random() < 0.5
-        between = chance.choice([*BETWEEN, *BY_HAND, None, None])
-        parts, bad_part = chance.choice([1, 1, 2, 3]), chance.random()
-        chance_of_calls = random.Random(f"{seed} {step}")
-        if between is not None:
-            between(models[first])
-            if between in BY_HAND and is_guarded:
-                guard(models[first], watched)
-        if is_bad and not is_guarded:
-            continue
-        rows = [8] * (parts - 1) + [chance_of_calls.choice([8, 5])]
-        inputs = [drawn(10 * step + i)[:n] for i, n in enumerate(rows)]
-        if is_bad:
-            inputs[int(bad_part * parts)] *= INF
-        results = [output(first, x) for x in inputs]
-        update(first, [each.mean() / parts for each in results])
-    return [support.bits(dict(m.named_parameters())) for m in models], list(map(bits, models))
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_random_programs_end_as_if_never_given_the_bad_batches(seed):
-    assert run_several(seed, True) == run_several(seed, False)
 
 
 # --- Random programs by the rule, passes of several optimizers before their steps included --------
@@ -560,49 +486,6 @@ def test_a_skip_puts_back_what_changed_since_the_last_step_of_any(skips, decide)
     assert int(of["d"].steps_skipped) == (skips == "d")
 
 
-@pytest.mark.parametrize("way", ["list", "list on the device", "scaler"])
-def test_statistics_stay_finite_if_passes_come_before_the_steps_of_several_optimizers(way):
-    torch.manual_seed(0)
-    d, g, shared = norm(), norm(), nn.BatchNorm1d(4)
-    settings = {"decide": "device"} if "device" in way else {}
-    inner = [torch.optim.SGD(m.parameters(), lr=0.1, fused=bool(settings)) for m in (d, g)]
-    by = [LossScaleOptimizer(each, rule=FIXED, **settings) for each in inner]
-    scaler = GradScaler(DEVICE, rule=FIXED)
-    guard(shared, scaler if way == "scaler" else by)
-    for number in range(6):
-        # The second pass overflows before the first optimizer has stepped.
-        bad = BAD if number in (2, 4) else X
-        losses = [loss_of(m, shared(x)) for m, x in ((d, X), (g, bad))]
-        for plain, wrapper, loss in zip(inner, by, losses, strict=True):
-            plain.zero_grad()
-            (scaler.scale if way == "scaler" else wrapper.scale_loss)(loss).backward()
-        for plain, wrapper in zip(inner, by, strict=True):
-            scaler.step(plain) if way == "scaler" else wrapper.step()
-        if way == "scaler":
-            scaler.update()
-        assert all(tensor.isfinite().all() for tensor in shared.buffers())
-    assert int((scaler if way == "scaler" else by[1]).steps_skipped) == 2
-
-
-@pytest.mark.parametrize("way", MAIN)
-@pytest.mark.parametrize("is_guarded_again", [False, True])
-def test_infinities_that_a_program_writes(way, is_guarded_again):
-    """With one optimizer they stay: before an applied step, or if the model is guarded again."""
-    model = made()
-    model.register_buffer("mask", torch.zeros(4))
-    by, step = loop(model, **WAYS[way])
-    guard(model, by)
-    step(X)
-    model.mask[:2] = -INF
-    if is_guarded_again:
-        guard(model, by)
-    else:
-        step(X)
-    step(BAD)
-    assert model.mask.tolist() == [-INF, -INF, 0.0, 0.0]
-    assert model[1].running_mean.isfinite().all()
-
-
 @pytest.mark.parametrize("way", MAIN)
 def test_numbers_that_a_hook_of_the_step_writes_are_kept(way):
     model, _, step = guarded(**WAYS[way])
@@ -623,41 +506,6 @@ def test_a_lazy_norm_whose_first_step_is_skipped_is_as_a_new_one(way):
     before = bits(model)
     step(BAD)
     assert bits(model) == before
-
-
-class Codebook(nn.Module):
-    """Starts from its first batch, and then follows the batches."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("initted", torch.tensor(False))
-        self.register_buffer("embed", torch.zeros(2, 4))
-        self.register_buffer("embed_avg", torch.zeros(2, 4))
-
-    def forward(self, x):
-        hidden = self.linear(x)
-        with torch.no_grad():
-            if not self.initted:
-                self.embed.copy_(hidden[:2])
-                self.initted.fill_(True)
-            self.embed_avg.lerp_(hidden[:2].float(), 0.5)
-        return hidden - self.embed.mean(0)
-
-
-@pytest.mark.parametrize("way", MAIN)
-def test_a_module_that_starts_from_its_first_batch_is_named(way):
-    ends = []
-    for batches in ([BAD, X, X.flip(0), BAD, X], [X, X.flip(0), X]):
-        torch.manual_seed(0)
-        model = Codebook()
-        by, step = loop(model, **WAYS[way])
-        guard(model, by, buffers=["*embed*", "*initted"])
-        for x in batches:
-            step(x)
-        ends.append((support.bits(dict(model.named_parameters())), bits(model)))
-    assert ends[0] == ends[1]
-    assert model.initted
 
 
 @pytest.mark.parametrize("way", MAIN)

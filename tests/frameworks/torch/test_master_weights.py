@@ -229,15 +229,17 @@ def run_random_program(seed):
     steps = draw.randint(3, 8)
     stays_wide, saved = draw.choice([steps, steps, 3]), []
     for number in range(steps):
-        event = None
-        if draw.random() < 0.4:
-            event = run_event(draw, model, inner, hand, saved if number < stays_wide else [])
+        events = set()
+        # What is written into the state and into the parameter before one step is not defined.
+        while draw.random() < 0.4 and "in state" not in events:
+            now = saved if number < stays_wide else []
+            events.add(run_event(draw, model, inner, hand, now))
         if number == stays_wide:
             model.float()
             hand.model.float()
         # PyTorch's fused SGD reads momentum that it has not made, if it skips its first step, also
         # after a load.
-        is_good = verb == "bare" or not number or event in ("in state", "load")
+        is_good = verb == "bare" or not number or events & {"in state", "load"}
         is_bad = not is_good and draw.random() < 0.25
         seeds = range(seed * 100 + number * 10, seed * 100 + number * 10 + micro_batches)
         now = model[0].weight.dtype
@@ -275,40 +277,6 @@ def run_random_program(seed):
 def test_random_programs_equal_masters_by_hand(first):
     for seed in range(first, first + (10 if DEVICE == "cpu" else 3)):
         run_random_program(seed)
-
-
-def test_weights_move_as_in_float32_at_a_small_learning_rate():
-    start, wide = net(), net(F16).float()
-    (_, inner, _), plain = started(60, lr=1e-5), adamw(wide, lr=1e-5)
-    for _ in range(60):
-        step(wide, plain)
-    for found in pairs(inner.masters.values(), wide.parameters(), start.parameters()):
-        master, parameter, first = (each.detach().float() for each in found)
-        moved, expected = ((each - first).abs().mean().item() for each in (master, parameter))
-        assert moved == pytest.approx(expected, rel=0.03)
-
-
-def test_a_skipped_step_changes_no_bit():
-    for decide in ("host", "device"):
-        model, inner, optimizer = started(1, fused=True, decide=decide)
-        before = everything(model, inner)
-        step(model, optimizer, INF)
-        assert int(optimizer.steps_skipped) == 1
-        assert everything(model, inner) == before
-
-
-def test_gradients_add_up_and_are_clipped_in_float32():
-    model, _, optimizer = started(0)
-    optimizer.backward(loss_of(model))
-    optimizer.backward(loss_of(model, 2.0**-14))
-    expected = [g.float() for g in torch.autograd.grad(loss_of(model), list(model.parameters()))]
-    weight = model[0].weight
-    assert weight.grad.dtype == F32
-    # The second gradient is below the last digit of the first in float16.
-    assert ((weight.grad - expected[0]) / expected[0]).abs().max() > 0
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-    assert norm.item() == pytest.approx(1e-3, rel=1e-2)
 
 
 def test_the_drop_in_may_skip_the_first_step():
@@ -398,40 +366,32 @@ def test_float16_statistics_are_one_warning():
 
 
 class WritesData(torch.optim.Optimizer):
-    """As optimizers were once written: it evaluates its closure, and writes to `data`."""
+    """As optimizers were once written: it writes to `data`."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1})
         self.held = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
 
     def step(self, closure=None):
-        loss = None if closure is None else closure()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None and p.requires_grad and isinstance(p, nn.Parameter):
                     p.data.add_(p.grad.data, alpha=-group["lr"] * getattr(p, "factor", 1.0))
                 elif p.grad is None:
                     p.data.mul_(0.5)
-        return loss
 
 
-def test_optimizers_that_write_to_data_and_evaluate_closures():
+def test_optimizers_that_write_to_data():
     for dtype in (F16, BF16):
         w, idle = (nn.Parameter(torch.ones(2, dtype=dtype)) for _ in range(2))
         w.factor = 2.0
         optimizer = MasterWeights(WritesData([w, idle]))
-
-        def closure(optimizer=optimizer, w=w):
+        for _ in range(2):
             optimizer.zero_grad()
-            loss = w.float().sum()
-            loss.backward()
+            w.float().sum().backward()
             with torch.no_grad():
                 w[1] = 0.5
-            return loss
-
-        optimizer.step(closure)
-        optimizer.zero_grad()
-        optimizer.step(closure)
+            optimizer.step()
         (master, other), rounded = optimizer.masters.values(), w.detach().float()
         assert master.tolist() == pytest.approx([0.6, 0.3])
         assert rounded.tolist() == pytest.approx([0.6, 0.3], rel=4e-3)
@@ -525,10 +485,7 @@ def ema_there_and_back(model):
 
 
 EDITS = {
-    "clamp_": lambda model: model[0].weight.data.clamp_(-0.1, 0.1),
-    "load_state_dict": lambda model: model.load_state_dict(net(seed=7).state_dict()),
     "EMA, there and back": ema_there_and_back,
-    "pruning": lambda model: model[3].weight.data[::2].zero_(),
     "-0.0": lambda model: model[0].weight.data[0].fill_(-0.0),
     "infinity": lambda model: model[0].weight.data[0].fill_(INF),
     "NaN": lambda model: model[0].weight.data[0].fill_(NAN),
@@ -719,35 +676,25 @@ def test_an_exception_within_a_step():
     assert list(inner.state) == list(model.parameters())
 
 
-def test_sams_two_calls_and_a_closure_see_rounded_weights():
+def test_sams_two_calls_see_rounded_weights():
     model, inner, optimizer = started(0, make=lambda model: Sam(model.parameters()))
-    losses, factor = [], [1.0]
+    losses = []
 
-    def closure():
+    def backward(factor=1.0):
         optimizer.zero_grad()
         assert {p.dtype for p in optimizer.param_groups[0]["params"]} == {F16}
-        loss = loss_of(model, factor[0])
+        loss = loss_of(model, factor)
         losses.append(loss.item())
         optimizer.backward(loss)
-        return loss
 
     for _ in range(3):
         for call in (optimizer.first_step, optimizer.second_step):
-            closure()
+            backward()
             call()
     assert losses[-2] < losses[2] < losses[0] < losses[1]
     before = everything(model, inner)
-    factor[0] = NAN
-    closure()
+    backward(NAN)
     optimizer.step()
-    assert optimizer.steps_skipped == 1
-    assert everything(model, inner) == before
-    model, inner, optimizer = started(0)
-    losses.clear()
-    for factor[0] in (1.0, 1.0, NAN):
-        before = everything(model, inner)
-        optimizer.step(closure)
-    assert losses[1] < losses[0]
     assert (optimizer.steps_skipped, everything(model, inner)) == (1, before)
 
 
@@ -916,27 +863,6 @@ def test_masters_can_start_from_weights_that_were_never_rounded():
         assert bits(master) == bits(parameter)
 
 
-@pytest.mark.parametrize("stepped", [False, True])
-def test_masters_that_are_set_in_every_order_with_writes(stepped):
-    model, inner, _ = started(int(stepped), make=lambda m: torch.optim.SGD(m.parameters(), lr=0.0))
-    p, wide, other = model[0].weight, drawn(5, 8, 6), drawn(6, 8, 6).half()
-    for order in ("set", "set, written", "written, set", "in state"):
-        for what in order.split(", "):
-            if what == "set":
-                inner.set_masters({p: wide})
-            elif what == "written":
-                p.data.copy_(other)
-            elif stepped:
-                # As a broadcast of states does.
-                inner.state[p]["master_weight"].copy_(wide)
-        expected = other.float() if order.endswith("written") else wide
-        for _ in range(2):
-            assert bits(inner.masters[p]) == bits(expected)
-            loss_of(model).backward()
-            inner.step()
-            assert bits(p) == bits(expected.half())
-
-
 def test_values_that_cannot_be_masters():
     model, inner, _ = started()
     p, q = model.parameters()
@@ -1024,29 +950,6 @@ def test_lazy_and_replaced_parameters():
     assert set(inner.masters) == set(model.parameters())
 
 
-def test_parameters_are_compared_once_in_a_verb(monkeypatch):
-    model, _, optimizer = started(1)
-    counts = collections.Counter()
-    facts = MasterWeights._facts_now
-    monkeypatch.setattr(
-        MasterWeights, "_facts_now", lambda self: counts.update([verb]) or facts(self)
-    )
-    verb = "zero_grad"
-    optimizer.zero_grad()
-    loss, verb = loss_of(model), "backward"
-    optimizer.backward(loss)
-    verb = "step"
-    optimizer.step()
-    # A step of the inner optimizer begins within that of the wrapper.
-    assert counts == {"zero_grad": 1, "backward": 1, "step": 2}
-    counts.clear()
-    scaler = GradScaler(DEVICE)
-    scaler.scale(loss_of(model)).backward()
-    scaler.step(optimizer.inner_optimizer)
-    # It also begins to unscale.
-    assert counts == {"step": 3}
-
-
 # --- What is refused ------------------------------------------------------------------------------
 
 
@@ -1121,23 +1024,6 @@ def test_a_pytorch_without_float32_gradients(monkeypatch):
     monkeypatch.setattr(masters, "is_narrow", lambda parameter: True)
     with pytest.raises(errors.UnsupportedError, match=r"PyTorch 2.10 or later.*torch.autocast"):
         masters.check_can_have_masters(types.SimpleNamespace(param_groups=[]), model)
-
-
-def test_float16_without_masters_is_told_of_them():
-    model = net()
-    optimizer, scaler = LossScaleOptimizer(adamw(model)), GradScaler(DEVICE)
-    with pytest.raises(errors.GradientsError, match="MasterWeights") as found:
-        optimizer.backward(loss_of(model))
-    assert "fused" not in str(found.value)
-    optimizer.scale_loss(loss_of(model)).backward()
-    with pytest.raises(errors.GradientsError, match="MasterWeights"):
-        optimizer.step()
-    optimizer.zero_grad()
-    scaler.scale(loss_of(net()))
-    other = net()
-    scaler.scale(loss_of(other)).backward()
-    with pytest.raises(errors.GradientsError, match="MasterWeights"):
-        scaler.unscale_(adamw(other))
 
 
 def test_masters_by_hand_take_scale_loss():

@@ -109,38 +109,6 @@ def test_a_scaler_of_pytorch_that_is_given_the_wrapper():
         GradScaler("cpu").step(optimizer)
 
 
-@each_inner
-@pytest.mark.parametrize("cleared_by", ["optimizer", "module", "nobody", "step"])
-@pytest.mark.parametrize(("way", "times"), [("scale_loss", 1), ("scale_loss", 2), ("verb", 2)])
-def test_a_step_left_out_on_an_overflow_is_a_skipped_step(inner, cleared_by, way, times):
-    """It counts once, and a finite one that is left out is no step."""
-    given, optimizer = made(inner)
-    weights, scale = [p.clone() for p in given], float(optimizer.loss_scale)
-    for _ in range(times):
-        derive(optimizer, loss_of(given) * torch.inf, way)
-        assert not optimizer.unscale_()
-        if cleared_by == "optimizer":
-            optimizer.zero_grad()
-        elif cleared_by == "module":
-            given[0].grad = None
-        elif cleared_by == "step":
-            optimizer.zero_grad()
-            optimizer.step()
-    derive(optimizer, loss_of(given), way)
-    if cleared_by == "nobody":
-        # The overflow is in the sum still: its step is to come.
-        assert optimizer.steps_skipped == 0
-        optimizer.step()
-        assert optimizer.steps_skipped == 1
-        return
-    assert optimizer.steps_skipped == optimizer.iterations == times
-    assert float(optimizer.loss_scale) == scale * 0.5**times
-    assert all(map(torch.equal, given, weights))
-    assert optimizer.unscale_()
-    optimizer.zero_grad()
-    assert optimizer.iterations == times
-
-
 # Sparse gradients with several values at one index.
 
 SPARSE = {
