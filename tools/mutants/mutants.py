@@ -332,11 +332,11 @@ tests/frameworks/torch/test_scaled_gradients.py
     torch sharing: ids.union(...) -> ids  -k random_programs
     torch Engine.decide: first is None or not is_alone -> not is_alone  -k wrong_once
     torch GradientRecord._take: self.strays or self.decision -> False  -k random_programs
-    torch _see_added_groups: record.info() -> pass  -k random_programs
 tests/frameworks/torch/test_several_wrappers.py
     torch GradientRecord.settle: r.multiplier is multiplier -> r is self  -k the_scale_falls
     torch GradientRecord._fresh: overflow * (...) -> overflow  -k critics_loss
     torch Engine.decision_if_left_out: not record.has_own_loss -> False  -k no_step
+    torch _see_added_groups: record.info() -> pass  -k group
     torch GradientRecord.check_can_receive: -1 not in (task, running.task) -> True
         -k within_the_backward
     torch GradientRecord._unscale: checks and rest is not info -> False  -k left_behind

@@ -51,6 +51,8 @@ Move = collections.namedtuple("Move", "name number way parts overflow seed")
 class Program:
     """What is drawn from a seed: the wrappers' parameters and settings, and the calls."""
 
+    tensors = COUNT
+
     def __init__(self, seed):
         self.random = draw = random.Random(seed)
         wrappers = 1 if seed % 2 else draw.choice([2, 2, 3])
@@ -97,14 +99,14 @@ class Side:
     """The tensors and optimizers of a program, wrapped or plain."""
 
     def __init__(self, program, wraps):
-        self.wraps, self.settings = wraps, program.settings
+        self.wraps, self.settings, self.count = wraps, program.settings, program.tensors
         self.make([[owned] for owned in program.owned])
 
     def make(self, owned):
         """New tensors, and optimizers of those with the numbers in each of their groups."""
         self.tensors = [
             torch.tensor([0.5 - 0.125 * i, -0.25 + 0.0625 * i], requires_grad=True)
-            for i in range(COUNT)
+            for i in range(self.count)
         ]
         groups = [[{"params": [self.tensors[i] for i in g]} for g in each] for each in owned]
         self.optimizers = [
@@ -230,14 +232,15 @@ class Side:
 
     def is_not_supported(self, name, move):
         """Whether a wrapper gets a gradient that another one's loss left scaled in no wrapper."""
-        records, new = [o._record for o in self.optimizers], self.new(move)
-        record = records[move.number]
+        records = [o._record for o in self.optimizers]
         if name == "renew":
-            return record.unknown is not None
+            return records[move.number].unknown is not None
         if name == "state" and move.seed % 3:
             return any(r.strays or r.unknown for r in records)
-        is_stray = new is not None and new.grad is not None and not self.records(new)
-        return name == "group" and is_stray and not record.strays
+        if name != "group" or (new := self.new(move)) is None:
+            return False
+        is_stray = new.grad is not None and not self.records(new)
+        return is_stray and not records[move.number].strays
 
     def parameters(self, move):
         return [p for g in self.optimizers[move.number].param_groups for p in g["params"]]
@@ -325,7 +328,7 @@ def test_most_programs_run_to_their_end_and_many_skip():
 def written(moves, decide="host", interval=1, owned=((0, 1), (2, 0))):
     """A program of calls that are written down: a name, a wrapper, a way, parts, an overflow."""
     made = Program(0)
-    made.owned = owned
+    made.owned, made.tensors = owned, 3
     settings = {"inner": "SGD", "decide": decide, "interval": interval}
     made.settings = [{**settings, "scale": scale} for scale in (2.0**10, 2.0**4)]
     blank = ("step", 0, "verb", (), None)

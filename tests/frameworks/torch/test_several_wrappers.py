@@ -250,6 +250,23 @@ def test_a_group_that_is_added_within_a_step_trains_right_or_is_refused(
     return [p.tolist() for p in (trained, late)]
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("other_way", WAYS)
+@pytest.mark.parametrize("shares", [False, True])
+@ends_as_without_scaling
+def test_a_group_whose_gradients_another_wrapper_has_brought(wrap, shares, other_way, way):
+    """Its own loss is still scaled when the group comes."""
+    first, late, other = (parameter() for _ in range(3))
+    optimizer = wrap(sgd(first, lr=0.5))
+    another = wrap(sgd(other, *[late] * shares, lr=0.25), initial_scale=8.0)
+    derive(optimizer, (first * first).sum(), way)
+    optimizer.add_param_group({"params": [late]})
+    derive(another, (first * late * other).sum(), other_way)
+    optimizer.step()
+    another.step()
+    return [p.tolist() for p in (first, late, other)]
+
+
 # Backward passes within others.
 
 
@@ -422,11 +439,12 @@ def test_a_wrapper_that_is_deleted_between_its_loss_and_its_step(shares, order, 
     other = wrapped(sgd(own, weight, lr=0.25, fused=True)) if shares else None
     derive(optimizer, weight.sum(), way)
     state = optimizer.state_dict()
+    gone = weakref.ref(optimizer._record)
     if order == "deleted first":
         del optimizer
-        gc.collect()
+        assert gone() is None
     optimizer = made(8.0)
-    gc.collect()
+    assert gone() is None
     if loads:
         optimizer.load_state_dict(state)
     derive(optimizer, weight.sum(), way)
