@@ -157,23 +157,6 @@ def test_sam_by_its_two_calls(wrap, scale):
     return bits(list(net.parameters()))
 
 
-@pytest.mark.parametrize("overflows", [False, True])
-def test_gradients_that_are_combined_after_zero_grad_are_applied_without_a_warning(overflows):
-    weight = parameter()
-    optimizer = wrapped(sgd([weight], lr=0.5))
-    grads = []
-    for slope in (1.0, torch.inf if overflows else 2.0):
-        optimizer.zero_grad()
-        assert optimizer.backward((weight * slope).sum()).item() is (slope < torch.inf)
-        grads.append(weight.grad.clone())
-    optimizer.zero_grad()
-    weight.grad = grads[0] + grads[1]
-    optimizer.step()
-    assert weight.tolist() == ([1.0, 1.0] if overflows else [-0.5, -0.5])
-    # Each overflow lowers the scale once, when `zero_grad` clears it.
-    assert float(optimizer.loss_scale) == 2.0 ** (15 - overflows)
-
-
 # Steps with a closure.
 
 

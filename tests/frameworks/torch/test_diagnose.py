@@ -52,10 +52,6 @@ class Through(nn.Module):
         return self.call(self.inner, x)
 
 
-def _recurrent(kind):
-    return Through(kind(6, 5, batch_first=True), lambda layer, x: layer(x)[0][:, -1])
-
-
 def _casts_by_itself(layer, x):
     """In float16 whatever it is told to."""
     with torch.autocast("cpu", enabled=False):
@@ -100,19 +96,12 @@ def _embedded(**settings):
 
 MODELS = {
     "linear": lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)),
-    "convolution": lambda: nn.Sequential(nn.Conv1d(4, 3, 3), nn.GELU(), nn.Conv1d(3, 2, 1)),
     "embedding": _embedded,
     "sparse embedding": lambda: _embedded(sparse=True),
     "embedding that writes": lambda: _embedded(max_norm=0.5),
-    "lstm": lambda: _recurrent(nn.LSTM),
-    "gru": lambda: _recurrent(nn.GRU),
-    "layer norm": lambda: nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 2)),
+    "lstm": lambda: Through(nn.LSTM(6, 5), lambda layer, x: layer(x)[0][:, -1]),
     "batch norm": lambda: nn.Sequential(
         nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4), nn.Dropout(0.4), nn.Flatten(), nn.Linear(24, 2)
-    ),
-    "attention": lambda: Through(
-        nn.MultiheadAttention(6, 2, dropout=0.3, batch_first=True),
-        lambda layer, x: layer(x, x, x, need_weights=False)[0],
     ),
     "shared": Tied,
     "frozen": _frozen,
@@ -224,20 +213,6 @@ def test_a_pass_has_the_gradients_of_training_and_the_report_says_what_it_loses(
     assert not all(np.isfinite(g).all() for each in found for g in each.values())
 
 
-class Norm(nn.Module):
-    def __init__(self, eps):
-        super().__init__()
-        self.eps = eps
-
-    def forward(self, x):
-        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.eps)
-
-
-def normed(eps, size):
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), Norm(eps), nn.Linear(4, 1))
-    return model, lambda model, batch: (model(batch * size).float() - 1).square().mean()
-
-
 def in_the_loss(function):
     model = nn.Sequential(nn.Linear(4, 4))
     return model, lambda model, batch: function(model(batch)).float().mean()
@@ -249,16 +224,6 @@ BROKEN = {
         "cannot help",
         "(mul) overflows in the forward pass: its input reaches",
     ),
-    "an epsilon that is 0 in float16": (
-        normed(1e-8, 1e-4),
-        "cannot help: 1 (rsqrt) has no finite result",
-        "the epsilon 1e-08 is 0 in float16",
-    ),
-    "an epsilon of 0": (
-        normed(0.0, 0.0),
-        "float32 already: 1 (rsqrt) has no finite result",
-        "away from 0",
-    ),
     "a gradient of 0 / 0": (
         in_the_loss(lambda x: (x.half() ** 2 * 2.0**-22).sqrt()),
         "of test_diagnose.py (backward of sqrt) has no finite result",
@@ -269,11 +234,6 @@ BROKEN = {
         "of test_diagnose.py (_to_copy) casts it to float16",
         "or train in bfloat16",
     ),
-    "a row that is masked as a whole": (
-        in_the_loss(lambda x: x.masked_fill(x < 1e9, -np.inf).softmax(1)),
-        "masked as a whole",
-        "mask with a finite number",
-    ),
 }
 
 
@@ -282,7 +242,6 @@ def test_what_no_scale_helps_has_its_operation_and_its_advice(name):
     (model, loss), reason, advice = BROKEN[name]
     report = diagnose(model, loss, [torch.randn(6, 4, generator=torch.manual_seed(0))])
     assert report.rule is None
-    assert ("not finite in float32 already" in said(report)) == (report.verdict == "unknown")
     assert reason in said(report)
     assert advice in said(report)
 
@@ -437,22 +396,6 @@ def test_functions_of_functions_nested_tensors_and_scripts_are_measured(case):
 # --- What it leaves behind: nothing -------------------------------------------------------------
 
 
-class Counting(nn.Module):
-    """Counts its calls, replaces a buffer, and draws from every generator there is."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-        self.calls = 0
-        self.register_buffer("last", torch.zeros(6))
-
-    def forward(self, x):
-        self.calls += 1
-        self.last = x.detach().mean((0, 1))
-        self.cache = x
-        return self.inner(x) * torch.rand(()) * np.random.rand() * random.random()
-
-
 def everything(model):
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
     return (
@@ -469,11 +412,10 @@ def everything(model):
     )
 
 
-@pytest.mark.parametrize("kind", [*MODELS, "counting"])
+@pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("ends", ["well", "by an exception"])
 def test_nothing_is_left_behind(kind, ends):
-    model = Counting() if kind == "counting" else model_of(kind)
-    batches = batches_of("linear" if kind == "counting" else kind, 1)
+    model, batches = model_of(kind), batches_of(kind, 1)
     model.train(kind != "batch norm")
     loss_fn(model, batches[0]).backward()
     before, data = everything(model), bits(batches)
@@ -494,8 +436,6 @@ def test_nothing_is_left_behind(kind, ends):
     assert bits(batches) == data
     assert all(calls)
     assert len(calls) > 2
-    if kind == "counting":
-        assert model.calls == 1
 
 
 def test_modes_within_a_model_are_kept_and_hooks_that_step_at_once_are_not_called():

@@ -278,16 +278,6 @@ def test_a_model_that_is_cast_after_it_was_wrapped(wrap, inner, dtype):
     return snapshot(model.parameters(), optimizer)
 
 
-def test_half_after_wrapping():
-    model = torch.nn.Linear(2, 1)
-    o = wrapped(sgd(*model.parameters(), fused=True), initial_scale=8.0)
-    model.half()
-    before = model.bias.detach().clone()
-    o.scale_loss(model(torch.ones(1, 2).half()).sum()).backward()
-    o.step()
-    assert torch.equal(model.bias, before - 1.0)
-
-
 # Strange optimizers and gradients: the oracle is plain training, or an error is what is wanted.
 
 
