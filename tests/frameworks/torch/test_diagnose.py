@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import random
 import types
 
 import numpy as np
@@ -394,48 +393,6 @@ def test_functions_of_functions_nested_tensors_and_scripts_are_measured(case):
 
 
 # --- What it leaves behind: nothing -------------------------------------------------------------
-
-
-def everything(model):
-    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    return (
-        bits({name: (tensor, tensor.grad) for name, tensor in model.named_parameters()}),
-        bits(dict(model.named_buffers())),
-        [(id(tensor), tensor.requires_grad) for tensor in (*model.parameters(), *model.buffers())],
-        [(id(m), m.training, sorted(vars(m)), len(m._forward_hooks)) for m in model.modules()],
-        [part.tolist() if hasattr(part, "tolist") else str(part) for part in generators],
-        (
-            torch.is_autocast_enabled("cpu"),
-            torch.get_autocast_dtype("cpu"),
-            torch.autocast.__enter__,
-        ),
-    )
-
-
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("ends", ["well", "by an exception"])
-def test_nothing_is_left_behind(kind, ends):
-    model, batches = model_of(kind), batches_of(kind, 1)
-    model.train(kind != "batch norm")
-    loss_fn(model, batches[0]).backward()
-    before, data = everything(model), bits(batches)
-    calls = []
-
-    def loss(model, batch):
-        calls.append(model.training)
-        if ends != "well" and len(calls) > 2:
-            raise KeyboardInterrupt
-        return loss_fn(model, batch.mul_(2))
-
-    try:
-        with kernels_of(kind):
-            diagnose(model, loss, batches)
-    except KeyboardInterrupt:
-        assert ends != "well"
-    assert everything(model) == before
-    assert bits(batches) == data
-    assert all(calls)
-    assert len(calls) > 2
 
 
 def test_modes_within_a_model_are_kept_and_hooks_that_step_at_once_are_not_called():
