@@ -577,23 +577,6 @@ def test_between_the_steps_a_guard_holds_one_copy(decide):
     assert sum(0 <= size - 3_000_000 < 2**12 for size in storages.values()) == 2
 
 
-def test_a_decision_on_the_device_is_not_waited_for():
-    model = nn.Sequential(nn.Linear(4, 4), *(nn.BatchNorm1d(4) for _ in range(20)))
-    optimizer, step = loop(model, decide="device")
-    counts = []
-    for prepare in (lambda: None, lambda: guard(model, optimizer)):
-        prepare()
-        step(X)
-        step(X)
-        optimizer.backward(loss_of(model, X))
-        with support.Reads() as reads:
-            optimizer.step()
-            model(X)
-        counts.append((reads.count, reads.launched))
-    assert counts[0][0] == counts[1][0]
-    assert counts[1][1] - counts[0][1] <= 10
-
-
 @pytest.mark.parametrize("decide", ["host", "device"])
 def test_a_buffer_that_did_not_change_may_be_part_of_a_graph(decide):
     """A skip of one optimizer does not spoil the graph of another's loss."""

@@ -19,7 +19,6 @@ import lossscale.torch
 from core.oracle import trace
 from forks import Program
 from frameworks.torch.support import (
-    COPIES,
     MAKERS,
     OPTIMIZERS,
     bits,
@@ -145,20 +144,6 @@ def test_skips_of_several_optimizers_before_one_update_count_once(first, second)
     assert counts == (1, 1, 1, 2, 3, 3, 3, 3)
 
 
-def test_the_tensors_are_changed_in_place():
-    weights, optimizer, scaler = with_scaler(init_scale=8.0, growth_interval=1)
-    one_step(scaler, optimizer, weights)
-    scale, tracker = scaler._scale, scaler._growth_tracker
-    assert scale.dtype == torch.float32
-    assert tracker.dtype == torch.int32
-    one_step(scaler, optimizer, weights, torch.inf)
-    scaler.update(32)
-    scaler.load_state_dict({"scale": 2.0, "_growth_tracker": 1})
-    assert scaler._scale is scale
-    assert scaler._growth_tracker is tracker
-    assert scale.item() == 2
-
-
 def test_other_code_reads_and_writes_its_numbers_in_any_mode():
     weights, optimizer, scaler = with_scaler(init_scale=8.0, growth_interval=3)
     with torch.inference_mode():
@@ -175,20 +160,6 @@ def test_other_code_reads_and_writes_its_numbers_in_any_mode():
         by_device = scaler._unscale_grads_(optimizer, inverse, found, False)
         assert [bool(each) for each in by_device.values()] == [slope == torch.inf]
         assert weights[0].grad.tolist() == [slope / 4.0] * 3
-
-
-@pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("slopes", [(), (torch.inf, 1.0, 1.0)])
-def test_copies(how, slopes):
-    weights, optimizer, scaler = with_scaler(init_scale=8.0, growth_interval=5, min_scale=2.0)
-    for slope in slopes:
-        one_step(scaler, optimizer, weights, slope)
-    other = COPIES[how](scaler)
-    assert (other.rule, other.state_dict()) == (scaler.rule, scaler.state_dict())
-    for slope in (1.0, torch.inf):
-        one_step(other, optimizer, weights, slope)
-    assert other.state_dict() != scaler.state_dict()
-    assert other.get_scale() == (2.0 if slopes else 4.0)
 
 
 def test_disabled():

@@ -139,26 +139,6 @@ def test_a_loss_that_outlives_its_optimizer_is_in_nobodys_way():
     assert weight.tolist() == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_own_loss_beside_that_of_another_counts(way):
-    given, (first, second) = pair("host")
-    derive(first, loss_of(given, 1), way)
-    derive(second, given[1].sum(), way)
-    if way == "scale_loss":
-        second.unscale_()
-    second.zero_grad()
-    assert second.steps_skipped == 1
-    first.step()
-    assert first.steps_skipped == 1
-    # Gradients of another were cleared; now nobody scales the loss.
-    first.zero_grad()
-    derive(first, loss_of(given, None), "verb")
-    second.zero_grad()
-    given[1].sum().backward()
-    with pytest.warns(lossscale.LossScaleWarning, match="scaled no loss"):
-        second.step()
-
-
 @each_way
 def test_an_overflow_that_a_skip_left_behind_skips_a_wrapper_that_is_made_later(way, decide):
     # Which of the two is unscaled first depends on where they lie in memory.
