@@ -279,6 +279,8 @@ PROGRAMS = [
     for name in MODELS
     for way in (WAYS if name == "norm" else MAIN)
     for call in (CALLS if name == "norm" and way in MAIN else ("model", "forward"))
+    # What is compiled does not depend on the device.
+    if DEVICE == "cpu" or "compiled" not in call
 ]
 
 

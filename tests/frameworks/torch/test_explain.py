@@ -369,6 +369,22 @@ def checkpointed(model, x):
     return checkpoint(model, x, use_reentrant=False).float().sum() * 1e9
 
 
+def with_weights_in_one_storage():
+    model = two_layers()
+    flat = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(flat, model.parameters())
+    model[0].weight.data[0] = 1e6
+    return model
+
+
+def with_a_float16_part():
+    return nn.Sequential(nn.Linear(4, 4).half().requires_grad_(False), nn.Linear(4, 1))
+
+
+def float16_loss(model, x):
+    return (model(x).float().abs() * 4e4).sum().half()
+
+
 # By the cause and words of the text: a model, a loss function, a batch.
 PROGRAMS = {
     "unknown: no trained parameter has a gradient": (
@@ -393,6 +409,8 @@ PROGRAMS = {
     "forward overflow: Recurrent (mul) overflows": (
         *(functools.partial(Recurrent, 1e6), square, ONES),
     ),
+    "forward overflow: parameter 0.weight reaches": (with_weights_in_one_storage, square, ONES),
+    "forward overflow: float16_loss, line ": (two_layers, float16_loss, ONES * 9),
     "singular: (backward of Divided) has no finite result": (
         *(functools.partial(Through, Divided.apply), square, ONES),
     ),
@@ -406,6 +424,7 @@ PROGRAMS = {
     "singular: line ": (two_layers, lambda m, x: square(m, x) + (x.sum() * 0).log(), ONES),
     "loss: distance_to_infinity, line ": (two_layers, distance_to_infinity, ONES),
     "loss: times_infinity, line ": (two_layers, times_infinity, ONES),
+    "scale: ": (with_a_float16_part, square, ONES, 2.0**40),
     # Its statistics are not finite after it, too.
     "scale: square, line ": (with_norm, times(1e9), UNLIKE),
     "scale: (backward of Divided) overflows": (
@@ -476,27 +495,6 @@ def test_a_divisor_that_float16_rounds_to_0():
     results = [np.full(2, math.nan, np.float16)]
     (origin,) = Evaluation(lambda value: "").origins(call, given, [None, None], results)
     assert (origin.failed.operation, origin.failed.largest_result) == ("div", None)
-
-
-def test_parameters_in_one_storage_have_their_names():
-    model = two_layers()
-    flat = nn.utils.parameters_to_vector(model.parameters())
-    nn.utils.vector_to_parameters(flat, model.parameters())
-    model[0].weight.data[0] = 1e6
-    assert "parameter 0.weight reaches" in explain(model, square, ONES).text
-
-
-def test_a_model_of_which_a_part_is_in_float16_is_explained_under_autocast():
-    model = nn.Sequential(nn.Linear(4, 4).half().requires_grad_(False), nn.Linear(4, 1))
-    assert explain(model, square, ONES, scale=2.0**40).cause == Cause.SCALE
-
-
-def test_a_loss_in_float16_that_overflows_is_named():
-    def loss_fn(model, x):
-        return (model(x).float().abs() * 4e4).sum().half()
-
-    found = explain(nn.Linear(4, 4), loss_fn, ONES * 9)
-    assert (found.cause, "loss_fn, line " in found.text) == (Cause.FORWARD_OVERFLOW, True)
 
 
 def test_only_a_number_of_the_program_is_called_an_epsilon():

@@ -152,10 +152,7 @@ def test_values_of_one_index_are_summed_before_they_are_checked_and_clipped(name
 NO_STATE = r"'state' and 'param_groups', as state_dict\(\) returns it\. Received: .*load the optim"
 STATES = {
     "nothing": None,
-    "empty": {},
-    "list": [],
     "whole checkpoint": {"model": {}, "optimizer": {}},
-    "no groups": {"state": {}, "param_groups": []},
     "scaler": GradScaler("cpu").state_dict(),
 }
 
@@ -196,20 +193,15 @@ MISTAKES = {
         for name in ("minimize", "apply_gradients", "get_scaled_loss", "get_unscaled_gradients")
     },
     "several losses": (lambda o: o.scale_loss([LOSS]), TypeError, "must be a tensor.*their sum"),
-    "a number": (lambda o: o.scale_loss(1.0), TypeError, "must be a tensor"),
-    "a function": (lambda o: o.scale_loss(lambda: LOSS), TypeError, "must be a tensor"),
     "lr": (lambda o: setattr(o, "lr", 0.25), AttributeError, r"param_groups\[i\]\['lr'\]"),
-    "a rate": (lambda o: setattr(o, "learning_rate", 1), AttributeError, r"groups\[i\]\['lr'\]"),
     "a setting": (lambda o: setattr(o, "momentum", 0.5), AttributeError, r"\[i\]\['momentum'\]"),
     "of a rule": (lambda o: setattr(o, "min_scale", 2.0), AttributeError, "belongs to the rule"),
     "Join": (lambda o: Join([o]), AttributeError, "as many batches"),
     "get_config": (lambda o: o.get_config(), AttributeError, "LossScaleOptimizer has no"),
-    "from_config": (lambda o: o.from_config({}), AttributeError, "LossScaleOptimizer has no"),
     "no closure": (lambda o: o.step(LOSS), TypeError, r"Received: Tensor.*optimizer.backward\("),
     "decide later": (lambda o: setattr(o, "decide", "device"), AttributeError, "no setter"),
     "a group later": (lambda o: setattr(o, "process_group", 1), AttributeError, "no setter"),
     "clips to 0": (new(clip_norm=0.0), ValueError, "clip_norm"),
-    "clips to a word": (new(clip_norm="1"), ValueError, "clip_norm"),
     "another decides": (new(decide="gpu"), ValueError, "'host' or 'device'"),
     "no device decides": (new(decide="device"), ValueError, "without parameters"),
     "decides on meta": (
@@ -218,7 +210,6 @@ MISTAKES = {
         "the device of the parameters.*meta",
     ),
     "no fixed scale": (new(dynamic=False), ValueError, "initial_scale"),
-    "a negative scale": (new(initial_scale=-1), ValueError, "initial_scale"),
     "no group": (new(process_group="world"), TypeError, "process_group"),
     "a class": (new(rule=lossscale.FixedScale), TypeError, A_CLASS),
     "of a scaler": (lambda o: GradScaler(rule=lossscale.FixedScale), TypeError, A_CLASS),
@@ -227,7 +218,6 @@ MISTAKES = {
     "a wrapper": (several(lambda a, b: [wrapped(a), b]), errors.AlreadyWrappedError, "LossScaleO"),
     "a name": (several(lambda a, b: [a, "adam"]), TypeError, "adam"),
     "LBFGS": (several(lambda a, b: lbfgs()), errors.UnsupportedError, IN_STEP),
-    "LBFGS, a list": (several(lambda a, b: [a, lbfgs()]), errors.UnsupportedError, IN_STEP),
     "LBFGS, masters": (lambda o: MasterWeights(lbfgs()), errors.UnsupportedError, IN_STEP),
     "Schedule-Free": (
         several(lambda a, b: type("SGDScheduleFreeClosure", (SGD,), {})([parameter()])),
@@ -240,7 +230,6 @@ MISTAKES = {
         "Asks evaluates a closure",
     ),
     "SAM": (sam_by(lambda sam: wrapped(sam)), errors.UnsupportedError, TWO_CALLS),
-    "SAM, a list": (sam_by(lambda sam: wrapped([sam])), errors.UnsupportedError, TWO_CALLS),
     "SAM, masters": (sam_by(MasterWeights), errors.UnsupportedError, TWO_CALLS),
     "no clipping": (lambda o: setattr(o, "clip_norm", 0), ValueError, "`clip_norm` .* above 0"),
     **{
