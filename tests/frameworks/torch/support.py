@@ -13,7 +13,6 @@ import warnings
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lossscale
 from lossscale.torch.grad_scaler import GradScaler
@@ -216,22 +215,6 @@ COPIES = {
     "pickle": lambda it: pickle.loads(pickle.dumps(it)),
     "torch.save": lambda it: through_a_file(it, weights_only=False),
 }
-
-
-class Reads(TorchDispatchMode):
-    """Counts how often a number is brought to the host, and all operations that are not views."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = self.launched = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function in (
-            torch.ops.aten._local_scalar_dense.default,
-            torch.ops.aten.is_nonzero.default,
-        )
-        self.launched += not function.is_view
-        return function(*args, **(kwargs or {}))
 
 
 # The wrapper and the scaler, where both are tried with the same calls.

@@ -40,48 +40,6 @@ X = drawn(3)
 BAD = X * INF
 
 
-class Buffers(nn.Module):
-    """A layer with buffers, and what its forward pass in training does to them."""
-
-    def __init__(self, change, **buffers):
-        super().__init__()
-        self.linear, self.change = nn.Linear(4, 4), change
-        for name, tensor in buffers.items():
-            self.register_buffer(name, tensor)
-
-    def forward(self, x):
-        hidden = self.linear(x)
-        if self.training:
-            with torch.no_grad():
-                self.change(self, hidden)
-        return hidden
-
-
-def codebook():
-    """Buffers that are replaced."""
-
-    def change(model, hidden):
-        model.codes = 0.9 * model.codes + 0.1 * hidden.mean(0)
-        model.largest = hidden.amax(0).float()
-        model.calls += 1
-
-    mask = torch.ones(4, 4, dtype=torch.bool).tril()
-    largest, calls = torch.zeros(4), torch.tensor(0)
-    return Buffers(change, codes=torch.ones(4), largest=largest, calls=calls, mask=mask)
-
-
-def views():
-    """Buffers that are transposed or complex, and whose numbers are replaced."""
-
-    def change(model, hidden):
-        model.calls.data = model.calls + 1
-        model.sums += hidden.mean()
-        model.waves *= hidden.mean()
-
-    sums, waves = torch.zeros(3, 4).t(), torch.ones(4, dtype=torch.cfloat)
-    return Buffers(change, calls=torch.zeros(()), sums=sums, waves=waves)
-
-
 def norm():
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
@@ -93,16 +51,9 @@ MODELS = {
     ),
     "old spectral": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 1)),
     "lazy": lambda: nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d(affine=False)),
-    "codebook": codebook,
-    "views": views,
 }
 # All but the statistics of norms.
-NAMED = {
-    "spectral": ["*._u", "*._v"],
-    "old spectral": ["0.weight_*"],
-    "codebook": ["codes", "largest", "calls"],
-    "views": "*",
-}
+NAMED = {"spectral": ["*._u", "*._v"], "old spectral": ["0.weight_*"]}
 
 
 def made(name="norm"):
@@ -132,31 +83,19 @@ def loop(model, verb="backward", number=1, parts=1, fused=False, leaves_out=Fals
     scaler = GradScaler(DEVICE, rule=FIXED) if verb == "scale" else None
     by = scaler or LossScaleOptimizer(inner, rule=FIXED, **settings)
 
-    def derive(x, call):
+    def step(x, call=None):
         (model if scaler else by).zero_grad()
         for part in (x, X.flip(0), x * 0.5)[:parts]:
             loss = loss_of(model, part, call)
-            if verb in ("scale", "scale_loss"):
-                getattr(by, verb)(loss).backward()
-            else:
-                by.backward(loss)
-        return loss
-
-    def step(x, call=None):
-        if verb == "closure":
-            by.step(lambda: derive(x, call))
-            return
-        derive(x, call)
+            by.backward(loss) if verb == "backward" else getattr(by, verb)(loss).backward()
         applies = not leaves_out or all(p.grad.isfinite().all() for p in model.parameters())
         if scaler:
             for each in inner:
                 for call in [scaler.unscale_] * leaves_out + [scaler.step] * applies:
                     call(each)
             scaler.update()
-        elif not applies:
-            by.zero_grad()
         else:
-            by.step()
+            (by.step if applies else by.zero_grad)()
 
     return by, step
 
@@ -171,7 +110,6 @@ WAYS = {
     "backward": {},
     "device": {"decide": "device"},
     "scale_loss": {"verb": "scale_loss"},
-    "closure": {"verb": "closure"},
     "accumulation": {"parts": 3},
     "zero_grad": {"leaves_out": True},
     "two in a wrapper": {"number": 2},
@@ -193,7 +131,7 @@ def evaluate(model):
 
 def load(model):
     state = copy.deepcopy(model.state_dict())
-    for name in set(state) & {"1.running_mean", "running_mean", "calls", "sums"}:
+    for name in set(state) & {"1.running_mean", "running_mean"}:
         state[name] += 7
     model.load_state_dict(state, strict=False)
 
@@ -213,7 +151,7 @@ def write(model):
 BETWEEN = [
     evaluate,
     load,
-    lambda model: load(model[1] if isinstance(model, nn.Sequential) else model.linear),
+    lambda model: load(model[1]),
     # Replaces buffers.
     lambda model: model.load_state_dict(
         copy.deepcopy(dict(model.named_buffers())), strict=False, assign=True
@@ -345,6 +283,7 @@ class Everything(nn.Module):
             "replaced": torch.ones(4, dtype=torch.float16),
             "largest": torch.full((2,), -INF),
             "named": torch.ones(4),
+            "waves": torch.ones(4, dtype=torch.cfloat),
             "count": torch.tensor(3),
             "flag": torch.tensor(False),
         }
@@ -367,7 +306,7 @@ class Everything(nn.Module):
             self.register_buffer("late", torch.ones(2))
 
 
-ASKED = ["named", "count"]
+ASKED = ["named", "count", "waves"]
 
 
 def kind_of(name, asked):
@@ -375,7 +314,7 @@ def kind_of(name, asked):
         return "bits"
     if name in asked:
         return "bits"
-    return "free" if name in ("count", "flag", "table") else "finite"
+    return "free" if name in ("count", "flag", "table", "waves") else "finite"
 
 
 def numbers(model):
