@@ -212,39 +212,6 @@ def test_a_pass_has_the_gradients_of_training_and_the_report_says_what_it_loses(
     assert not all(np.isfinite(g).all() for each in found for g in each.values())
 
 
-def in_the_loss(function):
-    model = nn.Sequential(nn.Linear(4, 4))
-    return model, lambda model, batch: function(model(batch)).float().mean()
-
-
-BROKEN = {
-    "an operation that overflows": (
-        in_the_loss(lambda x: x * 1e6),
-        "cannot help",
-        "(mul) overflows in the forward pass: its input reaches",
-    ),
-    "a gradient of 0 / 0": (
-        in_the_loss(lambda x: (x.half() ** 2 * 2.0**-22).sqrt()),
-        "of test_diagnose.py (backward of sqrt) has no finite result",
-        "epsilon",
-    ),
-    "a cast in the loss function": (
-        in_the_loss(lambda x: (x * 1e6).half()),
-        "of test_diagnose.py (_to_copy) casts it to float16",
-        "or train in bfloat16",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_what_no_scale_helps_has_its_operation_and_its_advice(name):
-    (model, loss), reason, advice = BROKEN[name]
-    report = diagnose(model, loss, [torch.randn(6, 4, generator=torch.manual_seed(0))])
-    assert report.rule is None
-    assert reason in said(report)
-    assert advice in said(report)
-
-
 def test_a_loss_is_judged_by_what_it_trains_and_no_more_batches_are_taken_than_asked_for():
     model = nn.ModuleDict({"a": nn.Linear(6, 1), "b": nn.Linear(6, 1)})
 
@@ -390,6 +357,8 @@ def test_functions_of_functions_nested_tensors_and_scripts_are_measured(case):
     assert report.verdict == "not needed"
     report = diagnose(model, lambda m, b: torch.tanh(call(m, b * 1e6).float()).mean(), batches)
     assert report.verdict == "cannot help"
+    if "scripted" not in case and "Nested" not in report.model:
+        assert "casts it to float16" in said(report)
 
 
 # --- What it leaves behind: nothing -------------------------------------------------------------

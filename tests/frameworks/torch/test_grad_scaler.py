@@ -490,22 +490,6 @@ def test_d7_d24_a_closure_by_place_is_refused(make, mended, cls):
 
 
 @both
-@pytest.mark.parametrize("name", ["adam", "adam-fused", "sgd-fused", "adagrad-fused"])
-def test_only_an_optimizer_that_skips_by_itself_is_called_on_a_skip(make, mended, name):
-    weights, optimizer, scaler = with_scaler(name, make)
-    calls = []
-    optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    for slope in (1.0, torch.inf, 1.0):
-        before = numbers(weights)
-        one_step(scaler, optimizer, weights, slope)
-        assert (numbers(weights) == before) == (slope == torch.inf)
-    # Adagrad says so since PyTorch 2.12.
-    skips_by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-    assert len(calls) == (3 if skips_by_itself else 2)
-    assert skips_by_itself or name in ("adam", "adagrad-fused")
-
-
-@both
 def test_d20_a_scale_below_one_lets_no_infinity_through(make, mended):
     weights, optimizer, scaler = with_scaler("sgd", make, init_scale=2.0**-20)
     scaler.scale(weights[0].sum()).backward()

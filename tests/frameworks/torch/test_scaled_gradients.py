@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import lossscale
-from frameworks.torch.support import bits
+from frameworks.torch.support import bits, raised_by
 from lossscale.torch.gradient_record import GradientRecord
 
 PROGRAMS = int(os.environ.get("LOSSSCALE_SOAK_PROGRAMS", "1")) * 200
@@ -42,9 +42,6 @@ WEIGHTS = {
     "group": 1,
     "renew": 1,
 }
-MESSAGES = ("group with gradients", "got NoneType")
-"""Of all errors of these programs: a group that may bring scaled gradients is refused, and PyTorch
-cannot start the momentum of one parameter after that of another."""
 Move = collections.namedtuple("Move", "name number way parts overflow seed")
 
 
@@ -196,6 +193,14 @@ class Side:
                 for each, state in zip(self.optimizers, states, strict=True):
                     each.load_state_dict(state)
 
+    def clear_everywhere(self):
+        self.clear_all(None)
+        for each in self.optimizers:
+            each.zero_grad()
+
+    def kept(self):
+        return bits([self.tensors, [each.grad for each in self.tensors]])
+
     def gradients(self):
         """Copies: a wrapper that is deleted divides what it leaves."""
         return [None if each.grad is None else each.grad.clone() for each in self.tensors]
@@ -257,22 +262,28 @@ def are_finite(tensors):
 
 
 def outcome(program):
-    """How a program ends: right, or an error of those that are expected."""
+    """How a program ends; what is refused changes nothing."""
     ours, plain = Side(program, True), Side(program, False)
     may_skip = [False] * len(program.owned)
-    skips = 0
+    skips = refused = 0
     for move in program.moves:
         names = ("clear", "loss", "step") if move.name == "turn" else (move.name,)
         for name in names:
             if ours.is_not_supported(name, move):
                 continue
-            before = ours.skips(move)
-            try:
-                getattr(ours, name)(move)
-            except (lossscale.errors.LossScaleError, TypeError) as error:
-                if any(message in str(error) for message in MESSAGES):
-                    return "refused"
-                raise
+            before, kept = ours.skips(move), ours.kept()
+            error = raised_by(getattr(ours, name), move)
+            if "got NoneType" in str(error):
+                # PyTorch cannot start the momentum of one parameter after that of another.
+                return "stopped"
+            if error is not None:
+                # A group that may bring scaled gradients; it goes on once they are cleared.
+                assert "group with gradients" in str(error), (move, error)
+                assert ours.kept() == kept, move
+                refused += 1
+                ours.clear_everywhere()
+                plain.clear_everywhere()
+                continue
             skipped = name == "step" and ours.skips(move) > before
             if name == "step":
                 applied = plain.parameters(move)
@@ -287,7 +298,7 @@ def outcome(program):
             if not are_finite(plain.tensors):
                 may_skip = [True] * len(may_skip)
             compare(ours, plain, move)
-    return "skips" if skips else "right"
+    return "refused" if refused else "skips" if skips else "right"
 
 
 def compare(ours, plain, move):
@@ -317,7 +328,7 @@ def test_random_programs_are_right_or_refused(seed):
 
 def test_most_programs_run_to_their_end_and_many_skip():
     outcomes = collections.Counter(map(outcome_of, range(100)))
-    assert outcomes["refused"] < 35 < outcomes["right"], outcomes
+    assert outcomes["refused"] + outcomes["stopped"] < 35 < outcomes["right"], outcomes
     assert outcomes["skips"] > 15, outcomes
 
 
@@ -338,7 +349,7 @@ def written(moves, decide="host", interval=1, owned=((0, 1), (2, 0))):
 
 def check(moves, **settings):
     with warnings.catch_warnings(action="ignore", category=lossscale.LossScaleWarning):
-        assert outcome(written(moves, **settings)) != "refused"
+        assert outcome(written(moves, **settings)) in ("right", "skips")
 
 
 SHARED, FIRST, SECOND, ALL = (0,), (0, 1), (0, 2), (0, 1, 2)

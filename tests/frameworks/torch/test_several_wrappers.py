@@ -13,15 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import lossscale
-from frameworks.torch.support import (
-    alone,
-    bits,
-    derive,
-    ends_as_without_scaling,
-    parameter,
-    sgd,
-    wrapped,
-)
+from frameworks.torch.support import alone, derive, ends_as_without_scaling, parameter, sgd, wrapped
 
 WAYS = ["verb", "scale_loss"]
 each_way = pytest.mark.parametrize(
@@ -189,45 +181,6 @@ def test_a_step_that_is_left_out_after_an_overflow_lowers_the_scale_and_counts(
 
 
 # Groups that are added.
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("has_gradients", [False, True])
-@pytest.mark.parametrize("added", ["before backward", "before unscale_", "before step"])
-@ends_as_without_scaling
-def test_a_group_that_is_added_within_a_step_trains_right_or_is_refused(
-    wrap, added, has_gradients, way
-):
-    """What is refused changes nothing, and goes on after `zero_grad`."""
-    trained, late = parameter(), parameter()
-    optimizer = wrap(sgd(trained, lr=0.5))
-    early = added == "before unscale_" and way == "scale_loss"
-    refused = has_gradients and (early or added == "before step")
-
-    def adds(now):
-        if now == added:
-            optimizer.add_param_group({"params": [late]})
-
-    def backpropagate():
-        derive(optimizer, (trained * (late if has_gradients else late.detach())).sum() * 5.0, way)
-
-    adds("before backward")
-    backpropagate()
-    adds("before unscale_")
-    if wrap is not alone and not (refused and early):
-        optimizer.unscale_()
-    adds("before step")
-    if refused:
-        before = bits([trained, late, trained.grad, late.grad])
-        calls = [optimizer.step, backpropagate, *[getattr(optimizer, "unscale_", None)] * early]
-        for call in calls if wrap is not alone else ():
-            with pytest.raises(lossscale.errors.CallOrderError, match="group with gradients"):
-                call()
-            assert bits([trained, late, trained.grad, late.grad]) == before
-        optimizer.zero_grad()
-        backpropagate()
-    optimizer.step()
-    return [p.tolist() for p in (trained, late)]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -11,7 +11,6 @@ import functools
 import inspect
 import os
 import re
-import warnings
 
 import pytest
 import torch
@@ -320,13 +319,6 @@ def test_what_accelerate_prepares_is_watched_and_it_is_told_of_a_skipped_step(tm
             assert not plain.step_was_skipped
     assert column(path, "scale") == [8.0, 8.0, 4.0, 4.0]
     assert nonfinite(path)[1] == [("weight", 2, 0)]
-
-
-def test_what_install_puts_there_is_the_scaler_that_accelerate_makes():
-    modeling = pytest.importorskip("accelerate.utils.modeling")
-    # Of CUDA, which is absent.
-    with warnings.catch_warnings(action="ignore"), lossscale.torch.install():
-        assert isinstance(modeling.get_grad_scaler(), GradScaler)
 
 
 # The recipes of docs/trainers.md for one process.
