@@ -391,7 +391,7 @@ tests/frameworks/torch/test_grad_scaler.py
         -> fused.attributes([optimizer], divisor, None)  -k d25
 tests/frameworks/torch/test_processes.py
     torch GradScaler._unscale_grads_: overflow.item() >= 0 -> False
-        -k shards_by_hand
+        -k orders_of_scalers
     torch GradScaler._share_overflows: any(len(own) < len(union) for own in groups) -> False
         -k groups_of_all
     torch grad_norm: info.copies(gradient) -> 1  -k clipped
@@ -399,7 +399,7 @@ tests/frameworks/torch/test_processes.py
         -k spread_over
 tests/frameworks/torch/test_explain.py
     torch _facts: found.is_finite and not _depends(...) -> False  -k cannot_be_used
-    torch _watching: _is_torchs(h[1]) -> True  -k with_and_without
+    torch _watching: _is_torchs(h[1]) -> True  -k put_back
     torch as_it_was: parameter.grad = gradient -> pass  -k put_back
     torch _why_not: isinstance(module, torch.jit.ScriptModule) -> False  -k scripted
 tests/frameworks/torch/test_wrong_calls.py

@@ -270,20 +270,6 @@ def test_resumed(pair, how):
     assert (int(resumed.steps_skipped), float(resumed.loss_scale)) == (2, 2.0**13)
 
 
-def test_plain_optimizers_load_it_by_name():
-    model = Model()
-    optimizer = wrapped(optimizers(model, ("SGD", "AdamW")))
-    train(model, optimizer, range(2))
-    other = Model()
-    parts = optimizers(other, ("SGD", "AdamW"))
-    saved = dcp.get_optimizer_state_dict(model, optimizer)
-    dcp.set_optimizer_state_dict(other, parts, saved)
-    for part, loaded in zip(optimizer.optimizers, parts, strict=True):
-        assert bits(loaded.state_dict()["state"]) == bits(part.state_dict()["state"])
-    # And what these have loaded goes into a wrapper, scale and all.
-    assert wrapped(parts).loss_scale_state.state_dict() == optimizer.loss_scale_state.state_dict()
-
-
 WHICH = "optimizers.i..*0 is SGD, 1 is AdamW"
 
 

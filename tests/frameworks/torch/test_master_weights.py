@@ -296,23 +296,6 @@ def test_the_drop_in_may_skip_the_first_step():
     assert list(map(bits, model.parameters())) == list(map(bits, other.parameters()))
 
 
-def test_several_optimizers_share_a_scale():
-    models, by_hand = (net(), net(F32, 9)), (net(), net(F32, 9))
-    optimizer = LossScaleOptimizer(
-        [MasterWeights(adamw(models[0])), torch.optim.SGD(models[1].parameters(), lr=0.1)]
-    )
-    others = MasterWeights(adamw(by_hand[0])), torch.optim.SGD(by_hand[1].parameters(), lr=0.1)
-    for factor in (1.0, NAN, 1.0):
-        train_step(optimizer, loss_of(models[0], factor) + loss_of(models[1]), "verb")
-        if factor == 1.0:
-            for model, other in pairs(by_hand, others):
-                step(model, other)
-    for model, other in pairs(models, by_hand):
-        assert list(map(bits, model.parameters())) == list(map(bits, other.parameters()))
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert optimizer.steps_skipped == 1
-
-
 def test_what_trains_float32_parameters_trains_these():
     model, inner, optimizer = started(0)
     scheduler = guard(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), optimizer)

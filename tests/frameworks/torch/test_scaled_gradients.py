@@ -265,13 +265,14 @@ def outcome(program):
     """How a program ends; what is refused changes nothing."""
     ours, plain = Side(program, True), Side(program, False)
     may_skip = [False] * len(program.owned)
+    adds_groups = any(move.name == "group" for move in program.moves)
     skips = refused = 0
     for move in program.moves:
         names = ("clear", "loss", "step") if move.name == "turn" else (move.name,)
         for name in names:
             if ours.is_not_supported(name, move):
                 continue
-            before, kept = ours.skips(move), ours.kept()
+            before, kept = ours.skips(move), ours.kept() if adds_groups else None
             error = raised_by(getattr(ours, name), move)
             if "got NoneType" in str(error):
                 # PyTorch cannot start the momentum of one parameter after that of another.
