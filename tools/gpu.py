@@ -96,8 +96,6 @@ OF_TORCH = {
     ),
     "a state saved on the GPU continues on the CPU": ("state_of_one_device_goes_on_on_the_other"),
     "`torch.compile` with inductor": "a_compiled_forward_pass",
-    '`decide="device"` without a wait': "the_device_decides_without_a_wait",
-    "a step in a CUDA graph": "a_step_in_a_cuda_graph",
     "`diagnose` and `Monitor`": "a_diagnosis_and_a_monitor",
     "two ranks on one GPU, over gloo": "two_ranks_on_one_device",
 }

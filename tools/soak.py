@@ -16,7 +16,7 @@ from run import JAX, ROOT, TENSORFLOW, TF_KERAS, TORCH
 TESTS = "tests/conformance/test_random_programs.py"
 FIXTURES = ("-p", "conftest", "-p", "conformance.conftest")
 # What a framework has besides.
-RANDOM = ("scaled_gradients", "several_wrappers", "beside_torch")
+RANDOM = ("scaled_gradients", "beside_torch")
 MORE = {"torch": [f"tests/frameworks/torch/test_{name}.py" for name in RANDOM]}
 PROCESSES = {"tensorflow": TENSORFLOW, "tf_keras": TF_KERAS, "jax": JAX, "torch": TORCH}
 

@@ -33,15 +33,15 @@ def test_on_the_processor_parts_run_and_say_what_came_of_them(tmp_path):
     page, output = tmp_path / "gpu.md", tmp_path / "gpu.json"
     page.write_text(f"# Page\n{PAGE.read_text()}")
     options = ["--device", "cpu", "--page", page, "--output", output]
-    command = [sys.executable, "-m", "tools.gpu", *options, "--only", "CUDA graph"]
+    command = [sys.executable, "-m", "tools.gpu", *options, "--only", "replayed steps"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    said = "PyTorch: a step in a CUDA graph: not run: it does not apply to this device"
-    assert done.stdout == f"[1/1] {said}\n"
+    part = "PyTorch: replayed steps, streams and threads"
+    assert done.stdout == f"[1/1] {part}: not run: it does not apply to this device\n"
     assert "| PyTorch: promises | never run on a GPU |" in page.read_text()
-    assert "| PyTorch: a step in a CUDA graph | not run: it does not" in page.read_text()
-    [(name, part)] = json.loads(output.read_text())["parts"].items()
-    assert (name, part["tests_skipped"]) == ("PyTorch: a step in a CUDA graph", 1)
+    assert f"| {part} | not run: it does not" in page.read_text()
+    [(name, found)] = json.loads(output.read_text())["parts"].items()
+    assert (name, found["tests_skipped"] > 50) == (part, True)
 
 
 def test_the_times_of_float16_models_are_a_table_of_the_page(tmp_path):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-import lossscale
 from benchmarks.frameworks.torch_native import SCALERS, WAYS, Way
 from simulated_cuda import device
 
@@ -153,22 +152,6 @@ def test_streams_and_a_part_of_the_program_on_the_host(run):
         found, races = numbers_and_races(run, name)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
         assert races == [], name
-
-
-def test_a_monitor_of_two_optimizers_that_skip_together():
-    """Each has no gradients of the other's parameters."""
-    weights, records = [ones(), ones()], []
-    scaler = lossscale.torch.GradScaler("cuda", init_scale=8.0)
-    optimizers = [torch.optim.SGD([weight], lr=0.5) for weight in weights]
-    named = list(zip("pq", weights, strict=True))
-    with lossscale.torch.Monitor(scaler, named, log=records.append) as monitor:
-        scaler.scale(sum((weight * torch.inf).sum() for weight in weights)).backward()
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        monitor.step()
-    [record] = records
-    assert [tensor["name"] for tensor in record["nonfinite"]] == ["p", "q"]
 
 
 @pytest.mark.parametrize("name", WAYS)

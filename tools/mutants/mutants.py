@@ -299,7 +299,7 @@ tests/frameworks/torch/test_steps.py
         -k on_a_skip
     torch attributes: vars(optimizer).pop -> vars(optimizer).setdefault  -k raises
 tests/frameworks/torch/test_master_weights.py
-    torch MasterWeights._take_written: self._written(...) -> []  -k set_in_every_order
+    torch MasterWeights._take_written: self._written(...) -> []  -k masters_by_hand
     torch MasterWeights._note_masters: not older._masters.keys().isdisjoint(newer._masters) -> False
         -k older_one_refuses
     torch _where_rounded: torch.where(...) -> parameter  -k float32_now
@@ -316,31 +316,31 @@ tests/frameworks/torch/test_backward.py
 tests/frameworks/torch/test_every_optimizer.py
     torch GradScaler.step: self._share_overflows(...) -> pass  -k unscaled_together
 tests/frameworks/torch/test_scaled_gradients.py
-    torch GradientRecord.settle: r.multiplier is multiplier -> r is self  -k the_scale_falls
-    torch GradientRecord._fresh: overflow * (...) -> overflow  -k critics_loss
-    torch Engine.decision_if_left_out: not record.has_own_loss -> False  -k no_step
     torch put_on: record.settle() -> pass  -k all_sequences_of
     torch put_on: info.first_gradient() is not None -> False  -k all_sequences_of
     torch GradientRecord.receive: self.decision, self.is_cleared = (None, False) -> pass
-        -k random_programs
+        -k wrong_once
     torch LossScaleOptimizer.__setstate__:
         Engine(inner, scale, clip_norm, process_group, factor)
         -> Engine(inner, scale, clip_norm, process_group)  -k random_programs
     torch GradientRecord.restart: self.hold(...) -> pass  -k random_programs
-    torch GradientRecord._take: self.strays or self.decision -> False  -k group
-    torch _see_added_groups: record.info() -> pass  -k group
-    torch GradientRecord.check_can_receive: -1 not in (task, running.task) -> True
-        -k within_the_backward
-tests/frameworks/torch/test_several_wrappers.py
-    torch GradientRecord._unscale: checks and rest is not info -> False  -k left_behind
     torch GradientRecord._unscale: info.without(divided) -> info  -k random_programs
-    torch GradientRecord.account_for_last_step: key == [id(last), last._version] -> True
-        -k cleared_by_hand
-    torch GradientRecord.account_for_last_step: leave_out() -> pass  -k left_out
     torch GradientRecord.clear: record.settle() -> pass  -k random_programs
     torch GradientRecord._take: record.settle() -> pass  -k different_scales
     torch sharing: ids.union(...) -> ids  -k random_programs
-    torch Engine.decide: first is None or not is_alone -> not is_alone  -k random_programs
+    torch Engine.decide: first is None or not is_alone -> not is_alone  -k wrong_once
+    torch GradientRecord._take: self.strays or self.decision -> False  -k random_programs
+tests/frameworks/torch/test_several_wrappers.py
+    torch GradientRecord.settle: r.multiplier is multiplier -> r is self  -k the_scale_falls
+    torch GradientRecord._fresh: overflow * (...) -> overflow  -k critics_loss
+    torch Engine.decision_if_left_out: not record.has_own_loss -> False  -k no_step
+    torch _see_added_groups: record.info() -> pass  -k group
+    torch GradientRecord.check_can_receive: -1 not in (task, running.task) -> True
+        -k within_the_backward
+    torch GradientRecord._unscale: checks and rest is not info -> False  -k left_behind
+    torch GradientRecord.account_for_last_step: key == [id(last), last._version] -> True
+        -k the_scale_falls
+    torch GradientRecord.account_for_last_step: leave_out() -> pass  -k left_out
     torch GradientRecord.__del__: _divide(info, multiplier, checks=False) -> pass  -k deleted
     torch GradientRecord.__del__: known | divided -> known  -k same_time
     torch GradientRecord.__del__: known | divided -> divided  -k deleted_between
@@ -375,7 +375,7 @@ tests/frameworks/torch/test_buffers.py
     torch BufferGuard._step_over: torch.where(flag, copy, now) -> copy  -k rule_says
     torch BufferGuard._look: name in passing -> False  -k rule_says
     torch BufferGuard._look: None if is_lazy(each) else each -> each  -k lazy
-    torch GradScaler._notify: len(self._records) > 1 -> False  -k passes_come
+    torch GradScaler._notify: len(self._records) > 1 -> False  -k rule_says
 tests/frameworks/torch/test_guard.py
     torch GuardedScheduler._holds: now[0] > made and now[1] == applied -> False
     torch GuardedScheduler._holds: now >= self._seen -> True
@@ -387,7 +387,7 @@ tests/frameworks/torch/test_grad_scaler.py
         -> fused.attributes([optimizer], divisor, None)  -k d25
 tests/frameworks/torch/test_processes.py
     torch GradScaler._unscale_grads_: overflow.item() >= 0 -> False
-        -k shards_by_hand
+        -k orders_of_scalers
     torch GradScaler._share_overflows: any(len(own) < len(union) for own in groups) -> False
         -k groups_of_all
     torch grad_norm: info.copies(gradient) -> 1  -k clipped
@@ -395,7 +395,7 @@ tests/frameworks/torch/test_processes.py
         -k spread_over
 tests/frameworks/torch/test_explain.py
     torch _facts: found.is_finite and ... -> False  -k cannot_be_used
-    torch _watching: _is_torchs(h[1]) -> True  -k with_and_without
+    torch _watching: _is_torchs(h[1]) -> True  -k put_back
     torch as_it_was: parameter.grad = gradient -> pass  -k put_back
     torch _why_not: isinstance(module, torch.jit.ScriptModule) -> False  -k scripted
 tests/frameworks/torch/test_wrong_calls.py

@@ -340,7 +340,7 @@ def orders(folder, by="wrapper"):
             continue
         weight = torch.nn.Parameter(torch.zeros(2))
         clips = {} if is_scaler else {"clip_norm": clip_norm}
-        inner = torch.optim.SGD([weight], lr=1.0)
+        inner = torch.optim.SGD([weight], lr=1.0, fused=lacking is None)
         run = OURS[by](inner, process_group=distributed.group.WORLD, **clips)
         if rank in scaled_on:
             run.scale_loss(torch.ones(()))

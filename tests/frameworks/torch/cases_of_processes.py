@@ -407,36 +407,6 @@ def clipped(folder):
     return found
 
 
-# Parameters that are spread by other means: the group is given.
-
-
-def shards_by_hand(folder):
-    """They agree also where a process has no gradient."""
-    groups = [mesh_of_four().get_group(name) for name in ("pairs", "in_pair")]
-    # None: no gradient on this process. The steps are: one without a gradient among good ones,
-    # one overflows and another has none, nobody has a gradient, all are good.
-    steps = [
-        ((1.0, None, 1.0), [8.0, 1]),
-        ((None, INF, 1.0), [4.0, 0]),
-        ((None, None, None), [4.0, 0]),
-        ((1.0, 1.0, 1.0), [4.0, 1]),
-    ]
-    for make, given, inner in itertools.product(
-        OURS.values(), (distributed.group.WORLD, groups), OPTIMIZERS.values()
-    ):
-        weight = torch.nn.Parameter(torch.ones(2))
-        run = make(inner([weight]), process_group=given)
-        for (first, last, others), shown in steps:
-            slope = last if is_last() else first if rank() == 0 else others
-            run.zero_grad()
-            loss = run.scale_loss((weight * (1.0 if slope is None else slope)).sum())
-            if slope is not None:
-                loss.backward()
-            run.step()
-            assert run.shown() == shown
-        assert math.isfinite(total([weight]))
-
-
 def sharded_scaler(folder):
     """D4: FSDP1's scaler with a fused optimizer, its own and the one that `install` puts there."""
     theirs_shown = [4.0, 0] if rank() == 0 else [8.0, 1]
@@ -512,7 +482,7 @@ def in_zero(folder):
 
 
 CASES = {
-    4: (ddp, fsdp, mesh_2x2, partial, shards_by_hand, as_given, clipped, sharded_scaler),
+    4: (ddp, fsdp, mesh_2x2, partial, as_given, clipped, sharded_scaler),
     2: (ddp, guarded, explained, fsdp, averaged_by_hand, compressed, in_zero, monitored),
     1: (clipped,),
 }

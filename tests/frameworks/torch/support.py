@@ -1,15 +1,18 @@
 """A small model, gradients that are given, and what is left of a step."""
 
+import contextlib
 import copy
 import functools
 import inspect
 import io
 import os
 import pickle
+import re
 import sys
+import warnings
 
+import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lossscale
 from lossscale.torch.grad_scaler import GradScaler
@@ -25,6 +28,26 @@ def forget_accelerate():
     if state := sys.modules.get("accelerate.state"):
         state.AcceleratorState._reset_state(reset_partial_state=True)
         state.GradientState._reset_state()
+
+
+def run_page(source, prints=True):
+    """Runs a program of a page, which prints what it says; returns its names."""
+    for name in re.findall(
+        "^(?:import|from) (accelerate|lightning|transformers)", source, re.MULTILINE
+    ):
+        # Where PyTorch alone is installed, there are no trainers.
+        pytest.importorskip(name)
+    names = {"__name__": "__main__"}
+    # Trainers warn of their surroundings; a page must not show our warnings.
+    with (
+        warnings.catch_warnings(action="ignore"),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        warnings.filterwarnings("error", module="lossscale")
+        exec(compile(source, "<page>", "exec"), names)
+    expected = re.search(r"^print\(.*\)  # (.*)$", source, re.MULTILINE)[1]
+    assert not prints or printed.getvalue().strip().splitlines()[-1] == expected
+    return names
 
 
 def parameters(*shapes, dtype=torch.float32):
@@ -192,22 +215,6 @@ COPIES = {
     "pickle": lambda it: pickle.loads(pickle.dumps(it)),
     "torch.save": lambda it: through_a_file(it, weights_only=False),
 }
-
-
-class Reads(TorchDispatchMode):
-    """Counts how often a number is brought to the host, and all operations that are not views."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = self.launched = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function in (
-            torch.ops.aten._local_scalar_dense.default,
-            torch.ops.aten.is_nonzero.default,
-        )
-        self.launched += not function.is_view
-        return function(*args, **(kwargs or {}))
 
 
 # The wrapper and the scaler, where both are tried with the same calls.

@@ -115,27 +115,6 @@ def test_averages_are_those_of_the_masters(how, name):
     assert unguard(averaged) is averaged
 
 
-def test_averages_move_at_a_high_decay():
-    ends = []
-    for dtype in (F16, F32):
-        model = nn.Linear(8, 8, bias=False)
-        nn.init.ones_(model.weight)
-        model.to(dtype)
-        inner = torch.optim.SGD(model.parameters(), lr=1e-4)
-        optimizer = LossScaleOptimizer(MasterWeights(inner) if dtype == F16 else inner)
-        average = get_ema_multi_avg_fn(0.99)
-        averaged = AveragedModel(copy.deepcopy(model).float(), multi_avg_fn=average)
-        averaged = guard(averaged, optimizer)
-        for _ in range(200):
-            optimizer.zero_grad()
-            optimizer.backward(model(torch.eye(8, dtype=dtype)).float().sum())
-            optimizer.step()
-            averaged.update_parameters(model)
-        ends.append(averaged.module.weight.mean().item())
-    assert ends[0] == pytest.approx(ends[1], abs=1e-6)
-    assert ends[1] < 0.995
-
-
 def tied(dtype=F16):
     model = nn.Sequential(net(dtype), nn.Linear(8, 6, bias=False).to(dtype), nn.BatchNorm1d(2))
     model[1].weight = model[0][0].weight
@@ -180,10 +159,3 @@ def test_what_has_no_float32_weights():
         float32_state_dict(model, torch.amp.GradScaler("cpu"))
     both = [inner, MasterWeights(adamw(model[3]))]
     assert {v.dtype for v in float32_state_dict(model, both).values()} == {F32}
-
-
-def test_a_disabled_scaler_holds_no_average_back():
-    model = nn.Linear(2, 1)
-    averaged = guard(AveragedModel(model), GradScaler("cpu", enabled=False))
-    averaged.update_parameters(model)
-    assert averaged.n_averaged == 1

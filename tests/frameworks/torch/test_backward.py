@@ -9,7 +9,6 @@ import weakref
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import lossscale
 from frameworks.torch.support import (
@@ -40,32 +39,6 @@ def sgd(given, lr=0.1):
 
 def gradients_of(given):
     return bits([p.grad for p in given])
-
-
-FORWARDS = ["autocast", "checkpoint reentrant", "checkpoint", "compiled"]
-
-
-@pytest.mark.parametrize("kind", FORWARDS)
-def test_forward_passes_of_other_kinds(kind):
-    def run(wrap):
-        net = model()
-        optimizer = wrap(sgd(net.parameters()))
-        forward = torch.compile(net, backend="aot_eager") if kind == "compiled" else net
-        for number in range(3):
-            x = batch(number).requires_grad_("reentrant" in kind)
-            if kind.startswith("checkpoint"):
-                y = checkpoint(net, x, use_reentrant="reentrant" in kind)
-            else:
-                with torch.autocast("cpu", torch.float16, enabled=kind == "autocast"):
-                    y = forward(x)
-            derive(optimizer, y.float().square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        return [p.detach() for p in net.parameters()]
-
-    # Of float16 plain training loses what is small.
-    close = 1e-2 * (kind == "autocast")
-    torch.testing.assert_close(run(wrapped), run(alone), rtol=0, atol=close)
 
 
 class Fails(torch.autograd.Function):
@@ -155,23 +128,6 @@ def test_sam_by_its_two_calls(wrap, scale):
             derive(optimizer, net(batch(number)).square().mean())
             call()
     return bits(list(net.parameters()))
-
-
-@pytest.mark.parametrize("overflows", [False, True])
-def test_gradients_that_are_combined_after_zero_grad_are_applied_without_a_warning(overflows):
-    weight = parameter()
-    optimizer = wrapped(sgd([weight], lr=0.5))
-    grads = []
-    for slope in (1.0, torch.inf if overflows else 2.0):
-        optimizer.zero_grad()
-        assert optimizer.backward((weight * slope).sum()).item() is (slope < torch.inf)
-        grads.append(weight.grad.clone())
-    optimizer.zero_grad()
-    weight.grad = grads[0] + grads[1]
-    optimizer.step()
-    assert weight.tolist() == ([1.0, 1.0] if overflows else [-0.5, -0.5])
-    # Each overflow lowers the scale once, when `zero_grad` clears it.
-    assert float(optimizer.loss_scale) == 2.0 ** (15 - overflows)
 
 
 # Steps with a closure.

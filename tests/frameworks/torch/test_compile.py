@@ -1,7 +1,5 @@
 """torch.compile: one graph for forward and scale_loss, none anew while the scale moves."""
 
-import warnings
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -112,20 +110,3 @@ def test_a_whole_step_breaks_where_pytorch_does_and_is_not_compiled_anew(counter
     assert counter.frame_count == 1
     assert optimizer.iterations == 8
     assert bits(list(model.parameters())) == bits(eager())
-
-
-def without_momentum(parameters, lr, momentum):
-    # The first step with momentum allocates it, and PyTorch compiles the second one anew.
-    return torch.optim.SGD(parameters, lr=lr, foreach=True)
-
-
-def test_the_optimizer_inside_may_be_compiled(counter):
-    model, loop = made(without_momentum)
-    inner = loop.optimizer.inner_optimizer
-    inner.step = torch.compile(inner.step, backend=counter)
-    with warnings.catch_warnings():
-        # Raised by Dynamo itself while it traces an optimizer.
-        warnings.filterwarnings("ignore", "`torch.jit.script_method", DeprecationWarning)
-        run(training_step(model, loop), loop)
-    assert counter.frame_count == 1
-    assert bits(list(model.parameters())) == bits(eager(without_momentum))

@@ -17,7 +17,6 @@ from lossscale import DynamicScale
 
 DEVICE = os.environ.get("LOSSSCALE_TEST_DEVICE", "cpu")
 ON_A_GPU = DEVICE != "cpu"
-only_on_a_gpu = pytest.mark.skipif(not ON_A_GPU, reason="a processor has no CUDA graphs or streams")
 
 STEPS, OVERFLOWS = 8, (2, 5)
 RULE = DynamicScale(2.0**10, growth_interval=2)
@@ -159,66 +158,6 @@ def test_a_compiled_forward_pass():
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0] / 2
-
-
-def test_the_device_decides_without_a_wait():
-    parameters = parameters_on(DEVICE)
-    inner = torch.optim.AdamW(parameters, fused=True)
-    optimizer = lossscale.torch.LossScaleOptimizer(inner, rule=RULE, decide="device")
-    one = torch.ones((), device=DEVICE)
-    list(steps(optimizer, parameters, [0]))
-    try:
-        if ON_A_GPU:
-            torch.cuda.set_sync_debug_mode("error")
-        scaled = optimizer.scale_loss(one)
-        for parameter in parameters:
-            parameter.grad.mul_(scaled)
-        optimizer.step()
-    finally:
-        if ON_A_GPU:
-            torch.cuda.set_sync_debug_mode("default")
-    assert int(optimizer.iterations) == 2
-
-
-@only_on_a_gpu
-def test_a_step_in_a_cuda_graph():
-    parameters = parameters_on(DEVICE)
-    inner = torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, fused=True, capturable=True)
-    optimizer = lossscale.torch.LossScaleOptimizer(inner, rule=RULE, decide="device")
-    static = [torch.zeros_like(parameter) for parameter in parameters]
-    one = torch.ones((), device=DEVICE)
-
-    def give(number):
-        for held, gradient in zip(static, arrays(number + 1), strict=True):
-            held.copy_(gradient)
-        if number in OVERFLOWS:
-            static[1][0, 7] = torch.inf
-
-    def step():
-        factor = optimizer.scale_loss(one)
-        for parameter, held in zip(parameters, static, strict=True):
-            parameter.grad.copy_(held * factor)
-        optimizer.step()
-
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    # The first two steps, which make the state, run as they are.
-    with torch.cuda.stream(stream):
-        for number in range(2):
-            give(number)
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for number in range(2, STEPS):
-        give(number)
-        graph.replay()
-    assert float(optimizer.loss_scale) == SCALES[-1]
-    assert int(optimizer.steps_skipped) == len(OVERFLOWS)
-    assert_like_the_plain(parameters, "adamw")
 
 
 def test_a_diagnosis_and_a_monitor(tmp_path):

@@ -4,10 +4,8 @@ import collections
 import contextlib
 import copy
 import importlib
-import itertools
 import pathlib
-import subprocess
-import sys
+import re
 
 import numpy as np
 import pytest
@@ -19,19 +17,20 @@ from torch.amp.grad_scaler import OptState
 import lossscale
 import lossscale.torch
 from core.oracle import trace
+from forks import Program
 from frameworks.torch.support import (
-    COPIES,
     MAKERS,
     OPTIMIZERS,
     bits,
     numbers,
     one_step,
+    raised_by,
     scale_and_tracker,
     weights_of,
     with_scaler,
 )
 from lossscale import DynamicScale, FixedScale, LossScaleError
-from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError, LossScaleWarning
+from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.installation import _PLACES, _SHARDED
 
@@ -145,20 +144,6 @@ def test_skips_of_several_optimizers_before_one_update_count_once(first, second)
     assert counts == (1, 1, 1, 2, 3, 3, 3, 3)
 
 
-def test_the_tensors_are_changed_in_place():
-    weights, optimizer, scaler = with_scaler(init_scale=8.0, growth_interval=1)
-    one_step(scaler, optimizer, weights)
-    scale, tracker = scaler._scale, scaler._growth_tracker
-    assert scale.dtype == torch.float32
-    assert tracker.dtype == torch.int32
-    one_step(scaler, optimizer, weights, torch.inf)
-    scaler.update(32)
-    scaler.load_state_dict({"scale": 2.0, "_growth_tracker": 1})
-    assert scaler._scale is scale
-    assert scaler._growth_tracker is tracker
-    assert scale.item() == 2
-
-
 def test_other_code_reads_and_writes_its_numbers_in_any_mode():
     weights, optimizer, scaler = with_scaler(init_scale=8.0, growth_interval=3)
     with torch.inference_mode():
@@ -175,20 +160,6 @@ def test_other_code_reads_and_writes_its_numbers_in_any_mode():
         by_device = scaler._unscale_grads_(optimizer, inverse, found, False)
         assert [bool(each) for each in by_device.values()] == [slope == torch.inf]
         assert weights[0].grad.tolist() == [slope / 4.0] * 3
-
-
-@pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("slopes", [(), (torch.inf, 1.0, 1.0)])
-def test_copies(how, slopes):
-    weights, optimizer, scaler = with_scaler(init_scale=8.0, growth_interval=5, min_scale=2.0)
-    for slope in slopes:
-        one_step(scaler, optimizer, weights, slope)
-    other = COPIES[how](scaler)
-    assert (other.rule, other.state_dict()) == (scaler.rule, scaler.state_dict())
-    for slope in (1.0, torch.inf):
-        one_step(other, optimizer, weights, slope)
-    assert other.state_dict() != scaler.state_dict()
-    assert other.get_scale() == (2.0 if slopes else 4.0)
 
 
 def test_disabled():
@@ -231,13 +202,7 @@ def test_a_fixed_scale(skips):
             assert theirs.get_scale() == 128
 
 
-# What is refused: with the type that PyTorch raises, and nothing is changed.
-
-
-def scaled(make):
-    weights, optimizer, scaler = with_scaler("sgd", make)
-    scaler.scale(weights[0].sum()).backward()
-    return scaler, optimizer, weights
+# What is refused changes nothing. What PyTorch's class refuses has its type.
 
 
 def of_float16():
@@ -246,74 +211,63 @@ def of_float16():
     return torch.optim.SGD([weight], lr=1.0)
 
 
-MISUSES = {
-    "float16": lambda s, o: s.step(of_float16()),
-    "closure": lambda s, o: s.step(o, closure=lambda: 1.0),
-    "number": lambda s, o: s.scale(3),
-    "two scales": lambda s, o: s.update(torch.ones(2)),
-    "gradient": lambda s, o: s.update(torch.ones(1, requires_grad=True)),
-    "empty state": lambda s, o: s.load_state_dict({}),
-    "no growth": lambda s, o: type(s)("cpu", growth_factor=1.0),
-}
-"""test_beside_torch.py has those that PyTorch refuses."""
+def around(optimizer):
+    return lossscale.torch.LossScaleOptimizer(torch.optim.SGD(optimizer.param_groups[0]["params"]))
 
 
-def state_of(scaler):
-    stages = [state["stage"] for state in scaler._per_optimizer_states.values()]
-    return scaler.state_dict(), [stage for stage in stages if stage is not OptState.READY]
-
-
-@pytest.mark.parametrize("case", MISUSES)
-def test_what_torch_raises_is_caught_by_the_same_clause_and_nothing_changes(case):
-    errors, misuse = [], MISUSES[case]
-    for make in MAKERS.values():
-        scaler, optimizer, weights = scaled(make)
-        before = state_of(scaler), bits([weights, weights[0].grad])
-        with pytest.raises(Exception) as caught:
-            misuse(scaler, optimizer)
-        errors.append(caught.value)
-    theirs, ours = errors
-    assert isinstance(ours, type(theirs))
-    assert isinstance(ours, LossScaleError)
-    assert (state_of(scaler), bits([weights, weights[0].grad])) == before
-
-
-WRAPPER = lossscale.torch.LossScaleOptimizer
 LISTED = r"scaler.step\(first\) and scaler.step\(second\)"
-OF_SEVERAL = {
-    "closure": (None, lambda s, a, b: s.step(a, closure=None), "no closure"),
-    "closure by place": (None, lambda s, a, b: s.step(a, lambda: 1.0), "no closure"),
-    "no optimizer": (None, lambda s, a, b: s.step(3), "steps an optimizer"),
-    "wrapper": (None, lambda s, a, b: s.step(WRAPPER(of_float16())), "Use it without"),
-    "list": (None, lambda s, a, b: s.step([a, b]), LISTED),
-    "list, unscaled": (lambda s, a, b: s.unscale_(a), lambda s, a, b: s.step((a, b)), LISTED),
-    "list, unscale_": (None, lambda s, a, b: s.unscale_([a, b]), LISTED),
+REFUSED = {
+    "unscale_ twice": (lambda s, a, b: s.unscale_(a), "unscale_"),
+    "float16": (lambda s, a, b: s.step(of_float16()), "float16"),
+    "closure": (lambda s, a, b: s.step(a, closure=lambda: 1.0), "no closure"),
+    "number": (lambda s, a, b: s.scale(3), "tensor"),
+    "two scales": (lambda s, a, b: s.update(torch.ones(2)), "new_scale"),
+    "gradient": (lambda s, a, b: s.update(torch.ones(1, requires_grad=True)), "new_scale"),
+    "empty state": (lambda s, a, b: s.load_state_dict({}), "empty"),
+    "no growth": (lambda s, a, b: type(s)("cpu", growth_factor=1.0), "growth_factor"),
 }
-"""What is called before it, the misuse, and words of the error."""
+ONLY_OURS = {
+    "closure by place": (lambda s, a, b: s.step(a, lambda: 1.0), "no closure"),
+    "no optimizer": (lambda s, a, b: s.step(3), "steps an optimizer"),
+    "no optimizer, unscale_": (lambda s, a, b: s.unscale_(torch.nn.Linear(1, 1)), "Linear"),
+    "wrapper": (lambda s, a, b: s.step(around(a)), "Use it without.*its inner optimizer"),
+    "wrapper, unscale_": (lambda s, a, b: s.unscale_(around(a)), "its inner optimizer"),
+    "list": (lambda s, a, b: s.step([a, b]), LISTED),
+    "list, unscaled": (lambda s, a, b: s.step((a, b)), LISTED),
+    "list, unscale_": (lambda s, a, b: s.unscale_([a, b]), LISTED),
+}
+"""The misuse of a scaler and two optimizers, and words of the error."""
 
 
-@pytest.mark.parametrize("case", OF_SEVERAL)
-@pytest.mark.parametrize(
-    "names", list(itertools.product(["sgd-momentum", "adamw-fused"], repeat=2))
-)
-def test_what_one_of_several_optimizers_raises_changes_none(names, case):
-    first, misuse, words = OF_SEVERAL[case]
-    weights, scaler = weights_of(2), GradScaler("cpu", init_scale=8.0)
+def misused(make, names, case):
+    """The error, what there was before it and what there is after it."""
+    misuse, _ = (REFUSED | ONLY_OURS)[case]
+    weights, scaler = weights_of(2), make("cpu", init_scale=8.0)
     optimizers = [OPTIMIZERS[name]([w]) for name, w in zip(names, weights, strict=True)]
     scaler.scale(sum(w.sum() for w in weights)).backward()
-    if first:
-        first(scaler, *optimizers)
+    if case in ("unscale_ twice", "list, unscaled"):
+        scaler.unscale_(optimizers[0])
 
     def shown():
-        stages = {key: state["stage"] for key, state in scaler._per_optimizer_states.items()}
+        stages = [state["stage"] for state in scaler._per_optimizer_states.values()]
         states = [each.state_dict() for each in (*optimizers, scaler)]
-        return bits([weights, [w.grad for w in weights], states]), stages
+        kept = bits([weights, [w.grad for w in weights], states])
+        return kept, [stage for stage in stages if stage is not OptState.READY]
 
     before = shown()
-    with pytest.raises(LossScaleError, match=words) as caught:
-        misuse(scaler, *optimizers)
-    assert isinstance(caught.value, TypeError) or "list" not in case
-    assert shown() == before
+    return raised_by(misuse, scaler, *optimizers), before, shown()
+
+
+@pytest.mark.parametrize("case", REFUSED | ONLY_OURS)
+@pytest.mark.parametrize("names", [("sgd-momentum", "adamw-fused"), ("adamw-fused", "sgd")])
+def test_what_is_refused_changes_nothing_and_has_the_type_of_pytorchs_error(names, case):
+    error, before, after = misused(GradScaler, names, case)
+    assert isinstance(error, LossScaleError)
+    assert re.search((REFUSED | ONLY_OURS)[case][1], str(error))
+    assert after == before
+    assert isinstance(error, TypeError) or "list" not in case
+    if case in REFUSED:
+        assert isinstance(error, type(misused(torch.amp.GradScaler, names, case)[0]))
 
 
 INF, NAN = float("inf"), float("nan")
@@ -349,19 +303,6 @@ def test_arguments(arguments, message):
     assert is_type or isinstance(caught.value, ArgumentError)
 
 
-def test_what_is_stepped_is_checked():
-    scaler, optimizer, weights = scaled(GradScaler)
-    wrapper = WRAPPER(torch.optim.SGD(weights, lr=1.0))
-    for call in (scaler.step, scaler.unscale_):
-        with pytest.raises(AlreadyWrappedError, match="its inner optimizer"):
-            call(wrapper)
-        with pytest.raises(ArgumentTypeError, match=r"steps an optimizer.*Linear"):
-            call(torch.nn.Linear(1, 1))
-    assert not scaler._per_optimizer_states
-    scaler.step(optimizer)
-    assert numbers(weights) == [[0.5] * 3]
-
-
 # In the places of PyTorch's scaler, and out of them again.
 
 
@@ -394,14 +335,12 @@ def test_in_every_place_and_out_again():
 def test_pytorchs_own_classes_are_not_made_of_what_stands_in_their_places():
     """Also where install() is the first that imports one of them."""
     program = (
-        "import lossscale.torch; lossscale.torch.install().undo();"
-        "import torch.distributed.fsdp.sharded_grad_scaler as sharded;"
-        "print([cls.__module__ for cls in sharded.ShardedGradScaler.__mro__[:2]])"
+        "import sys, lossscale.torch; name = 'torch.distributed.fsdp.sharded_grad_scaler';"
+        "assert name not in sys.modules; lossscale.torch.install().undo();"
+        "print([cls.__module__ for cls in sys.modules[name].ShardedGradScaler.__mro__[:2]])"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.strip() == str([_SHARDED, "torch.amp.grad_scaler"])
+    ran = Program(program, module="torch").finished()
+    assert ran.stdout.strip() == str([_SHARDED, "torch.amp.grad_scaler"]), ran.stderr
 
 
 def test_the_sharded_one_has_its_own_order_of_arguments():
@@ -548,22 +487,6 @@ def test_d7_d24_a_closure_by_place_is_refused(make, mended, cls):
     if cls is torch.optim.SGD:
         # As Accelerate and torch.distributed.checkpoint call it.
         scaler.step(inner, None)
-
-
-@both
-@pytest.mark.parametrize("name", ["adam", "adam-fused", "sgd-fused", "adagrad-fused"])
-def test_only_an_optimizer_that_skips_by_itself_is_called_on_a_skip(make, mended, name):
-    weights, optimizer, scaler = with_scaler(name, make)
-    calls = []
-    optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    for slope in (1.0, torch.inf, 1.0):
-        before = numbers(weights)
-        one_step(scaler, optimizer, weights, slope)
-        assert (numbers(weights) == before) == (slope == torch.inf)
-    # Adagrad says so since PyTorch 2.12.
-    skips_by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-    assert len(calls) == (3 if skips_by_itself else 2)
-    assert skips_by_itself or name in ("adam", "adagrad-fused")
 
 
 @both

@@ -107,16 +107,6 @@ def test_without_a_guard_there_is_no_false_warning_on_a_first_step_that_is_skipp
     assert scheduler.get_last_lr() == [0.25]
 
 
-def test_a_schedule_may_be_made_for_the_optimizer_inside_and_be_copied():
-    given, optimizer = made()
-    scheduler = lr_scheduler.StepLR(optimizer.inner_optimizer, 1, 0.5)
-    scheduler = lossscale.torch.guard(scheduler, optimizer)
-    step(optimizer, given, BAD)
-    scheduler.step()
-    assert scheduler.get_last_lr() == [0.5]
-    assert copy.copy(scheduler).get_last_lr() == [0.5]
-
-
 # PyTorch's own optimizers lose in a copy what a scheduler counts their steps with, too.
 @pytest.mark.filterwarnings("ignore:Seems like .optimizer.step..:UserWarning")
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])

@@ -84,19 +84,7 @@ def test_optimizers_that_share_a_scaler_are_one_step():
     assert (record.step, record.steps_skipped, record.next_scale) == (3, 2, 2.0)
 
 
-def test_a_closure_is_watched_and_parameters_without_a_name_are_numbered():
-    weight = parameter(1)
-    optimizer = lossscale.torch.LossScaleOptimizer(torch.optim.SGD([weight]))
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (weight**2).sum()
-        optimizer.scale_loss(loss).backward()
-        return loss
-
-    with Monitor(optimizer) as monitor:
-        monitor.step(optimizer.step(closure))
-    assert (monitor.last_record.step, monitor.last_record.scale) == (1, 2.0**15)
+def test_parameters_without_a_name_are_numbered():
     loop = Loop()
     with Monitor(loop.watched) as monitor:
         monitor.step(loop.step(torch.inf))

@@ -1,349 +1,134 @@
-"""Random programs of one to three wrappers that share parameters and losses.
+"""Losses that reach the parameters of several wrappers, passes within passes, groups, row by row.
 
-The oracle makes the same calls with plain optimizers in float32. A step must be skipped if a
-gradient that it would apply is not finite, and may be skipped only if one was not finite since the
-last step. After each call, parameters have the bits of the oracle, and gradients those of the
-oracle times the one number of their wrappers. Each program is right or refused.
+test_scaled_gradients.py has random programs of their calls. The oracle is plain training, or what
+is computed by hand.
 """
 
-import collections
-import copy
 import gc
 import itertools
-import os
-import random
-import warnings
+import weakref
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import lossscale
-from frameworks.torch.support import alone, bits, derive, parameter, sgd, wrapped
-
-PROGRAMS = int(os.environ.get("LOSSSCALE_SOAK_PROGRAMS", "1")) * 100
-COUNT = 6
-WEIGHTS = {
-    "loss": 8,
-    "turn": 6,
-    "step": 6,
-    "clear": 4,
-    "unscale": 2,
-    "clear_all": 2,
-    "clear_in_place": 1,
-    "clear_some": 1,
-    "halve": 1,
-    "plain": 1,
-    "state": 1,
-    "copy": 1,
-    "group": 1,
-    "renew": 1,
-}
-MESSAGES = ("group with gradients", "got NoneType")
-"""Of all errors of these programs: a group that may bring scaled gradients is refused, and PyTorch
-cannot start the momentum of one parameter after that of another."""
-Move = collections.namedtuple("Move", "name number way parts overflow seed")
-
-
-class Program:
-    """What is drawn from a seed: the wrappers' parameters and settings, and the calls."""
-
-    def __init__(self, seed):
-        self.random = draw = random.Random(seed)
-        wrappers = 1 if seed % 2 else draw.choice([2, 2, 3])
-        # One tensor belongs to no wrapper.
-        self.owned = [
-            sorted({*draw.sample(range(COUNT - 1), draw.randint(1, 4)), *draw.choice([[0], []])})
-            for _ in range(wrappers)
-        ]
-        self.settings = [
-            {
-                "inner": draw.choice(["SGD", "momentum", "AdamW"]),
-                "decide": draw.choice(["host", "host", "device"]),
-                "scale": 2.0 ** draw.choice([4, 10, 15]),
-                "interval": draw.choice([1, 2, 1000]),
-            }
-            for _ in range(wrappers)
-        ]
-        self.moves = [self.move() for _ in range(draw.randint(4, 24))]
-
-    def move(self):
-        draw = self.random
-        (name,) = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))
-        number = draw.randrange(len(self.owned))
-        own = self.owned[number]
-        parts = set(draw.sample(own, draw.randint(1, len(own))))
-        if name != "turn" and draw.random() < 0.4:
-            parts |= set(draw.sample(range(COUNT), draw.randint(0, 3)))
-        overflow = draw.choice(sorted(parts)) if draw.random() < 0.12 else None
-        way = draw.choice(["verb", "scale_loss"])
-        return Move(name, number, way, sorted(parts), overflow, draw.randrange(10**6))
-
-
-INNER = {
-    "SGD": lambda given: torch.optim.SGD(given, lr=2.0**-6, fused=True),
-    "momentum": lambda given: torch.optim.SGD(given, lr=2.0**-6, momentum=0.5, fused=True),
-    "AdamW": lambda given: torch.optim.AdamW(given, lr=2.0**-6, fused=True),
-}
-
-
-class Side:
-    """The tensors and optimizers of a program, wrapped or plain."""
-
-    def __init__(self, program, wraps):
-        self.tensors = [
-            torch.tensor([0.5 - 0.125 * i, -0.25 + 0.0625 * i], requires_grad=True)
-            for i in range(COUNT)
-        ]
-        self.wraps, self.settings = wraps, program.settings
-        self.optimizers = [
-            self.wrapped(INNER[each["inner"]]([self.tensors[i] for i in owned]), each)
-            for owned, each in zip(program.owned, program.settings, strict=True)
-        ]
-
-    def wrapped(self, inner, settings):
-        if not self.wraps:
-            return inner
-        rule = lossscale.DynamicScale(settings["scale"], growth_interval=settings["interval"])
-        return lossscale.torch.LossScaleOptimizer(inner, rule=rule, decide=settings["decide"])
-
-    def loss(self, move):
-        generator = torch.Generator().manual_seed(move.seed)
-        weights = torch.randn(COUNT, 2, generator=generator)
-        terms = {i: (self.tensors[i] * weights[i]).tanh().sum() for i in move.parts}
-        if move.overflow is not None:
-            terms[move.overflow] = terms[move.overflow] * torch.inf
-        loss, optimizer = sum(terms.values()), self.optimizers[move.number]
-        if not self.wraps:
-            loss.backward()
-        elif move.way == "verb":
-            optimizer.backward(loss)
-        else:
-            optimizer.scale_loss(loss).backward()
-
-    def step(self, move):
-        self.optimizers[move.number].step()
-
-    def clear(self, move):
-        self.optimizers[move.number].zero_grad()
-
-    def clear_all(self, move):
-        for each in self.tensors:
-            each.grad = None
-
-    def clear_in_place(self, move):
-        self.optimizers[move.number].zero_grad(set_to_none=False)
-
-    def clear_some(self, move):
-        for i in move.parts:
-            self.tensors[i].grad = None
-
-    def halve(self, move):
-        for each in self.tensors:
-            each.grad = None if each.grad is None else each.grad * 0.5
-
-    def unscale(self, move):
-        if self.wraps:
-            self.optimizers[move.number].unscale_()
-
-    def plain(self, move):
-        """An unscaled loss, which the user adds once all gradients are unscaled."""
-        if self.wraps:
-            for each in self.optimizers:
-                each.unscale_()
-        generator = torch.Generator().manual_seed(move.seed)
-        weights = torch.randn(COUNT, 2, generator=generator)
-        sum((self.tensors[i] * weights[i]).tanh().sum() for i in move.parts).backward()
-
-    def state(self, move):
-        optimizer = self.optimizers[move.number]
-        before = bits([each.grad for each in self.tensors])
-        saved = copy.deepcopy(optimizer.state_dict())
-        assert bits([each.grad for each in self.tensors]) == before
-        optimizer.load_state_dict(saved)
-
-    def copy(self, move):
-        self.tensors, self.optimizers = copy.deepcopy((self.tensors, self.optimizers))
-
-    def group(self, move):
-        if (new := self.new(move)) is not None:
-            self.optimizers[move.number].add_param_group({"params": [new]})
-
-    def renew(self, move):
-        """The wrapper is deleted, and another one wraps its optimizer."""
-        if not self.wraps:
-            return
-        inner = self.optimizers[move.number].inner_optimizer
-        # Nothing else refers to the wrapper, which is deleted before the next one is made.
-        self.optimizers[move.number] = None
-        self.optimizers[move.number] = self.wrapped(inner, self.settings[move.number])
-
-    def new(self, move):
-        """The tensor that a group adds."""
-        owned = {id(p) for p in self.parameters(move)}
-        return next((t for t in self.tensors if id(t) not in owned), None)
-
-    def is_not_supported(self, name, move):
-        """Whether a wrapper gets a gradient that another one's loss left scaled in no wrapper."""
-        record, new = self.optimizers[move.number]._record, self.new(move)
-        if name == "renew":
-            return record.unknown is not None
-        is_stray = new is not None and new.grad is not None and not self.records(new)
-        return name == "group" and is_stray and not record.strays
-
-    def parameters(self, move):
-        return [p for g in self.optimizers[move.number].param_groups for p in g["params"]]
-
-    def skips(self, move):
-        return int(self.optimizers[move.number].steps_skipped)
-
-    def records(self, tensor):
-        return [r for o in self.optimizers if id(tensor) in (r := o._record).info().ids]
-
-
-def are_finite(tensors):
-    return all(t.grad is None or bool(t.grad.isfinite().all()) for t in tensors)
-
-
-def outcome(seed):
-    """How a program ends: right, or an error of those that are expected."""
-    program = Program(seed)
-    ours, plain = Side(program, True), Side(program, False)
-    may_skip = [False] * len(program.owned)
-    skips = 0
-    for move in program.moves:
-        names = ("clear", "loss", "step") if move.name == "turn" else (move.name,)
-        for name in names:
-            if ours.is_not_supported(name, move):
-                continue
-            before = ours.skips(move)
-            try:
-                getattr(ours, name)(move)
-            except (lossscale.errors.LossScaleError, TypeError) as error:
-                if any(message in str(error) for message in MESSAGES):
-                    return "refused"
-                raise
-            skipped = name == "step" and ours.skips(move) > before
-            if name == "step":
-                applied = plain.parameters(move)
-                assert skipped or are_finite(applied), (seed, move)
-                assert not skipped or may_skip[move.number], (seed, move)
-            if skipped:
-                skips += 1
-            else:
-                getattr(plain, name)(move)
-            if name == "step":
-                may_skip[move.number] = False
-            if not are_finite(plain.tensors):
-                may_skip = [True] * len(may_skip)
-            compare(ours, plain, (seed, move))
-    return "skips" if skips else "right"
-
-
-def compare(ours, plain, case):
-    assert bits(ours.tensors) == bits(plain.tensors), case
-    for mine, theirs in zip(ours.tensors, plain.tensors, strict=True):
-        records = ours.records(mine)
-        if not records or any(r.unknown for r in records):
-            continue
-        numbers = {1.0 if r.multiplier is None else r.multiplier.value() for r in records}
-        assert len(numbers) == 1, case
-        assert (mine.grad is None) == (theirs.grad is None), case
-        if mine.grad is not None and theirs.grad.isfinite().all():
-            assert torch.equal(mine.grad, theirs.grad * numbers.pop()), case
-
-
-# The last two were wrong once: a state loaded beside a decision, and a copy of a mark.
-@pytest.mark.parametrize("seed", [*range(PROGRAMS), 1032, 3117])
-def test_random_programs_are_right_or_refused(seed):
-    with warnings.catch_warnings(action="ignore", category=lossscale.LossScaleWarning):
-        outcome(seed)
-
-
-def test_most_programs_run_to_their_end_and_many_skip():
-    with warnings.catch_warnings(action="ignore", category=lossscale.LossScaleWarning):
-        outcomes = collections.Counter(map(outcome, range(100)))
-    assert outcomes["refused"] < 35 < outcomes["right"], outcomes
-    assert outcomes["skips"] > 15, outcomes
-
-
-# Row by row.
+from frameworks.torch.support import alone, derive, ends_as_without_scaling, parameter, sgd, wrapped
 
 WAYS = ["verb", "scale_loss"]
 each_way = pytest.mark.parametrize(
     ("way", "decide"), list(itertools.product(WAYS, ["host", "device"]))
 )
-SCALES = 2.0**10, 2.0**4
 
 
-def clear_by_hand(tensors, in_place=False):
-    for each in tensors:
-        if each.grad is not None:
-            each.grad = each.grad.zero_() if in_place else None
+def pair(decide):
+    """Two parameters and a wrapper of each."""
+    given = [parameter(), parameter()]
+    return given, [wrapped(sgd(each, lr=2.0**-10, fused=True), decide=decide) for each in given]
 
 
-@each_way
-@pytest.mark.parametrize("clears", ["optimizer", "model"])
-def test_two_tasks_with_a_common_encoder_take_turns(clears, way, decide):
-    def run(wraps):
-        torch.manual_seed(0)
-        model = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
-        encoder, *heads = model
-        optimizers = [
-            torch.optim.AdamW([*encoder.parameters(), *head.parameters()], fused=True)
-            for head in heads
-        ]
-        if wraps:
-            optimizers = [
-                wrapped(o, rule=lossscale.DynamicScale(s, growth_interval=1), decide=decide)
-                for o, s in zip(optimizers, SCALES, strict=True)
-            ]
-        for head, optimizer in [*zip(heads, optimizers, strict=True)] * 3:
-            derive(optimizer, head(encoder(torch.ones(2, 4)).tanh()).square().mean(), way)
-            optimizer.step()
-            (optimizer if clears == "optimizer" else model).zero_grad()
-        return bits(list(model.parameters()))
-
-    assert run(True) == run(False)
-
-
-def three(decide, **settings):
+def three(decide):
     """Two wrappers that share the first of three parameters."""
     given = [parameter() for _ in range(3)]
     owned = [given[0], given[1]], [given[2], given[0]]
-    settings = {"decide": decide, "initial_scale": 8.0, **settings}
+    settings = {"decide": decide, "initial_scale": 8.0}
     return given, [wrapped(sgd(*own, lr=0.5, fused=True), **settings) for own in owned]
 
 
-@each_way
-@pytest.mark.parametrize("order", [0, 1])
-@pytest.mark.parametrize("where", [0, 1, 2])
-def test_an_overflow_skips_whoever_would_apply_it(where, order, way, decide):
-    given, made = three(decide)
-    derive(
-        made[0], sum(p.sum() * (torch.inf if i == where else 1) for i, p in enumerate(given)), way
-    )
-    for each in made[::-1] if order else made:
-        each.step()
-    assert [p.tolist() for p in given] == [[1.0, 1.0]] * 3
-    assert [int(each.steps_skipped) for each in made] == [1, 1]
+def loss_of(given, through_float16):
+    """The sum of both; the gradient of one is infinite at scales above 2**9."""
+    parts = [
+        (each.half() * 64).sum().float() if number == through_float16 else each.sum()
+        for number, each in enumerate(given)
+    ]
+    return parts[0] + parts[1]
+
+
+def clear(how, tensors, optimizers):
+    """By the optimizers, or by hand: the gradients are taken away, or filled with zeros."""
+    for each in optimizers if how == "optimizer" else ():
+        each.zero_grad()
+    for each in tensors if how != "optimizer" else ():
+        if each.grad is not None:
+            each.grad = each.grad.zero_() if how == "in place" else None
+
+
+# Overflows.
 
 
 @each_way
-@pytest.mark.parametrize("scales", [0, 1])
-@pytest.mark.parametrize("in_place", [False, True])
-def test_an_overflow_after_a_skip_whose_gradients_were_cleared_by_hand(
-    in_place, scales, way, decide
+@pytest.mark.parametrize(
+    ("scales", "overflows", "first"), list(itertools.product((0, 1), repeat=3))
+)
+@pytest.mark.parametrize("clears", ["optimizer", "by hand", "in place"])
+def test_the_scale_falls_until_the_gradients_of_both_are_finite(
+    clears, scales, overflows, first, way, decide
 ):
-    given = [parameter(), parameter()]
-    made = [wrapped(sgd(each, lr=2.0**-10, fused=True), decide=decide) for each in given]
+    given, made = pair(decide)
     for _ in range(12):
-        loss = (given[0].half() * 64).sum().float() + given[1].sum()
-        derive(made[scales], loss, way)
-        for each in made:
+        clear(clears, given, made)
+        derive(made[scales], loss_of(given, overflows), way)
+        for each in (made[first], made[1 - first]):
             each.step()
-        clear_by_hand(given, in_place)
+    # From 2**15 to 2**9 are 6 skips, of both: an overflow of one is a scale that is too large.
     assert [int(each.steps_skipped) for each in made] == [6, 6]
-    assert [float(each.loss_scale) for each in made] == [2.0**9] * 2
+    assert [float(each.loss_scale) for each in made] == [2.0**9, 2.0**9]
+    slope = [64.0 if number == overflows else 1.0 for number in (0, 1)]
+    assert [p.tolist() for p in given] == [[1.0 - 6 * g / 2**10] * 2 for g in slope]
+
+
+@each_way
+@pytest.mark.parametrize("clears", ["optimizer", "by hand"])
+def test_gradients_of_another_wrapper_that_are_cleared_are_no_step(clears, way, decide):
+    given, (generator, critic) = pair(decide)
+    for _ in range(8):
+        clear(clears, given[1:], [critic])
+        derive(critic, given[1].sum(), way)
+        critic.step()
+        generator.zero_grad()
+        derive(generator, loss_of(given, 1), way)
+        generator.step()
+    assert (int(critic.steps_skipped), int(critic.iterations)) == (0, 8)
+    assert float(critic.loss_scale) == 2.0**15
+    assert int(generator.steps_skipped) == 6
+
+
+@each_way
+@pytest.mark.parametrize("critic_steps", ["before it", "first", "last"])
+def test_an_overflow_of_the_critics_loss_is_none_of_a_later_loss_of_the_generator(
+    critic_steps, way, decide
+):
+    given, (generator, critic) = pair(decide)
+    steps = {"first": [critic, generator], "last": [generator, critic]}.get(critic_steps)
+    derive(critic, given[1].sum() * torch.inf, way)
+    if steps is None:
+        # It leaves the infinity behind, which the generator's loss reaches.
+        critic.step()
+    derive(generator, loss_of(given, None), way)
+    for each in steps or [generator]:
+        each.step()
+    assert [int(each.steps_skipped) for each in (generator, critic)] == [0, 1]
+    assert [p.tolist() for p in given] == [[1.0 - 1 / 2**10] * 2, [1.0, 1.0]]
+
+
+def test_a_loss_that_outlives_its_optimizer_is_in_nobodys_way():
+    """Reentrant checkpointing asks all wrappers that are left."""
+    gone, weight = parameter(), parameter()
+
+    def kept():
+        optimizer = wrapped(sgd(gone))
+        loss = optimizer.scale_loss(gone.sum())
+        loss.backward(retain_graph=True)
+        optimizer.unscale_()
+        gone.grad = None
+        return loss
+
+    loss, optimizer = kept(), wrapped(sgd(weight, lr=0.5))
+    x = torch.ones(2, requires_grad=True)
+    optimizer.backward(checkpoint(lambda x: x * weight, x, use_reentrant=True).sum())
+    optimizer.step()
+    assert loss.requires_grad
+    assert weight.tolist() == [0.5, 0.5]
 
 
 @each_way
@@ -382,7 +167,7 @@ def test_a_step_that_is_left_out_after_an_overflow_lowers_the_scale_and_counts(
         if finite:
             optimizer.step()
         if clears == "by hand":
-            clear_by_hand(model, in_place)
+            clear("in place" if in_place else clears, model, ())
         elif clears == "model" and in_place:
             model.zero_grad(set_to_none=False)
         else:
@@ -395,7 +180,99 @@ def test_a_step_that_is_left_out_after_an_overflow_lowers_the_scale_and_counts(
     assert other is None or int(other.steps_skipped) == 0
 
 
+# Groups that are added.
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("other_way", WAYS)
+@pytest.mark.parametrize("shares", [False, True])
+@ends_as_without_scaling
+def test_a_group_whose_gradients_another_wrapper_has_brought(wrap, shares, other_way, way):
+    """Its own loss is still scaled when the group comes."""
+    first, late, other = (parameter() for _ in range(3))
+    optimizer = wrap(sgd(first, lr=0.5))
+    another = wrap(sgd(other, *[late] * shares, lr=0.25), initial_scale=8.0)
+    derive(optimizer, (first * first).sum(), way)
+    optimizer.add_param_group({"params": [late]})
+    derive(another, (first * late * other).sum(), other_way)
+    optimizer.step()
+    another.step()
+    return [p.tolist() for p in (first, late, other)]
+
+
 # Backward passes within others.
+
+
+@each_way
+@pytest.mark.parametrize("other_way", WAYS)
+@pytest.mark.parametrize("reaches", [0, 1, 2])
+def test_a_loss_within_the_backward_pass_of_another_is_right_or_refused(
+    reaches, other_way, way, decide
+):
+    """A hook computes a loss: of its own parameter, one of both wrappers, or the first's."""
+
+    def run(wrap):
+        own, shared, other = (parameter() for _ in range(3))
+        first = wrap(sgd(own, shared, lr=0.5, fused=True))
+        second = wrap(sgd(other, *[shared] * (reaches > 0), lr=0.5, fused=True))
+
+        def hook(_):
+            with torch.enable_grad():
+                parts = [other.sum(), shared.sum() + other.sum(), own.square().sum()]
+                derive(second if reaches < 2 else first, parts[reaches], other_way)
+
+        hidden = own.tanh()
+        hidden.register_hook(hook)
+        derive(first, (hidden * shared).sum(), way)
+        first.step()
+        second.step()
+        return [p.tolist() for p in (own, shared, other)]
+
+    if reaches == 0 or (reaches == 2 and way == other_way == "scale_loss"):
+        assert run(lambda inner: wrapped(inner, decide=decide)) == run(alone)
+        return
+    with pytest.raises(lossscale.errors.GradientsError, match=r"still running|already scaled"):
+        run(lambda inner: wrapped(inner, decide=decide))
+
+
+HOOKS = {
+    "step": lambda o, p: o.step(),
+    "unscale": lambda o, p: (o.unscale_(), o.step()),
+    "clip": lambda o, p: (o.unscale_(), torch.nn.utils.clip_grad_norm_([p], 0.25), o.step()),
+}
+
+
+@each_way
+@pytest.mark.parametrize("does", HOOKS)
+@pytest.mark.parametrize("clears", [False, True])
+@pytest.mark.parametrize("losses", [1, 2])
+def test_wrappers_of_each_parameter_that_step_in_the_backward_pass(
+    losses, clears, does, way, decide
+):
+    def run(wrap):
+        torch.manual_seed(0)
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        optimizers = {p: wrap(sgd(p, lr=0.5, fused=True)) for p in model.parameters()}
+
+        def hook(p):
+            if hooked:
+                if wrap is alone:
+                    optimizers[p].unscale_ = lambda: None
+                HOOKS[does](optimizers[p], p)
+                if clears:
+                    optimizers[p].zero_grad()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(hook)
+        first = next(iter(optimizers.values()))
+        for _ in range(3):
+            for number in range(losses):
+                hooked = number == losses - 1
+                derive(first, model(x).square().mean(), way)
+        return [p.tolist() for p in model.parameters()]
+
+    assert run(lambda inner: wrapped(inner, decide=decide)) == run(alone)
 
 
 def hooked(tensor, call):
@@ -427,7 +304,7 @@ def test_a_pass_that_fails_is_no_pass_that_runs(way, decide):
 
     with pytest.raises(ArithmeticError):
         derive(first, (hooked(given[1], fail) * given[0]).sum(), way)
-    clear_by_hand(given)
+    clear("by hand", given, ())
     derive(second, given[0].sum(), way)
     second.step()
     assert given[0].tolist() == [0.5, 0.5]
@@ -495,11 +372,12 @@ def test_a_wrapper_that_is_deleted_between_its_loss_and_its_step(shares, order, 
     other = wrapped(sgd(own, weight, lr=0.25, fused=True)) if shares else None
     derive(optimizer, weight.sum(), way)
     state = optimizer.state_dict()
+    gone = weakref.ref(optimizer._record)
     if order == "deleted first":
         del optimizer
-        gc.collect()
+        assert gone() is None
     optimizer = made(8.0)
-    gc.collect()
+    assert gone() is None
     if loads:
         optimizer.load_state_dict(state)
     derive(optimizer, weight.sum(), way)
@@ -551,6 +429,19 @@ def test_float16_gradients_of_another_wrapper_are_refused_before_any_is_divided(
             each.step()
     assert [p.grad.tolist() for p in given] == [[8.0, 8.0]] * 2
     assert [p.tolist() for p in given] == [[1.0, 1.0]] * 2
+
+
+def test_an_optimizer_whose_loss_met_a_skip_that_only_the_device_knows_of_is_freed():
+    spoiled, own = parameter(), parameter()
+    fused = [torch.optim.SGD([each], lr=0.5, fused=True) for each in (spoiled, own)]
+    first, second = (wrapped(each, decide="device") for each in fused)
+    first.scale_loss((spoiled * torch.inf).sum()).backward()
+    first.step()
+    second.scale_loss((spoiled * own).sum()).backward()
+    gone = weakref.ref(second._record)
+    del fused, first, second
+    gc.collect()
+    assert gone() is None
 
 
 # What is assigned by hand.

@@ -20,6 +20,7 @@ from frameworks.torch.support import (
     ONES,
     SHAPES,
     bits,
+    derive,
     one_step,
     parameter,
     parameters,
@@ -126,31 +127,58 @@ def test_an_optimizer_that_loads_a_state_saved_within_a_step_itself(order):
     assert float(resumed.loss_scale) == 8.0
 
 
+BATCH = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+
+
+def small():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    return model, wrapped(torch.optim.Adam(model.parameters(), lr=0.1), initial_scale=1024.0)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize("recipe", [False, True])
-def test_torch_distributed_checkpoint_saves_the_scale(flat, recipe, tmp_path):
-    """In a nested dictionary with the optimizer; beside a flat one as the pages say."""
+@pytest.mark.parametrize("form", ["nested", "flat", "verb", "scale_loss", "unscaled"])
+def test_torch_distributed_checkpoint_saves_the_scale(form, recipe, tmp_path):
+    """In a nested dictionary with the optimizer; beside a flat one as the pages say.
+
+    Between a loss and its step, by three ways, the gradients are saved beside a nested one.
+    """
+    flat, within = form == "flat", form not in ("nested", "flat")
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
 
-    def state_of(model, optimizer):
-        found = {"o": get_optimizer_state_dict(model, optimizer, options=options)}
+    def state_of(model, optimizer, gradients):
+        found = {"m": model.state_dict(), "g": gradients}
+        found["o"] = get_optimizer_state_dict(model, optimizer, options=options)
         return found | ({"loss_scale": optimizer.loss_scale_state} if recipe else {})
 
     model, optimizer = small()
     for factor in (torch.inf, 1.0, 1.0):
         optimizer.zero_grad()
-        optimizer.backward(model(BATCHES[0]).square().mean() * factor)
+        optimizer.backward(model(BATCH).square().mean() * factor)
         optimizer.step()
-    dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path, no_dist=True)
+    optimizer.zero_grad()
+    if within:
+        derive(optimizer, model(BATCH).square().mean(), form)
+    gradients = [p.grad for p in model.parameters() if within]
+    dcp.save(state_of(model, optimizer, gradients), checkpoint_id=tmp_path, no_dist=True)
     other, resumed = small()
-    state = state_of(other, resumed)
+    # A step that only makes the optimizer's state moves nothing of ours.
+    state = state_of(other, resumed, list(map(torch.zeros_like, gradients)))
+    assert (resumed.iterations, float(resumed.loss_scale)) == (0, 1024.0)
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    other.load_state_dict(state["m"])
     set_optimizer_state_dict(other, resumed, state["o"], options=options)
     assert bits(resumed.state_dict()["state"]) == bits(optimizer.state_dict()["state"])
     is_saved = recipe or not flat
     assert float(resumed.loss_scale) == (512.0 if is_saved else 1024.0)
     assert (resumed.iterations, resumed.steps_skipped) == ((3, 1) if is_saved else (0, 0))
+    if within:
+        for parameter, gradient in zip(other.parameters(), state["g"], strict=True):
+            parameter.grad = gradient
+        for each in (optimizer, resumed):
+            each.step()
+        assert bits(list(other.parameters())) == bits(list(model.parameters()))
 
 
 def test_a_plain_optimizer_loads_it_and_from_that_of_a_plain_one_the_scale_stays():
@@ -180,58 +208,6 @@ def test_the_state_of_the_loss_scale_by_itself_and_a_fixed_scale_that_comes_from
     with warnings.catch_warnings(action="error"):
         fixed.load_state_dict(optimizer.state_dict())
     assert (float(fixed.loss_scale), fixed.iterations) == (8.0, 4)
-
-
-# States that are saved between `backward` and `step`, with the gradients.
-
-BATCHES = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(0))
-VERBS = {
-    "verb": lambda o, loss: o.backward(loss),
-    "scale_loss": lambda o, loss: o.scale_loss(loss).backward(),
-    "unscaled": lambda o, loss: (o.scale_loss(loss).backward(), o.unscale_()),
-}
-
-
-def small():
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
-    return model, wrapped(torch.optim.Adam(model.parameters(), lr=0.1), initial_scale=1024.0)
-
-
-def state_of(model, optimizer, gradients):
-    state = {"m": model.state_dict(), "o": get_optimizer_state_dict(model, optimizer)}
-    return state | {"g": gradients}
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.parametrize("verbs", [(a, b) for a in VERBS for b in VERBS], ids="-".join)
-def test_a_run_that_is_saved_within_a_step_goes_on_as_it_would_have(verbs, tmp_path):
-    """By torch.distributed.checkpoint; test_scaled_gradients.py has files and pickles."""
-
-    def run(resumes):
-        model, optimizer = small()
-        for number, batch in enumerate(BATCHES):
-            if number == 3 and resumes:
-                gradients = [p.grad for p in model.parameters()]
-                saved = state_of(model, optimizer, gradients)
-                dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
-                model, optimizer = small()
-                # A step that only makes the optimizer's state moves nothing of ours.
-                loaded = state_of(model, optimizer, [torch.zeros_like(g) for g in gradients])
-                assert (optimizer.iterations, float(optimizer.loss_scale)) == (0, 1024.0)
-                dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
-                model.load_state_dict(loaded["m"])
-                set_optimizer_state_dict(model, optimizer, loaded["o"])
-                for parameter, gradient in zip(model.parameters(), loaded["g"], strict=True):
-                    parameter.grad = gradient
-            VERBS[verbs[number % 2]](optimizer, model(batch).square().mean())
-            if number in (1, 4):
-                optimizer.step()
-                optimizer.zero_grad()
-        return bits(list(model.parameters())), optimizer.iterations
-
-    with warnings.catch_warnings(action="error", category=LossScaleWarning):
-        assert run(True) == run(False)
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -373,21 +349,10 @@ def test_states_go_between_rules_that_wait_and_that_do_not(saves, loads):
 
 # Those of others are refused; from_gradscaler.md has what to load instead.
 
-APEX = {f"loss_scaler{i}": {"loss_scale": 512.0, "unskipped": 7} for i in range(2)}
-MEGATRON = {"scale": torch.tensor([512.0]), "growth_tracker": 7, "hysteresis_tracker": 1}
-DEEPSPEED = {
-    "dynamic_loss_scale": True,
-    "cur_scale": 512.0,
-    "cur_iter": 20,
-    "last_overflow_iter": 12,
-    "scale_factor": 2.0,
-    "scale_window": 2000,
-}
 OF_OTHERS = {
-    "Apex, amp.state_dict()": (APEX, "'loss_scaler0', 'loss_scaler1'"),
-    "Apex, one scaler": (APEX["loss_scaler0"], "'loss_scale', 'unskipped'"),
-    "Megatron": (MEGATRON, "'scale', 'growth_tracker', 'hysteresis_tracker'"),
-    "DeepSpeed": (DEEPSPEED, "'cur_scale', 'cur_iter'"),
+    "Apex": ({"loss_scale": 512.0, "unskipped": 7}, "'loss_scale', 'unskipped'"),
+    "Megatron": ({"scale": torch.ones(1), "growth_tracker": 7}, "'scale', 'growth_tracker'"),
+    "DeepSpeed": ({"cur_scale": 512.0, "cur_iter": 20}, "'cur_scale', 'cur_iter'"),
     "DeepSpeed, an object": ({"loss_scaler": object()}, "'loss_scaler'"),
 }
 

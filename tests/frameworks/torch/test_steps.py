@@ -11,10 +11,8 @@ import warnings
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.overrides import TorchFunctionMode
 
 import lossscale
-from benchmarks.frameworks.torch_native import WAYS, Way
 from frameworks.torch.support import (
     KINDS,
     ONES,
@@ -208,7 +206,7 @@ def test_float16_parameters_are_refused_before_anything_changes():
     optimizer.scale_loss(loss).backward(create_graph=True)
     gradient, before = weight.grad, bits([weight, weight.grad, half, half.grad])
     for call in (optimizer.step, optimizer.unscale_, lambda: optimizer.backward(half.sum())):
-        with pytest.raises(ValueError, match=r"parameters in float32"):
+        with pytest.raises(ValueError, match=r"MasterWeights.*parameters in float32"):
             call()
     assert weight.grad is gradient
     assert bits([weight, weight.grad, half, half.grad]) == before
@@ -391,36 +389,3 @@ def test_no_kernel_makes_a_state_on_a_skip(make, change, kind):
     assert not inner.state.get(late)
     assert "late" in change or not any(inner.state.values())
     assert bits(given) == before
-
-
-class Intercepted(TorchFunctionMode):
-    """Counts the calls that a mode sees, as that of `torch.set_default_device` does."""
-
-    calls = 0
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        self.calls += 1
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("name", [*WAYS[1:-1], "scale_loss, monitored", "drop-in, monitored"])
-def test_a_mode_sees_no_call_for_each_parameter(name):
-    """With a default device each call takes microseconds more."""
-
-    def calls(name, count):
-        name, _, monitored = name.partition(", ")
-        parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(count)]
-        way = Way(name, [torch.optim.SGD(parameters, fused=True)], device="cpu")
-        if monitored:
-            named = [(str(number), p) for number, p in enumerate(parameters)]
-            way.monitor = lossscale.torch.Monitor(way.scaler or way.wrappers[0], named)
-        for _ in range(2):
-            way.zero_grad()
-            loss = sum(p.sum() for p in parameters)
-            with Intercepted() as seen:
-                way.backward(loss)
-                way.step()
-        return seen.calls
-
-    few, many = ([calls(each, count) for each in ("bare", name)] for count in (5, 50))
-    assert many[1] - few[1] == many[0] - few[0]

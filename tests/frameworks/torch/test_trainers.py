@@ -6,22 +6,18 @@ takes the way of PyTorch's scaler where that is right. The recipes of docs/train
 float16, and clip and log unscaled gradients.
 """
 
-import contextlib
 import copy
 import functools
 import inspect
-import io
 import os
 import re
-import warnings
 
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 import lossscale.torch
-from frameworks.torch.support import OPTIMIZERS, forget_accelerate, snapshot
-from lossscale.torch.grad_scaler import GradScaler
+from frameworks.torch.support import OPTIMIZERS, run_page, snapshot
 from pages import programs
 from records import column, nonfinite
 
@@ -307,27 +303,13 @@ def test_what_accelerate_prepares_is_watched_and_it_is_told_of_a_skipped_step(tm
     assert nonfinite(path)[1] == [("weight", 2, 0)]
 
 
-def test_what_install_puts_there_is_the_scaler_that_accelerate_makes():
-    modeling = pytest.importorskip("accelerate.utils.modeling")
-    # Of CUDA, which is absent.
-    with warnings.catch_warnings(action="ignore"), lossscale.torch.install():
-        assert isinstance(modeling.get_grad_scaler(), GradScaler)
+# The recipes of docs/trainers.md for one process.
 
-
-# The recipes of docs/trainers.md.
-
-
-RECIPES = {
-    name: [source for source in programs("trainers.md") if re.search(pattern, source, re.MULTILINE)]
-    for name, pattern in {
-        "lightning": "^import lightning",
-        "accelerate": "^(from|import) accelerate",
-        "transformers": "^import transformers",
-    }.items()
-}
-CASES = [(name, number) for name in RECIPES for number in range(2)]
-
-
+RECIPES = [
+    source
+    for source in programs("trainers.md")
+    if not re.search("^(import ray|from torchtitan)", source, re.MULTILINE)
+]
 # What a recipe says of a GPU, in comments.
 ON_A_GPU = {
     r'accelerator="cpu"(, *)# or "gpu"': r'accelerator="gpu"\1',
@@ -338,86 +320,26 @@ ON_A_GPU = {
 }
 
 
-def ran(source):
-    """Runs a recipe; returns its names, and the dtypes of what its layers returned."""
-    for name in RECIPES:
-        if re.search(rf"\b{name}\b", source):
-            # Where PyTorch alone is installed, with no trainer.
-            pytest.importorskip(name)
-    forget_accelerate()
+@pytest.mark.parametrize("source", RECIPES)
+def test_a_recipe_computes_in_float16_and_prints_what_it_says(source):
     dtypes = set()
 
     def note(module, inputs, output):
         if isinstance(module, torch.nn.Linear):
             dtypes.add(output.dtype)
 
-    torch.manual_seed(0)
-    names = {"__name__": "__main__"}
-    hook = register_module_forward_hook(note)
-    try:
-        with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()):
-            exec(compile(source, "<page>", "exec"), names)
-    finally:
-        hook.remove()
-    return names, dtypes
-
-
-# What the recipes without loss scaling and float16 have in place of each line.
-IN_FLOAT32 = {
-    r"lossscale\.torch\.LossScaleOptimizer\(inner.*\)": "inner",
-    r"with torch\.autocast.*:$": "if True:",
-    "fp16=True": "fp16=False",
-    'mixed_precision="fp16"': "",
-    r"self\.optimizers\(\)\.backward\(loss\)": "loss.backward()",
-    r"(scaling|optimizer)\.scale_loss\(loss\)": "loss",
-    r"scale = optimizer\.loss_scale": "scale = 1.0",
-    r"^( *)(optimizer\.unscale_|self\.scaler = ).*": r"\1pass",
-    r"with lossscale\.torch\.install\(\):": "if True:",
-    # The wrapper clips these itself.
-    r"max_steps=3,(\n *accelerator=\"[cg]pu\")": r"max_steps=3, gradient_clip_val=1.0,\1",
-    r"^    optimizer\.step\(\)$": "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-    "    optimizer.step()",
-    r"^( *scheduler = lossscale| *plugins=|accelerator\.scaler"
-    r"|scaling\.register|print\().*\n?": "",
-}
-
-
-def in_float32(source):
-    """A recipe without loss scaling and float16."""
-    for pattern, instead in IN_FLOAT32.items():
-        source = re.sub(pattern, instead, source, flags=re.MULTILINE)
-    return source
-
-
-def with_sgd(source):
-    """A recipe whose weights show what multiplies a gradient, and whose loss does not overflow."""
-    source = re.sub(r"AdamW\((\w+\.parameters\(\))\)", r"SGD(\1, lr=0.1)", source)
-    # The drop-in begins at 2**16, which the loss of some may overflow.
-    source = re.sub(r"GradScaler\((.*)\)", r"GradScaler(\1, init_scale=8.0)", source)
-    source = source.replace("torch.ones(8)}", "torch.full((8,), 0.125)}")
-    return source.replace('float("inf")', "1.0")
-
-
-@pytest.mark.parametrize(("name", "number"), CASES)
-def test_a_recipe_computes_in_float16_and_ends_with_the_weights_of_float32(name, number):
-    assert len(RECIPES[name]) == 2
-    if ON_THE_CPU and (name, number) == ("transformers", 1):
-        pytest.skip("Accelerate has no float16 mode on a CPU")
-    source = with_sgd(RECIPES[name][number])
     for pattern, instead in ({} if ON_THE_CPU else ON_A_GPU).items():
         source = re.sub(pattern, instead, source)
-    (scaled, dtypes), (plain, plain_dtypes) = ran(source), ran(in_float32(source))
-    # Accelerate's own float16 mode, on a GPU, converts what a model returns.
-    converts = not ON_THE_CPU and (name, number) == ("accelerate", 1)
-    expected = torch.float32 if converts else torch.float16
-    assert (dtypes, plain_dtypes) == ({expected}, {torch.float32})
-    models = [names.get("module", names.get("model")) for names in (scaled, plain)]
-    for ours, expected in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-2, atol=1e-3)
-    if name == "transformers":
+    hook = register_module_forward_hook(note)
+    try:
+        names = run_page(source, ON_THE_CPU)
+    finally:
+        hook.remove()
+    # Accelerate has no float16 mode on a CPU. On a GPU it converts what a model returns.
+    is_float32 = "fp16=True" in source if ON_THE_CPU else "accelerator.scaler" in source
+    assert dtypes == {torch.float32 if is_float32 else torch.float16}
+    if "import transformers" in source:
         # It clips and logs unscaled gradients; above the limit, so that they are clipped.
-        history = [names["trainer"].state.log_history for names in (scaled, plain)]
-        norms, others = ([e["grad_norm"] for e in each if "grad_norm" in e] for each in history)
+        norms = [e["grad_norm"] for e in names["trainer"].state.log_history if "grad_norm" in e]
         assert len(norms) == 3
-        assert min(norms) > 1
-        assert norms == pytest.approx(others, rel=1e-2)
+        assert 1 < min(norms) <= max(norms) < 16
