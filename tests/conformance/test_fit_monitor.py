@@ -16,7 +16,7 @@ from kerases import assert_same, number
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
 from lossscale.monitoring import Cause
-from records import column, nonfinite, read, skipped_steps
+from records import column, nonfinite, skipped_steps
 from seeding import seed
 
 if KERAS == "none":
@@ -294,15 +294,6 @@ def test_it_is_a_callback_of_keras_and_can_be_subclassed():
     assert kept.steps == [4, 8]
 
 
-def test_two_monitors_at_once(tmp_path):
-    paths = tmp_path / "each.jsonl", tmp_path / "some.jsonl"
-    monitors = [LossScaleMonitor(path, every=every) for every, path in enumerate(paths, start=1)]
-    fit(net(), rows(4, spoiled=[2]), monitors)
-    for path in paths:
-        assert column(path, "step") == [1, 2, 3, 4]
-        assert nonfinite(path) == [[], [], [(SPOILED, 1, 0)], []]
-
-
 class Parts(keras.Model):
     """Trains a variable with each of two optimizers; a batch overflows one of them, as it says."""
 
@@ -352,14 +343,6 @@ def test_each_of_several_optimizers_has_a_monitor(tmp_path, optimizers):
     assert [history["d_steps_skipped"], history["g_steps_skipped"]] == [[1], [2]]
     assert [skipped_steps(path) for path in paths] == [[2], [3, 4]]
     assert [column(path, "loss") for path in paths] == [[1.0] * 4, [2.0] * 4]
-
-
-@pytest.mark.skipif(BACKEND in ("jax", "torch"), reason="it trains what the model has there")
-def test_the_optimizer_of_the_model_and_another_one_have_monitors():
-    model = two_parts(keras.optimizers, "optimizer")
-    monitors = [LossScaleMonitor(), LossScaleMonitor(optimizer=model.g, name="g")]
-    history = fit(model, [WHICH], monitors, batch_size=1).history
-    assert (history["loss_scale"], history["g_loss_scale"]) == ([4.0], [16.0])
 
 
 def test_a_monitor_does_not_search_the_attributes_of_a_model(tmp_path):
@@ -437,19 +420,6 @@ def test_sparse_gradients_are_counted_as_they_are_stored(tmp_path):
     [tensors] = nonfinite(tmp_path / "run.jsonl")
     [counts] = [counts for name, *counts in tensors if "words" in name]
     assert sum(counts) == 8 * 2 * 3
-
-
-def test_float16_gradients_are_counted(tmp_path):
-    path = tmp_path / "run.jsonl"
-    keras.mixed_precision.set_global_policy("mixed_float16")
-    try:
-        model = net(rule=lossscale.DynamicScale(initial_scale=2.0**30))
-    finally:
-        keras.mixed_precision.set_global_policy("float32")
-    fit(model, rows(1), [LossScaleMonitor(path)])
-    [record] = read(path)
-    assert record["skipped"]
-    assert "hidden/kernel" in {tensor["name"] for tensor in record["nonfinite"]}
 
 
 @pytest.mark.skipif(KERAS != "keras" or BACKEND != "tensorflow", reason="both are loaded there")

@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 from lossscale.errors import GradientsError, UnsupportedError
 from lossscale.optax import loss_scaled, value_and_grad
-from recording_rule import RecordingRule
 
 AUTO = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 EXPLICIT = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
@@ -203,21 +202,6 @@ def test_pmap(axis_name, on_one_device):
     )
     params, scales, opt_state = run(compiled, *copies, lambda batch: batch.reshape(4, 2, 4))
     check((jax.tree.map(lambda p: p[0], params), scales, opt_state), on_one_device)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_what_a_rule_sees_is_of_all_devices(check_vma):
-    tx = loss_scaled(optax.sgd(0.1), rule=RecordingRule(), axis_name="data")
-    gradients = jnp.ones((4, 2)).at[2, 1].set(jnp.inf)
-    call = jax.shard_map(
-        lambda g, s: tx.update(g, s)[1].rule_state,
-        mesh=AUTO,
-        in_specs=(P("data"), P()),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
-    seen = jax.jit(call)(gradients, tx.init(gradients))
-    assert [float(seen[name]) for name in ("finite", "is_last_finite", "good_steps")] == [0, 0, 1]
 
 
 def test_gradients_on_several_devices_are_refused_with_what_to_do():

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optax import contrib
 
 from frameworks.jax import inner_transformations as inner
 from frameworks.jax.support import bits, scaled, signature
@@ -153,19 +152,6 @@ def test_line_searches_are_refused(search, around):
             wrap(found).init(inner.params())
 
 
-def test_the_function_that_optax_gives_to_line_searches_ends_with_it():
-    """As its pages write the loop, with float32 copies and without."""
-
-    def value_fn(params):
-        return loss_fn(params, BATCH)
-
-    differentiate = optax.value_and_grad_from_state(value_fn)
-    for wrap in (master_weights, loss_scaled):
-        tx, params = wrap(optax.lbfgs()), first_params()
-        with pytest.raises(UnsupportedError, match="Line searches"):
-            differentiate(params, state=tx.init(params))
-
-
 def test_functions_and_scaled_gradients_are_refused_as_extra_arguments():
     def update(updates, state, params=None, **extra_args):
         return updates, state
@@ -188,14 +174,6 @@ def test_functions_and_scaled_gradients_are_refused_as_extra_arguments():
         jax.jit(lambda grads: tx.update(grads, state, grads=grads))(grads)
     # What is equal and not the same, and a number that is one object in both places.
     tx.update(grads, state, value=2.0, number=3, loss=other, grad=None, many=[other, other])
-
-
-def test_sharpness_aware_steps_with_a_function_are_refused():
-    normalized = optax.chain(contrib.normalize(), optax.sgd(0.05))
-    tx = optimizer(contrib.sam(optax.adam(0.1), normalized, sync_period=2, opaque_mode=True))
-    params = inner.params()
-    with pytest.raises(UnsupportedError, match="`grad_fn` must be neither a function nor"):
-        tx.update(inner.gradients(), tx.init(params), params, grad_fn=lambda p, _: p)
 
 
 def test_extra_arguments_arrive_also_where_optax_would_drop_them():
