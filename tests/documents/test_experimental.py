@@ -311,16 +311,6 @@ def test_a_configuration_with_a_loss_scale_of_ones_own_needs_custom_objects():
     assert again.loss_scale.get_config() == {"start": 8.0, "lowest": 2.0}
 
 
-def test_a_loss_scale_of_ones_own_that_keras_knows_needs_no_custom_objects():
-    @keras.saving.register_keras_serializable(package="tests_of_documents")
-    class Registered(Halving):
-        pass
-
-    optimizer = experimental.LossScaleOptimizer(sgd(), Registered(8.0))
-    again = experimental.LossScaleOptimizer.from_config(optimizer.get_config())
-    assert type(again.loss_scale) is Registered
-
-
 def test_the_current_class_writes_configurations_that_this_one_reads():
     current = lossscale.LossScaleOptimizer(sgd(0.25), initial_scale=8, dynamic_growth_steps=3)
     older = experimental.LossScaleOptimizer.from_config(current.get_config())

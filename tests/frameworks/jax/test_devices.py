@@ -163,18 +163,6 @@ def test_devices_that_would_part_are_an_error():
         shard_mapped(optimizer(), "sharded", None, check_vma=True)
 
 
-def test_members_of_a_population_on_devices_of_their_own_may_part():
-    tx = optimizer()
-    params = {"w": jnp.ones((4, 3))}
-    opt_state = jax.vmap(tx.init)(params)
-    gradients = {"w": jnp.ones((4, 3)).at[2, 1].set(jnp.inf)}
-    update = jax.vmap(lambda *a: tx.update(*a))
-    _, after = jax.jit(jax.shard_map(update, mesh=AUTO, in_specs=P("data"), out_specs=P("data")))(
-        gradients, opt_state, params
-    )
-    assert after.loss_scale.tolist() == [8.0, 8.0, 4.0, 8.0]
-
-
 @pytest.mark.parametrize("names", ["data", ("data", "model")])
 def test_an_overflow_anywhere_on_the_axes_skips_everywhere(names):
     tx = optimizer(names, optax.sgd(0.1))

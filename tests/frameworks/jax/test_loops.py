@@ -87,26 +87,6 @@ def test_nothing_is_compiled_twice_and_nothing_drifts():
     assert signature(tx.init(inner.params())) == expected
 
 
-def test_transfer_guard_leaks_and_no_compiler():
-    tx = optimizer(inner.INNER["adamw_clip"]())
-    params = inner.params()
-    state, gradients = tx.init(params), inner.gradients()
-    bad = jax.tree.map(lambda g: g * jnp.nan, gradients)
-    bare = optimizer(optax.identity())
-    before = bare.init(params)
-    with jax.transfer_guard("disallow"):
-        # Few of Optax' own eager steps are let pass.
-        for given in (gradients, bad):
-            bare.update(given, before, params)
-    with jax.checking_leaks():
-        _, state = jax.jit(tx.update)(bad, state, params)
-        _, state = tx.update(gradients, state, params)
-    with jax.disable_jit():
-        _, state = tx.update(bad, state, params)
-        _, state = tx.update(gradients, state, params)
-    assert int(state.steps_skipped) == 2
-
-
 def test_an_eager_step_compiles_nothing_after_the_first_ones():
     # Which is what makes Optax' own wrapper slow there; docs/internals/speed.md has the times.
     tx, params = optimizer(), inner.params()
