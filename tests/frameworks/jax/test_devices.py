@@ -106,11 +106,12 @@ def test_jit_with_sharded_arrays(mesh, layout, on_one_device):
         compiled = jax.jit(lambda *a: step(tx, *a), donate_argnums=(0, 1))
         place = NamedSharding(mesh, batch_spec)
         found = run(compiled, params, opt_state, lambda batch: jax.device_put(batch, place))
-        # An eager step on arrays that several devices hold.
-        bad = jax.tree.map(lambda p: p * jnp.nan, params_on(mesh, specs))
-        updates, after = tx.update(bad, tx.init(bad), params_on(mesh, specs))
-        assert float(after.loss_scale) == 4.0
-        assert updates["w"].sharding.is_equivalent_to(NamedSharding(mesh, specs["w"]), 2)
+        if layout == "sharded":
+            # An eager step on arrays that several devices hold.
+            bad = jax.tree.map(lambda p: p * jnp.nan, params_on(mesh, specs))
+            updates, after = tx.update(bad, tx.init(bad), params_on(mesh, specs))
+            assert float(after.loss_scale) == 4.0
+            assert updates["w"].sharding.is_equivalent_to(NamedSharding(mesh, specs["w"]), 2)
     check(found, on_one_device)
 
 
