@@ -211,26 +211,6 @@ def test_something_that_is_no_loss_scale_is_refused(value, error):
     experimental.LossScaleOptimizer(inner, 8)
 
 
-def test_two_optimizers_can_share_a_loss_scale(stepped):
-    loss_scale = DynamicLossScale(8, increment_period=2)
-    first, second = (experimental.LossScaleOptimizer(sgd(), loss_scale) for _ in range(2))
-    var, other = tf.Variable(1.0), tf.Variable(1.0)
-    step = stepped(lambda: first.minimize(lambda: var**2, [var]))
-    other_step = stepped(lambda: second.minimize(lambda: other**2, [other]))
-    step()
-    assert _state(loss_scale) == (8.0, 1)
-    other_step()
-    assert _state(loss_scale) == (16.0, 0)
-    assert (var.numpy(), other.numpy()) == (0.5, 0.5)
-    for optimizer in (first, second):
-        assert optimizer.loss_scale() == 16.0
-        assert optimizer.get_scaled_loss(1.0) == 16.0
-        # Each saves the shared state, once.
-        ids = [id(v) for v in optimizer.variables]
-        assert len(ids) == len(set(ids))
-        assert {id(v) for v in loss_scale._bound_state().variables.values()} <= set(ids)
-
-
 def test_a_loss_scale_that_was_used_before_goes_on_from_its_value(stepped):
     loss_scale = DynamicLossScale(8, increment_period=2)
     loss_scale.update(_BAD)
