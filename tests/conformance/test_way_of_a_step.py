@@ -1,4 +1,4 @@
-"""What a wrapper loads, and the files that lead to an inner optimizer (docs/internals/design.md)."""
+"""What a wrapper loads, and the files that lead to the inner optimizer (internals/design.md)."""
 
 import functools
 import os
