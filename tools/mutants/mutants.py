@@ -196,7 +196,7 @@ tests/frameworks/keras/test_persistence.py
     keras CounterOfPlain._restore_from_tensors: sum(restored_tensors.values()) > 0 -> False
         -k without_loss_scaling
     keras LossScaleOptimizer._trackable_children: saving.named_variables(self) -> {}
-        -k every_form
+        -k every_field
 tests/frameworks/keras/test_distribution.py
     tensorflow all_replicas_finite: ... < 0.5 -> ... < 1.5  -k overflow_on_one_replica
     keras_common KerasCommonOptimizer.apply_gradients: all(asked) -> True  -k summed

@@ -20,6 +20,7 @@ from frameworks.keras.support import (
     small_model,
     spoiled,
     status,
+    step_by_documented_calls,
     step_by_scale_loss,
     taken,
     values,
@@ -270,6 +271,18 @@ def test_checkpoints_have_the_optimizer_that_an_inner_optimizer_holds(
     other.build(variables([0.0, 0.0]))
     restored = [*second.variables, *getattr(second, name).variables]
     assert_same(values(restored), values(held))
+
+
+def test_a_checkpoint_has_every_field_of_a_rule(tmp_path):
+    rule = DynamicScale(8.0, overflows_before_backoff=3)
+    targets = variables([1.0])
+    optimizer, other = wrapped(rule=rule), wrapped(rule=rule)
+    for _ in range(2):
+        step_by_documented_calls(optimizer, targets, [np.array([np.inf], "f")])
+    path = tf.train.Checkpoint(optimizer=optimizer).save(tmp_path / "ckpt")
+    tf.train.Checkpoint(optimizer=other).restore(path)
+    step_by_documented_calls(other, targets, [np.array([np.inf], "f")])
+    assert float(other.loss_scale) == 4.0
 
 
 def test_a_loaded_model_lets_its_optimizer_go():
