@@ -58,6 +58,19 @@ def test_an_optimizer_of_several_has_the_slots_and_the_counters_of_its_parts():
     assert int(optimizer.iterations) == 7
 
 
+class Failing(SGD):
+    """Has a property that cannot be read."""
+
+    @property
+    def gauge(self):
+        raise AttributeError("no gauge before the first step")
+
+
+def test_what_a_property_of_the_inner_optimizer_says_is_said():
+    with pytest.raises(AttributeError, match="no gauge before the first step"):
+        _ = wrapped(Failing()).gauge
+
+
 SETTINGS = [
     (SGD, {"momentum": 0.5}, 0.25),
     (Adam, {"epsilon": 0.5}, 0.25),
