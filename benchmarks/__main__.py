@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import functools
 import json
 import os
 import pathlib
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from benchmarks import machine, tables, worker
 from benchmarks.rows import ALL_MODES, BACKENDS, CASES, Process
@@ -73,25 +72,14 @@ def _run(process: Process) -> tuple[dict[str, Any], str]:
     return part, ended if status else ""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports an error in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m benchmarks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     for kind, known in (("backend", BACKENDS), ("case", CASES), ("mode", ALL_MODES)):
         parser.add_argument(
-            f"--{kind}",
-            type=functools.partial(_names, kind, known),
-            default=list(known),
-            metavar="NAMES",
-            help=f"some of {','.join(known)}; all by default",
+            f"--{kind}", nargs="+", choices=known, default=list(known), help="all by default"
         )
     rounds = "how many rounds of each row are timed; by default as many as fit in some seconds"
-    parser.add_argument("--rounds", type=_positive, help=rounds)
+    parser.add_argument("--rounds", type=int, help=rounds)
     device = "the kind of device to measure on; all that a backend has by default"
     parser.add_argument("--device", choices=("cpu", "gpu"), default="", help=device)
     quick = "tiny workloads, to see that everything runs; the times mean nothing"
@@ -99,22 +87,6 @@ def _parser() -> argparse.ArgumentParser:
     output = "the JSON file to write; %(default)s by default"
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT, help=output)
     return parser
-
-
-def _names(kind: str, known: Sequence[str], text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in known:
-            raise argparse.ArgumentTypeError(
-                f"there is no {kind} {name!r}; there are {', '.join(known)}"
-            )
-    return names
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 up, not {text!r}")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ BACKEND = keras.backend.backend()
 ops = keras.ops
 set_policy = keras.config.set_dtype_policy
 layers = keras.layers
-LOST = 2.0**-40
-"""A loss times this has gradients that float16 takes for zero."""
 
 
 def numpy_of(tensor):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import lossscale
+from benchmarks import tables
 
 # For each column whether the model is float16, and what scales the loss.
 WAYS = {
@@ -91,7 +92,7 @@ def seconds_of(step: Callable[[], None], device: str) -> float:
 
 def table(device: str, rounds: int, *, small: bool) -> str:
     """Returns the table in Markdown."""
-    lines = ["| transformer | ms | " + " | ".join(WAYS) + " |", "|---" * (2 + len(WAYS)) + "|"]
+    lines = []
     for batches in (1, 4):
         steps = [step_of(way, device, batches, small=small) for way in WAYS]
         for step in steps * 3:
@@ -101,8 +102,8 @@ def table(device: str, rounds: int, *, small: bool) -> str:
         # Within a round, because clocks change from round to round.
         ratios = [statistics.median(each[n] / each[0] for each in times) for n in range(len(WAYS))]
         name = "1 micro-batch" if batches == 1 else f"{batches} micro-batches"
-        lines.append(f"| {name} | {first:.2f} | {' | '.join(f'{r:.2f}' for r in ratios)} |")
-    return "\n".join(lines)
+        lines.append([name, f"{first:.2f}", *(f"{ratio:.2f}" for ratio in ratios)])
+    return tables.table(["transformer", "ms", *WAYS], lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

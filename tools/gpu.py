@@ -27,11 +27,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import machine, tables
+from benchmarks.pages import insert
 from simulated_cuda import device as simulated_cuda
 from tools import ROOT
 
-BEGIN, END = "<!-- gpu: python -m tools.gpu -->", "<!-- end of gpu -->"
-NEVER = "never run on a GPU"
+MARKS = "<!-- gpu: python -m tools.gpu -->", "<!-- end of gpu -->"
+NEVER, AT_A_TIME = "never run on a GPU", 4
 # Prints the name of the GPU that a framework sees, or nothing.
 SEEN = {
     "torch": "import torch\nif torch.cuda.is_available(): print(torch.cuda.get_device_name())",
@@ -115,36 +116,23 @@ def _parts() -> list[Part]:
     """Returns all parts; what needs the fewest packages comes first."""
     native = {"LOSSSCALE_TEST_KERAS": "none"}
     on_torch, on_jax = {"KERAS_BACKEND": "torch"}, {"KERAS_BACKEND": "jax"}
-    tests = "tests/frameworks/torch/test_devices.py"
+    torch = functools.partial(Part, framework="torch", environment=on_torch)
+    of = "tests/frameworks/torch/test_{}.py".format
     parts = [
-        Part(f"PyTorch: {shows}", "torch", (f"{tests}::test_{name}",), (), on_torch)
+        torch(f"PyTorch: {shows}", arguments=(f"{of('devices')}::test_{name}",))
         for shows, name in OF_TORCH.items()
     ]
     parts += [
-        Part(
-            "PyTorch: clipping", "torch", ("tests/frameworks/torch/test_clipping.py",), (), on_torch
-        ),
-        Part(
-            "PyTorch: guard and explain",
-            "torch",
-            tuple(f"tests/frameworks/torch/test_{name}.py" for name in ("buffers", "explain")),
-            (),
-            on_torch,
-        ),
-        Part(
-            "PyTorch: float16 models",
-            "torch",
-            ("tests/frameworks/torch/test_master_weights.py",),
-            (),
-            on_torch,
-        ),
+        torch("PyTorch: clipping", arguments=(of("clipping"),)),
+        torch("PyTorch: guard and explain", arguments=(of("buffers"), of("explain"))),
+        torch("PyTorch: float16 models", arguments=(of("master_weights"),)),
         Part("PyTorch: promises", "torch", PROMISES, (), on_torch | native),
-        Part("PyTorch: replayed steps, streams and threads", "torch", ON_EACH_GPU, (), on_torch),
+        torch("PyTorch: replayed steps, streams and threads", arguments=ON_EACH_GPU),
         # They take the GPU by themselves.
         Part(
             "PyTorch: Accelerate, Lightning and Hugging Face's Trainer",
             "torch",
-            ("tests/frameworks/torch/test_trainers.py",),
+            (of("trainers"),),
             ("accelerate", "lightning", "transformers"),
             on_torch | native,
         ),
@@ -156,7 +144,7 @@ def _parts() -> list[Part]:
             ("optax", "flax", "equinox", "haiku", "orbax"),
             on_jax | native,
         ),
-        Part("PyTorch: waits and launches", "torch", ("-m", "tools.gpu_counts"), (), on_torch),
+        torch("PyTorch: waits and launches", arguments=("-m", "tools.gpu_counts")),
         _measured("PyTorch: benchmarks", "torch", "torch_native", ()),
         Part("PyTorch: a float16 model beside autocast, timed", "torch", ("-m", TIMES)),
         _measured("JAX with Optax: benchmarks", "jax", "optax", ("optax",)),
@@ -187,8 +175,8 @@ def _parts() -> list[Part]:
 
 
 def _measured(name: str, framework: str, backend: str, packages: tuple[str, ...]) -> Part:
-    cases = "alone,whole" if backend in ("torch_native", "optax") else "big,small,mlp"
-    arguments = ("-m", BENCHMARKS, "--backend", backend, "--case", cases, "--rounds", "15")
+    cases = ("alone", "whole") if backend in ("torch_native", "optax") else ("big", "small", "mlp")
+    arguments = ("-m", BENCHMARKS, "--backend", backend, "--case", *cases, "--rounds", "15")
     return Part(name, framework, arguments, packages)
 
 
@@ -296,9 +284,8 @@ def counted(output: str) -> dict[str, Any]:
 def table(results: Mapping[str, Any]) -> str:
     """Returns the lines of the page between its markers, from what build/gpu.json has or {}."""
     found = results.get("parts", {})
-    lines = ["| part | outcome |", "|---|---|"]
-    for part in PARTS:
-        lines.append(f"| {part.name} | {_outcome(found.get(part.name))} |")
+    rows = ([part.name, _outcome(found.get(part.name))] for part in PARTS)
+    lines = tables.table(["part", "outcome"], rows).splitlines()
     if results:
         seen = ", ".join(f"{name} ({gpu})" for name, gpu in results["gpus"].items())
         versions = ", ".join(f"{n} {v}" for n, v in results["versions"].items())
@@ -328,20 +315,12 @@ def _outcome(found: Mapping[str, Any] | None) -> str:
     return f"passed, {passed} tests" + (f"; {others} do not apply" if others else "")
 
 
-def write_page(page: pathlib.Path, results: Mapping[str, Any]) -> None:
-    """Writes the table between the markers of a page."""
-    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-    after = rest.split(END)[1]
-    page.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{after}", encoding="utf-8")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the parts; the status is 1 if one failed, and 0 also where there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", default="", help="parts whose names have this in them")
     parser.add_argument("--minutes", type=float, default=9.5, help="after so many nothing starts")
-    parser.add_argument("--jobs", type=int, default=4, help="parts at a time; measured ones alone")
     parser.add_argument("--output", type=pathlib.Path, default=ROOT / "build" / "gpu.json")
     parser.add_argument("--page", type=pathlib.Path, default=ROOT / "docs" / "internals" / "gpu.md")
     options = parser.parse_args(arguments)
@@ -357,7 +336,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "gpus": seen,
-        "machine": machine.describe(),
         "versions": machine.versions(),
         "parts": {},
     }
@@ -376,9 +354,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # At once: a run that is cut off has shown something.
             options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
             if options.device == "cuda" or options.page != parser.get_default("page"):
-                write_page(options.page, results)
+                insert(options.page, table(results), *MARKS)
 
-    with multiprocessing.pool.ThreadPool(options.jobs) as pool:
+    with multiprocessing.pool.ThreadPool(AT_A_TIME) as pool:
         pool.map(take, [part for part in parts if not part.is_timed], chunksize=1)
     for part in parts:
         if part.is_timed:

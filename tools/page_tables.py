@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 
+from benchmarks import tables
 from benchmarks.pages import insert
 from conformance import page_matrix
 from run import JAX, TENSORFLOW, TF_KERAS, TORCH
@@ -47,11 +48,9 @@ def pytest_sessionfinish(session):
 
 def table(results):
     """Returns the rows of the page, one for each wrapper."""
-    lines = ["| wrapper | tests passed | do not apply | failed |", "|---|---|---|---|"]
-    for wrapper, counts in results.items():
-        passed, skipped = counts.get("passed", 0), counts.get("skipped", 0)
-        lines.append(f"| {wrapper} | {passed} | {skipped} | {counts.get('failed', 0)} |")
-    return "\n".join(lines)
+    kinds = {"passed": "tests passed", "skipped": "do not apply", "failed": "failed"}
+    lines = ([name, *(str(n.get(kind, 0)) for kind in kinds)] for name, n in results.items())
+    return tables.table(["wrapper", *kinds.values()], lines)
 
 
 def main():

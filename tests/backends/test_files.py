@@ -172,12 +172,3 @@ def test_set_weights_does_not_take_the_variables_of_keras_own_class():
     with pytest.raises(ValueError, match=r"Expected 9 weights, or all 15 variables.*14 arrays"):
         other.set_weights(arrays(own.variables))
     assert_same(arrays(other.variables), before)
-
-
-def test_a_counter_above_a_shorter_interval_grows_the_scale():
-    optimizer = wrapped(keras.optimizers.SGD(0.01), growth_interval=10)
-    variable = keras.Variable([1.0])
-    optimizer.step_counter.assign(20)
-    optimizer.apply([optimizer.scale_loss(keras.ops.ones((1,)))], [variable])
-    assert status(optimizer).scale == 2.0**11
-    assert status(optimizer).counter == 0

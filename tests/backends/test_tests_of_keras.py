@@ -17,41 +17,39 @@ DECIDED_OTHERWISE = {
         "an inner optimizer with a loss scale of its own is refused, and not silently changed"
     ),
 }
-OF_THE_CLASS = loss_scale_optimizer_test.LossScaleOptimizerTest
-OF_SPARSE_GRADIENTS = optimizer_sparse_test.OptimizerSparseTest
+# Not by names of this module, by which pytest would run them on Keras' optimizers as well.
+CLASSES = {
+    "class": loss_scale_optimizer_test.LossScaleOptimizerTest,
+    "sparse": optimizer_sparse_test.OptimizerSparseTest,
+}
 CASES = [
-    *(
-        (OF_THE_CLASS, name)
-        for name in dir(OF_THE_CLASS)
-        if name.startswith("test_") and "stateless" not in name
-    ),
-    *(
-        (OF_SPARSE_GRADIENTS, name)
-        for name in dir(OF_SPARSE_GRADIENTS)
-        if "loss_scale_optimizer" in name
-    ),
+    (kind, name)
+    for kind, cls in CLASSES.items()
+    for name in dir(cls)
+    if (name.startswith("test_") and "stateless" not in name and kind == "class")
+    or "loss_scale_optimizer" in name
 ]
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 def test_the_tests_of_keras_are_found():
-    found = [cls for cls, _ in CASES]
-    assert found.count(OF_THE_CLASS) > 10
-    assert found.count(OF_SPARSE_GRADIENTS) == 2
+    found = [kind for kind, _ in CASES]
+    assert found.count("class") > 10
+    assert found.count("sparse") == 2
     assert DECIDED_OTHERWISE.keys() < {name for _, name in CASES}
 
 
 # They hand in gradients of a loss that they scaled by hand.
 @pytest.mark.filterwarnings("ignore::lossscale.LossScaleWarning")
-@pytest.mark.parametrize(("cls", "name"), CASES)
-def test_ours_passes_what_keras_demands_of_its_own(cls, name, monkeypatch, request):
-    if cls is OF_SPARSE_GRADIENTS and BACKEND == "torch":
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_ours_passes_what_keras_demands_of_its_own(kind, name, monkeypatch, request):
+    if kind == "sparse" and BACKEND == "torch":
         pytest.skip("Keras has no sparse gradients on PyTorch")
     if name in DECIDED_OTHERWISE:
         request.applymarker(pytest.mark.xfail(reason=DECIDED_OTHERWISE[name], strict=True))
     for module in (loss_scale_optimizer_test, keras.src.optimizers):
         monkeypatch.setattr(module, "LossScaleOptimizer", LossScaleOptimizer)
-    case = cls(name)
+    case = CLASSES[kind](name)
     case.setUp()
     getattr(case, name)()

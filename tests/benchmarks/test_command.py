@@ -38,25 +38,9 @@ BACKEND = os.environ.get("LOSSSCALE_TEST_KERAS") or os.environ["KERAS_BACKEND"]
 BACKENDS = [BACKEND, *(name for name, framework in WITHOUT_KERAS.items() if framework == BACKEND)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--backend mxnet", "there is no backend 'mxnet'; there are tensorflow, tf_keras"),
-        ("--mode warp", "there is no mode 'warp'; there are function, xla"),
-        ("--rounds 0", "must be a whole number from 1 up, not '0'"),
-        ("--what", "unrecognized arguments: --what"),
-        # Together they leave nothing to do.
-        ("--backend jax --case sparse", "nothing runs with jax, sparse, function"),
-    ],
-)
-def test_a_wrong_argument_ends_it_with_one_line(arguments, message, capsys):
-    try:
-        status = main(arguments.split())
-    except SystemExit as ended:
-        status = ended.code
-    error = capsys.readouterr().err
-    assert (status, error.count("\n")) == (2, 1)
-    assert message in error
+def test_what_leaves_nothing_to_run_is_an_error(capsys):
+    assert main(["--backend", "jax", "--case", "sparse"]) == 2
+    assert "nothing runs with jax, sparse, function" in capsys.readouterr().err
 
 
 WORKER = "import sys; from benchmarks import worker; sys.exit(worker.main(sys.argv[1:]))"
@@ -80,8 +64,8 @@ def by_forks(monkeypatch):
 def test_the_short_form_runs_every_program(backend, tmp_path, monkeypatch, capfd):
     output, cases = tmp_path / "folder" / "results.json", PROGRAMS[backend]
     modes = MODES_TO_RUN.get(backend, list(ALL_MODES))
-    arguments = ["--quick", "--rounds", "2", "--backend", backend, "--case", ",".join(cases)]
-    arguments += ["--mode", ",".join(modes), "--output", str(output)]
+    arguments = ["--quick", "--rounds", "2", "--backend", backend, "--case", *cases]
+    arguments += ["--mode", *modes, "--output", str(output)]
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "0")
     # Compiled code that runs twice need not be fast.
     monkeypatch.setenv("XLA_FLAGS", UNOPTIMIZED)

@@ -101,8 +101,8 @@ class Run:
                 [np.inf, -np.inf, np.nan]
             )
         elif chance < 0.25 and may_be_missing:
-            # Two ways only, each of which is compiled.
-            gradients[self.random.integers(2)] = None
+            # Each way is compiled by itself; a promise has the second one.
+            gradients[self.random.integers(1 if self.wrapper.compiles else 2)] = None
         self.take(gradients)
 
     def drawn(self) -> list[Any]:

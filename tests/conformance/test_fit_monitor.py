@@ -16,7 +16,7 @@ from kerases import assert_same, number
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
 from lossscale.monitoring import Cause
-from records import column, nonfinite, read, skipped_steps
+from records import column, nonfinite, skipped_steps
 from seeding import seed
 
 if KERAS == "none":
@@ -238,7 +238,7 @@ def test_what_is_watched_is_not_saved(tmp_path, recwarn):
     for source, target in ((monitored, net()), (plain, monitored)):
         path = tmp_path / f"{id(target)}.weights.h5"
         source.save_weights(path)
-        fit(target, rows(1), [])
+        target.optimizer.build(target.trainable_variables)
         target.load_weights(path)
         assert number(target.optimizer.steps_skipped) == 1
         inner = (each.optimizer.inner_optimizer.variables for each in (source, target))
@@ -294,15 +294,6 @@ def test_it_is_a_callback_of_keras_and_can_be_subclassed():
     assert kept.steps == [4, 8]
 
 
-def test_two_monitors_at_once(tmp_path):
-    paths = tmp_path / "each.jsonl", tmp_path / "some.jsonl"
-    monitors = [LossScaleMonitor(path, every=every) for every, path in enumerate(paths, start=1)]
-    fit(net(), rows(4, spoiled=[2]), monitors)
-    for path in paths:
-        assert column(path, "step") == [1, 2, 3, 4]
-        assert nonfinite(path) == [[], [], [(SPOILED, 1, 0)], []]
-
-
 class Parts(keras.Model):
     """Trains a variable with each of two optimizers; a batch overflows one of them, as it says."""
 
@@ -352,14 +343,6 @@ def test_each_of_several_optimizers_has_a_monitor(tmp_path, optimizers):
     assert [history["d_steps_skipped"], history["g_steps_skipped"]] == [[1], [2]]
     assert [skipped_steps(path) for path in paths] == [[2], [3, 4]]
     assert [column(path, "loss") for path in paths] == [[1.0] * 4, [2.0] * 4]
-
-
-@pytest.mark.skipif(BACKEND in ("jax", "torch"), reason="it trains what the model has there")
-def test_the_optimizer_of_the_model_and_another_one_have_monitors():
-    model = two_parts(keras.optimizers, "optimizer")
-    monitors = [LossScaleMonitor(), LossScaleMonitor(optimizer=model.g, name="g")]
-    history = fit(model, [WHICH], monitors, batch_size=1).history
-    assert (history["loss_scale"], history["g_loss_scale"]) == ([4.0], [16.0])
 
 
 def test_a_monitor_does_not_search_the_attributes_of_a_model(tmp_path):
@@ -439,19 +422,6 @@ def test_sparse_gradients_are_counted_as_they_are_stored(tmp_path):
     assert sum(counts) == 8 * 2 * 3
 
 
-def test_float16_gradients_are_counted(tmp_path):
-    path = tmp_path / "run.jsonl"
-    keras.mixed_precision.set_global_policy("mixed_float16")
-    try:
-        model = net(rule=lossscale.DynamicScale(initial_scale=2.0**30))
-    finally:
-        keras.mixed_precision.set_global_policy("float32")
-    fit(model, rows(1), [LossScaleMonitor(path)])
-    [record] = read(path)
-    assert record["skipped"]
-    assert "hidden/kernel" in {tensor["name"] for tensor in record["nonfinite"]}
-
-
 @pytest.mark.skipif(KERAS != "keras" or BACKEND != "tensorflow", reason="both are loaded there")
 def test_a_model_of_the_other_generation_is_refused():
     tf_keras = pytest.importorskip("tf_keras")
@@ -469,10 +439,9 @@ class SkippedError(Exception):
 
 @pytest.mark.skipif(not IS_KERAS_3, reason="explain() is of Keras 3")
 @pytest.mark.filterwarnings("ignore:The loss of step")
-@pytest.mark.parametrize(("before", "skips"), [(0, 1), (3, 2)])
-def test_log_ends_fit_at_a_skip_whose_rows_and_weights_are_known(before, skips):
+def test_log_ends_fit_at_a_skip_whose_rows_and_weights_are_known():
     """With `every=1`, `steps_per_execution=1` and `shuffle=False`."""
-    model, twin = net(), net()
+    model, twin, skips = net(), net(), 2
     (x, extra), y = rows(5)
     x[13] = np.nan
     seen = []
@@ -482,8 +451,8 @@ def test_log_ends_fit_at_a_skip_whose_rows_and_weights_are_known(before, skips):
         if record["skipped"] and sum(seen) == skips:
             raise SkippedError(record)
 
-    for each in (model, twin) if before else ():
-        fit(each, rows(before), [])
+    for each in (model, twin):
+        fit(each, rows(3), [])
     first, batches = int(model.optimizer.iterations), 5
     with pytest.raises(SkippedError) as raised:
         fit(model, ((x, extra), y), [LossScaleMonitor(log=log)], epochs=2)
@@ -495,8 +464,7 @@ def test_log_ends_fit_at_a_skip_whose_rows_and_weights_are_known(before, skips):
     found = lossscale.diagnosis.explain(model, *given, scale=record["scale"])
     assert (found.cause, found.operation) == (Cause.BATCH, "x")
     # The weights are those before the skipped step.
-    if skips > 1:
-        fit(twin, ((x, extra), y), [], epochs=skips - 1)
+    fit(twin, ((x, extra), y), [], epochs=skips - 1)
     fit(twin, ((x[:12], extra[:12]), y[:12]), [])
     for one, other in zip(model.get_weights(), twin.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)

@@ -320,32 +320,6 @@ def test_a_copy_is_refused_with_three_lines_that_work(tmp_path, kind, family):
 on_keras_3 = pytest.mark.skipif(KERAS == "tf_keras", reason="tf_keras saves them otherwise")
 
 
-class Holding(type(wrapped(other(keras)))):
-    """A wrapper with an attribute of its own that Keras saves."""
-
-    def __init__(self, inner):
-        super().__init__(inner)
-        self.extra = other(keras)
-
-
-@on_keras_3
-def test_attributes_of_one_name_of_both_optimizers_are_saved(tmp_path):
-    path, found = str(tmp_path / "a.weights.h5"), []
-    for _ in range(2):
-        inner = holding(keras, "extra")
-        model = model_with(Holding(inner))
-        parts = [inner.extra, model.optimizer.extra]
-        parts[1].build([])
-        if not found:
-            found += [filled(part) for part in parts]
-            model.save_weights(path)
-        else:
-            model.load_weights(path)
-            found += [values(part.variables) for part in parts]
-    assert_same(found[0], found[2])
-    assert_same(found[1], found[3])
-
-
 @on_keras_3
 def test_variables_of_one_name_are_saved_beside_one_another():
     def made():

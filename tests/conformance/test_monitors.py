@@ -248,11 +248,3 @@ def test_an_argument_that_is_gone_is_pythons_error(front, gone):
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{gone}'"):
         front.run(FINITE, **{gone: None})
     assert front.made == 0
-
-
-def test_a_job_that_is_started_again_with_the_same_path_is_told_what_to_write(front, tmp_path):
-    path = tmp_path / "run.jsonl"
-    front.run(FINITE[:1], path)
-    with pytest.raises(ArgumentError, match="which exists"):
-        front.run(FINITE[:1], path)
-    assert column(path, "step") == [1]

@@ -246,16 +246,6 @@ def test_a_subclass_sets_attributes_of_its_own_before_and_after_the_constructor(
     assert (optimizer.demanded, float(optimizer._current_scale())) == ([1], 4.0)
 
 
-def test_a_repr_does_not_wait_for_a_device(monkeypatch):
-    inner, reads = KERAS_MODULE.optimizers.SGD(), []
-    optimizer = CURRENT(inner, initial_scale=8.0)
-    assert repr(optimizer).endswith("loss scale 8, 0 of 0 steps skipped>")
-    monkeypatch.setattr(type(optimizer._backend), "is_on_host", lambda *variable: False)
-    monkeypatch.setattr(type(optimizer._backend), "read", reads.append)
-    assert repr(optimizer).endswith("around SGD, DynamicScale: loss scale on the device>")
-    assert not reads
-
-
 @pytest.mark.parametrize(
     ("device", "on_host"),
     [

@@ -1,7 +1,6 @@
-"""What a wrapper loads, and the files that a step passes through (docs/internals/design.md)."""
+"""What a wrapper loads, and the files that lead to the inner optimizer (internals/design.md)."""
 
 import functools
-import gc
 import os
 import pathlib
 import re
@@ -37,24 +36,6 @@ def ours(file):
     """The name of a source file of ours, or None."""
     name = file.removeprefix(f"{SOURCES.as_posix()}/")
     return None if name in (file, *OUTSIDE) else name
-
-
-def passed_through(run):
-    """The files whose functions `run` calls, by when each is entered first."""
-    entered = {}
-
-    def profile(frame, event, _):
-        if event == "call":
-            entered.setdefault(ours(frame.f_code.co_filename))
-
-    # Optimizers that other tests have left are forgotten now, and not on the way.
-    gc.collect()
-    sys.setprofile(profile)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return [name for name in entered if name]
 
 
 class Way:
@@ -151,7 +132,7 @@ def update_of_optax(way):
     return lambda: jax.jit(tx.update)(jnp.ones(2), state)
 
 
-# By the process that runs it: the columns of the two tables, and what makes the step.
+# By the process that runs it: the columns of the table, and what makes the step.
 STEPS = {
     "jax": {"`fit` on JAX": fit, "Optax": update_of_optax},
     "torch": {"`fit` on PyTorch": fit},
@@ -173,19 +154,6 @@ def test_three_files_lead_from_a_call_to_the_inner_optimizer(column):
     STEPS[column](way)()
     assert way.files == documented("The way of a step")[column]
     assert 1 < len(way.files) <= 3
-
-
-@pytest.mark.skipif(not STEPS, reason="a step of Keras")
-def test_a_step_passes_through_the_files_that_the_design_names():
-    heading = "What a step calls on the way"
-    columns = documented(heading)
-    for column in STEPS.keys() & columns.keys():
-        way = Way()
-        if PROCESS == "jax":
-            # JAX enters no function again that it has traced.
-            sys.modules["jax"].clear_caches()
-        entered = passed_through(STEPS[column](way))
-        assert [name for name in entered if name not in way.files] == columns[column]
 
 
 # How many of ours are loaded by a program that makes an optimizer. Of TensorFlow's arrays a wrapper

@@ -3,8 +3,6 @@
 import json
 import pathlib
 import re
-import subprocess
-import sys
 
 import run
 from tools import gpu
@@ -29,15 +27,14 @@ def test_a_gpu_gets_the_tests_that_the_simulated_one_gets():
     assert given >= set(run.SIMULATED[1:])
 
 
-def test_on_the_processor_parts_run_and_say_what_came_of_them(tmp_path):
+def test_on_the_processor_parts_run_and_say_what_came_of_them(tmp_path, capsys):
     page, output = tmp_path / "gpu.md", tmp_path / "gpu.json"
     page.write_text(f"# Page\n{PAGE.read_text()}")
-    options = ["--device", "cpu", "--page", page, "--output", output]
-    command = [sys.executable, "-m", "tools.gpu", *options, "--only", "replayed steps"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    options = ["--device", "cpu", "--page", str(page), "--output", str(output)]
+    assert gpu.main([*options, "--only", "replayed steps"]) == 0
     part = "PyTorch: replayed steps, streams and threads"
-    assert done.stdout == f"[1/1] {part}: not run: it does not apply to this device\n"
+    said = f"{part}: not run: it does not apply to this device"
+    assert capsys.readouterr().out == f"[1/1] {said}\n"
     assert "| PyTorch: promises | never run on a GPU |" in page.read_text()
     assert f"| {part} | not run: it does not" in page.read_text()
     [(name, found)] = json.loads(output.read_text())["parts"].items()

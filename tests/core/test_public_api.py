@@ -80,18 +80,6 @@ def test_each_wrapper_and_its_subclasses_are_loss_scale_optimizers():
         assert issubclass(keras.LossScaleOptimizer, lossscale.LossScaleOptimizer)
 
 
-def test_every_member_on_the_page_about_them_is_declared():
-    page = (ROOT / "docs/api/documented_api.md").read_text()
-    page = page.partition("## Members")[2].partition("\n## ")[0]
-    # The first column; after the names of settings of any optimizer comes no `(`.
-    columns = re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE)
-    names = {name for column in columns for name in re.findall(r"`(\w+)", column)}
-    classes = ours_in(lossscale.keras.LossScaleOptimizer)
-    declared = {name for cls in classes for name in {*vars(cls), *inspect.get_annotations(cls)}}
-    assert len(names) > 30
-    assert names - declared == set()
-
-
 def test_help_shows_what_the_constructors_take():
     shown = inspect.signature(lossscale.LossScaleOptimizer).parameters.values()
     for wrapper in (*wrappers(), TorchLossScaleOptimizer):
@@ -102,15 +90,6 @@ def test_help_shows_what_the_constructors_take():
                 assert (same.kind, same.default) == (parameter.kind, parameter.default)
     monitor = inspect.signature(LossScaleMonitor)
     assert list(monitor.parameters)[:3] == ["path", "every", "log"]
-
-
-def test_a_wrapper_is_found_where_its_class_says_and_made_of_few_classes():
-    for wrapper in (*wrappers(), TorchLossScaleOptimizer):
-        assert wrapper.__name__ == "LossScaleOptimizer"
-        package = importlib.import_module(wrapper.__module__)
-        assert wrapper.__module__.count(".") == 1
-        assert issubclass(wrapper, getattr(package, wrapper.__qualname__))
-        assert len(ours_in(wrapper)) <= 5
 
 
 def ours_in(cls):

@@ -50,14 +50,6 @@ TRACES = {
         [OK, OK, OK, BAD, OK, OK, BAD, BAD, BAD],
         [(1, 1), (2, 0), (2, 1), (1, 0), (1, 1), (2, 0), (1, 0), (1, 0), (1, 0)],
     ),
-    "default": (DynamicScale(), [OK] * 2001, [(2**15, 1999), (2**16, 0), (2**16, 1)]),
-    "two growths": (DynamicScale(8, 3), [OK] * 7, [(16, 2), (32, 0), (32, 1)]),
-    "factors": (
-        DynamicScale(16, 1, growth_factor=8, backoff_factor=0.25, min_scale=0.5),
-        [OK, BAD, BAD, BAD, BAD],
-        [(128, 0), (32, 0), (8, 0), (2, 0), (0.5, 0)],
-    ),
-    "floor between": (DynamicScale(4, min_scale=3), [BAD, BAD], [(3, 0), (3, 0)]),
     # A growth that would pass the ceiling is left out, and the count starts again.
     "ceiling between": (
         DynamicScale(4, 2, max_scale=7),
@@ -70,8 +62,6 @@ TRACES = {
         [BAD, OK, OK],
         [(0.125, 0), (0.125, 1), (0.25, 0)],
     ),
-    "highest of all": (DynamicScale(growth_interval=1), [OK] * 10_000, [(2.0**126, 0)]),
-    "lowest by default": (DynamicScale(growth_interval=1), [BAD] * 10_000, [(1, 0)]),
 }
 
 

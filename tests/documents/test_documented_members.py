@@ -148,13 +148,3 @@ def test_a_third_argument_of_apply_gradients_is_what_it_was_or_refused(form, var
     with pytest.raises(TypeError, match=f"experimental_aggregate_gradients={third}"):
         optimizer.apply_gradients([(gradient, var)], None, third)
     assert_same(before, everything(optimizer, var))
-
-
-def test_a_variable_the_optimizer_was_not_built_with_is_a_value_error(form, var):
-    optimizer = form.new(sgd())
-    optimizer.minimize(lambda: var**2, [var])
-    other = tf.Variable(1.0)
-    before = everything(optimizer, var, other)
-    with pytest.raises(ValueError, match=r"(?i)unknown variable|was not recognized|not recognize"):
-        optimizer.minimize(lambda: other**2, [other])
-    assert_same(before, everything(optimizer, var, other))

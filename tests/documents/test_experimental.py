@@ -202,26 +202,6 @@ def test_something_that_is_no_loss_scale_is_refused(value):
     experimental.LossScaleOptimizer(inner, 8)
 
 
-def test_two_optimizers_can_share_a_loss_scale(stepped):
-    loss_scale = DynamicLossScale(8, increment_period=2)
-    first, second = (experimental.LossScaleOptimizer(sgd(), loss_scale) for _ in range(2))
-    var, other = tf.Variable(1.0), tf.Variable(1.0)
-    step = stepped(lambda: first.minimize(lambda: var**2, [var]))
-    other_step = stepped(lambda: second.minimize(lambda: other**2, [other]))
-    step()
-    assert _state(loss_scale) == (8.0, 1)
-    other_step()
-    assert _state(loss_scale) == (16.0, 0)
-    assert (var.numpy(), other.numpy()) == (0.5, 0.5)
-    for optimizer in (first, second):
-        assert optimizer.loss_scale() == 16.0
-        assert optimizer.get_scaled_loss(1.0) == 16.0
-        # Each saves the shared state, once.
-        ids = [id(v) for v in optimizer.variables]
-        assert len(ids) == len(set(ids))
-        assert {id(v) for v in loss_scale._bound_state().variables.values()} <= set(ids)
-
-
 def test_a_loss_scale_that_was_used_before_goes_on_from_its_value(stepped):
     loss_scale = DynamicLossScale(8, increment_period=2)
     loss_scale.update(_BAD)
@@ -300,16 +280,6 @@ def test_a_configuration_with_a_loss_scale_of_ones_own_needs_custom_objects():
     again = experimental.LossScaleOptimizer.from_config(config, custom_objects={"Halving": Halving})
     assert isinstance(again.loss_scale, Halving)
     assert again.loss_scale.get_config() == {"start": 8.0, "lowest": 2.0}
-
-
-def test_a_loss_scale_of_ones_own_that_keras_knows_needs_no_custom_objects():
-    @keras.saving.register_keras_serializable(package="tests_of_documents")
-    class Registered(Halving):
-        pass
-
-    optimizer = experimental.LossScaleOptimizer(sgd(), Registered(8.0))
-    again = experimental.LossScaleOptimizer.from_config(optimizer.get_config())
-    assert type(again.loss_scale) is Registered
 
 
 def test_the_current_class_reads_configurations_of_this_one_and_not_the_other_way():

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks import tables
 from benchmarks.pages import insert
 from tools.calibration.outcomes import WAYS, regret
 
@@ -54,17 +55,16 @@ def main(command_line: list[str] | None = None) -> int:
     if options.page is not None:
         marks = f"<!-- {what}: python -m tools.calibration -->", f"<!-- end of {what} -->"
         insert(options.page, f"\n{table(rows)}\n\n{said}\n", *marks)
-    for name in sorted(wrong - known):
-        print(f"error: {name}: the training contradicts the verdict", file=sys.stderr)
-    for name in sorted(known - wrong):
-        print(f"error: {name}: no training contradicts the verdict any more", file=sys.stderr)
+    for name in sorted(wrong ^ known):
+        found = "the training contradicts" if name in wrong else "no training contradicts"
+        print(f"error: {name}: {found} the verdict", file=sys.stderr)
     return 1 if wrong ^ known else 0
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Returns a Markdown table: of what float32 gains, the share that each way loses."""
     heads = ("model", "verdict", "first and lowest scale", *WAYS, "")
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    lines = []
     for row in rows:
         rule = row["rule"]
         scales = "-"
@@ -72,9 +72,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             first, lowest = (math.log2(scale) for scale in (rule.initial_scale, rule.min_scale))
             scales = f"2\\*\\*{first:.0f}, min 2\\*\\*{lowest:.0f}"
         shares = [_share(regret(row, way)) if way in row else "-" for way in WAYS]
-        cells = (row["task"].replace("**", "\\*\\*"), row["verdict"], scales, *shares, row["wrong"])
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        name = row["task"].replace("**", "\\*\\*")
+        lines.append([name, row["verdict"], scales, *shares, row["wrong"]])
+    return tables.table(heads, lines)
 
 
 def _share(lost: float) -> str:

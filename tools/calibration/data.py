@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import functools
-import pathlib
 from typing import NamedTuple
 
 import numpy as np
-
-CONTEXT = 8
-"""How many characters a character model sees."""
 
 
 class Split(NamedTuple):
@@ -43,42 +39,6 @@ def digits() -> Split:
 
 
 @functools.cache
-def text() -> Split:
-    """The descriptions of scikit-learn's data sets: the next character after each eight."""
-    import sklearn.datasets
-
-    folder = pathlib.Path(sklearn.datasets.__file__).parent / "descr"
-    whole = "\n".join(file.read_text("utf-8") for file in sorted(folder.glob("*.rst")))
-    common = sorted(set(whole))
-    codes = np.asarray([common.index(character) for character in whole], np.int32)
-    windows = np.lib.stride_tricks.sliding_window_view(codes, CONTEXT + 1)
-    edge = len(windows) * 9 // 10
-    return Split(windows[:edge, :-1], windows[:edge, -1], windows[edge:, :-1], windows[edge:, -1])
-
-
-@functools.cache
-def shapes(images: int, pixels: int) -> Split:
-    """Noisy discs on a dark ground, and for each pixel whether it is on a disc.
-
-    Args:
-        images: How many, for training; a quarter as many, at least one, are for testing.
-        pixels: Width and height.
-    """
-    random = np.random.default_rng(0)
-    all_images = images + max(images // 4, 1)
-    rows, columns = np.mgrid[0:pixels, 0:pixels] / pixels
-    inside = np.zeros((all_images, pixels, pixels), bool)
-    for image in inside:
-        for _ in range(3):
-            (y, x), radius = random.uniform(size=2), random.uniform(0.1, 0.3)
-            image |= (rows - y) ** 2 + (columns - x) ** 2 < radius**2
-    noise = random.normal(scale=0.5, size=inside.shape)
-    x = (inside + noise).astype("float32")[..., None]
-    y = inside.astype("float32")[..., None]
-    return Split(x[:images], y[:images], x[images:], y[images:])
-
-
-@functools.cache
 def baskets() -> Split:
     """Sets of 32 words out of 2,000 that belong to one of 10 topics each.
 
@@ -106,3 +66,12 @@ def sums() -> Split:
     x = np.stack([numbers, marks], axis=-1).astype("float32")
     y = (numbers * marks).sum(axis=1, keepdims=True).astype("float32")
     return Split(x[:4000], y[:4000], x[4000:], y[4000:])
+
+
+@functools.cache
+def line(factor: float) -> Split:
+    """Numbers from 0 to 1 and a smooth function of them, times a factor."""
+    random = np.random.default_rng(0)
+    x = random.uniform(size=(2000, 8)).astype("float32")
+    y = (x[:, :1] + x[:, 1:2] ** 2 - x[:, 2:3]).astype("float32") * np.float32(factor)
+    return Split(x[:1600], y[:1600], x[1600:], y[1600:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -268,16 +269,6 @@ def _square(outputs: Any, y: Any) -> Any:
     return jnp.mean((outputs - y) ** 2)
 
 
-def _line(factor: float) -> Callable[[], Split]:
-    def split() -> Split:
-        random = np.random.default_rng(0)
-        x = random.uniform(size=(2000, 8)).astype("float32")
-        y = (x[:, :1] + x[:, 1:2] ** 2 - x[:, 2:3]).astype("float32") * np.float32(factor)
-        return Split(x[:1600], y[:1600], x[1600:], y[1600:])
-
-    return split
-
-
 def _mlp(*widths: int) -> Callable[[Any], Any]:
     return lambda key: _weights(key, *widths)
 
@@ -286,71 +277,53 @@ def _large_params(key: Any) -> Any:
     return {"layers": _weights(key, 64, 32, 10), "gain": jnp.float32(1e5)}
 
 
-_digits, _relu = data.digits, jax.nn.relu
-_mean_of_heads = _heads(0.5, 0.5)
-_small, _deep, _regressor = _mlp(64, 64, 10), _mlp(64, *[48] * 8, 10), _mlp(8, 32, 1)
+def _digits(
+    name: str,
+    params: Callable[[Any], Any],
+    forward: Forward,
+    factor: float = 1.0,
+    loss: Callable[[Any, Any], Any] = _categories,
+    **settings: Any,
+) -> Task:
+    return Task(name, data.digits, params, forward, loss, factor, **settings)
+
+
+def _two(weight: str) -> Task:
+    loss, mean = _heads(float(weight), 1e-7), _heads(0.5, 0.5)
+    name = f"two heads, {weight} and 1e-7"
+    return _digits(name, _two_head_params, _two_heads, loss=loss, quality=mean)
+
+
+def _regression(name: str, factor: float = 1.0, rate: float = 3e-3) -> Task:
+    split, params = functools.partial(data.line, factor), _mlp(8, 32, 1)
+    return Task(name, split, params, _dense(jax.nn.relu), _square, rate=rate)
+
+
+_small, _deep, _perceptron = _mlp(64, 64, 10), _mlp(64, *[48] * 8, 10), _dense(jax.nn.relu)
 TASKS = (
-    Task("dense", _digits, _small, _dense(_relu), _categories),
-    Task("dense, loss / 2**12", _digits, _small, _dense(_relu), _categories, 2.0**-12),
-    Task("dense, loss / 2**18", _digits, _small, _dense(_relu), _categories, 2.0**-18),
-    Task("dense, loss x 2**16", _digits, _small, _dense(_relu), _categories, 2.0**16),
-    Task(
+    _digits("dense", _small, _perceptron),
+    _digits("dense, loss / 2**12", _small, _perceptron, 2.0**-12),
+    _digits("dense, loss / 2**18", _small, _perceptron, 2.0**-18),
+    _digits("dense, loss x 2**16", _small, _perceptron, 2.0**16),
+    _digits(
         "dense, loss + 1e5",
-        _digits,
         _small,
-        _dense(_relu),
-        lambda outputs, y: _categories(outputs, y) + 1e5,
+        _perceptron,
+        loss=lambda outputs, y: _categories(outputs, y) + 1e5,
         quality=_categories,
     ),
-    Task("8 tanh layers", _digits, _deep, _dense(jnp.tanh), _categories),
-    Task("8 tanh layers, loss / 2**14", _digits, _deep, _dense(jnp.tanh), _categories, 2.0**-14),
-    Task("convolutions", _digits, _convolution_params, _convolutions, _categories),
-    Task(
-        "convolutions, loss / 2**16",
-        _digits,
-        _convolution_params,
-        _convolutions,
-        _categories,
-        2.0**-16,
-    ),
-    Task("transformer", _digits, _transformer_params, _transformer, _categories),
-    Task(
-        "transformer, loss / 2**14",
-        _digits,
-        _transformer_params,
-        _transformer,
-        _categories,
-        2.0**-14,
-    ),
-    Task("RNN, scan", _digits, _recurrent_params, _recurrent, _categories),
-    Task("RNN, scan, loss / 2**16", _digits, _recurrent_params, _recurrent, _categories, 2.0**-16),
-    Task(
-        "two heads, 1 and 1e-7",
-        _digits,
-        _two_head_params,
-        _two_heads,
-        _heads(1.0, 1e-7),
-        quality=_mean_of_heads,
-    ),
-    Task(
-        "two heads, 3e3 and 1e-7",
-        _digits,
-        _two_head_params,
-        _two_heads,
-        _heads(3e3, 1e-7),
-        quality=_mean_of_heads,
-    ),
-    Task(
-        "two heads, 3e5 and 1e-7",
-        _digits,
-        _two_head_params,
-        _two_heads,
-        _heads(3e5, 1e-7),
-        quality=_mean_of_heads,
-    ),
-    Task("activations x 1e5", _digits, _large_params, _large, _categories),
-    *(Task(name, _digits, _small, _between(b), _categories) for name, b in _BROKEN.items()),
-    Task("regression", _line(1.0), _regressor, _dense(_relu), _square),
-    Task("regression, targets x 1000", _line(1e3), _regressor, _dense(_relu), _square, 1.0, 0.3),
-    Task("regression, targets x 1e5", _line(1e5), _regressor, _dense(_relu), _square, 1.0, 1e3),
+    _digits("8 tanh layers", _deep, _dense(jnp.tanh)),
+    _digits("8 tanh layers, loss / 2**14", _deep, _dense(jnp.tanh), 2.0**-14),
+    _digits("convolutions", _convolution_params, _convolutions),
+    _digits("convolutions, loss / 2**16", _convolution_params, _convolutions, 2.0**-16),
+    _digits("transformer", _transformer_params, _transformer),
+    _digits("transformer, loss / 2**14", _transformer_params, _transformer, 2.0**-14),
+    _digits("RNN, scan", _recurrent_params, _recurrent),
+    _digits("RNN, scan, loss / 2**16", _recurrent_params, _recurrent, 2.0**-16),
+    *map(_two, ("1", "3e3", "3e5")),
+    _digits("activations x 1e5", _large_params, _large),
+    *(_digits(name, _small, _between(block)) for name, block in _BROKEN.items()),
+    _regression("regression"),
+    _regression("regression, targets x 1000", 1e3, 0.3),
+    _regression("regression, targets x 1e5", 1e5, 1e3),
 )

@@ -189,15 +189,6 @@ def _large_inputs() -> list[Any]:
     return [layers.Flatten(), layers.Rescaling(6e4), wide, *inside, *_softmax()]
 
 
-@functools.cache
-def _line(factor: float) -> Split:
-    """Numbers from 0 to 1 and a smooth function of them, times a factor."""
-    random = np.random.default_rng(0)
-    x = random.uniform(size=(2000, 8)).astype("float32")
-    y = (x[:, :1] + x[:, 1:2] ** 2 - x[:, 2:3]).astype("float32") * np.float32(factor)
-    return Split(x[:1600], y[:1600], x[1600:], y[1600:])
-
-
 def _images_as_targets() -> Split:
     x, _, test_x, _ = data.digits()
     return Split(x, x, test_x, test_x)
@@ -212,88 +203,52 @@ def _focal(y: Any, y_pred: Any) -> Any:
     return -ops.mean((1 - chosen) ** 2 * ops.log(chosen + 1e-7))
 
 
-_line_of = functools.partial(functools.partial, _line)
+def _digits(
+    name: str, made: Any, divisor: float = 1.0, loss: Any = _CATEGORIES, **more: Any
+) -> Task:
+    return Task(name, data.digits, made, loss, divisor, **more)
+
+
+def _sums(name: str, kind: Any, divisor: float = 1.0) -> Task:
+    return Task(name, data.sums, functools.partial(_recurrent, kind), "mse", divisor, **_LONG)
+
+
+def _regression(name: str, factor: float, loss: Any = "mse", **more: Any) -> Task:
+    return Task(name, functools.partial(data.line, factor), _regressor, loss, **more)
+
+
+_ADAM: dict[str, Any] = {"rate": 3e-3, "adam": True}
+_FASTER = _ADAM | {"rate": 1e-2}
+_LONG = _FASTER | {"steps": 60}
+_separable = functools.partial(_convolutions, layers.SeparableConv2D)
 TASKS = (
-    Task("digits, dense", data.digits, _dense, _CATEGORIES),
-    Task("digits, dense, loss / 2**12", data.digits, _dense, _CATEGORIES, 2.0**12),
-    Task("digits, dense, loss / 2**20", data.digits, _dense, _CATEGORIES, 2.0**20),
-    Task(
-        "digits, dense, loss / 2**30, Adam", data.digits, _dense, _CATEGORIES, 2.0**30, 3e-3, True
-    ),
-    Task("digits, dense, loss x 2**16", data.digits, _dense, _CATEGORIES, 2.0**-16),
-    Task("digits, 8 tanh layers", data.digits, _deep, _CATEGORIES, 1.0, 3e-3, True),
-    Task(
-        "digits, 8 tanh layers, loss / 2**14", data.digits, _deep, _CATEGORIES, 2.0**14, 3e-3, True
-    ),
-    Task("digits, softmax in float16", data.digits, _softmax_in_float16, _CATEGORIES),
-    Task("digits, focal loss", data.digits, _dense, _focal),
-    Task("digits, convolutions", data.digits, _convolutions, _CATEGORIES, 1.0, 0.01),
-    Task(
-        "digits, convolutions, loss / 2**16", data.digits, _convolutions, _CATEGORIES, 2.0**16, 0.01
-    ),
-    Task(
-        "digits, separable convolutions",
-        data.digits,
-        functools.partial(_convolutions, layers.SeparableConv2D),
-        _CATEGORIES,
-        rate=0.01,
-    ),
-    Task("digits, transformer", data.digits, _transformer, _CATEGORIES, 1.0, 3e-3, True),
-    Task(
-        "digits, transformer, loss / 2**14",
-        data.digits,
-        _transformer,
-        _CATEGORIES,
-        2.0**14,
-        3e-3,
-        True,
-    ),
-    Task(
-        "digits, residual gain 1e-4", data.digits, functools.partial(_residual, 1e-4), _CATEGORIES
-    ),
-    Task(
-        "digits, autoencoder",
-        _images_as_targets,
-        _autoencoder,
-        "binary_crossentropy",
-        1.0,
-        3e-3,
-        True,
-    ),
-    Task("digits x 60,000", data.digits, _large_inputs, _CATEGORIES, 1.0, 1e-3, True),
-    Task("words, embedding", data.baskets, _words, _CATEGORIES, 1.0, 1e-2, True),
-    Task("words, embedding, loss / 2**12", data.baskets, _words, _CATEGORIES, 2.0**12, 1e-2, True),
-    Task(
-        "sums, GRU",
-        data.sums,
-        functools.partial(_recurrent, layers.GRU),
-        "mse",
-        1.0,
-        1e-2,
-        True,
-        60,
-    ),
-    Task(
-        "sums, LSTM, loss / 2**14",
-        data.sums,
-        functools.partial(_recurrent, layers.LSTM),
-        "mse",
-        2.0**14,
-        1e-2,
-        True,
-        60,
-    ),
-    Task("regression", _line_of(1.0), _regressor, "mse"),
-    Task(
-        "regression, targets x 100, summed", _line_of(100.0), _regressor, _summed, 1.0, 1e-2, True
-    ),
-    Task("regression, targets x 1000", _line_of(1e3), _regressor, "mse", 1.0, 0.5, True),
-    Task("regression, targets x 1e5", _line_of(1e5), _regressor, "mse", 1.0, 30.0, True),
-    Task("regression, targets x 1e5, absolute", _line_of(1e5), _regressor, "mae", 1.0, 30.0, True),
-    *(
-        Task(name, data.digits, functools.partial(_broken, block), _CATEGORIES)
-        for name, block in _BROKEN.items()
-    ),
+    _digits("digits, dense", _dense),
+    _digits("digits, dense, loss / 2**12", _dense, 2.0**12),
+    _digits("digits, dense, loss / 2**20", _dense, 2.0**20),
+    _digits("digits, dense, loss / 2**30, Adam", _dense, 2.0**30, **_ADAM),
+    _digits("digits, dense, loss x 2**16", _dense, 2.0**-16),
+    _digits("digits, 8 tanh layers", _deep, **_ADAM),
+    _digits("digits, 8 tanh layers, loss / 2**14", _deep, 2.0**14, **_ADAM),
+    _digits("digits, softmax in float16", _softmax_in_float16),
+    _digits("digits, focal loss", _dense, loss=_focal),
+    _digits("digits, convolutions", _convolutions, rate=0.01),
+    _digits("digits, convolutions, loss / 2**16", _convolutions, 2.0**16, rate=0.01),
+    _digits("digits, separable convolutions", _separable, rate=0.01),
+    _digits("digits, transformer", _transformer, **_ADAM),
+    _digits("digits, transformer, loss / 2**14", _transformer, 2.0**14, **_ADAM),
+    _digits("digits, residual gain 1e-4", functools.partial(_residual, 1e-4)),
+    Task("digits, autoencoder", _images_as_targets, _autoencoder, "binary_crossentropy", **_ADAM),
+    _digits("digits x 60,000", _large_inputs, rate=1e-3, adam=True),
+    Task("words, embedding", data.baskets, _words, _CATEGORIES, **_FASTER),
+    Task("words, embedding, loss / 2**12", data.baskets, _words, _CATEGORIES, 2.0**12, **_FASTER),
+    _sums("sums, GRU", layers.GRU),
+    _sums("sums, LSTM, loss / 2**14", layers.LSTM, 2.0**14),
+    _regression("regression", 1.0),
+    _regression("regression, targets x 100, summed", 100.0, _summed, **_FASTER),
+    _regression("regression, targets x 1000", 1e3, rate=0.5, adam=True),
+    _regression("regression, targets x 1e5", 1e5, rate=30.0, adam=True),
+    _regression("regression, targets x 1e5, absolute", 1e5, "mae", rate=30.0, adam=True),
+    *(_digits(name, functools.partial(_broken, block)) for name, block in _BROKEN.items()),
 )
 
 

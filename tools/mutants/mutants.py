@@ -235,6 +235,9 @@ tests/frameworks/jax/test_state_form.py
     optax _untraced: np.zeros(...) -> leaf  -k float0
 tests/frameworks/jax/test_skipping.py
     optax skipped_like: complex(-0.0, -0.0) if ... else -0.0 -> 0.0  -k momentum
+    jax gated: set(wanted.values()) -> set(old_values)  -k adamw_clip
+    jax _gated_branches: gated(branch, given, own, finite) -> gated(branch, given, {}, finite)
+        -k MultiSteps
     optax without_shared_buffers: id(leaf) in known and isinstance(leaf, Array) -> False
         -k cocob
     optax _check_and_unscale: [jnp.where(...) for part in gradients] -> gradients  -k nothing_inside
@@ -253,8 +256,6 @@ tests/frameworks/jax/test_platforms.py
     jax nonfinite_by_row: nans << 16 -> nans  -k in_each_gradient
     jax update: jax.lax.platform_dependent(...) -> branched()  -k branch
 tests/frameworks/jax/test_jaxprs.py
-    jax gated: set(wanted.values()) -> set(old_values)  -k kept_old
-    jax _gated_branches: gated(branch, given, own, finite) -> gated(branch, given, {}, finite)
     jax _branches: equation.params.get('branches_platforms') -> False  -k another_platform
 tests/frameworks/jax/test_memory.py
     jax _gated_equation: called is not None -> False
@@ -366,6 +367,13 @@ tests/frameworks/torch/test_beside_torch.py
     torch GradScaler._move_as_torch: super().update() -> pass  -k four_calls
     torch GradScaler._step_that_skips_by_itself: entry['stage'] = OptState.STEPPED; return result
         -> return result  -k four_calls
+tests/frameworks/torch/test_grad_scaler.py
+    torch GradScaler.unscale_: self._stage_of(optimizer) is OptState.UNSCALED -> False
+    torch unscale_and_check_: recheck -> False  -k d20
+    torch GradScaler._move_as_torch: scale.clamp_(...) -> pass  -k put_back
+    torch GradScaler._move_as_torch: scale.nan_to_num_(...) -> pass  -k put_back
+    torch GradScaler._step_that_skips_by_itself: fused.attributes(...)
+        -> fused.attributes([optimizer], divisor, None)  -k d25
 tests/frameworks/torch/test_clipping.py
     torch coefficient: 1.0 -> 2.0
 tests/frameworks/torch/test_buffers.py
@@ -379,12 +387,6 @@ tests/frameworks/torch/test_buffers.py
 tests/frameworks/torch/test_guard.py
     torch GuardedScheduler._holds: now[0] > made and now[1] == applied -> False
     torch GuardedScheduler._holds: now >= self._seen -> True
-tests/frameworks/torch/test_grad_scaler.py
-    torch unscale_and_check_: recheck -> False  -k d20
-    torch GradScaler._move_as_torch: scale.clamp_(...) -> pass  -k put_back
-    torch GradScaler._move_as_torch: scale.nan_to_num_(...) -> pass  -k put_back
-    torch GradScaler._step_that_skips_by_itself: fused.attributes(...)
-        -> fused.attributes([optimizer], divisor, None)  -k d25
 tests/frameworks/torch/test_processes.py
     torch GradScaler._unscale_grads_: overflow.item() >= 0 -> False
         -k orders_of_scalers

@@ -22,9 +22,7 @@ def sam():
 INNER = {
     "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adamw_clip": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
-    "rmsprop": lambda: optax.rmsprop(0.1, momentum=0.9, centered=True),
     "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
-    "lamb": lambda: optax.lamb(0.1),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
         learning_rate=optax.linear_schedule(0.1, 0.0, 10)
     ),
@@ -46,9 +44,7 @@ INNER = {
     "polyak": lambda: optax.polyak_sgd(0.1),
     "schedule_free": lambda: contrib.schedule_free(optax.adam(0.1), 0.1),
     "muon": lambda: contrib.muon(0.1, ns_steps=2),
-    "adopt": lambda: contrib.adopt(0.1),
     "prodigy": lambda: contrib.prodigy(0.1),
-    "dog": lambda: contrib.dog(0.1),
     "mechanize": lambda: contrib.mechanize(optax.adam(0.1)),
     "cocob": lambda: contrib.cocob(0.1),
     "sam": sam,

@@ -201,23 +201,6 @@ def test_a_loop_explains_the_step_whose_record_is_a_skip_or_has_a_broken_loss(na
     assert (found.cause, words in found.text) == (cause, True), found.text
 
 
-@pytest.mark.parametrize(
-    ("mask", "cause", "words"),
-    [
-        # In float16 it is minus infinity.
-        (-1e9, Cause.FORWARD_OVERFLOW, "sets is above the largest float16 number"),
-        (-jnp.inf, Cause.SINGULAR, "masked as a whole"),
-    ],
-)
-def test_a_mask_beyond_float16_is_told_from_one_that_is_infinite(mask, cause, words):
-    def loss_fn(params, batch, dtype):
-        scores = jnp.where(batch > 5, batch.astype(dtype) * params["w"].astype(dtype), mask)
-        return jax.nn.softmax(scores).astype(jnp.float32).sum()
-
-    found = explain(loss_fn, {"w": jnp.ones(3)}, X)
-    assert (found.cause, words in found.text) == (cause, True), found.text
-
-
 def test_only_the_named_parameters_are_differentiated():
     def loss_fn(params, batch, dtype):
         broken = jnp.sqrt(params["a"].astype(dtype) * 0).sum()

@@ -62,39 +62,6 @@ def test_every_output_is_as_written_and_may_be_kept_old_or_go_on(function):
         assert bits(found) == bits([jnp.asarray(value) for value in expected])
 
 
-@pytest.mark.parametrize("function", [nested, with_branches], ids=["a call", "a branch"])
-def test_what_is_made_of_a_chosen_output_is_made_of_what_was_chosen(function):
-    def with_a_reader(x, y):
-        chosen, *_ = function(x, y)
-        return chosen, chosen * 2.0 + 1.0
-
-    closed = jax.make_jaxpr(with_a_reader)(X, Y)
-    first, second = gated(closed, [X, Y], {0: jnp.zeros(2)}, jnp.asarray(False))
-    assert (first.tolist(), second.tolist()) == ([0.0, 0.0], [1.0, 1.0])
-
-
-def equations(closed):
-    """All equations of a closed jaxpr, also those of what it calls or branches to."""
-    for equation in closed.jaxpr.eqns:
-        yield equation
-        for inner in jax.tree.leaves(list(equation.params.values())):
-            if hasattr(inner, "jaxpr"):
-                yield from equations(inner)
-
-
-def test_what_comes_out_of_a_branch_is_chosen_inside_of_it():
-    def step(x, y, finite):
-        closed = jax.make_jaxpr(with_branches)(x, y)
-        return gated(closed, [x, y], {0: y, 2: x}, finite)
-
-    outer = jax.make_jaxpr(step)(X, Y, True).jaxpr.eqns
-    assert "select_n" not in [equation.primitive.name for equation in outer]
-    [switch] = [equation for equation in outer if equation.primitive.name == "cond"]
-    for branch in switch.params["branches"]:
-        names = [each.primitive.name for each in equations(branch)]
-        assert names.count("select_n") == 2
-
-
 def test_a_branch_for_another_platform_is_never_compiled():
     def refused(x):
         half = x.astype(jnp.float16)

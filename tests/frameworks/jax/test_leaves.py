@@ -186,21 +186,3 @@ def test_updates_are_rounded_last_and_have_the_dtypes_of_optax(
         assert np.signbit(np.float32(updates["w"])).all()
         # A second step finds the state as the first one did.
         assert signature(state) == signature(update(gradients, state, given)[1])
-
-
-@ROUNDED
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_branch_around_a_step_and_strict_dtypes_are_as_with_optax_alone(dtype):
-    params = {"w": jnp.ones(4, dtype), "none": None}
-    tx = small(optax.sgd(0.1, momentum=0.9))
-
-    def step(gradients, state, params, apply):
-        return jax.lax.cond(
-            apply,
-            lambda: tx.update(gradients, state, params),
-            lambda: (jax.tree.map(jnp.zeros_like, gradients), state),
-        )
-
-    with jax.numpy_dtype_promotion("strict"):
-        updates, _ = jax.jit(step)(params, tx.init(params), params, True)
-        assert optax.apply_updates(params, updates)["w"].dtype == dtype

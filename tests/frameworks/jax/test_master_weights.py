@@ -18,7 +18,7 @@ from orbax.checkpoint import StandardCheckpointer
 import lossscale.optax
 from frameworks.jax import inner_transformations as inner
 from frameworks.jax.support import bits, signature
-from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError, UnsupportedError
+from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
 from lossscale.optax import loss_scaled, master_weights
 
 INNER = {
@@ -217,15 +217,6 @@ def test_what_cannot_be_used_is_refused_before_anything_changes():
     for before, after in ((half(), inner.params()), (inner.params(), half())):
         with pytest.raises(ArgumentError, match=r"dtypes.*optax\.apply_updates"):
             COPIES.update(half(), COPIES.init(before), after)
-
-
-@pytest.mark.parametrize(
-    "inner_tx", [optax.lbfgs(), optax.chain(ADAM, optax.scale_by_backtracking_linesearch(3))]
-)
-def test_a_line_search_is_refused(inner_tx):
-    for tx in (master_weights(inner_tx), loss_scaled(master_weights(inner_tx))):
-        with pytest.raises(UnsupportedError, match=r"Line searches.*Train in float32"):
-            tx.init(half())
 
 
 NARROWEST = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float4_e2m1fn"]

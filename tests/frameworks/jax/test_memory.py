@@ -67,7 +67,7 @@ def test_copies_would_be_seen():
 
 # `python -m benchmarks.whole_steps` has all eighteen.
 @pytest.mark.parametrize(
-    "row", [("mlp", "mixed_float16", "adam"), ("cnn", "float32", "adam, accumulated")], ids=" ".join
+    "row", [("mlp", "mixed_float16", "adam"), ("mlp", "float32", "adam, accumulated")], ids=" ".join
 )
 def test_a_whole_step_needs_no_more_memory_than_one_that_waits_for_a_verdict(row):
     ours, floor = of_optax(*row, "lossscale"), of_optax(*row, "floor")

@@ -124,16 +124,6 @@ def test_what_the_optimizer_does_is_the_same():
     step(TRACKED, jax.tree.map(jnp.copy, PARAMS), without, 1.0)
 
 
-def test_eager_steps_track_the_same():
-    tx = lossscale.optax.loss_scaled(optax.sgd(0.1), rule=RULE, track_overflows=True)
-    tracked = []
-    grads = {"w": jnp.float32([8.0, jnp.inf])}
-    for update in (tx.update, jax.jit(tx.update)):
-        _, opt_state = update(grads, tx.init(grads), grads)
-        tracked.append(bits(opt_state.tracked))
-    assert tracked[0] == tracked[1]
-
-
 def on_four_devices(tx, spec, opt_state, grads):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     states = jax.tree.map(lambda leaf: spec if leaf.ndim and leaf.shape[0] == 8 else P(), opt_state)
@@ -154,18 +144,6 @@ def test_devices_that_share_their_gradients_track_them():
     np.testing.assert_array_equal(found.tracked.steps.nonfinite, [[1, 0]])
     with pytest.raises(TypeError, match="cond branches must have equal output types"):
         on_four_devices(tx, P("d"), tx.init(grads), grads)
-
-
-def test_the_state_keeps_its_form_and_finds_its_names():
-    state = TRACKED.init(PARAMS)
-    after = jax.eval_shape(TRACKED.update, PARAMS, state, PARAMS)[1]
-    like = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), after) == like
-    assert jax.eval_shape(TRACKED.init, PARAMS) == jax.eval_shape(lambda: state)
-    assert float(optax.tree.get(state, "loss_scale")) == 8
-    assert int(optax.tree.get(state, "steps_skipped")) == 0
-    # A name that a transformation of Optax has.
-    assert optax.tree.get(state, "scale") is None
 
 
 def test_what_cannot_be_tracked_is_refused():

@@ -72,24 +72,6 @@ def test_what_xla_optimizes_most_keeps_every_bit_too(name):
     check_every_step(name)
 
 
-# A step that is not compiled runs the same code: one transformation for each kind of it will do.
-EAGER = (
-    "inject_hyperparams",
-    "noisy_sgd",
-    "MultiSteps",
-    "apply_if_finite",
-    "conditionally_mask",
-    "plateau",
-    "schedule_free",
-    "sam",
-)
-
-
-@pytest.mark.parametrize("name", EAGER)
-def test_an_eager_step_is_skipped_and_applied_too(name):
-    check_every_step(name, compiled=False)
-
-
 def test_nothing_inside_sees_a_number_that_is_not_finite():
     seen = []
 

@@ -73,10 +73,18 @@ def _the_wheel_has_kernels_for_gpus():
     assert "GPU" in {kernel.device_type for kernel in found}, "not the wheel `tensorflow`"
 
 
-@pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("shapes", LAYOUTS.values(), ids=LAYOUTS)
-def test_each_operation_that_loss_scaling_adds_runs_on_a_gpu(optimizer, dtype, shapes):
+# Each with each of the others in pairs: no operation depends on all three.
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "layout"),
+    [
+        ("Adam", "float32", "many"),
+        ("Adam", "float16", "few"),
+        ("SGD", "float32", "few"),
+        ("SGD", "float16", "many"),
+    ],
+)
+def test_each_operation_that_loss_scaling_adds_runs_on_a_gpu(optimizer, dtype, layout):
+    shapes = LAYOUTS[layout]
     bare, peer = (step(each, optimizer, shapes, dtype) for each in ("bare", "peer_dynamic"))
     for name in OURS:
         found = step(name, optimizer, shapes, dtype)

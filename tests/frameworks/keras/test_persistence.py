@@ -285,14 +285,6 @@ def test_a_checkpoint_has_every_field_of_a_rule(tmp_path):
     assert float(other.loss_scale) == 4.0
 
 
-def test_export_for_serving_gives_the_predictions_of_the_model(tmp_path):
-    model = trained_around("adam")
-    x, _ = data(8)
-    model.export(tmp_path / "served", verbose=False)
-    served = tf.saved_model.load(tmp_path / "served")
-    np.testing.assert_allclose(served.serve(x), model.predict(x, verbose=0), rtol=1e-6)
-
-
 def test_a_loaded_model_lets_its_optimizer_go():
     model = pickle.loads(pickle.dumps(trained_around("adam")))
     inner = model.optimizer.inner_optimizer

@@ -11,7 +11,6 @@ from frameworks.keras.support import (
     assert_same,
     gradients_for,
     plain_step,
-    status,
     step_by_scale_loss,
     values,
     variables,
@@ -133,21 +132,6 @@ def test_counters_are_numbers_on_replicas(two_replicas):
     assert (int(optimizer.last_step_skipped), bool(optimizer.last_step_skipped)) == (0, False)
     assert "loss scale 4, 1 of 3 steps skipped" in repr(optimizer)
     assert "value=3" in repr(optimizer.iterations)
-
-
-def test_the_step_counter_is_the_sum_of_the_applied_and_the_skipped_steps():
-    targets, optimizer = variables([0.0]), wrapped(Adam())
-
-    def counts(*gradients):
-        for gradient in gradients:
-            step_by_scale_loss(optimizer, targets, [np.array([gradient], "f")])
-        return status(optimizer).iterations, status(optimizer).applied
-
-    assert counts(1.0, INF) == (2, 1)
-    optimizer.inner_optimizer.iterations.assign(50)
-    assert counts() == (51, 50)
-    assert counts(1.0, INF) == (53, 51)
-    assert optimizer.iterations in optimizer.variables
 
 
 def test_a_used_optimizer_can_be_wrapped_and_goes_on():

@@ -99,22 +99,6 @@ def test_a_variable_that_is_overwritten_with_its_gradient_is_not_unscaled():
     assert (plain.numpy().item(), statistic.numpy().item()) == (0.875, 7.0)
 
 
-def test_minimize_leaves_statistics_that_are_overwritten_alone():
-    plain_weight, statistic = keras.Variable([1.0]), keras.Variable([2.0])
-    statistic.overwrite_with_gradient = True
-    optimizer = wrapped()
-
-    @tf.custom_gradient
-    def loss():
-        def backward(upstream, variables):
-            return [], [tf.fill([1], upstream * 0.5), tf.constant([7.0])]
-
-        return tf.reduce_sum(plain_weight.value + statistic.value), backward
-
-    optimizer.minimize(loss, [plain_weight, statistic])
-    assert (plain_weight.numpy().item(), statistic.numpy().item()) == (0.5, 7.0)
-
-
 MISTAKES = {
     "nothing is scaled before apply": (
         lambda optimizer, target: optimizer.apply([tf.constant([1.0])], [target]),
