@@ -1,13 +1,17 @@
-"""Temporary replacements of names in other modules.
+"""What is put back after a time: names in other modules, states of random generators.
 
-`lossscale.install()` uses it for the documented names in TensorFlow and tf_keras, and
-`lossscale.torch.install()` for the scaler in PyTorch.
+`lossscale.install()` replaces the documented names in TensorFlow and tf_keras, and
+`lossscale.torch.install()` the scaler in PyTorch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
+from collections.abc import Iterator
 from typing import ClassVar, Self
+
+import numpy as np
 
 _ABSENT = object()
 
@@ -20,6 +24,17 @@ def replace(stack: contextlib.ExitStack, target: object, name: str, value: objec
         stack.callback(delattr, target, name)
     else:
         stack.callback(setattr, target, name, before)
+
+
+@contextlib.contextmanager
+def kept_random_states() -> Iterator[None]:
+    """After it, the generators of Python and NumPy have the states that they had before."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 class Installation:
