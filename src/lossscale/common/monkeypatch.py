@@ -11,8 +11,6 @@ import random
 from collections.abc import Iterator
 from typing import ClassVar, Self
 
-import numpy as np
-
 _ABSENT = object()
 
 
@@ -29,6 +27,9 @@ def replace(stack: contextlib.ExitStack, target: object, name: str, value: objec
 @contextlib.contextmanager
 def kept_random_states() -> Iterator[None]:
     """After it, the generators of Python and NumPy have the states that they had before."""
+    # NumPy is imported with a framework, not with this library.
+    import numpy as np
+
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         yield

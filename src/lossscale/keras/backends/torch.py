@@ -198,7 +198,8 @@ def _host_can_update(state: ScaleVariables) -> bool:
 def _state_on_host(state: ScaleVariables) -> ScaleState:
     """Returns the rule's state as Python numbers."""
     numbers = [state.variables[field]._value.item() for field in state.first._fields]
-    return type(state.first)(*numbers)
+    on_host: ScaleState = type(state.first)(*numbers)
+    return on_host
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # of PyTorch
