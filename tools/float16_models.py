@@ -41,8 +41,8 @@ def step_of(way: str, device: str, batches: int, *, small: bool) -> Callable[[],
     """
     half, scaling = WAYS[way]
     torch.manual_seed(0)
-    width, shape = (16, (2, 4)) if small else (512, (32, 128))
-    layers = [torch.nn.TransformerEncoderLayer(width, 8, 4 * width, 0.0) for _ in range(6)]
+    width, shape, depth = (16, (2, 4), 1) if small else (512, (32, 128), 6)
+    layers = [torch.nn.TransformerEncoderLayer(width, 8, 4 * width, 0.0) for _ in range(depth)]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(width, 64)).to(device)
     inputs = torch.randn(*shape, width, device=device)
     labels = torch.randint(64, shape, device=device).flatten()

@@ -5,32 +5,12 @@ import numpy as np
 import pytest
 
 import lossscale
-from backends.support import BACKEND, Status, arrays, data, model_with, number, status, wrapped
+from backends.support import BACKEND, arrays, data, model_with, number, wrapped
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 # Tracing a training step takes PyTorch many seconds: tests/conformance/test_guard.py does it.
 JIT = [False] if BACKEND == "torch" else [False, True]
-
-
-@pytest.fixture
-def float16():
-    keras.mixed_precision.set_dtype_policy("mixed_float16")
-    yield
-    keras.mixed_precision.set_dtype_policy("float32")
-
-
-@pytest.mark.usefixtures("float16")
-def test_compile_keeps_the_optimizer_and_fit_moves_the_scale():
-    # Below the scale at which this model's float16 gradients overflow.
-    optimizer = wrapped(keras.optimizers.Adam(0.01), max_scale=2.0**13)
-    model = model_with(optimizer, jit_compile=JIT[-1])
-    assert model.optimizer is optimizer
-    history = model.fit(*data(), batch_size=8, epochs=3, verbose=0)
-    assert history.history["loss"][-1] < history.history["loss"][0]
-    assert status(optimizer) == Status(
-        scale=2.0**13, counter=0, skipped=0, last=False, iterations=24, applied=24
-    )
 
 
 def test_a_multi_optimizer_works_with_a_learning_rate_schedule():

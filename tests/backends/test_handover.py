@@ -24,17 +24,6 @@ def test_a_program_applies_each_gradient_once(program, warning):
     assert all(warning in message for message in messages)
 
 
-def test_two_optimizers_share_nothing():
-    # A GAN: each scales its own loss on one tape, then each applies. Warnings are errors.
-    left, right = (made({name: keras.Variable([0.0], name=name)}) for name in "ab")
-    for _ in range(2):
-        left.calls("scale")
-        right.calls("scale")
-        left.calls("apply:a")
-        right.calls("apply:b")
-    assert left.gone() | right.gone() == {"a": -2.0, "b": 0.5}
-
-
 # What A and B call on one loss, of which A has scaled the whole; and what says so.
 OF_ANOTHER = {
     "apply_gradients": ("scale apply:a", "apply:b"),

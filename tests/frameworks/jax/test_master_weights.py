@@ -4,15 +4,11 @@ import functools
 import itertools
 import re
 
-import equinox as eqx
-import haiku
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
-from flax import nnx
 from orbax.checkpoint import StandardCheckpointer
 
 import lossscale.optax
@@ -31,7 +27,6 @@ INNER = {
         optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.01)), 3
     ),
 }
-KEY, ONES = jax.random.key(0), jnp.ones((2, 4))
 
 
 def half():
@@ -355,25 +350,6 @@ def test_float16_parameters_that_are_rounded_are_named_once(case, recwarn):
     messages = [str(each.message) for each in recwarn]
     assert len(messages) == (case < len(WARNS))
     assert all("loss_scaled(master_weights(tx))" in message for message in messages)
-
-
-HOSTS = {
-    "linen": lambda: nn.Dense(3, param_dtype=jnp.float16).init(KEY, ONES),
-    "nnx": lambda: nnx.state(nnx.Linear(4, 3, param_dtype=jnp.float16, rngs=nnx.Rngs(0))),
-    "equinox": lambda: eqx.filter(eqx.nn.Linear(4, 3, dtype=jnp.float16, key=KEY), eqx.is_array),
-    "haiku": lambda: haiku.transform(lambda x: haiku.Linear(3)(x)).init(KEY, jnp.float16(ONES)),
-}
-
-
-@pytest.mark.parametrize("host", HOSTS)
-def test_the_tree_of_every_host_keeps_its_form(host):
-    params, tx = HOSTS[host](), loss_scaled(master_weights(optax.sgd(2.0**-12)))
-    state = tx.init(params)
-    updates, after = jax.jit(tx.update)(params, state, params)
-    assert signature((optax.apply_updates(params, updates), after)) == signature((params, state))
-    exact = jax.tree.map(lambda p: p.astype(jnp.float32) * (1 - 2.0**-27), params)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"float16"}
-    assert bits(after.inner_state.masters) == bits(exact)
 
 
 def test_a_loop_that_donates_skips_and_is_resumed_from_a_file(tmp_path):
