@@ -43,7 +43,7 @@ ARROWS = {
     "tf_keras *keras *tf_keras",
     "install_names": "errors registry optimizer common experimental keras tf_keras "
     "*tensorflow **any",
-    "installation": "packages common install_names",
+    "installation": "registry common",
     "lossscale": "errors registry rules optimizer installation",
 }
 # `diagnose` is one of their names for users, and monitors repeat a step as it does: both import it

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lossscale import registry
-from lossscale.arguments import arguments_from_config, rule_from_arguments
+from lossscale.arguments import arguments_from_config, check_config, rule_from_arguments
 from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.experimental.loss_scale import (
     DynamicLossScale,
@@ -88,6 +88,7 @@ class LossScaleAsObject(_Wrapper):
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> Any:
+        check_config(config)
         if "loss_scale" in config:
             inner, described = config.get("optimizer"), config["loss_scale"]
             loss_scale = deserialize(described, cls._with_class_named(described, custom_objects))
