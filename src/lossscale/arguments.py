@@ -188,6 +188,19 @@ def arguments_from_config(
     return inner, rest
 
 
+def check_config(config: object) -> None:
+    """Raises if an optimizer's configuration is not a dictionary.
+
+    Raises:
+        ArgumentError: If it is not.
+    """
+    if not isinstance(config, Mapping):
+        raise ArgumentError(
+            "The configuration of a loss scale optimizer must be a dictionary. Received: "
+            f"{config!r}."
+        )
+
+
 def check_described(described: object, what: str) -> None:
     """Raises unless a description has a class name and settings, as in Keras.
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 
+import lossscale.registry as registry
 from lossscale.common import monkeypatch
-from lossscale.packages import not_installed
 
 
 class Installation(monkeypatch.Installation):
@@ -44,12 +43,7 @@ def install() -> Installation:
         ...     tf.keras.mixed_precision.LossScaleOptimizer.__module__
         'lossscale.keras'
     """
-    try:
-        put_into = importlib.import_module("lossscale.install_names").PUT_INTO
-    except ModuleNotFoundError as error:
-        if error.name != "tensorflow":
-            raise
-        raise not_installed(["tensorflow"]) from None
+    put_into = registry.package("lossscale.install_names").PUT_INTO
     with contextlib.ExitStack() as stack:
         for name, put in put_into.items():
             # TensorFlow comes first, and imports the Keras that is `tf.keras`.

@@ -8,10 +8,10 @@ It uses only operators and `xp.where`, so the same code runs under NumPy, Tensor
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import math
-import struct
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 from lossscale.checks import (
@@ -124,11 +124,7 @@ class ScaleRule(Protocol):
 
 
 def _float32(value: float) -> float:
-    try:
-        rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
-    except OverflowError:
-        return math.copysign(math.inf, value)
-    return rounded
+    return ctypes.c_float(value).value
 
 
 def _is_power_of_two(value: float) -> bool:

@@ -42,7 +42,7 @@ ARROWS = {
     "experimental": "errors checks rules registry members arguments optimizer keras_common keras "
     "tf_keras *keras *tf_keras",
     "install_names": "errors registry optimizer common experimental keras *tensorflow **any",
-    "installation": "packages common install_names",
+    "installation": "registry common",
     "lossscale": "errors registry rules optimizer installation",
 }
 # `diagnose` is one of their names for users, and monitors repeat a step as it does: both import it

@@ -144,6 +144,7 @@ def test_without_tensorflow_it_says_so_and_changes_nothing(monkeypatch, missing)
     before = _all_names()
     with monkeypatch.context() as patched:
         patched.setattr(importlib, "import_module", cannot_import)
+        lossscale.registry.package.cache_clear()
         with pytest.raises(ImportError) as raised:
             lossscale.install()
     ours = isinstance(raised.value, lossscale.LossScaleError)

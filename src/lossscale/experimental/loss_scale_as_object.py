@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lossscale import registry
+from lossscale.arguments import check_config
 from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.experimental.loss_scale import (
     DynamicLossScale,
@@ -83,6 +84,7 @@ class LossScaleAsObject(_Wrapper):
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> Any:
+        check_config(config)
         if "loss_scale" not in config:
             raise ArgumentError(
                 "An experimental loss scale optimizer needs the key `loss_scale`. Received "

@@ -18,7 +18,12 @@ from typing import Any, ClassVar, NoReturn, ParamSpec, Self, TypeAlias
 import numpy as np
 
 import lossscale.framework_types as ft
-from lossscale.arguments import arguments_from_config, config_from_rule, rule_from_arguments
+from lossscale.arguments import (
+    arguments_from_config,
+    check_config,
+    config_from_rule,
+    rule_from_arguments,
+)
 from lossscale.common.checks import (
     check_named,
     checked_pairs,
@@ -813,6 +818,7 @@ class KerasCommonOptimizer(Wrapper):
             >>> lossscale.LossScaleOptimizer.from_config(optimizer.get_config()).initial_scale
             8.0
         """
+        check_config(config)
         rules = cls._with_class_named(config.get("rule"), custom_objects)
         inner, arguments = arguments_from_config(config, rules)
         return cls._made(cls._inner_from_config(inner, custom_objects), **arguments)
