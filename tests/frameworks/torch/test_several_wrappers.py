@@ -392,12 +392,10 @@ def test_a_wrapper_that_is_deleted_between_its_loss_and_its_step(shares, order, 
 def test_a_wrapper_made_over_gradients_of_different_scales_takes_each_as_it_is(other):
     """Those of one wrapper's loss, with those that nobody or another wrapper has scaled."""
     given = [parameter(), parameter()]
-    first, second = (
-        wrapped(sgd(each), initial_scale=scale) for each, scale in zip(given, (8, 64), strict=True)
-    )
+    first = wrapped(sgd(given[0]), initial_scale=8)
     derive(first, given[0].sum(), "scale_loss")
-    loss = given[1].sum()
-    (loss if other == "none" else second.scale_loss(loss)).backward()
+    second = sgd(given[1]) if other == "none" else wrapped(sgd(given[1]), initial_scale=64)
+    derive(second, given[1].sum(), "scale_loss")
     both = wrapped(sgd(*given, lr=0.5))
     both.step()
     assert [each.tolist() for each in given] == [[0.5, 0.5]] * 2
