@@ -17,7 +17,7 @@ from frameworks.torch.support import (
     step,
     wrapped,
 )
-from lossscale import DynamicScale, FixedScale
+from lossscale import DynamicScale, FixedScale, LossScaleWarning
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 KINDS = {**KINDS, "device": {"fused": True}}
@@ -103,6 +103,25 @@ def test_float64_is_clipped_to_its_own_digits(cls, by_hand):
         optimizer.step()
         found.append([given[0].grad, given[0].detach()])
     torch.testing.assert_close(*found, rtol=4 * torch.finfo(torch.float64).eps, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_gradients_of_a_loss_that_nobody_scaled_are_clipped_and_move_no_scale(kind, by_hand):
+    given, optimizer = clipping(kind)
+    plain = parameters(*SHAPES)
+    bare = torch.optim.AdamW(plain, lr=0.1, **KINDS[kind])
+    for weights in (given, plain):
+        backward(None, weights, ONES)
+    torch.nn.utils.clip_grad_norm_(plain, 1.0)
+    bare.step()
+    with pytest.warns(LossScaleWarning, match="scaled no loss"):
+        (optimizer.unscale_ if by_hand else optimizer.step)()
+    if by_hand:
+        optimizer.step()
+    torch.testing.assert_close([p.grad for p in given], [p.grad for p in plain])
+    assert snapshot(given, optimizer) == snapshot(plain, bare)
+    assert (int(optimizer.iterations), int(optimizer.dynamic_counter)) == (1, 0)
 
 
 def test_a_sparse_gradient_without_rows_has_no_norm():

@@ -144,6 +144,20 @@ def test_skips_of_several_optimizers_before_one_update_count_once(first, second)
     assert counts == (1, 1, 1, 2, 3, 3, 3, 3)
 
 
+def test_the_tensors_are_changed_in_place():
+    weights, optimizer, scaler = with_scaler(init_scale=8.0, growth_interval=1)
+    one_step(scaler, optimizer, weights)
+    scale, tracker = scaler._scale, scaler._growth_tracker
+    assert scale.dtype == torch.float32
+    assert tracker.dtype == torch.int32
+    one_step(scaler, optimizer, weights, torch.inf)
+    scaler.update(32)
+    scaler.load_state_dict({"scale": 2.0, "_growth_tracker": 1})
+    assert scaler._scale is scale
+    assert scaler._growth_tracker is tracker
+    assert scale.item() == 2
+
+
 def test_other_code_reads_and_writes_its_numbers_in_any_mode():
     weights, optimizer, scaler = with_scaler(init_scale=8.0, growth_interval=3)
     with torch.inference_mode():

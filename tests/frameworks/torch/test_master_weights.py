@@ -95,7 +95,6 @@ def everything(model, inner):
 
 # SparseAdam takes no dense gradients.
 OPTIMIZERS = [c.values for c in CASES if c.values[0].__name__ != "SparseAdam"]
-FUSED_SGD = torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "fused": True}
 
 
 class ByHand:
@@ -236,9 +235,12 @@ def run_random_program(seed):
         if number == stays_wide:
             model.float()
             hand.model.float()
-        # PyTorch's fused SGD reads momentum that it has not made, if it skips its first step, also
-        # after a load.
-        is_good = verb == "bare" or not number or events & {"in state", "load"}
+        # With PyTorch's scaler a fused SGD that skips its first step, also after a load, reads
+        # momentum that it has not made. What is written into the state is rounded by the next step.
+        is_first = not number or "load" in events
+        is_good = (
+            verb == "bare" or "in state" in events or (is_first and verb == "PyTorch's scaler")
+        )
         is_bad = not is_good and draw.random() < 0.25
         seeds = range(seed * 100 + number * 10, seed * 100 + number * 10 + micro_batches)
         now = model[0].weight.dtype
@@ -280,9 +282,9 @@ def test_random_programs_equal_masters_by_hand(first):
 
 def test_the_drop_in_may_skip_the_first_step():
     """PyTorch's own scaler leaves uninitialized memory as the momentum of SGD."""
-    cls, settings = FUSED_SGD
+    settings = {"lr": 0.05, "momentum": 0.9, "fused": True}
     model = net()
-    inner = MasterWeights(cls(model.parameters(), **settings))
+    inner = MasterWeights(torch.optim.SGD(model.parameters(), **settings))
     scaler = GradScaler(DEVICE, init_scale=2.0**8)
     before = everything(model, inner)
     for factor in (INF, 1.0):
@@ -292,7 +294,7 @@ def test_the_drop_in_may_skip_the_first_step():
         scaler.update()
         assert (everything(model, inner) == before) == (factor == INF)
     other = net()
-    step(other, MasterWeights(cls(other.parameters(), **settings)))
+    step(other, MasterWeights(torch.optim.SGD(other.parameters(), **settings)))
     assert list(map(bits, model.parameters())) == list(map(bits, other.parameters()))
 
 
