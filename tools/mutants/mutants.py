@@ -332,6 +332,8 @@ tests/frameworks/torch/test_scaled_gradients.py
     torch Engine.decide: first is None or not is_alone -> not is_alone  -k wrong_once
     torch GradientRecord._take: self.strays or self.decision -> False  -k random_programs
 tests/frameworks/torch/test_several_wrappers.py
+    torch GradientRecord.receive: self.has_own_loss |= own -> self.has_own_loss = own
+        -k left_out_counts
     torch GradientRecord.settle: r.multiplier is multiplier -> r is self  -k the_scale_falls
     torch GradientRecord._fresh: overflow * (...) -> overflow  -k critics_loss
     torch Engine.decision_if_left_out: not record.has_own_loss -> False  -k no_step

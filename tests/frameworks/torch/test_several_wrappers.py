@@ -111,6 +111,14 @@ def test_an_overflow_of_the_critics_loss_is_none_of_a_later_loss_of_the_generato
     assert [p.tolist() for p in given] == [[1.0 - 1 / 2**10] * 2, [1.0, 1.0]]
 
 
+def test_a_step_that_is_left_out_counts_if_another_loss_came_after_its_own():
+    given, (generator, critic) = pair("host")
+    critic.backward(given[1].sum() * torch.inf)
+    generator.backward(loss_of(given, None))
+    critic.zero_grad()
+    assert (int(critic.steps_skipped), float(critic.loss_scale)) == (1, 2.0**14)
+
+
 def test_a_loss_that_outlives_its_optimizer_is_in_nobodys_way():
     """Reentrant checkpointing asks all wrappers that are left."""
     gone, weight = parameter(), parameter()
