@@ -1,6 +1,6 @@
 """What type checkers say of users' programs: no error, and the types that they reveal.
 
-The programs are those of `tests/strangers/annotated`. A line `reveal_type(x)  # X` says what both
+The programs are those of `tests/core/annotated`. A line `reveal_type(x)  # X` says what both
 type checkers reveal, without the modules of the names; after `mypy: `, what mypy reveals, for which
 all that Keras has is Any. basedpyright is pyright, with the Node.js that it needs.
 """
@@ -19,7 +19,7 @@ import tempfile
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-FOLDER = ROOT / "tests/strangers/annotated"
+FOLDER = ROOT / "tests/core/annotated"
 PROGRAMS = sorted(FOLDER.glob("*.py"))
 
 MISTAKES = """\
