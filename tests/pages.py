@@ -1,10 +1,15 @@
-"""The programs that a page shows, and what they print; those in tabs included."""
+"""The programs that a page shows, and what they print and log; those in tabs included."""
 
 import pathlib
 import re
 import textwrap
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
+# What TensorFlow says of the machine when it first computes.
+OF_THE_MACHINE = re.compile(
+    r"WARNING: All log messages before absl::InitializeLog"
+    r"|([IWE]\d{4}|\d{4}-\d\d-\d\d) .*(cuda|CUDA|GPU|oneDNN|cpu_feature|xla|XLA|MLIR)"
+)
 
 
 def programs(page):

@@ -29,8 +29,7 @@ TF_KERAS = {**TENSORFLOW, "LOSSSCALE_TEST_KERAS": "tf_keras", "TF_USE_LEGACY_KER
 JAX = {"KERAS_BACKEND": "jax"}
 TORCH = {"KERAS_BACKEND": "torch"}
 
-# What runs the programs of its own backend, in forks of a process that `tests/backends` has forks
-# of as well.
+# What runs the programs of its own backend.
 PROGRAMS = ("tests/docs", "tests/benchmarks/test_command.py")
 # XLA's newer emitters and its threads take most of the time of whatever is compiled once. Here that
 # is much, and the older ones serve; tests/frameworks/keras has XLA as users have it.

@@ -1,6 +1,5 @@
-"""The trainings beside the verdicts: that they run, and that a contradiction is found."""
+"""The trainings beside the verdicts: a contradiction is found, and the page has those known."""
 
-import dataclasses
 import math
 import pathlib
 
@@ -31,24 +30,6 @@ def test_a_contradiction_is_found(verdict, unscaled, default, advised, said):
     ways = {"unscaled": unscaled, "default": default, "advised": advised}
     row |= {way: quality for way, quality in ways.items() if quality is not None}
     assert contradiction(row) == said
-
-
-def test_the_command_runs_one(monkeypatch, capsys, tmp_path):
-    short = tuple(dataclasses.replace(task, steps=12) for task in keras_models.TASKS[:3])
-    monkeypatch.setattr(keras_models, "TASKS", short)
-    monkeypatch.setenv("KERAS_BACKEND", "torch")
-    page = tmp_path / "page.md"
-    marks = "<!-- Keras on torch: python -m tools.calibration -->", "<!-- end of Keras on torch -->"
-    page.write_text(f"# Verdicts\n{marks[0]}\nold\n{marks[1]}\nmore\n")
-    status = command.main(["--only", "2**20", "--page", str(page)])
-    out, written = capsys.readouterr().out, page.read_text()
-    for text in (out, written):
-        assert "| digits, dense, loss / 2\\*\\*20 | needed | 2\\*\\*" in text
-    assert "old" not in written
-    assert written.startswith("# Verdicts\n<!--")
-    assert written.endswith("-->\nmore\n")
-    assert "1 models:" in out
-    assert status in (0, 1)
 
 
 def test_the_page_names_each_wrong_verdict_and_names_are_unique():

@@ -3,16 +3,11 @@
 import json
 import os
 import pathlib
-import subprocess
-import sys
-import types
 
 import pytest
 
-import benchmarks.__main__
 from benchmarks.__main__ import main
 from benchmarks.rows import ALL_MODES, Process
-from forks import Program
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 UNOPTIMIZED = "--xla_backend_optimization_level=0"
@@ -43,23 +38,6 @@ def test_what_leaves_nothing_to_run_is_an_error(capsys):
     assert "nothing runs with jax, sparse, function" in capsys.readouterr().err
 
 
-WORKER = "import sys; from benchmarks import worker; sys.exit(worker.main(sys.argv[1:]))"
-
-
-def by_forks(monkeypatch):
-    """Lets workers be forks of a process that has imported the framework already."""
-
-    def run(command, *, env, check):
-        assert (command[:3], check) == ([sys.executable, "-m", "benchmarks.worker"], False)
-        backend = json.loads(command[3])["backend"]
-        module = "tf_keras" if backend == "tf_keras" else WITHOUT_KERAS.get(backend, "keras")
-        done = Program(WORKER, *command[3:], environment=env, module=module).finished()
-        print(done.stderr, file=sys.stderr)
-        return done
-
-    monkeypatch.setattr(benchmarks.__main__, "subprocess", types.SimpleNamespace(run=run))
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_short_form_runs_every_program(backend, tmp_path, monkeypatch, capfd):
     output, cases = tmp_path / "folder" / "results.json", PROGRAMS[backend]
@@ -69,14 +47,8 @@ def test_the_short_form_runs_every_program(backend, tmp_path, monkeypatch, capfd
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "0")
     # Compiled code that runs twice need not be fast.
     monkeypatch.setenv("XLA_FLAGS", UNOPTIMIZED)
-    if backend == "torch_native":
-        # As its users do: the processes that it starts are what the forks stand for.
-        command = [sys.executable, "-m", "benchmarks", *arguments]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-        status, printed, errors = done.returncode, done.stdout, done.stderr
-    else:
-        by_forks(monkeypatch)
-        status, (printed, errors) = main(arguments), capfd.readouterr()
+    monkeypatch.chdir(REPOSITORY)
+    status, (printed, errors) = main(arguments), capfd.readouterr()
     assert status == 0, errors
     results = json.loads(output.read_text())
     asked = {"backend": [backend], "case": cases, "mode": modes}

@@ -1,4 +1,4 @@
-"""The Optax transformation as the conformance suite drives it: compiled, eager, in a scan, in NNX.
+"""The Optax transformation as the conformance suite drives it: compiled and eager.
 
 It is a pair of functions. So a harness keeps the parameters and the state that a training loop
 would keep, and runs the loop's step: `value_and_grad`, `update`, `apply_updates`.
@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import lossscale.optax
 from conformance.harness import Harness, kind_of_device
@@ -71,11 +70,11 @@ class Loop:
             self.tx = lossscale.optax.loss_scaled(self.inner, rule=rule)
         self.traces = 0
 
-    def gradients(self, opt_state: Any, params: Any, loss_fn: Any, **options: Any) -> Any:
+    def gradients(self, opt_state: Any, params: Any, loss_fn: Any) -> Any:
         """The gradients of a loss as `update` takes them."""
         if not self.scales_loss:
-            return options.get("grad", jax.value_and_grad)(loss_fn)(params)[1]
-        return lossscale.optax.value_and_grad(loss_fn, **options)(opt_state, params)[1]
+            return jax.grad(loss_fn)(params)
+        return lossscale.optax.value_and_grad(loss_fn)(opt_state, params)[1]
 
     def step(self, params: list[Any], opt_state: Any, given: list[Any], scaled: bool) -> Any:
         """Returns what follows a step with gradients of the loss, or of the scaled loss."""
@@ -100,14 +99,13 @@ def _linear(params: Sequence[Any], gradients: Sequence[Any]) -> Any:
 def _compiled_loop(
     harness: type[OptaxJit], inner: str | Callable[[], Any], rule: Any
 ) -> tuple[Loop, Any]:
-    loop = harness.loop(inner, rule)
+    loop = Loop(inner, rule)
     return loop, harness.compiled(loop)
 
 
 class OptaxJit(Harness):
     """A transformation in a `jax.jit`. Without a rule it gives the bits of the one `beside` it."""
 
-    loop = Loop
     is_compiled = True
 
     def __init__(
@@ -124,12 +122,9 @@ class OptaxJit(Harness):
             rule = beside
         self._loop, self._compiled = _compiled_loop(type(self), inner, rule)
         self.optimizer, self.inner_optimizer = self._loop.tx, self._loop.inner
-        self._start(values)
-        self._traces_before = self._loop.traces
-
-    def _start(self, values: Sequence[Any]) -> None:
         self.params = [jnp.array(value) for value in values]
         self.opt_state = self.optimizer.init(self.params)
+        self._traces_before = self._loop.traces
 
     @staticmethod
     def compiled(loop: Loop) -> Any:
@@ -156,15 +151,12 @@ class OptaxJit(Harness):
 
     def step(self, gradients: Sequence[Any]) -> None:
         given = [None if g is None else jnp.array(g) for g in gradients]
-        self._keep_scale()
+        if self._scale_is_one:
+            self.opt_state = self.opt_state._replace(loss_scale=jnp.ones(()))
         with jax.transfer_guard("disallow" if self.is_compiled else "allow"):
             self.params, self.opt_state = self._compiled(
                 self.params, self.opt_state, given, self._scaled_already
             )
-
-    def _keep_scale(self) -> None:
-        if self._scale_is_one:
-            self.opt_state = self.opt_state._replace(loss_scale=jnp.ones(()))
 
     def parameters(self) -> list[Any]:
         return [np.array(value) for value in self.params]
@@ -217,141 +209,3 @@ class OptaxEager(OptaxJit):
     @staticmethod
     def compiled(loop: Loop) -> Any:
         return loop.step
-
-
-class OptaxScan(OptaxJit):
-    """Steps in a `jax.lax.scan`: those that came since something was last looked at."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._waiting: list[Any] = []
-        super().__init__(*arguments, **options)
-
-    @staticmethod
-    def compiled(loop: Loop) -> Any:
-        def steps(params: Any, opt_state: Any, given: Any, scaled: bool, length: int) -> Any:
-            def one(carry: Any, gradients: Any) -> Any:
-                return loop.step(*carry, gradients, scaled), None
-
-            return jax.lax.scan(one, (params, opt_state), given, length)[0]
-
-        return jax.jit(steps, static_argnums=(3, 4), donate_argnums=(0, 1))
-
-    def step(self, gradients: Sequence[Any]) -> None:
-        self._waiting.append(gradients)
-
-    @property
-    def params(self) -> list[Any]:
-        self._run()
-        return self._params
-
-    @params.setter
-    def params(self, params: list[Any]) -> None:
-        self._params = params
-
-    @property
-    def opt_state(self) -> Any:
-        self._run()
-        return self._opt_state
-
-    @opt_state.setter
-    def opt_state(self, opt_state: Any) -> None:
-        self._opt_state = opt_state
-
-    def _run(self) -> None:
-        steps, self._waiting = self._waiting, []
-        if not steps:
-            return
-        self._keep_scale()
-        given = [None if of[0] is None else jnp.array(of) for of in zip(*steps, strict=True)]
-        self._params, self._opt_state = self._compiled(
-            self._params, self._opt_state, given, self._scaled_already, len(steps)
-        )
-
-
-class NNXLoop(Loop):
-    """The step of a loop with a model and an optimizer of Flax NNX, which it changes."""
-
-    def nnx_step(self, model: Any, optimizer: Any, given: list[Any], scaled: bool) -> None:
-        """Runs a step of a model whose parameters are a list."""
-        from flax import nnx
-
-        self.traces += 1
-
-        def loss_fn(model: Any) -> Any:
-            return _linear([value[...] for value in model.params], given)
-
-        gradients = self.gradients(optimizer, model, loss_fn, grad=nnx.value_and_grad)
-        if scaled:
-            gradients = jax.tree.unflatten(jax.tree.structure(gradients), given)
-        optimizer.update(model, gradients)
-
-
-class OptaxNNX(OptaxJit):
-    """A model and an `nnx.Optimizer` in an `nnx.jit`."""
-
-    loop = NNXLoop
-
-    def _start(self, values: Sequence[Any]) -> None:
-        from flax import nnx
-
-        self._model = nnx.Module()
-        self._model.params = nnx.List([nnx.Param(jnp.array(value)) for value in values])
-        self._optimizer = nnx.Optimizer(self._model, self.optimizer, wrt=nnx.Param)
-
-    @staticmethod
-    def compiled(loop: Loop) -> Any:
-        from flax import nnx
-
-        return nnx.jit(loop.nnx_step, static_argnums=3)  # type: ignore[attr-defined]
-
-    def step(self, gradients: Sequence[Any]) -> None:
-        if any(gradient is None for gradient in gradients):
-            pytest.skip("an nnx.Optimizer wants a gradient by each of its parameters")
-        self._keep_scale()
-        given = [jnp.array(gradient) for gradient in gradients]
-        self._compiled(self._model, self._optimizer, given, self._scaled_already)
-
-    def counters(self) -> tuple[int, int, bool, int]:
-        """As those of other harnesses, but the optimizer counts the steps."""
-        return (*super().counters()[:3], int(self._optimizer.step.get_value()))
-
-    def save(self, path: Any) -> None:
-        from flax import nnx
-
-        state = nnx.state((self._model, self._optimizer))
-        path.write_bytes(pickle.dumps(jax.tree.leaves(state)))
-
-    def load(self, path: Any) -> None:
-        from flax import nnx
-
-        state = nnx.state((self._model, self._optimizer))
-        saved = jax.tree.unflatten(jax.tree.structure(state), pickle.loads(path.read_bytes()))
-        nnx.update((self._model, self._optimizer), saved)
-
-    @property
-    def params(self) -> list[Any]:
-        return [variable.get_value() for variable in self._model.params]
-
-    @params.setter
-    def params(self, params: list[Any]) -> None:
-        for variable, value in zip(self._model.params, params, strict=True):
-            variable.set_value(value)
-
-    @property
-    def opt_state(self) -> Any:
-        return jax.tree.map(
-            lambda variable: variable.get_value(), self._optimizer.opt_state, is_leaf=_is_held
-        )
-
-    @opt_state.setter
-    def opt_state(self, opt_state: Any) -> None:
-        jax.tree.map(
-            lambda variable, value: variable.set_value(value),
-            self._optimizer.opt_state,
-            opt_state,
-            is_leaf=_is_held,
-        )
-
-
-def _is_held(leaf: Any) -> bool:
-    return hasattr(leaf, "get_value")

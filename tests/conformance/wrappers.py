@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
+import importlib
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -50,7 +50,6 @@ class Wrapper:
         family: Which optimizers it wraps.
         like: The wrapper whose code it runs in another place, so that a part of the tests will do;
             none if it has its own.
-        needs: What has to be installed besides, which the oldest releases are tested without.
     """
 
     name: str
@@ -60,7 +59,6 @@ class Wrapper:
     keras: str = "keras"
     family: str = "keras"
     like: str = ""
-    needs: tuple[str, ...] = ()
 
     @property
     def harness(self) -> Any:
@@ -167,15 +165,11 @@ TABLE = (
         for decide in ("host", "device")
     ),
     _OPTAX("optax-native-jit", driver="optax_native.OptaxJit", compiles=True),
-    *(
-        _OPTAX(
-            f"optax-native-{name.lower()}",
-            driver=f"optax_native.Optax{name}",
-            compiles=name != "Eager",
-            like="optax-native-jit",
-            needs=("flax",) if name == "NNX" else (),
-        )
-        for name in ("Eager", "Scan", "NNX")
+    _OPTAX(
+        "optax-native-eager",
+        driver="optax_native.OptaxEager",
+        compiles=False,
+        like="optax-native-jit",
     ),
     *_of_tf_keras("tf_keras-new", "TFKeras"),
     *_of_tf_keras("tf_keras-legacy", "TFKerasLegacy"),
@@ -186,5 +180,4 @@ WRAPPERS = tuple(
     for wrapper in TABLE
     if wrapper.backend == BACKEND
     and (wrapper.is_native if KERAS == "none" else wrapper.keras == KERAS)
-    and all(map(importlib.util.find_spec, wrapper.needs))
 )

@@ -5,50 +5,41 @@ import jax
 import jaxlib
 import optax
 import torch
-from jax import numpy as jnp
 
 import lossscale.optax
 import lossscale.torch
 from lossscale.jax import gradients as jax_gradients
-from lossscale.optax import gating, scale_state
-from lossscale.torch import gradients, optimizer_list, ranks, scale
+from lossscale.optax import scale_state
+from lossscale.torch import gradients, ranks, scale
 from lossscale.torch.engine import Engine
 
 
-def of_torch(tensor: torch.Tensor, module: torch.nn.Module, inner: torch.optim.Optimizer) -> None:
+def of_torch(tensor: torch.Tensor) -> None:
     where: str = tensor.device  # refused
-    kind: torch.device = tensor.dtype  # refused
     total: float = tensor.sum()  # refused
-    product: int = torch.zeros(2) @ tensor  # refused
     gradient: torch.Tensor = tensor.grad  # refused
-    first: torch.nn.Parameter = inner.param_groups  # refused
     tensor.no_such_method()  # refused
-    print(where, kind, total, product, gradient, first)
+    print(where, total, gradient)
 
 
-def of_ours_on_torch(tensor: torch.Tensor, info: ranks.ParameterInfo, engine: Engine) -> None:
+def of_ours_on_torch(tensor: torch.Tensor, engine: Engine) -> None:
     spread: torch.Tensor = ranks._dtensor()  # refused
-    parameters: list[int] = info.parameters  # refused
-    group: str = info.groups[0]  # refused
     number: float = engine.scale.tensor  # refused
     overflow: int = gradients.any_overflow([])  # refused
-    several: list[int] = optimizer_list.parts_of(engine.inner)  # refused
     counts: scale.Counts = engine.scale.counts.iterations  # refused
     ranks.has_half_gradients("weight")  # refused
     lossscale.torch.MasterWeights(engine.inner).masters[tensor].no_such_method()  # refused
-    print(spread, parameters, group, number, overflow, several, counts)
+    print(spread, number, overflow, counts)
 
 
 def of_jax(array: jax.Array, state: lossscale.optax.LossScaleState) -> None:
     version: int = jaxlib.__version__  # refused
     shape: str = array.shape  # refused
-    total: float = jnp.sum(array)  # refused
     array.no_such_method()  # refused
     skipped: int = state.last_step_skipped  # refused
-    finite: bool = gating.all_leaves_finite([array])  # refused
     wide: float = jax_gradients.widened(array)  # refused
     leaf: str = scale_state.array_in(array)  # refused
-    print(version, shape, total, skipped, finite, wide, leaf)
+    print(version, shape, skipped, wide, leaf)
 
 
 def of_optax_and_flax(inner: optax.GradientTransformation, model: flax.nnx.Module) -> None:

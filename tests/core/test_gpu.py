@@ -39,26 +39,3 @@ def test_on_the_processor_parts_run_and_say_what_came_of_them(tmp_path, capsys):
     assert f"| {part} | not run: it does not" in page.read_text()
     [(name, found)] = json.loads(output.read_text())["parts"].items()
     assert (name, found["tests_skipped"] > 50) == (part, True)
-
-
-def test_the_times_of_float16_models_are_a_table_of_the_page(tmp_path):
-    page, output = tmp_path / "gpu.md", tmp_path / "gpu.json"
-    page.write_text(PAGE.read_text())
-    options = ["--device", "cpu", "--page", str(page), "--output", str(output)]
-    assert gpu.main([*options, "--only", "beside autocast"]) == 0
-    name = "PyTorch: a float16 model beside autocast, timed"
-    _, _, table = page.read_text().partition(f"### {name}\n\n")
-    assert re.findall(r"^\| (\d micro-batch\w*) \|(?: [\d.]+ \|){7}$", table, re.MULTILINE) == [
-        "1 micro-batch",
-        "4 micro-batches",
-    ]
-
-
-def test_without_a_gpu_it_says_so_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "gpus", dict)
-    before = PAGE.read_text()
-    assert gpu.main([]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("No GPU: torch, jax, tensorflow found in ")
-    assert printed.count("\n") == 1
-    assert PAGE.read_text() == before

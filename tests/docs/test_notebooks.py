@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from docs.interpreter import OF_THE_MACHINE
+from pages import OF_THE_MACHINE
 
 BACKENDS = {"torch_digits": "torch", "keras_fit": "tensorflow", "flax_digits": "jax"}
 FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "notebooks"

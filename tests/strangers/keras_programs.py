@@ -32,7 +32,7 @@ def new_weights():
     return [tf.Variable([0.5, -0.25, 1.0]), tf.Variable(0.125)]
 
 
-def two_optimizers_under_a_distributed_wrapper(make, optimizers, batches, folder):
+def two_optimizers_under_a_distributed_wrapper(make, optimizers, batches):
     """As with Horovod: a subclass made of the optimizer's own class reduces what it applies."""
 
     class Reducing:
@@ -60,7 +60,7 @@ def two_optimizers_under_a_distributed_wrapper(make, optimizers, batches, folder
     return weights
 
 
-def accumulators_in_a_cond(make, optimizers, batches, folder):
+def accumulators_in_a_cond(make, optimizers, batches):
     """Gradients are added up in variables, and applied every second batch, inside of a graph."""
     weights, optimizer = new_weights(), make(optimizers.SGD(0.125, momentum=0.5))
     sums = [tf.Variable(tf.zeros_like(weight), trainable=False) for weight in weights]
@@ -86,7 +86,7 @@ def accumulators_in_a_cond(make, optimizers, batches, folder):
     return weights
 
 
-def a_moving_average_inside(make, optimizers, batches, folder):
+def a_moving_average_inside(make, optimizers, batches):
     """The optimizer inside averages in its own `apply_gradients`."""
 
     class Averaging(optimizers.SGD):
@@ -110,7 +110,7 @@ def a_moving_average_inside(make, optimizers, batches, folder):
     return [*weights, *averages]
 
 
-def an_optimizer_looked_for_inside(make, optimizers, batches, folder):
+def an_optimizer_looked_for_inside(make, optimizers, batches):
     """Wrappers are taken off one by one, to set the learning rate of what is inside."""
     weights, optimizer = new_weights(), make(optimizers.SGD(0.5))
     inside = optimizer
@@ -122,26 +122,10 @@ def an_optimizer_looked_for_inside(make, optimizers, batches, folder):
     return weights
 
 
-def a_checkpoint_manager(make, optimizers, batches, folder):
-    """Every step is saved, and after each the program begins anew from the latest file."""
-    for batch in batches:
-        weights, optimizer = new_weights(), make(optimizers.SGD(0.125, momentum=0.5))
-        named = {f"w{index}": weight for index, weight in enumerate(weights)}
-        checkpoint = tf.train.Checkpoint(optimizer=optimizer, **named)
-        manager = tf.train.CheckpointManager(checkpoint, str(folder), max_to_keep=2)
-        if hasattr(optimizer, "build"):
-            optimizer.build(weights)
-        checkpoint.restore(manager.latest_checkpoint).expect_partial()
-        train_on(optimizer, weights, batch)
-        manager.save()
-    return weights
-
-
 # With how many batches there are to a step.
 PROGRAMS = {
     two_optimizers_under_a_distributed_wrapper: 1,
     accumulators_in_a_cond: 2,
     a_moving_average_inside: 1,
     an_optimizer_looked_for_inside: 1,
-    a_checkpoint_manager: 1,
 }

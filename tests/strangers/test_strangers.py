@@ -57,11 +57,11 @@ if BACKEND == "tensorflow":
     @pytest.mark.parametrize("wrap", [of_2_4, of_2_3])
     @pytest.mark.parametrize("family", FAMILIES)
     @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-    def test_a_program_of_tensorflow(program, family, wrap, tmp_path):
+    def test_a_program_of_tensorflow(program, family, wrap):
         batches, good = batches_of(tf.constant, PROGRAMS[program])
         optimizers = FAMILIES[family]
-        expected = program(lambda optimizer: optimizer, optimizers, good, tmp_path / "expected")
-        found = program(wrap, optimizers, batches, tmp_path / "found")
+        expected = program(lambda optimizer: optimizer, optimizers, good)
+        found = program(wrap, optimizers, batches)
         assert_same(found, expected)
 
 
@@ -108,29 +108,3 @@ elif BACKEND == "torch":
         found = program(Scaling(decide), batches, tmp_path)
         expected = program(Scaling(None), good, tmp_path)
         assert_same([p.detach() for p in found], [p.detach() for p in expected])
-
-
-else:
-    import jax
-    import jax.numpy as jnp
-
-    import lossscale
-    from strangers.jax_programs import PROGRAMS
-
-    def ours(tx):
-        rule = lossscale.DynamicScale(8.0, growth_interval=3)
-        return lossscale.optax.loss_scaled(tx, rule=rule)
-
-    def plainly(loss_fn):
-        return lambda state, params, batch: jax.value_and_grad(loss_fn)(params, batch)
-
-    @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-    def test_a_program_of_jax(program, tmp_path):
-        batches, good = batches_of(jnp.array, 1)
-        (tmp_path / "plain").mkdir()
-        found = program(ours, lossscale.optax.value_and_grad, batches, tmp_path)
-        expected = program(lambda tx: tx, plainly, good, tmp_path / "plain")
-        # XLA rounds an update otherwise where a number that it does not know multiplies it.
-        for a, b in zip(found, expected, strict=True):
-            assert np.isfinite(a).all()
-            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)

@@ -69,21 +69,6 @@ def timm(scaling, batches, folder):
     return list(model.parameters())
 
 
-def a_loop_of_the_wrapper(scaling, batches, folder):
-    """`scale_loss`, `step`, and a schedule that follows the steps that were applied."""
-    model = new_model()
-    optimizer = scaling.wrapped(momentum(model.parameters()))
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    for number in range(0, len(batches), 2):
-        optimizer.zero_grad()
-        for batch in batches[number : number + 2]:
-            scaling.scale(optimizer, loss_of(model, batch)).backward()
-        optimizer.step()
-        if not getattr(optimizer, "last_step_skipped", False):
-            schedule.step()
-    return list(model.parameters())
-
-
 def optimizers_in_the_backward_pass(scaling, batches, folder):
     """One optimizer for each parameter, stepped by a hook as soon as its gradient is there."""
     model = new_model()
@@ -138,7 +123,7 @@ def an_average_of_the_weights(scaling, batches, folder):
 
 
 # With how many batches there are to a step.
-WITH_THE_WRAPPER = {a_loop_of_the_wrapper: 2, a_pipeline_of_two_stages: 2}
+WITH_THE_WRAPPER = {a_pipeline_of_two_stages: 2}
 PROGRAMS = {
     nanogpt: 2,
     timm: 2,

@@ -191,11 +191,3 @@ def test_pmap(axis_name, on_one_device):
     )
     params, scales, opt_state = run(compiled, *copies, lambda batch: batch.reshape(4, 2, 4))
     check((jax.tree.map(lambda p: p[0], params), scales, opt_state), on_one_device)
-
-
-def test_gradients_on_several_devices_are_refused_by_jax():
-    first, last = jax.devices()[0], jax.devices()[-1]
-    params = {"a": jax.device_put(jnp.ones(3), first), "b": jax.device_put(jnp.ones(3), last)}
-    tx = loss_scaled(optax.sgd(0.1), initial_scale=8)
-    with pytest.raises(ValueError, match="incompatible devices"):
-        tx.update(params, tx.init(params), params)

@@ -3,8 +3,6 @@
 import functools
 
 import equinox as eqx
-import flax.linen
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,14 +99,6 @@ def test_gradients_are_those_of_a_compiled_training_step_which_needs_a_scale(kin
     assert bits((params, batches)) == before
 
 
-def test_an_overflow_of_the_forward_pass_cannot_be_helped():
-    def loss_fn(params, batch, dtype):
-        return mean_square(batch.astype(dtype) @ params["w"].astype(dtype))
-
-    report = diagnose(loss_fn, {"w": drawn(6, 5)}, [X * 1e5])
-    assert report.verdict is Verdict.CANNOT_HELP
-
-
 def test_a_loss_is_judged_by_what_it_trains():
     params = {"critic": {"w": drawn(6, 5)}, "actor": {"w": drawn(5, 6).T}, "actors": drawn(3)}
 
@@ -137,20 +127,7 @@ def test_what_is_no_number_to_train_has_no_gradient():
     assert list(found.gradients) == ["w"]
 
 
-class Linen(flax.linen.Module):
-    dtype: object
-
-    @flax.linen.compact
-    def __call__(self, x):
-        return flax.linen.Dense(3, dtype=self.dtype)(x)
-
-
-def test_libraries_of_modules_need_nothing_but_their_own_way_to_say_a_dtype():
-    variables = Linen(jnp.float32).init(jax.random.key(0), X)
-
-    def linen_loss(params, batch, dtype):
-        return mean_square(Linen(dtype).apply(params, batch))
-
+def test_a_model_of_nnx_or_equinox_is_a_tree_whose_gradients_have_names():
     def nnx_loss(model, batch, dtype):
         model.set_attributes(dtype=dtype, raise_if_not_found=False)
         return mean_square(model(batch))
@@ -161,42 +138,25 @@ def test_libraries_of_modules_need_nothing_but_their_own_way_to_say_a_dtype():
 
     layers = [nnx.Linear(6, 3, rngs=nnx.Rngs(0)), nnx.relu, nnx.Dropout(0.5, rngs=nnx.Rngs(1))]
     model = nnx.Sequential(*layers)
-    model.layers[0].kernel.set_value(variables["params"]["Dense_0"]["kernel"])
     before = bits(nnx.state(model)), model.layers[0].dtype
-    network = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(3)(x)))
-
-    def haiku_loss(params, batch, dtype):
-        half = jax.tree.map(lambda p: p.astype(dtype), params)
-        return mean_square(network.apply(half, batch.astype(dtype)))
-
     linear = eqx.nn.Linear(6, 3, key=jax.random.key(0))
-    reports = {
-        "linen": diagnose(linen_loss, variables, [X]),
-        "nnx": diagnose(nnx_loss, model, [X]),
-        "haiku": diagnose(haiku_loss, network.init(jax.random.key(0), X), [X]),
-        "equinox": diagnose(equinox_loss, linear, [X]),
-    }
+    for loss_fn, params, names in (
+        (nnx_loss, model, {"layers/0/bias", "layers/0/kernel"}),
+        (equinox_loss, linear, {"bias", "weight"}),
+    ):
+        report = diagnose(loss_fn, params, [X])
+        assert {each.name for each in report.measurement.gradients} == names
+        assert report.verdict is Verdict.NEEDED
     assert (bits(nnx.state(model)), model.layers[0].dtype) == before
-    names = {kind: list(report.measurement.gradients) for kind, report in reports.items()}
-    assert {kind: {each.name for each in found} for kind, found in names.items()} == {
-        "linen": {"params/Dense_0/bias", "params/Dense_0/kernel"},
-        "nnx": {"layers/0/bias", "layers/0/kernel"},
-        "haiku": {"linear/b", "linear/w"},
-        "equinox": {"bias", "weight"},
-    }
-    assert all(report.verdict is Verdict.NEEDED for report in reports.values())
 
 
 MISTAKES = {
-    "two arguments": (lambda p, b: 0.0, TypeError, "takes 2 positional arguments but 3 were"),
     "float16 always": (
         lambda p, b, d: mean_square(b.astype(jnp.float16) @ p["w"].astype(jnp.float16)),
-        ArgumentError,
         "computes in float16 when dtype is float32",
     ),
     "float32 always": (
         lambda p, b, d: mean_square(b @ p["w"]),
-        ArgumentError,
         "computes nothing in float16 when dtype is float16",
     ),
 }
@@ -204,6 +164,6 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_loss_that_cannot_be_used_is_named(mistake):
-    loss_fn, error, message = MISTAKES[mistake]
-    with pytest.raises(error, match=message):
+    loss_fn, message = MISTAKES[mistake]
+    with pytest.raises(ArgumentError, match=message):
         diagnose(loss_fn, {"w": drawn(6, 5)}, [X])

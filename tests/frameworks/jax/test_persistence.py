@@ -1,6 +1,6 @@
 """What is saved of a run comes back byte for byte, and the run goes on as if nothing had been.
 
-Through a pickle it does so in the conformance suite, with a model of NNX too.
+Through a pickle it does so in the conformance suite.
 """
 
 import flax.serialization

@@ -57,10 +57,7 @@ MISTAKES = {
         ArgumentError,
         r"scales of shape \(3,\).*inside the vmap or pmap",
     ),
-    # This one JAX refuses.
-    "array_of_losses": (lambda: of_weights(lambda w: w**2), TypeError, r"scalar.*\(2,\)"),
     "tuple": (lambda: of_weights(lambda w: (w.sum(), w)), TypeError, "a tuple, with has_aux=False"),
-    "dict": (lambda: of_weights(lambda w: {"loss": w.sum()}), TypeError, "Received: a dict"),
     "nothing": (lambda: of_weights(lambda w: None), TypeError, "Received: a NoneType"),
 }
 

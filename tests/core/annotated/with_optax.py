@@ -46,7 +46,7 @@ pair, grads = lossscale.optax.value_and_grad(loss_and_more, has_aux=True)(
 )
 reveal_type(pair)  # tuple[Array, int]
 kept = lossscale.optax.unless_skipped(opt_state, {"mean": loss}, {"mean": jnp.zeros(())})
-reveal_type(kept)  # dict[str, Array], mypy: dict[str, Any]
+reveal_type(kept)  # dict[str, Array]
 reveal_type(lossscale.optax.loss_scale(opt_state))  # Array
 reveal_type(lossscale.optax.scale_loss(opt_state, loss))  # Array
 tracking = lossscale.optax.loss_scaled(optax.adam(0.1), track_overflows=True)

@@ -66,7 +66,7 @@ def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 reveal_type(lossscale.torch.guard(schedule, optimizer))  # ExponentialLR
-reveal_type(lossscale.torch.guard(model, optimizer))  # Linear, mypy: Any
+reveal_type(lossscale.torch.guard(model, optimizer))  # Linear
 with lossscale.torch.Monitor(optimizer, model, every=10) as monitor:
     optimizer.backward(loss_of(model, batch))
     optimizer.step()

@@ -12,9 +12,9 @@ from lossscale.diagnosis import diagnose
 model = keras.Sequential([keras.layers.Dense(1, dtype="mixed_float16")])
 inner = keras.optimizers.Adam(1e-3)
 optimizer = lossscale.LossScaleOptimizer(inner, initial_scale=2.0**10)
-reveal_type(optimizer)  # AroundKeras, mypy: Any
+reveal_type(optimizer)  # AroundKeras
 model.compile(optimizer=optimizer, loss="mse")
-reveal_type(lossscale.keras.guard(model, optimizer))  # Sequential, mypy: Any
+reveal_type(lossscale.keras.guard(model, optimizer))  # Sequential
 monitor = LossScaleMonitor(every=2)
 model.fit(np.ones((8, 2)), np.ones((8, 1)), callbacks=[monitor])
 reveal_type(monitor.last_record)  # StepRecord | None
@@ -30,10 +30,10 @@ def learning_rate(of: keras.optimizers.Optimizer) -> float:
 
 
 print(report(optimizer), learning_rate(optimizer))
-reveal_type(optimizer.dynamic)  # bool, mypy: Any
-reveal_type(optimizer.initial_scale)  # float, mypy: Any
-reveal_type(optimizer.dynamic_growth_steps)  # int | None, mypy: Any
-reveal_type(optimizer.get_config())  # dict[str, Any], mypy: Any
+reveal_type(optimizer.dynamic)  # bool
+reveal_type(optimizer.initial_scale)  # float
+reveal_type(optimizer.dynamic_growth_steps)  # int | None
+reveal_type(optimizer.get_config())  # dict[str, Any]
 
 
 class Counting(lossscale.keras.LossScaleOptimizer):
