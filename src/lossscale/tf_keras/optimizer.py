@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import tensorflow as tf
 import tf_keras
@@ -66,9 +66,17 @@ class TFKerasOperations(TensorFlowOperations, StepOperations):
         return [*inner.variables, inner.iterations, *unlisted, *step.variables]
 
 
+if TYPE_CHECKING:
+
+    class _Base(KerasCommonOptimizer, Any):
+        """Any, because tf_keras types the optimizer of `compile` as a string, its default."""
+else:
+    _Base = KerasCommonOptimizer
+
+
 @FrontDoor.register
 @tf_keras.saving.register_keras_serializable("lossscale")
-class LossScaleOptimizer(KerasCommonOptimizer):
+class LossScaleOptimizer(_Base):
     """The loss scale optimizer around a tf_keras optimizer.
 
     The class to inherit from; `lossscale.LossScaleOptimizer` creates objects of it. An object
