@@ -106,10 +106,6 @@ def adam(**settings):
     return keras.optimizers.Adam(0.1, **settings)
 
 
-def sgd():
-    return keras.optimizers.SGD(0.1)
-
-
 def momentum():
     return keras.optimizers.SGD(0.1, momentum=0.5)
 
@@ -130,7 +126,6 @@ def built(model):
 MISFITS = {
     "not built": (lambda: wrapped(adam()), adam, lambda model: model),
     "an optimizer without loss scaling": (adam, adam, built),
-    "one without loss scaling, not built": (adam, adam, lambda model: model),
     "no optimizer": (None, adam, built),
     "more arrays": (lambda: wrapped(adam(amsgrad=True)), adam, built),
     "fewer arrays": (lambda: wrapped(momentum()), adam, built),
@@ -142,12 +137,6 @@ MISFITS = {
         built,
     ),
     "several optimizers": (lambda: wrapped(holding(keras, "base")), adam, built),
-    "several optimizers, not built": (
-        # What it holds has as many arrays before it is built.
-        lambda: wrapped(holding(keras, "base", sgd)),
-        lambda: holding(keras, "base", sgd),
-        lambda model: model,
-    ),
 }
 
 
