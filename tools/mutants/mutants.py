@@ -58,6 +58,7 @@ tests/conformance/test_promises.py -k tensorflow-eager
     rules FixedScale.checks_gradients: self.skip_nonfinite -> True
     keras_common StepOperations.check: not rule.checks_gradients -> False
     keras_common save: store[name] = value -> pass
+    tensorflow unscaled: gradient / divisor -> gradient * tf.math.reciprocal(divisor)
 tests/conformance/test_promises.py -k tensorflow-function
     tensorflow _branch: finished(apply(), True) -> finished(None, True)
     tensorflow _branch: finished(None, False) -> finished(None, True)
@@ -182,8 +183,6 @@ tests/diagnosis/test_measurement.py
 tests/documents/test_documented_members.py
     arguments rule_from_arguments: min(1.0, settings['initial_scale']) -> 1.0  -k floor
     tensorflow widened: tf.cast(tensor, tf.float32) -> tensor  -k float32_or_wider
-    tensorflow unscaled: gradient / divisor -> gradient * tf.math.reciprocal(divisor)
-        -k divides_exactly
     tensorflow unscaled: divided(gradient.values) -> gradient.values  -k indexed_slices
 tests/conformance/test_page_matrix.py
     keras LossScaleOptimizer._differentiated: self.get_scaled_loss
