@@ -41,11 +41,20 @@ def step(optimizer, variables, factor):
     optimizer.minimize(lambda: loss([each * factor for each in variables]), variables)
 
 
-def model_with(optimizer):
+def a_model(optimizer):
+    """A compiled model that was never trained, so that its optimizer may not be built."""
     model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
     model.compile(optimizer, "mse", run_eagerly=BACKEND == "tensorflow", jit_compile=False)
+    return model
+
+
+def built(model):
     model.optimizer.build(model.trainable_variables)
     return model
+
+
+def model_with(optimizer):
+    return built(a_model(optimizer))
 
 
 def filled(optimizer):
@@ -95,13 +104,6 @@ def test_weights_have_the_optimizers_that_an_inner_optimizer_holds(tmp_path, kin
 # --- All of an optimizer is loaded, or nothing ---------------------------------------------------
 
 
-def a_model(optimizer, units=2, inputs=4):
-    """A compiled model that was never trained, so that its optimizer may not be built."""
-    model = keras.Sequential([keras.layers.Input((inputs,)), keras.layers.Dense(units)])
-    model.compile(optimizer, "mse", run_eagerly=BACKEND == "tensorflow", jit_compile=False)
-    return model
-
-
 def adam(**settings):
     return keras.optimizers.Adam(0.1, **settings)
 
@@ -114,11 +116,6 @@ def frozen(model):
     """A model that trains its bias alone; its arrays are as many with Adam as with SGD before."""
     variables = [each for each in model.trainable_variables if len(each.shape) == 1]
     model.optimizer.build(variables)
-    return model
-
-
-def built(model):
-    model.optimizer.build(model.trainable_variables)
     return model
 
 

@@ -151,11 +151,6 @@ def test_gradients_of_rewritten_verbs_are_known_to_be_unscaled(optimizers, scale
     assert float(variable) == 0.25
 
 
-def overflow_after_a_step(optimizer, weight):
-    for factor in (1.0, np.inf):
-        optimizer.minimize(lambda factor=factor: weight * factor, [weight])
-
-
 def demanding(base, name):
     """Sets attributes in every order, and takes an argument that no other wrapper has."""
 
@@ -185,7 +180,9 @@ NAMES_OF_A_USER = ("early", "_early", "late", "_late", "count", "_rate", "_only_
 def test_a_subclass_sets_attributes_of_its_own_before_and_after_the_constructor(optimizers, cls):
     arguments = [True, 8.0] if cls is Demanding else [experimental.DynamicLossScale(8)]
     optimizer = cls(optimizers.SGD(0.5, momentum=0.5), *arguments, demanded=1)
-    overflow_after_a_step(optimizer, tf.Variable(1.0))
+    weight = tf.Variable(1.0)
+    for factor in (1.0, np.inf):
+        optimizer.minimize(lambda factor=factor: weight * factor, [weight])
     for name in NAMES_OF_A_USER:
         setattr(optimizer, name, f"{name} now")
     assert optimizer.rate == 0.5
