@@ -367,7 +367,6 @@ tests/frameworks/torch/test_beside_torch.py
     torch GradScaler._step_that_skips_by_itself: entry['stage'] = OptState.STEPPED; return result
         -> return result  -k four_calls
 tests/frameworks/torch/test_grad_scaler.py
-    torch GradScaler.unscale_: self._stage_of(optimizer) is OptState.UNSCALED -> False
     torch unscale_and_check_: recheck -> False  -k d20
     torch GradScaler._move_as_torch: scale.clamp_(...) -> pass  -k put_back
     torch GradScaler._move_as_torch: scale.nan_to_num_(...) -> pass  -k put_back
