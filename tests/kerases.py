@@ -1,12 +1,10 @@
 """What the tests of both Kerases read of an optimizer and of variables."""
 
-import inspect
 from typing import NamedTuple
 
 import numpy as np
 
 from conformance.harness import array
-from lossscale.keras_common.optimizer import KerasCommonOptimizer
 
 INF, NAN = float("inf"), float("nan")
 
@@ -31,23 +29,6 @@ def data(rows=64, seed=1):
     """Returns inputs and targets of a learnable regression."""
     x = np.random.default_rng(seed).normal(size=(rows, 4)).astype("float32")
     return x, np.sin(x.sum(axis=1, keepdims=True)).astype("float32")
-
-
-def left_undefined(optimizer):
-    """The hooks and attributes that base classes declare, and an optimizer or its backend lacks."""
-    abstract = {
-        name
-        for name in dir(type(optimizer))
-        if getattr(getattr(type(optimizer), name), "__isabstractmethod__", False)
-    }
-    backend = optimizer._backend
-    declared = [(optimizer, KerasCommonOptimizer), *((backend, b) for b in type(backend).__mro__)]
-    return abstract | {
-        name
-        for each, base in declared
-        for name in inspect.get_annotations(base)
-        if not hasattr(each, name)
-    }
 
 
 class Status(NamedTuple):

@@ -50,13 +50,7 @@ def assert_alike(found, expected, most):
             assert cases.error(gradient, wanted, least) < most, name
 
 
-# Layers are cast by the same code everywhere. On TensorFlow and JAX, where a pass is compiled, are
-# those with sparse gradients, loops, statistics, shapes or operations of their own.
-FEW = ("Dense", "Conv2DTranspose", "Embedding", "LSTM", "BatchNormalization", "MaxPooling2D")
-KINDS = LAYERS if BACKEND == "torch" else FEW
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LAYERS)
 def test_gradients_are_those_of_the_framework(kind):
     model, x, y = cases.with_layer(*LAYERS[kind])
     run = KerasGradientFunction(model)

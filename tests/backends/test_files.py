@@ -127,20 +127,6 @@ def test_a_file_of_keras_own_class_is_read(tmp_path, made):
     assert_same(arrays(ours.inner_optimizer.variables), arrays(own.inner_optimizer.variables))
 
 
-@pytest.mark.parametrize("made", [keras.optimizers.Nadam, keras.optimizers.Adafactor])
-def test_a_file_of_keras_own_class_that_lacks_arrays_is_left_alone(tmp_path, made):
-    own = keras.optimizers.LossScaleOptimizer(made(0.01))
-    trained(own).save_weights(tmp_path / "own.weights.h5")
-    model = model_with(wrapped(made(0.01)))
-    model.optimizer.build(model.trainable_variables)
-    before = arrays(model.optimizer.variables)
-    with pytest.warns(
-        lossscale.LossScaleWarning, match=r"load_model reads .*where arrays are miss"
-    ):
-        model.load_weights(tmp_path / "own.weights.h5")
-    assert_same(arrays(model.optimizer.variables), before)
-
-
 def test_several_optimizers_without_loss_scaling_are_not_taken_for_keras_own_class(tmp_path):
     # Their file has numbers of the same kinds.
     each = [keras.optimizers.SGD(0.01) for _ in range(2)]

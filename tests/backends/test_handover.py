@@ -94,22 +94,6 @@ def test_a_program_may_multiply_by_the_scale_itself():
         other.calls("unscale:ab")
 
 
-def test_gradients_that_are_divided_and_a_loss_that_was_not_scaled_are_a_warning_once():
-    run = made()
-    run.take(run.loss())
-    with pytest.warns(match=r"never scaled with get_scaled_loss\(\)"):
-        run.calls("unscale:ab unscaled:ab")
-    # A second warning would be an error.
-    run.calls("unscale:ab unscaled:ab")
-
-
-def test_a_fixed_scale_that_the_program_knows_is_no_warning():
-    run = made(rule=lossscale.FixedScale(8.0))
-    run.take(run.loss() * 8.0)
-    run.calls("unscale:ab unscaled:ab")
-    assert run.gone() == {"a": -1.0, "b": 0.25}
-
-
 @pytest.mark.parametrize("verb", ["minimize", "get_gradients", "get_updates"])
 @pytest.mark.parametrize("scale", ["get_scaled_loss", "scale_loss"])
 def test_a_loss_that_is_scaled_twice_is_a_warning_once(verb, scale):
@@ -132,15 +116,4 @@ def test_a_gradient_of_none_uses_nothing_up():
     a, b = run.variables["a"], run.variables["b"]
     run.optimizer.apply_gradients([(run.of_scaled["a"], a), (None, b)])
     run.optimizer.apply_gradients([(None, a), (run.of_scaled["b"], b)])
-    assert run.gone() == {"a": -1.0, "b": 0.25}
-
-
-def test_a_call_that_fails_uses_nothing_up():
-    run = made()
-    run.calls("scale")
-    stranger = keras.Variable([0.0])
-    pairs = [(run.of_scaled["a"], run.variables["a"]), (run.of_scaled["b"], stranger)]
-    with pytest.raises(ValueError, match=r"[Uu]nknown variable"):
-        run.optimizer.apply_gradients(pairs)
-    run.calls("apply:a apply:b")
     assert run.gone() == {"a": -1.0, "b": 0.25}

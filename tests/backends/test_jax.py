@@ -2,9 +2,6 @@
 
 import functools
 import json
-import types
-from collections.abc import Callable
-from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -165,13 +162,6 @@ def test_a_scale_that_would_be_baked_in_is_an_error(verb):
     call(scaled)
 
 
-def test_a_fixed_scale_may_be_baked_in():
-    optimizer = lossscale.LossScaleOptimizer(
-        keras.optimizers.SGD(1.0), dynamic=False, initial_scale=8.0
-    )
-    assert jax.jit(optimizer.scale_loss)(np.float32(1.0)) == 8.0
-
-
 def test_gradients_out_of_a_compiled_function_are_scaled_on_every_call():
     run = made()
     optimizer = run.optimizer
@@ -190,9 +180,6 @@ def test_gradients_out_of_a_compiled_function_are_scaled_on_every_call():
 
 TWO_DEVICES = """
 import json
-import types
-from collections.abc import Callable
-from typing import NamedTuple
 import keras, numpy as np
 from backends.support import arrays, data, model_with, status, wrapped
 
@@ -227,53 +214,3 @@ def test_an_overflow_on_one_of_two_devices_skips_the_step_on_both():
         "iterations": 8,
         "applied": 7,
     }
-
-
-class RecordingSGD(keras.optimizers.SGD):
-    """Keeps a fraction in a variable of whole numbers, beside one of fractions."""
-
-    def build(self, variables):
-        super().build(variables)
-        self.whole = self.add_variable((), dtype="int32", name="whole")
-        self.fraction = self.add_variable((), dtype="float32", name="fraction")
-
-    def update_step(self, gradient, variable, learning_rate):
-        self.whole.assign(gradient[0])
-        self.fraction.assign(gradient[0])
-        super().update_step(gradient, variable, learning_rate)
-
-
-@pytest.mark.filterwarnings("ignore:.*the loss was never scaled")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_state_inside_keeps_the_form_that_it_has_without_loss_scaling(compiled):
-    found = []
-    for wrap in (lambda inner: inner, lambda inner: wrapped(inner, initial_scale=8.0)):
-        weight, inner = keras.Variable([1.0, 2.0]), RecordingSGD(0.5, momentum=0.5)
-        optimizer = wrap(inner)
-        optimizer.build([weight])
-        factor = 1.0 if optimizer is inner else 8.0
-        given = [2.75] if optimizer is inner else [np.nan, 2.75, np.inf]
-        step = jax.jit(optimizer.stateless_apply) if compiled else optimizer.stateless_apply
-        state, values = [v.value for v in optimizer.variables], [weight.value]
-        for number in given:
-            # The scale is halved by the first of them.
-            scale = factor / 2 if number == 2.75 and factor > 1 else factor
-            values, state = step(state, [jnp.full(2, number * scale)], values)
-        named = dict(zip((v.path for v in optimizer.variables), state, strict=True))
-        found.append([named[v.path] for v in inner.variables])
-    for expected, kept in zip(*found, strict=True):
-        assert (kept.dtype, kept.tolist()) == (expected.dtype, expected.tolist())
-
-
-def test_a_repr_does_not_wait_for_a_device(monkeypatch):
-    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8.0)
-    assert "loss scale 8" in repr(optimizer)
-    gpu = types.SimpleNamespace(platform="gpu")
-    monkeypatch.setattr(optimizer.dynamic_scale, "_value", FarAway(lambda: [gpu]))
-    assert repr(optimizer).endswith("loss scale on the device>")
-
-
-class FarAway(NamedTuple):
-    """An array of another device, which nothing can read."""
-
-    devices: Callable[[], list[object]]

@@ -241,10 +241,3 @@ def test_a_bad_path_is_an_error_before_anything_is_trained(front, kind, tmp_path
         front.run(FINITE, path)
     assert front.made == 0
     assert (tmp_path / "run.jsonl").read_text() == "mine"
-
-
-@pytest.mark.parametrize("gone", ["explain", "loss_fn", "on_floor", "append"])
-def test_an_argument_that_is_gone_is_pythons_error(front, gone):
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{gone}'"):
-        front.run(FINITE, **{gone: None})
-    assert front.made == 0

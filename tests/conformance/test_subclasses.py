@@ -4,12 +4,10 @@ What `fit` calls is in tests/backends/test_fit.py, on each backend.
 """
 
 import importlib
-import types
 
 import numpy as np
 import pytest
 
-import lossscale
 from conformance.wrappers import BACKEND, KERAS
 from lossscale import experimental
 
@@ -153,59 +151,6 @@ def test_gradients_of_rewritten_verbs_are_known_to_be_unscaled(optimizers, scale
     assert float(variable) == 0.25
 
 
-def keywords_only(base):
-    """A subclass whose constructor takes keywords only, as Horovod makes of any optimizer."""
-
-    class KeywordsOnly(base):
-        def __init__(self, **kwargs):
-            super(self.__class__, self).__init__(**kwargs)
-
-        def apply_gradients(self, *args, **kwargs):
-            return super(self.__class__, self).apply_gradients(*args, **kwargs)
-
-    return KeywordsOnly
-
-
-def another_name(base):
-    """A subclass that has its own name for the inner optimizer."""
-
-    class AnotherName(base):
-        def __init__(self, opt, **kwargs):
-            super(self.__class__, self).__init__(opt, **kwargs)
-
-    return AnotherName
-
-
-def made(optimizers, older=False):
-    """An optimizer of the current class, or of the older one."""
-    if older:
-        scale = experimental.DynamicLossScale(8)
-        return experimental.LossScaleOptimizer(optimizers.SGD(0.5), scale)
-    return lossscale.LossScaleOptimizer(optimizers.SGD(0.5), initial_scale=8)
-
-
-def overflow_after_a_step(optimizer, weight):
-    for factor in (1.0, np.inf):
-        optimizer.minimize(lambda factor=factor: weight * factor, [weight])
-
-
-# With tf_keras, an object's class inherits from the public one, so that this `super` does not end.
-@pytest.mark.parametrize("of_object", [True] if KERAS == "tf_keras" else [False, True])
-@pytest.mark.parametrize("form", [keywords_only, another_name])
-@pytest.mark.parametrize("older", [False, True], ids=["2.4", "2.0"])
-def test_a_subclass_by_the_idiom_of_2020_trains_and_is_made_of_its_configuration(
-    optimizers, older, form, of_object
-):
-    original = made(optimizers, older)
-    cls = form(type(original) if of_object else (OLDER if older else CURRENT))
-    optimizer, weight = cls.from_config(original.get_config()), tf.Variable(1.0)
-    overflow_after_a_step(optimizer, weight)
-    assert float(weight) == 0.5
-    assert isinstance(optimizer, cls)
-    assert optimizer.__class__ is cls
-    assert int(optimizer.steps_skipped) == 1
-
-
 def demanding(base, name):
     """Sets attributes in every order, and takes an argument that no other wrapper has."""
 
@@ -235,7 +180,9 @@ NAMES_OF_A_USER = ("early", "_early", "late", "_late", "count", "_rate", "_only_
 def test_a_subclass_sets_attributes_of_its_own_before_and_after_the_constructor(optimizers, cls):
     arguments = [True, 8.0] if cls is Demanding else [experimental.DynamicLossScale(8)]
     optimizer = cls(optimizers.SGD(0.5, momentum=0.5), *arguments, demanded=1)
-    overflow_after_a_step(optimizer, tf.Variable(1.0))
+    weight = tf.Variable(1.0)
+    for factor in (1.0, np.inf):
+        optimizer.minimize(lambda factor=factor: weight * factor, [weight])
     for name in NAMES_OF_A_USER:
         setattr(optimizer, name, f"{name} now")
     assert optimizer.rate == 0.5
@@ -244,19 +191,3 @@ def test_a_subclass_sets_attributes_of_its_own_before_and_after_the_constructor(
         f"{name} now" for name in NAMES_OF_A_USER
     ]
     assert (optimizer.demanded, float(optimizer._current_scale())) == ([1], 4.0)
-
-
-@pytest.mark.parametrize(
-    ("device", "on_host"),
-    [
-        ("/job:localhost/replica:0/task:0/device:CPU:0", True),
-        ("/job:localhost/replica:0/task:0/device:GPU:1", False),
-        ("/device:TPU:0", False),
-        ("", True),
-    ],
-)
-def test_a_device_that_is_not_the_cpu_is_known_by_its_name(device, on_host):
-    optimizer = CURRENT(KERAS_MODULE.optimizers.SGD())
-    variable = types.SimpleNamespace(device=device)
-    variable.value = variable
-    assert optimizer._backend.is_on_host(variable) is on_host

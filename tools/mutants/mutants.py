@@ -58,6 +58,7 @@ tests/conformance/test_promises.py -k tensorflow-eager
     rules FixedScale.checks_gradients: self.skip_nonfinite -> True
     keras_common StepOperations.check: not rule.checks_gradients -> False
     keras_common save: store[name] = value -> pass
+    tensorflow unscaled: gradient / divisor -> gradient * tf.math.reciprocal(divisor)
 tests/conformance/test_promises.py -k tensorflow-function
     tensorflow _branch: finished(apply(), True) -> finished(None, True)
     tensorflow _branch: finished(None, False) -> finished(None, True)
@@ -148,7 +149,7 @@ tests/backends/test_finite.py
     tensorflow all_finite: tf.logical_and(fits, ...) -> fits
     torch all_finite: bool(fits) -> True
 tests/backends/test_torch.py
-    keras on torch _copies: torch.empty_like(gradient) -> gradient
+    keras on torch TorchBackend.check: torch.empty_like(gradients[index]) -> gradients[index]
 tests/backends/test_handover.py
     keras_common ScaleLedger._scaled_or_unscaled: min(times) < record.losses -> False
     keras_common _Record.count: times + 1 -> times
@@ -182,8 +183,6 @@ tests/diagnosis/test_measurement.py
 tests/documents/test_documented_members.py
     arguments rule_from_arguments: min(1.0, settings['initial_scale']) -> 1.0  -k floor
     tensorflow widened: tf.cast(tensor, tf.float32) -> tensor  -k float32_or_wider
-    tensorflow unscaled: gradient / divisor -> gradient * tf.math.reciprocal(divisor)
-        -k divides_exactly
     tensorflow unscaled: divided(gradient.values) -> gradient.values  -k indexed_slices
 tests/conformance/test_page_matrix.py
     keras LossScaleOptimizer._differentiated: self.get_scaled_loss
@@ -370,7 +369,6 @@ tests/frameworks/torch/test_beside_torch.py
     torch GradScaler._step_that_skips_by_itself: entry['stage'] = OptState.STEPPED; return result
         -> return result  -k four_calls
 tests/frameworks/torch/test_grad_scaler.py
-    torch GradScaler.unscale_: self._stage_of(optimizer) is OptState.UNSCALED -> False
     torch unscale_and_check_: recheck -> False  -k d20
     torch GradScaler._move_as_torch: scale.clamp_(...) -> pass  -k put_back
     torch GradScaler._move_as_torch: scale.nan_to_num_(...) -> pass  -k put_back

@@ -221,19 +221,6 @@ def test_gradients_of_one_run_can_be_applied_in_another(two_replicas, way_of_ste
     assert messages == []
 
 
-def test_a_loss_that_was_scaled_outside_the_replicas_is_known_inside(two_replicas):
-    weight, optimizer = on(two_replicas, lambda: wrapped(SGD(0.5)))
-    with two_replicas.scope():
-        gradient = optimizer.scale_loss(tf.constant([0.5, 0.25]))
-
-    def apply():
-        optimizer.apply_gradients([(gradient, weight)])
-
-    two_replicas.run(apply)
-    (found,) = same_on_both([weight], two_replicas)
-    np.testing.assert_array_equal(found, START - 0.5 * 2 * np.array([0.5, 0.25], "f"))
-
-
 def test_one_device_strategy_trains_and_skips(in_function):
     one_device = tf.distribute.OneDeviceStrategy("/cpu:0")
     loop = Loop(one_device, wrapped, "scale_loss", in_function)

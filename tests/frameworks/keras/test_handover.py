@@ -108,34 +108,6 @@ def test_gradients_of_either_kind_beside_a_traced_half_are_an_error_that_says_wh
     assert run.gone() == {"a": -3.0, "b": 0.25}
 
 
-def test_a_branch_of_a_function_applies_what_the_function_has_scaled():
-    run = made(rule=FIXED)
-
-    @tf.function
-    def step():
-        run.calls("scale apply:a")
-        tf.cond(tf.constant(True), lambda: run.calls("apply:b"), lambda: None)
-
-    step()
-    step()
-    assert run.gone() == expected("scale apply:a apply:b", 2)
-
-
-def test_a_half_that_is_traced_again_is_given_gradients_of_the_kind_as_before():
-    run = made(rule=FIXED)
-    scaled = tf.function(lambda: run.calls("scale") or {**run.of_scaled})
-    apply = tf.function(lambda found, again: run.apply("a") or again)
-
-    def step(again):
-        run.of_scaled = scaled()
-        apply(run.of_scaled, again)
-
-    step(1)
-    run.calls("hand unscale:ab unscaled:ab")
-    step(2)
-    assert run.gone() == {"a": -3.0, "b": 0.25}
-
-
 @pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
 def test_each_replica_has_marks_of_its_own(two_replicas, in_function):
     with two_replicas.scope():

@@ -1,7 +1,6 @@
 """Settings, counters, rules of the user's, and the errors of wrapping."""
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -16,24 +15,35 @@ from frameworks.keras.support import (
     variables,
     wrapped,
 )
-from kerases import left_undefined
-from lossscale import DynamicScale, experimental
+from lossscale import DynamicScale
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 
 
-def test_every_hook_that_the_base_class_declares_is_defined():
-    for cls in (lossscale.LossScaleOptimizer, experimental.LossScaleOptimizer):
-        arguments = {} if cls is lossscale.LossScaleOptimizer else {"loss_scale": "dynamic"}
-        assert left_undefined(cls(SGD(), **arguments)) == set()
+class Failing(SGD):
+    """Has a property that cannot be read."""
+
+    @property
+    def gauge(self):
+        raise AttributeError("no gauge before the first step")
 
 
-@pytest.mark.parametrize("name", ["learning_rate", "lr"])
-def test_what_an_optimizer_of_several_says_of_its_learning_rate_is_said(name):
-    inner = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(SGD(), {".*b": Adam()}))
+def of_several():
+    return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(SGD(), {".*b": Adam()}))
+
+
+@pytest.mark.parametrize(
+    ("made", "name", "inside"),
+    [
+        (Failing, "gauge", "gauge"),
+        (of_several, "learning_rate", "learning_rate"),
+        (of_several, "lr", "learning_rate"),
+    ],
+)
+def test_what_a_property_of_the_inner_optimizer_says_is_said(made, name, inside):
+    optimizer = wrapped(made())
     with pytest.raises(AttributeError) as expected:
-        _ = inner.learning_rate
-    optimizer = wrapped(inner)
+        getattr(optimizer.inner_optimizer, inside)
     with pytest.raises(AttributeError) as said:
         getattr(optimizer, name)
     assert str(said.value) == str(expected.value)
@@ -56,19 +66,6 @@ def test_an_optimizer_of_several_has_the_slots_and_the_counters_of_its_parts():
     optimizer.iterations = 7
     assert [int(part.iterations) for part in optimizer.inner_optimizer.optimizers] == [7, 7]
     assert int(optimizer.iterations) == 7
-
-
-class Failing(SGD):
-    """Has a property that cannot be read."""
-
-    @property
-    def gauge(self):
-        raise AttributeError("no gauge before the first step")
-
-
-def test_what_a_property_of_the_inner_optimizer_says_is_said():
-    with pytest.raises(AttributeError, match="no gauge before the first step"):
-        _ = wrapped(Failing()).gauge
 
 
 SETTINGS = [
@@ -99,15 +96,10 @@ def test_loss_scale_factor_is_none_and_cannot_be_set():
     with pytest.raises(ValueError, match="loss_scale_factor=64"):
         optimizer.loss_scale_factor = 64
     assert optimizer.inner_optimizer.loss_scale_factor is None
-
-
-@pytest.mark.parametrize("by", ["var_list", "var_names"])
-def test_variables_are_excluded_from_weight_decay(by):
-    kernel, bias = keras.Variable([1.0], name="kernel"), keras.Variable([1.0], name="bias")
-    optimizer = wrapped(keras.optimizers.AdamW(0.5, weight_decay=0.5))
-    optimizer.exclude_from_weight_decay(**{by: [bias] if by == "var_list" else ["bias"]})
-    step_by_scale_loss(optimizer, [kernel, bias], [np.zeros(1, "f"), np.zeros(1, "f")])
-    assert (kernel.numpy().item(), bias.numpy().item()) == (0.75, 1.0)
+    inner = SGD(loss_scale_factor=64.0)
+    with pytest.raises(ValueError, match=r"initial_scale=64\.0"):
+        wrapped(inner)
+    assert inner.loss_scale_factor == 64.0
 
 
 def test_counters_are_numbers_on_replicas(two_replicas):
@@ -166,13 +158,6 @@ def test_a_rule_is_found_among_those_that_keras_knows_or_named_in_an_error():
     assert loaded.rule == Registered(8.0)
     with pytest.raises(ValueError, match=r"custom_objects=\{'Patient': Patient\}"):
         from_config(wrapped(rule=Patient(8.0)).get_config())
-
-
-def test_loss_scale_factor_of_the_inner_optimizer_is_an_error_that_keeps_it():
-    inner = keras.optimizers.SGD(loss_scale_factor=64.0)
-    with pytest.raises(ValueError, match=r"initial_scale=64\.0"):
-        wrapped(inner)
-    assert inner.loss_scale_factor == 64.0
 
 
 @pytest.mark.parametrize(

@@ -78,14 +78,6 @@ def test_a_counter_of_ones_own_is_used(optimizers, var):
     assert (int(mine), int(optimizer.iterations)) == (6, 6)
 
 
-def test_an_optimizer_that_tf_keras_wraps_already_is_refused(optimizers):
-    inner = optimizers.SGD(1.0)
-    theirs = tf_keras.mixed_precision.LossScaleOptimizer(inner)
-    with pytest.raises(TypeError, match="already wraps this"):
-        wrapped(inner)
-    assert theirs.inner_optimizer is inner
-
-
 def test_one_class_makes_optimizers_of_both_families():
     families = tf_keras.optimizers, tf_keras.optimizers.legacy
     made = [lossscale.tf_keras.LossScaleOptimizer(family.SGD()) for family in families]

@@ -10,8 +10,7 @@ import tensorflow as tf
 import tf_keras
 
 import lossscale
-from frameworks.tf_keras.support import INF, assert_same, data, small_model, status, values, wrapped
-from held_optimizers import holding
+from frameworks.tf_keras.support import assert_same, data, small_model, status, values, wrapped
 
 FIXTURES = pathlib.Path(__file__).parents[3] / "lossscale-migration" / "tests" / "fixtures"
 
@@ -120,13 +119,9 @@ def compiled(optimizer):
 
 
 @functools.cache
-def read_only(optimizers, wrap=wrapped):
+def fitted(optimizers):
     """A fitted model, which one test after the other reads."""
-    return fitted(optimizers, wrap)
-
-
-def fitted(optimizers, wrap=wrapped):
-    model = compiled(wrap(optimizers.Adam(0.01)))
+    model = compiled(wrapped(optimizers.Adam(0.01)))
     x, y = data(24)
     x[8:16] = np.inf
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
@@ -143,38 +138,19 @@ def restored(model, form, optimizers, path):
         variables.restore(str(path / "variables" / "variables")).expect_partial()
         return loaded.optimizer
     other = compiled(wrapped(optimizers.Adam(0.01)))
-    if form == "weights":
-        model.save_weights(path, save_format="tf")
-        other.load_weights(path).expect_partial()
-    else:
-        written = tf.train.Checkpoint(optimizer=model.optimizer).save(path)
-        tf.train.Checkpoint(optimizer=other.optimizer).restore(written).expect_partial()
+    model.save_weights(path, save_format="tf")
+    other.load_weights(path).expect_partial()
     return other.optimizer
 
 
-@pytest.mark.parametrize("form", ["saved model", "weights", "checkpoint"])
+# Checkpoints: conformance/test_every_optimizer.py.
+@pytest.mark.parametrize("form", ["saved model", "weights"])
 def test_every_form_of_tensorflow_has_the_scale_and_the_counters(optimizers, tmp_path, form):
-    model = read_only(optimizers)
+    model = fitted(optimizers)
     assert int(model.optimizer.steps_skipped) == 1
     optimizer = restored(model, form, optimizers, tmp_path / "a")
     assert type(optimizer) is type(model.optimizer)
     assert status(optimizer) == status(model.optimizer)
-
-
-@pytest.mark.parametrize(
-    ("saves", "loads", "scales"), [(1, 2, (4.0, 4.0)), (2, 1, (8.0, 4.0)), (2, 2, (8.0, 4.0))]
-)
-def test_weights_have_the_count_of_overflows_both_ways(saves, loads, scales, tmp_path):
-    rules = (lossscale.DynamicScale(8.0, overflows_before_backoff=n) for n in (saves, loads))
-    model, other = (compiled(wrapped(tf_keras.optimizers.SGD(), rule=rule)) for rule in rules)
-    bad = np.full((1, 4), INF), np.ones((1, 1))
-    for each in (model, other):
-        each.train_on_batch(*bad)
-    model.save_weights(tmp_path / "model.weights.h5")
-    other.load_weights(tmp_path / "model.weights.h5")
-    assert status(other.optimizer).scale == scales[0]
-    other.train_on_batch(*bad)
-    assert status(other.optimizer).scale == scales[1]
 
 
 SGD = {"class_name": "SGD", "config": {"name": "SGD", "decay": 0.0}}
@@ -202,20 +178,6 @@ def test_configurations_of_older_releases_are_read(config, rule):
     assert isinstance(optimizer.inner_optimizer, tf_keras.optimizers.legacy.SGD)
     assert optimizer.rule == rule
     assert config == before
-
-
-def test_a_plain_optimizer_that_holds_another_is_not_taken_for_its_own_class(tmp_path):
-    # In both files another place has the name of the inner optimizer.
-    inner = holding(tf_keras, "inner_optimizer")
-    saved, model = compiled(inner), compiled(wrapped(tf_keras.optimizers.SGD(momentum=0.9)))
-    for each in (saved, model):
-        each.optimizer.build(each.trainable_variables)
-    inner.iterations.assign(3)
-    saved.save_weights(tmp_path / "a.weights.h5")
-    before = values(model.optimizer.variables)
-    with pytest.warns(lossscale.LossScaleWarning, match="keeps its state"):
-        model.load_weights(tmp_path / "a.weights.h5")
-    assert_same(values(model.optimizer.variables), before)
 
 
 def test_the_learning_rate_of_old_programs_is_that_of_the_schedule():

@@ -82,20 +82,6 @@ def test_each_of_several_optimizers_is_wrapped_unless_it_has_loss_scaling(optimi
         assert model.optimizer is first
 
 
-@pytest.mark.filterwarnings("ignore:`Model.state_updates` will be removed")
-def test_compile_in_a_graph_of_tensorflow_1_wraps_too():
-    with lossscale.install(), tf.Graph().as_default():
-        inputs = tf_keras.Input((2,))
-        outputs = tf_keras.layers.Dense(1, dtype="float32")(inputs)
-        model = tf_keras.models.Model(inputs, outputs)
-        model.compile(tf_keras.optimizers.legacy.SGD(0.25), "mse")
-        assert isinstance(model, training_v1.Model)
-        assert is_ours(model.optimizer)
-        before = model.evaluate(X, Y, verbose=0)
-        model.fit(X, Y, batch_size=4, epochs=4, verbose=0)
-        assert model.evaluate(X, Y, verbose=0) < 0.5 * before
-
-
 @pytest.mark.parametrize(
     ("make", "module"),
     [
@@ -168,18 +154,6 @@ def test_the_graph_rewrite_of_tf_keras_takes_them(given):
             names.disable_mixed_precision_graph_rewrite()
     assert made.initial_scale == 8.0
     assert made.dynamic is (given == "dynamic")
-
-
-@pytest.mark.parametrize(
-    "loss_scale", [experimental.FixedLossScale(8), experimental.DynamicLossScale(8)]
-)
-def test_tf_keras_own_class_reads_configurations_of_tensorflow_2_3(loss_scale):
-    config = {
-        "optimizer": tf_keras.optimizers.serialize(tf_keras.optimizers.legacy.SGD()),
-        "loss_scale": {"class_name": type(loss_scale).__name__, "config": loss_scale.get_config()},
-    }
-    with lossscale.install():
-        assert own.LossScaleOptimizer.from_config(config).initial_scale == 8.0
 
 
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")

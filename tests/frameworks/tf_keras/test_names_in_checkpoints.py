@@ -1,5 +1,6 @@
 """An inner optimizer may have children of the names that loss scaling has in checkpoints."""
 
+import functools
 import itertools
 
 import pytest
@@ -12,19 +13,19 @@ NEW, LEGACY = tf_keras.optimizers, tf_keras.optimizers.legacy
 NAMES = ("loss_scale", "base_optimizer", "lossscale")
 
 
-def attribute(name, make, *, late=False):
-    """A new optimizer with an attribute of this name, which TensorFlow tracks."""
+def attribute(name, *, late=False):
+    """A new optimizer with a variable as an attribute of this name, which TensorFlow tracks."""
 
     class WithAttribute(NEW.SGD):
         def __init__(self):
             super().__init__(0.1, momentum=0.9)
             if not late:
-                setattr(self, name, make())
+                setattr(self, name, tf.Variable(0.0))
 
         def build(self, var_list):
             super().build(var_list)
             if not hasattr(self, name):
-                setattr(self, name, make())
+                setattr(self, name, tf.Variable(0.0))
 
         @property
         def own(self):
@@ -33,49 +34,23 @@ def attribute(name, make, *, late=False):
     return WithAttribute()
 
 
-def tracked(name, make):
-    """A legacy optimizer that tracks something under this name, as averaging ones do."""
+def tracked(name):
+    """A legacy optimizer that tracks a variable under this name, as averaging ones do."""
 
     class Tracking(LEGACY.SGD):
         def __init__(self):
             super().__init__(0.1, momentum=0.9)
-            self.own = make()
+            self.own = tf.Variable(0.0)
             self._track_trackable(self.own, name)
 
     return Tracking()
 
 
-def hyperparameter(name, make):
-    """A legacy optimizer with a hyperparameter, a variable that is made late."""
-
-    class WithHyperparameter(LEGACY.SGD):
-        def __init__(self):
-            super().__init__(0.1, momentum=0.9)
-            self._set_hyper(name, 0.0)
-
-        @property
-        def own(self):
-            return self._hyper[name]
-
-    return WithHyperparameter()
-
-
-def variable():
-    return tf.Variable(0.0)
-
-
 KINDS = {
-    "new, a variable": lambda name: attribute(name, variable),
-    "new, a variable of build": lambda name: attribute(name, variable, late=True),
-    "new, an optimizer": lambda name: attribute(name, lambda: NEW.SGD(0.1)),
-    "legacy, a variable": lambda name: tracked(name, variable),
-    "legacy, an optimizer": lambda name: tracked(name, lambda: LEGACY.SGD(0.1)),
-    "legacy, a hyperparameter": lambda name: hyperparameter(name, variable),
+    "new": attribute,
+    "new, of build": functools.partial(attribute, late=True),
+    "legacy": tracked,
 }
-
-
-def counter(inner):
-    return getattr(inner.own, "iterations", inner.own)
 
 
 def states(optimizer, trained):
@@ -84,7 +59,7 @@ def states(optimizer, trained):
     slot = (
         inner.momentums[0] if hasattr(inner, "momentums") else inner.get_slot(trained, "momentum")
     )
-    own = float(counter(inner)), slot.numpy().tolist(), int(inner.iterations)
+    own = float(inner.own), slot.numpy().tolist(), int(inner.iterations)
     return own, status(optimizer) if inner is not optimizer else None
 
 
@@ -115,7 +90,7 @@ def test_a_child_of_the_inner_optimizer_is_saved_beside_the_loss_scale(
     written = inner if writes == "plain" else wrapped(inner)
     for _ in range(3):
         stepped(written, first)
-    counter(inner).assign(7.0 if counter(inner).dtype.is_floating else 7)
+    inner.own.assign(7.0)
     saved = written if writes == "wrapped" else inner
     path = tf.train.Checkpoint(optimizer=saved, v=first).save(tmp_path / "a")
 
@@ -140,26 +115,23 @@ def test_a_child_of_the_inner_optimizer_is_saved_beside_the_loss_scale(
         assert scale == expected_scale
 
 
-MAKERS = {"new": lambda name: attribute(name, variable), "legacy": lambda n: tracked(n, variable)}
-
-
-@pytest.mark.parametrize("family", MAKERS)
-def test_own_class_reads_the_scale_beside_a_child_named_base_optimizer(tmp_path, family):
-    written = wrapped(MAKERS[family]("base_optimizer"), initial_scale=64.0)
+@pytest.mark.parametrize("make", [attribute, tracked])
+def test_own_class_reads_the_scale_beside_a_child_named_base_optimizer(tmp_path, make):
+    written = wrapped(make("base_optimizer"), initial_scale=64.0)
     path = tf.train.Checkpoint(optimizer=written).save(tmp_path / "a")
-    read = tf_keras.mixed_precision.LossScaleOptimizer(MAKERS[family]("free"))
+    read = tf_keras.mixed_precision.LossScaleOptimizer(make("free"))
     tf.train.Checkpoint(optimizer=read).restore(path).expect_partial()
     assert float(read.loss_scale) == 64.0
 
 
-@pytest.mark.parametrize("family", MAKERS)
-def test_the_one_name_that_is_taken_is_refused(tmp_path, family):
-    inner = MAKERS[family]("free")
+@pytest.mark.parametrize("make", [attribute, tracked])
+def test_the_one_name_that_is_taken_is_refused(tmp_path, make):
+    inner = make("free")
     optimizer = wrapped(inner)
-    inner._track_trackable(variable(), "lossscale.loss_scale")
+    inner._track_trackable(tf.Variable(0.0), "lossscale.loss_scale")
     for use in (
         lambda: tf.train.Checkpoint(optimizer=optimizer).save(tmp_path / "a"),
-        lambda: wrapped(MAKERS[family]("lossscale.loss_scale")),
+        lambda: wrapped(make("lossscale.loss_scale")),
     ):
         with pytest.raises(ValueError, match=r"tracks a .* as 'lossscale\.loss_scale'"):
             use()

@@ -7,7 +7,6 @@ import tf_keras
 
 import lossscale
 from frameworks.tf_keras.support import INF, step, wrapped
-from kerases import left_undefined
 from lossscale import experimental
 
 CLASSES = {
@@ -15,11 +14,6 @@ CLASSES = {
     "2.0": lambda inner: experimental.LossScaleOptimizer(inner, experimental.DynamicLossScale(8)),
 }
 NEW, LEGACY = tf_keras.optimizers, tf_keras.optimizers.legacy
-
-
-def test_every_hook_that_the_base_class_declares_is_defined(optimizers):
-    for make in CLASSES.values():
-        assert not left_undefined(make(optimizers.SGD(0.5)))
 
 
 class WithoutArguments(LEGACY.SGD):
@@ -32,17 +26,12 @@ class WithoutArguments(LEGACY.SGD):
         return super()._compute_gradients(loss, var_list, grad_loss, tape)
 
 
-class WithFewer(LEGACY.SGD):
-    def apply_gradients(self, grads_and_vars):
-        return super().apply_gradients(grads_and_vars)
-
-
 class NewWithoutArguments(NEW.SGD):
     def apply_gradients(self, grads_and_vars, name=None):
         return super().apply_gradients(grads_and_vars, name)
 
 
-FEW_ARGUMENTS = [WithoutArguments, WithFewer, NewWithoutArguments]
+FEW_ARGUMENTS = [WithoutArguments, NewWithoutArguments]
 
 
 @pytest.mark.parametrize("inner", FEW_ARGUMENTS)
@@ -80,26 +69,6 @@ def test_it_sums_the_gradients_of_replicas_itself(two_replicas, inner):
     two_replicas.run(run, args=(tf.constant([1.0, INF]),))
     assert weight.numpy() == -0.5
     assert int(optimizer.steps_skipped) == 1
-
-
-@pytest.mark.parametrize("verb", ["compute_gradients", "get_unscaled_gradients", "get_gradients"])
-@pytest.mark.parametrize("missing", [False, True])
-def test_every_verb_counts_the_gradients_that_there_are(optimizers, verb, missing):
-    first, other = wrapped(optimizers.SGD(1.0)), wrapped(optimizers.SGD(1.0))
-    weight, unused = tf.Variable(1.0), tf.Variable(1.0)
-    targets = [weight, unused] if missing and verb != "get_gradients" else [weight]
-    if verb == "compute_gradients":
-        pairs = first.compute_gradients(lambda: weight * 2.0, targets)
-    elif verb == "get_gradients":
-        pairs = zip(first.get_gradients(lambda: weight * 2.0, targets), targets, strict=True)
-    else:
-        scaled = first.get_scaled_loss(tf.constant(2.0))
-        given = [scaled, None][: len(targets)]
-        pairs = zip(first.get_unscaled_gradients(given), targets, strict=True)
-    first.apply_gradients(pairs)
-    # None is left for another optimizer, which has scaled nothing.
-    with pytest.warns(lossscale.LossScaleWarning, match="the loss was never scaled"):
-        other.apply_gradients([(tf.constant(1.0), unused)])
 
 
 @pytest.mark.parametrize("made", CLASSES)

@@ -6,21 +6,8 @@ import tensorflow as tf
 import tf_keras
 
 import lossscale
-from frameworks.tf_keras.support import INF, NAN, data, small_model, status, step, wrapped
+from frameworks.tf_keras.support import INF, NAN, data, small_model, status, wrapped
 from lossscale import experimental
-
-
-def test_the_scale_of_a_checkpoint_is_the_one_that_a_traced_step_uses(optimizers, tmp_path):
-    first, second = (wrapped(optimizers.SGD(1.0)) for _ in range(2))
-    variable = tf.Variable(1.0)
-    for _ in range(3):
-        step(first, [variable], [INF])
-    path = tf.train.Checkpoint(optimizer=first).save(tmp_path / "a")
-    train = tf.function(lambda: step(second, [variable], [0.0]))
-    train()
-    tf.train.Checkpoint(optimizer=second).restore(path)
-    assert int(train()) == 4
-    assert float(second.loss_scale) == 1.0
 
 
 @pytest.mark.parametrize("verb", ["compute_gradients", "_compute_gradients"])
@@ -106,46 +93,6 @@ def test_update_returns_what_moves_it_in_a_graph_and_none_elsewhere(make):
         assert session.run(loss_scale()) == 8.0
         session.run(moved, {bad: INF})
         assert session.run(loss_scale()) == (4.0 if moves else 8.0)
-
-
-def test_a_loss_scale_of_ones_own_moves_in_a_graph_by_its_operation():
-    class Halving(experimental.FixedLossScale):
-        def __init__(self):
-            super().__init__(64.0)
-            self._scale = self._add_weight("scale", 64.0, tf.float32)
-
-        def __call__(self):
-            return tf.convert_to_tensor(self._scale)
-
-        def update(self, grads):
-            return self._scale.assign(self._scale / 2.0), tf.constant(True)
-
-    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-        optimizer = experimental.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(1.0), Halving())
-        variable = tf.Variable(1.0)
-        train = optimizer.minimize(lambda: variable * 0.25, [variable])
-        session.run(tf.compat.v1.global_variables_initializer())
-        session.run(train)
-        assert session.run([variable, optimizer.loss_scale()]) == [0.75, 32.0]
-
-
-def test_a_checkpoint_in_a_graph(tmp_path):
-    for session_number in range(2):
-        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-            variable = tf.Variable(1.0)
-            optimizer = wrapped(tf_keras.optimizers.legacy.SGD(0.5, momentum=0.9))
-            train = optimizer.minimize(lambda v=variable: v * np.inf, [variable])
-            checkpoint = tf.compat.v1.train.Checkpoint(optimizer=optimizer, v=variable)
-            if session_number == 0:
-                session.run(tf.compat.v1.global_variables_initializer())
-                session.run(train)
-                path = checkpoint.save(tmp_path / "a", session=session)
-            else:
-                restored = checkpoint.restore(path)
-                restored.assert_existing_objects_matched()
-                restored.initialize_or_restore(session)
-            seen = session.run([optimizer.loss_scale, optimizer.steps_skipped])
-            assert seen == [4.0, 1]
 
 
 @pytest.mark.parametrize(
