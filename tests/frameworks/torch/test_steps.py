@@ -142,7 +142,7 @@ def test_attributes_of_the_inner_optimizer_are_read_and_those_of_users_are_kept(
         ("momentum", r"param_groups\[i\]\['momentum'\]"),
         ("momentun", "SGD, has an attribute 'momentun'"),
         ("apply_gradients", r"Call optimizer.backward\(loss\), then optimizer.step\(\)"),
-        ("get_weights", "LossScaleOptimizer has no `get_weights` around torch"),
+        ("get_weights", "SGD, has an attribute 'get_weights'"),
         ("join_hook", "as many batches"),
     ):
         assert not hasattr(optimizer, name)

@@ -195,7 +195,7 @@ MISTAKES = {
     "a setting": (lambda o: setattr(o, "momentum", 0.5), AttributeError, r"\[i\]\['momentum'\]"),
     "of a rule": (lambda o: setattr(o, "min_scale", 2.0), AttributeError, "or to the rule"),
     "Join": (lambda o: Join([o]), AttributeError, "as many batches"),
-    "get_config": (lambda o: o.get_config(), AttributeError, "LossScaleOptimizer has no"),
+    "get_config": (lambda o: o.get_config(), AttributeError, "has an attribute 'get_config'"),
     "no closure": (lambda o: o.step(LOSS), TypeError, r"Received: Tensor.*optimizer.backward\("),
     "decide later": (lambda o: setattr(o, "decide", "device"), AttributeError, "no setter"),
     "a group later": (lambda o: setattr(o, "process_group", 1), AttributeError, "no setter"),
