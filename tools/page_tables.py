@@ -1,6 +1,6 @@
 """Writes the tables of docs/api/what_runs_where.md and docs/api/documented_api.md.
 
-`python -m tools.page_tables` runs the conformance suite on each backend, which takes about ten
+`python -m tools.page_tables` runs the promises on each backend, which takes about three
 minutes on 2 cores and needs the test environment, and counts the outcomes of each wrapper. It is a
 plugin of pytest, too (`-p tools.page_tables`), which adds the outcomes of a process to the JSON
 file that the environment variable LOSSSCALE_RESULTS names.
@@ -23,7 +23,7 @@ from run import JAX, TENSORFLOW, TF_KERAS, TORCH
 from tools import ROOT
 
 MARKS = "<!-- table: python -m tools.page_tables -->", "<!-- end of table -->"
-TESTS = "tests/conformance"
+TESTS = "tests/conformance/test_promises.py"
 _outcomes = collections.defaultdict(collections.Counter)
 
 
