@@ -59,12 +59,8 @@ found = importlib.util.find_spec
 importlib.util.find_spec = lambda name: None if name in absent else found(name)
 import importlib
 import lossscale, lossscale.torch
-from lossscale import monitoring
 from lossscale.callbacks import LossScaleMonitor
-from lossscale.rules import DynamicScale
 config = {"inner_optimizer": {"class_name": "SGD", "config": {}}}
-rule = DynamicScale()
-records = [monitoring.StepRecord(1, 8.0, False)]
 for ask in asked:
     try:
         eval(ask)
