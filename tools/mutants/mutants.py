@@ -149,7 +149,7 @@ tests/backends/test_finite.py
     tensorflow all_finite: tf.logical_and(fits, ...) -> fits
     torch all_finite: bool(fits) -> True
 tests/backends/test_torch.py
-    keras on torch TorchBackend.check: torch.empty_like(gradients[index]) -> gradients[index]
+    keras on torch TorchBackend.check: torch.empty_like(each) -> each
 tests/backends/test_handover.py
     keras_common ScaleLedger._scaled_or_unscaled: min(times) < record.losses -> False
     keras_common _Record.count: times + 1 -> times

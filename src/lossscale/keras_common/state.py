@@ -51,9 +51,11 @@ class ScaleVariables:
         if not self.rule.is_dynamic:
             # A restored file must not override the number in the program.
             return self.first
-        return self.first._replace(
-            **{field: self._read(variable) for field, variable in self.variables.items()}
-        )
+        return self.read_by(self._read)
+
+    def read_by(self, read: Callable[[ft.Variable], ft.Scalar]) -> ft.RuleState:
+        """Returns the state with the values that a function reads of its variables."""
+        return self.first._replace(**{field: read(v) for field, v in self.variables.items()})
 
     def update(self, finite: ft.Scalar) -> ft.Operation:
         """Updates the state after a step; returns what `write` does, None if nothing changes."""

@@ -74,8 +74,7 @@ class TFKerasScaleVariables(ScaleVariables):
         """
         in_graph = not tf.executing_eagerly() or tf.distribute.has_strategy()
         if not in_graph and self.rule.exact_on_host:
-            numbers = {field: v.numpy().item() for field, v in self.variables.items()}
-            before = self.first._replace(**numbers)
+            before = self.read_by(lambda variable: variable.numpy().item())
             for field, value in changed_fields(self.rule, before, bool(finite)).items():
                 self.variables[field].assign(value, read_value=False)
             return None

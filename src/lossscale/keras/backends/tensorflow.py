@@ -55,8 +55,7 @@ class TensorFlowBackend(TensorFlowOperations, Backend):
         state = optimizer._state
         if not self.runs_now(()) or not state.rule.exact_on_host:
             return False
-        before = state.first._replace(**{f: _number(v) for f, v in state.variables.items()})
-        updates = changed_fields(state.rule, before, bool(finite))
+        updates = changed_fields(state.rule, state.read_by(_number), bool(finite))
         written = [(state.variables[field], value) for field, value in updates.items()]
         if state.rule.checks_gradients:
             written.append((optimizer._last_step_skipped, not finite))

@@ -70,8 +70,9 @@ class TorchBackend(Backend):
             finite = not rule.checks_gradients or bool(self.all_finite(gradients))
             return OverflowCheck(finite, unscaled)
         # `.grad` belongs to the user.
-        copies = [torch.empty_like(gradients[index]) for index in dense]
-        torch._foreach_copy_(copies, [gradients[index] for index in dense])
+        scaled = [gradients[index] for index in dense]
+        copies = [torch.empty_like(each) for each in scaled]
+        torch._foreach_copy_(copies, scaled)
         for index, copy in zip(dense, copies, strict=True):
             gradients[index] = copy
         scale = torch.as_tensor(step.scale, dtype=torch.float32, device=copies[0].device)
@@ -85,7 +86,8 @@ class TorchBackend(Backend):
             found_inf = found_inf + torch.logical_not(self.all_finite(others)).to(found_inf)
         state = None
         if _host_can_update(scale_variables):
-            overflowed, state = found_inf.item() != 0, _state_on_host(scale_variables)
+            overflowed = found_inf.item() != 0
+            state = scale_variables.read_by(lambda variable: variable._value.item())
             may_grow = not state.scale >= 1.0
         else:
             # One number is read by the host.
@@ -193,13 +195,6 @@ def _host_can_update(state: ScaleVariables) -> bool:
         and not in_stateless_scope()
         and not torch.compiler.is_compiling()
     )
-
-
-def _state_on_host(state: ScaleVariables) -> ScaleState:
-    """Returns the rule's state as Python numbers."""
-    numbers = [state.variables[field]._value.item() for field in state.first._fields]
-    on_host: ScaleState = type(state.first)(*numbers)
-    return on_host
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # of PyTorch
