@@ -21,12 +21,15 @@ _Made = TypeVar("_Made")
 # Keras 3 wrote these into the configuration of its own LossScaleOptimizer before it rejected
 # them; they never had an effect.
 _IDLE_KERAS_ARGUMENTS: dict[str, Any] = {
-    **dict.fromkeys(("weight_decay", "clipnorm", "global_clipnorm", "clipvalue")),
-    **dict.fromkeys(
-        ("ema_overwrite_frequency", "loss_scale_factor", "gradient_accumulation_steps")
-    ),
+    "weight_decay": None,
+    "clipnorm": None,
+    "global_clipnorm": None,
+    "clipvalue": None,
     "use_ema": False,
     "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "loss_scale_factor": None,
+    "gradient_accumulation_steps": None,
 }
 
 

@@ -20,7 +20,7 @@ from lossscale.tf_keras.arguments import BaseLossScaleOptimizer
 
 _MODULE = "tf_keras.src.mixed_precision.loss_scale_optimizer"
 _PURPOSE = "be an instance of tf_keras' class for an inner optimizer"
-# What an inner optimizer is, and the class for it.
+# Classes of inner optimizers, each with tf_keras' own class around it.
 _FAMILIES: dict[ft.Class, ft.Class] = {
     tf_keras.optimizers.Optimizer: private_name(_MODULE, "LossScaleOptimizerV3", _PURPOSE),
     tf_keras.optimizers.legacy.Optimizer: private_name(_MODULE, "LossScaleOptimizer", _PURPOSE),

@@ -1,11 +1,10 @@
 """Loss scaling for PyTorch itself, without Keras.
 
 `LossScaleOptimizer` wraps an optimizer of PyTorch, and `MasterWeights`, inside it, one of a float16
-model; `guard` lets the buffers of a model and a
-learning rate schedule follow the steps that were applied. `float32_state_dict` exports a float16
-model with its masters. `GradScaler` is a drop-in for
-`torch.amp.GradScaler`, and `install` puts it in the places of that one. `diagnose` says whether a
-model needs any of them. `Monitor` records what they do.
+model; `guard` lets the buffers of a model and a learning rate schedule follow the steps that were
+applied. `float32_state_dict` exports a float16 model with its masters. `GradScaler` is a drop-in
+for `torch.amp.GradScaler`, and `install` puts it in the places of that one. `diagnose` says whether
+a model needs any of them. `Monitor` records what they do.
 """
 
 from __future__ import annotations
