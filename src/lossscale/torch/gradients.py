@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from lossscale.errors import GradientsError
 from lossscale.torch import ranks
+from lossscale.torch.masters import converted
 from lossscale.torch.ranks import ParameterInfo, local
 from lossscale.torch.scaling import CPU, real_parts, scalar, unscaled, widened
 
@@ -159,6 +160,8 @@ def _grouped(pairs: list[Pair]) -> Gradients:
 
 
 def _all_dense(info: ParameterInfo, allow_float16: bool, sums: bool) -> Gradients:
+    if not allow_float16:
+        _convert(info, torch.float32)
     owning = [(p, gradient) for p in info.parameters if (gradient := p.grad) is not None]
     return _grouped([_dense(p, gradient, allow_float16, sums) for p, gradient in owning])
 
@@ -186,6 +189,8 @@ def check_can_be_divided(info: ParameterInfo) -> None:
     for parameter in info.parameters:
         dtype = None if parameter.grad is None else parameter.grad.dtype
         if dtype not in ranks.HALF:
+            continue
+        if ranks.is_widened(parameter):
             continue
         fix = "Set `parameter.grad_dtype = None`."
         if parameter.dtype == dtype:
@@ -377,6 +382,20 @@ def have_graph(grads: Iterable[Tensor]) -> bool:
 def multiply(info: ParameterInfo, multiplier: Multiplier) -> None:
     """Multiplies gradients by a scale."""
     unscale(info, multiplier.scale_on, checks=False, float16=True)
+    # `DistributedDataParallel` takes them in the dtype of the parameter.
+    _convert(info)
+
+
+def _convert(info: ParameterInfo, dtype: torch.dtype | None = None) -> None:
+    """Converts gradients of any dtype to one, or to those of their parameters."""
+    found = [
+        (p, g, dtype or p.dtype)
+        for p in filter(ranks.is_widened, info.parameters)
+        if (g := p.grad) is not None and g.dtype != (dtype or p.dtype) and not g.requires_grad
+    ]
+    made = converted([g for _, g, _ in found], [dtype for _, _, dtype in found])
+    for (parameter, *_), gradient in zip(found, made, strict=True):
+        parameter.grad = gradient
 
 
 def unscale(
@@ -416,7 +435,9 @@ def unscale(
     given = collect(info, grads, allow_float16=float16, sums=sums)
     for parameter, gradient in in_graph:
         number = factor(gradient.device)
+        wide = torch.float32 if ranks.is_widened(parameter) else gradient.dtype
         with torch.enable_grad():
+            gradient = gradient.to(wide)
             parameter.grad = gradient / number if divides else gradient * number
     if not checks:
         unscale_(given, factor, divide=divides)

@@ -31,6 +31,7 @@ from lossscale.torch.masters import (
     check_can_have_masters,
     check_shape,
     check_value,
+    converted,
     is_narrow,
     is_same,
     merged,
@@ -71,6 +72,9 @@ class MasterWeights(OuterOptimizer):
 
     Args:
         optimizer: The `torch.optim.Optimizer`, an instance.
+        grad_dtype: In which dtype gradients arrive and add up: float32, or None for that of the
+            parameter, in which `DistributedDataParallel` averages them. When they are unscaled they
+            become float32.
 
     Raises:
         TypeError: If it is not an optimizer, or has loss scaling or masters already.
@@ -99,7 +103,9 @@ class MasterWeights(OuterOptimizer):
     inner_optimizer: Optimizer
     _masters: dict[Tensor, Tensor]
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(
+        self, optimizer: Optimizer, *, grad_dtype: torch.dtype | None = torch.float32
+    ) -> None:
         if isinstance(optimizer, (FrontDoor, MasterWeights)):
             raise AlreadyWrappedError(
                 f"Received: {type(optimizer).__name__}. The order is "
@@ -111,17 +117,26 @@ class MasterWeights(OuterOptimizer):
                 f"{type(optimizer).__name__}. Several optimizers get one each: "
                 "LossScaleOptimizer([MasterWeights(first), MasterWeights(second)])."
             )
+        if grad_dtype not in (None, torch.float32):
+            raise ArgumentTypeError(
+                "`grad_dtype` must be torch.float32, or None: gradients then arrive in the dtype "
+                f"of their parameter, as DistributedDataParallel needs. Received: {grad_dtype!r}."
+            )
         check_not_wrapped(optimizer)
         check_needs_no_closure(optimizer)
-        self.__setstate__({"inner_optimizer": optimizer, "_masters": {}})
+        first = {"inner_optimizer": optimizer, "_masters": {}, "_grad_dtype": grad_dtype}
+        self.__setstate__(first)
 
     def __getstate__(self) -> dict[str, Any]:
         self._prepare()
         written = [parameter for parameter, _ in self._written(self._masters.items())]
         masters = {"_masters": self._masters, "_written_then": written}
+        masters["_grad_dtype"] = self._grad_dtype
         return {"inner_optimizer": self.inner_optimizer, **masters}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # States of older versions have none.
+        self._grad_dtype: torch.dtype | None = torch.float32
         self.__dict__.update(state, optimizers=[state["inner_optimizer"]])
         self._optimizer_step_pre_hooks = OrderedDict()
         self._optimizer_step_post_hooks = OrderedDict()
@@ -232,9 +247,13 @@ class MasterWeights(OuterOptimizer):
         gradients: of all, so that two are enough.
         """
         two = [pair[0] for pair in (self._pairs[:1] + self._pairs[-1:])]
-        return self._facts_now() != self._facts or any(
-            p.grad_dtype != torch.float32 or (p.grad is not None and is_narrow(p.grad)) for p in two
-        )
+        return self._facts_now() != self._facts or any(map(self._has_other_gradient, two))
+
+    def _has_other_gradient(self, parameter: Tensor) -> bool:
+        """Whether a gradient is, or may come, in a dtype that was not asked for."""
+        if self._grad_dtype is None:
+            return parameter.grad_dtype is not None
+        return parameter.grad_dtype is not torch.float32 or is_narrow(parameter.grad)
 
     def _facts_now(self) -> list[object]:
         parameters = ranks.parameters_of(self.inner_optimizer)
@@ -247,11 +266,13 @@ class MasterWeights(OuterOptimizer):
             self._make_masters()
             self._facts = self._facts_now()
         for parameter, _ in () if self._is_stepping else self._pairs:
-            gradient = parameter.grad
-            if parameter.grad_dtype is not torch.float32 or is_narrow(gradient):
-                parameter.grad = None
-                parameter.grad_dtype = torch.float32
-                parameter.grad = None if gradient is None else gradient.to(torch.float32)
+            if self._has_other_gradient(parameter):
+                gradient, parameter.grad = parameter.grad, None
+                parameter.grad_dtype = self._grad_dtype
+                setattr(parameter, ranks.WIDENED, True)
+                if gradient is not None and self._grad_dtype is not None:
+                    gradient = gradient.to(self._grad_dtype)
+                parameter.grad = gradient
 
     def _make_masters(self) -> None:
         inner, before = self.inner_optimizer, self._masters
@@ -362,11 +383,14 @@ class MasterWeights(OuterOptimizer):
         self._take_written()
         self._adopt()
         pairs, gradients = self._pairs, [parameter.grad for parameter, _ in self._pairs]
+        narrow = list(filter(is_narrow, gradients))
+        made = converted(narrow, itertools.repeat(torch.float32))
+        wide = dict(zip(map(id, narrow), made, strict=True))
         for (parameter, master), gradient in zip(pairs, gradients, strict=True):
             # Optimizers ask for these, and for what users have set on a parameter.
             master.requires_grad = parameter.requires_grad
             vars(master).update(vars(parameter))
-            master.grad = gradient
+            master.grad = wide.get(id(gradient), gradient)
         versions = [master._version for _, master in pairs]
         self._is_stepping = True
         try:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 HALF = (torch.float16, torch.complex32)
 """Formats in which gradients are not divided: small ones would flush to zero."""
+WIDENED = "_is_widened_by_lossscale"
+"""The mark of a parameter whose `MasterWeights` takes gradients of any dtype."""
 MaybeTensor = TypeVar("MaybeTensor", bound=Tensor | None)
 Group: TypeAlias = "distributed.ProcessGroup"
 Groups: TypeAlias = "distributed.ProcessGroup | Sequence[distributed.ProcessGroup] | None"
@@ -86,11 +88,16 @@ def added_up(gradient: DTensor, parameter: Tensor) -> DTensor:
 
 def has_half_gradients(tensor: Tensor) -> bool:
     """Whether gradients of a tensor have a dtype in which they cannot be divided."""
-    if tensor.dtype not in HALF:
+    if tensor.dtype not in HALF or is_widened(tensor):
         return False
     # PyTorch 2.10 lets leaves choose another one, as `MasterWeights` does.
     chosen = getattr(tensor, "grad_dtype", None) if tensor.is_leaf else None
     return chosen is None or chosen in HALF
+
+
+def is_widened(tensor: Tensor) -> bool:
+    """Whether gradients arrive in the narrow dtype of a parameter, and become float32 then."""
+    return hasattr(tensor, WIDENED) and tensor.grad_dtype is None
 
 
 class ParameterInfo:

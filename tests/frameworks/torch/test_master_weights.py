@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import lossscale
@@ -975,3 +976,41 @@ def test_masters_by_hand_take_scale_loss():
     optimizer = LossScaleOptimizer(adamw(wide))
     optimizer.backward(wide(x.float()).square().mean())
     assert x.grad.dtype == F16
+
+
+class Casts(TorchDispatchMode):
+    """Counts the operators that cast one tensor."""
+
+    number = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.number += operator in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("verb", [False, True], ids=["scale_loss", "backward"])
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_gradients_of_any_dtype_are_widened_together(dtype, verb):
+    given = [nn.Parameter(torch.full((3,), 2.0, dtype=dtype)) for _ in range(50)]
+    optimizer = LossScaleOptimizer(MasterWeights(torch.optim.SGD(given, lr=0.5), grad_dtype=None))
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = sum(p.float().square().sum() for p in given) * 2.0**-20
+        with Casts() as whole:
+            if verb:
+                optimizer.backward(loss)
+            else:
+                optimizer.scale_loss(loss).backward()
+            optimizer.step()
+    # Autograd casts 50 gradients.
+    assert whole.number < 60
+    assert all((p.grad == 2.0**-18).all() and p.grad.dtype == F32 for p in given)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+def test_gradients_of_any_dtype_with_a_graph():
+    weight = nn.Parameter(torch.full((3,), 2.0, dtype=F16))
+    optimizer = LossScaleOptimizer(MasterWeights(torch.optim.SGD([weight]), grad_dtype=None))
+    optimizer.backward(weight.float().square().sum() * 2.0**-28, create_graph=True)
+    assert weight.grad.requires_grad
+    assert (weight.grad == 2.0**-26).all()
