@@ -97,7 +97,10 @@ class Engine:
         if first is None or not is_alone:
             record.settle()
         if first is None and not groups:
-            return StepDecision(True, empty=True)
+            # Other code may have cleared gradients that have overflowed.
+            cleared = self.decision_if_left_out()
+            is_skipped = cleared is not None and bool(cleared.skipped)
+            return StepDecision(not is_skipped, is_skipped, empty=not is_skipped)
         is_scaled = not record.no_loss_scaled()
         multiplier = record.multiplier or self.scale.multiplier
         clips = bool(self.clip_norm) and not in_place
@@ -224,7 +227,8 @@ class Engine:
 
     def apply(self, decision: StepDecision, *args: Any, **more: Any) -> Any:
         """Steps the optimizer, unless it is to be skipped; returns what it returns."""
-        self._first_steps.made(self.inner, decision.empty, self.record.has_own_loss)
+        is_scaled = self.record.has_own_loss or self.record.is_lost
+        self._first_steps.made(self.inner, decision.empty, is_scaled)
         if decision.apply is False:
             return None
         inner, divisor = self.inner, decision.divisor

@@ -93,8 +93,8 @@ class GradientRecord:
     | all processes have decided | `note_decision` | `decision`, `last_check` | `has_unseen_loss` |
     | a step is over | `note_step` | `after_skip`, if gradients stay that it may have skipped | as |
     | | | | `reset`, and `multiplier` |
-    | `zero_grad` | `note_zero_grad` | `is_cleared`, after a check of own losses | as `clear`, but |
-    | | | | an unseen loss stays |
+    | `zero_grad` | `note_zero_grad` | `is_cleared` if own losses were checked, | as `clear`, but |
+    | | | else `is_lost` | an unseen loss stays |
     | another process has scaled | `hold`, of all that share | `multiplier` | `decision` |
     | a state is loaded | `restart` | `has_own_loss`; as `hold` | as `reset` |
     | a group is added | `info` | `unknown`, or `last_check` | `multiplier` |
@@ -123,6 +123,7 @@ class GradientRecord:
         has_own_loss: Whether the optimizer itself scaled a loss; other optimizers' losses may
             reach its parameters too.
         is_cleared: Whether `zero_grad` was called after gradients of its own losses were checked.
+        is_lost: Whether it was called before they were, since the last step.
         after_skip: If gradients stay after a step that may have been skipped: the id and the
             version of the last one, and whether the step was skipped.
         left_behind: Whether the next loss began with gradients of a skipped step.
@@ -193,7 +194,7 @@ class GradientRecord:
         """Starts again, after a step or when the gradients were cleared."""
         self.last_check: OverflowCheck | None = None
         self.decision: StepDecision | None = None
-        self.has_unseen_loss = self.has_own_loss = self.is_cleared = False
+        self.has_unseen_loss = self.has_own_loss = self.is_cleared = self.is_lost = False
         self.running: weakref.ref[BackwardPass] | None = None
         self.before_pass: gradients.Stamps | None = None
         self.after_skip: tuple[int, int, Flag] | None = None
@@ -351,10 +352,11 @@ class GradientRecord:
         """`zero_grad` was called."""
         # The `backward` of a loss that nobody sees is still to come.
         unseen = self.has_unseen_loss
-        was_checked = self.last_check is not None and self.has_own_loss
+        own, was_checked = self.has_own_loss, self.last_check is not None
+        is_lost = self.is_lost or (own and not was_checked)
         self.clear()
         self.has_unseen_loss = self.has_own_loss = unseen
-        self.is_cleared = was_checked
+        self.is_cleared, self.is_lost = was_checked and own, is_lost
 
     # --- Steps that are left out --------------------------------------------------------------
 

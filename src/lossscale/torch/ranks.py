@@ -319,7 +319,8 @@ def agreed(
         (tensor(1.), tensor(1.))
     """
     scaled = torch.full_like(overflow, float(is_scaled))
-    numbers = torch.stack([overflow if has_gradients else overflow - 1, scaled])
+    # Gradients that have overflowed may be gone.
+    numbers = torch.stack([overflow if has_gradients else 2 * overflow - 1, scaled])
     for group in groups:
         sent = numbers.to(_device(numbers, group), copy=True)
         distributed.all_reduce(sent, op=distributed.ReduceOp.MAX, group=group)

@@ -353,10 +353,10 @@ class SkipCount:
 
 
 class FirstSteps:
-    """Warns of an optimizer that never has any gradient, and refuses one that reads others."""
+    """Warns of an optimizer without any gradient, and refuses one that reads others."""
 
     def __init__(self) -> None:
-        self.without: int | None = 0
+        self.without, self._is_first, self._is_silent = 0, True, False
 
     def check(self, parameters: Iterable[Tensor]) -> None:
         """Checks, before a first step, that the optimizer reads `.grad`.
@@ -364,21 +364,24 @@ class FirstSteps:
         Raises:
             UnsupportedError: If it is one of Opacus, which reads `grad_sample`.
         """
-        if self.without is not None and any(hasattr(p, "grad_sample") for p in parameters):
+        if self._is_first and any(hasattr(p, "grad_sample") for p in parameters):
             raise UnsupportedError(
                 "An optimizer of Opacus reads `grad_sample`, which stays multiplied by the loss "
                 "scale. Use it without a LossScaleOptimizer, in float32 or bfloat16."
             )
 
     def made(self, inner: Optimizer, empty: bool, is_scaled: bool) -> None:
-        """Counts a first step of a scaled loss that left no gradient, and warns of the third."""
-        if self.without is not None:
-            trains = is_scaled and any(p.requires_grad for p in parameters_of(inner))
-            self.without = self.without + trains if empty else None
-        if self.without == _NO_GRADIENTS:
-            self.without = None
+        """Counts scaled losses in a row that left no gradient, and warns of the third, once."""
+        self._is_first &= empty
+        if not empty:
+            self.without = 0
+        elif is_scaled and any(p.requires_grad for p in parameters_of(inner)):
+            self.without += 1
+        if self.without == _NO_GRADIENTS and not self._is_silent:
+            self._is_silent = True
             warn(
-                f"No parameter of {type(inner).__name__} got a gradient from the first "
+                f"No parameter of {type(inner).__name__} got a gradient from the last "
                 f"{_NO_GRADIENTS} losses, so nothing trains. Make the optimizer with parameters of "
-                "the model that computes the loss, after it is moved, wrapped or replaced."
+                "the model that computes the loss, after it is moved, wrapped or replaced. Do not "
+                "clear gradients that are not finite: step() skips them and lowers the scale."
             )

@@ -146,6 +146,7 @@ def test_what_is_local_and_without_a_group_the_number_is_the_one_found(mesh):
         assert (type(part), part.tolist()) == (torch.Tensor, [1, 1])
     for overflow, has_gradients, expected in (
         (1.0, True, 1.0),
+        (1.0, False, 1.0),
         (0.0, True, 0.0),
         (0.0, False, -1.0),
     ):

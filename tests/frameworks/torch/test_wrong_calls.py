@@ -394,17 +394,37 @@ def test_a_scaler_tells_optimizers_apart_that_are_equal_or_have_no_hash(cls, tog
     assert (a.tolist(), b.tolist()) == ([0.5, 1.5], [0.5, 1.5] if together else [0.0, 1.0])
 
 
+@pytest.mark.parametrize("good", [0, 4])
 @pytest.mark.parametrize("kind", ["verb", "scale_loss", "device", "scaler"])
-def test_losses_without_a_gradient_are_warned_of_once(kind):
-    trained, inner, said = leaf(), SGD([leaf()], lr=0.5, fused=True), []
+def test_losses_without_a_gradient_are_warned_of_once(kind, good):
+    known, other, said = leaf(), leaf(), []
+    inner = SGD([known], lr=0.5, fused=True)
     by = {"scaler": scaler, "device": functools.partial(wrapped, decide="device")}
     optimizer = by.get(kind, wrapped)(inner)
-    for _ in range(22):
+    for number in range(22):
         with warnings.catch_warnings(record=True, action="always") as caught:
-            train_step(optimizer, trained.sum(), kind)
+            train_step(optimizer, (known if number < good or number == 12 else other).sum(), kind)
         said.append([str(each.message) for each in caught])
-    assert [number for number, each in enumerate(said) if each] == [2]
-    assert "No parameter of SGD got a gradient from the first 3 losses" in said[2][0]
+    assert [number for number, each in enumerate(said) if each] == [good + 2]
+    assert "No parameter of SGD got a gradient from the last 3 losses" in said[good + 2][0]
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "model"])
+@pytest.mark.parametrize("kind", ["verb", "unscaled", "scale_loss", "scaler"])
+def test_a_callback_that_clears_infinite_gradients_hides_no_overflow(kind, clear):
+    model, said = torch.nn.Linear(2, 1), []
+    inner = sgd(*model.parameters())
+    optimizer = scaler(inner) if kind == "scaler" else wrapped(inner)
+    for factor in (1.0, *[torch.inf] * 3):
+        optimizer.zero_grad()
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            derive(optimizer, model(torch.ones(1, 2)).sum() * factor, kind)
+            if factor != 1.0:
+                (optimizer if clear == "optimizer" else model).zero_grad()
+            optimizer.step()
+        said += [str(each.message) for each in caught]
+    skipped = (optimizer.scaler if kind == "scaler" else optimizer).steps_skipped
+    assert (skipped, len(said)) == ((3, 0) if kind in ("verb", "unscaled") else (0, 1))
 
 
 def trained_critic_first(a, b):
