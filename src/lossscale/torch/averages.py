@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.torch.grad_scaler import GradScaler
@@ -31,11 +32,12 @@ def float32_state_dict(model: Module, optimizer: Any) -> dict[str, Any]:
             `GradScaler` that steps it, or a list of these.
 
     Returns:
-        The dictionary of `model.state_dict()`. A parameter is its master; if it has none, and it or
-        a buffer is float16 or bfloat16, it is cast.
+        What `model.state_dict()` returns while each parameter is its master; if it has none, and it
+        or a buffer is float16 or bfloat16, it is cast.
 
     Raises:
-        ArgumentError: If a float16 or bfloat16 parameter is trainable and has no master.
+        ArgumentError: If a float16 or bfloat16 parameter is trainable and has no master, or the
+            model's own code makes an entry of such a dtype.
         TypeError: If `optimizer` is something else.
 
     Examples:
@@ -54,16 +56,52 @@ def float32_state_dict(model: Module, optimizer: Any) -> dict[str, Any]:
                 "Pass the MasterWeights that trains the model, or a list of all; call "
                 "requires_grad_(False) on parameters that are not trained."
             )
-    state: dict[str, Any] = model.state_dict(keep_vars=True)
-    # Tied names have one tensor, as in the state dictionary of the model.
-    copies: dict[int, Tensor] = {}
+    tables = [table for each in model.modules() for table in (each._parameters, each._buffers)]
+    places: list[tuple[dict[str, Tensor | None], str, Tensor]] = [
+        (table, name, tensor)
+        for table in tables
+        for name, tensor in table.items()
+        if tensor is not None and (is_narrow(tensor) or tensor in masters)
+    ]
+    accepted = inspect.signature(model.state_dict).parameters.values()
+    keeps = any(each.kind is each.VAR_KEYWORD or each.name == "keep_vars" for each in accepted)
     with torch.inference_mode(False), torch.no_grad():
+        wide = {tensor: _wide(tensor, masters) for _, _, tensor in places}
+        try:
+            # The model's own code may split, transpose or copy what it saves.
+            for table, name, tensor in places:
+                table[name] = wide[tensor]
+            # Tied names have one tensor, as in the state dictionary of the model.
+            state: dict[str, Any] = model.state_dict(**({"keep_vars": True} if keeps else {}))
+        finally:
+            for table, name, tensor in places:
+                table[name] = tensor
+        copies = {id(tensor): tensor.detach() for tensor in wide.values()}
         for name, value in state.items():
             if isinstance(value, Tensor):
                 if id(value) not in copies:
-                    copies[id(value)] = _copied(masters.get(value, value))
+                    _check_not_rounded(name, value)
+                    copies[id(value)] = _copied(value)
                 state[name] = copies[id(value)]
     return state
+
+
+def _wide(tensor: Tensor, masters: dict[Tensor, Tensor]) -> Tensor:
+    """A float32 copy of a parameter or buffer, of the same kind."""
+    made = _copied(masters.get(tensor, tensor))
+    if isinstance(tensor, Parameter):
+        made = Parameter(made, tensor.requires_grad)
+        vars(made).update(vars(tensor))
+    return made
+
+
+def _check_not_rounded(name: str, value: Tensor) -> None:
+    if is_narrow(value) and not name.endswith("_extra_state"):
+        raise ArgumentError(
+            f"The entry {name!r} of model.state_dict() is {value.dtype}, although all parameters "
+            "and buffers are float32 while it runs: code of the model casts it, or keeps the "
+            "parameter elsewhere. Change that code, or export without it."
+        )
 
 
 def _copied(tensor: Tensor) -> Tensor:

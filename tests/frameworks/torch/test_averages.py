@@ -159,3 +159,52 @@ def test_what_has_no_float32_weights():
         float32_state_dict(model, torch.amp.GradScaler("cpu"))
     both = [inner, MasterWeights(adamw(model[3]))]
     assert {v.dtype for v in float32_state_dict(model, both).values()} == {F32}
+
+
+class Plain(nn.Linear):
+    def state_dict(self):
+        return super().state_dict()
+
+
+def with_hook(change):
+    """A module whose state dictionary is changed by its own code."""
+    model = nn.Linear(6, 4)
+    model.register_state_dict_post_hook(lambda module, state, prefix, _: change(module, state))
+    return model
+
+
+def split(module, state):
+    weight = state.pop("weight")
+    state["a"], state["b"] = weight[:1].clone(), weight[1:].T
+
+
+SAVED = {
+    "detached": lambda module, state: state.update({k: v.detach() for k, v in state.items()}),
+    "data": lambda module, state: state.update({k: v.data.clone() for k, v in state.items()}),
+    "split": split,
+    "own": lambda module, state: state.update(weight=module.weight),
+    "none": lambda module, state: None,
+    "plain": None,
+}
+
+
+@pytest.mark.parametrize("how", SAVED)
+def test_what_a_model_makes_of_its_state_is_made_of_the_masters(how):
+    model = (Plain(6, 4) if how == "plain" else with_hook(SAVED[how])).half()
+    inner = MasterWeights(adamw(model))
+    trainer("wrapper", inner)[0](model(X.half()).float().square().mean())
+    before = dict(model.named_parameters())
+    with torch.inference_mode():
+        state = float32_state_dict(model, inner)
+    weight = torch.cat([state["a"], state["b"].T]) if how == "split" else state["weight"]
+    assert bits(weight) == bits(inner.masters[model.weight]) != bits(model.weight.float())
+    assert not any(v.requires_grad or v.is_inference() for v in state.values())
+    assert all(model.get_parameter(name) is p for name, p in before.items())
+
+
+def test_a_state_that_the_model_rounds_is_refused():
+    model = with_hook(lambda module, state: state.update(weight=state["weight"].half())).half()
+    weight, inner = model.weight, MasterWeights(adamw(model))
+    with pytest.raises(errors.ArgumentError, match=r"'weight' of model.state_dict\(\) is torch.fl"):
+        float32_state_dict(model, inner)
+    assert model.weight is weight
