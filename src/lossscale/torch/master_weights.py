@@ -147,6 +147,8 @@ class MasterWeights(OuterOptimizer):
         # Of the masters, those whose parameters are narrow now; the others are parked.
         self._pairs: Pairs = []
         self._facts: list[object] = []
+        with torch.inference_mode(False):
+            self._masters = {p: _master_of(p, master) for p, master in self._masters.items()}
         # By the id of each master, as this optimizer has left it.
         self._remember()
         self._versions |= {id(self._masters[p]): -1 for p in vars(self).pop("_written_then", ())}
@@ -260,6 +262,8 @@ class MasterWeights(OuterOptimizer):
         shapes = [parameter.shape for parameter in self._masters]
         return [*map(id, parameters), *map(type, parameters), *map(_KIND, parameters), *shapes]
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _prepare(self) -> None:
         """Makes masters for the narrow parameters that the optimizer has now."""
         if self._facts_now() != self._facts:
@@ -659,6 +663,9 @@ def _master_of(parameter: Tensor, master: Tensor | None) -> Tensor:
     """The master of a parameter that may have been moved or replaced."""
     if master is None or master.shape != parameter.shape or master.is_meta:
         master = parameter.detach().float()
+    if master.is_inference():
+        # A copy that was made in inference mode.
+        master = master.clone()
     if master.device == parameter.device and isinstance(master, Parameter):
         return master
     # Some optimizers ask for the class.

@@ -211,6 +211,7 @@ class DeviceLossScale(LossScale):
     _kernel_moves = False
     """Whether PyTorch's kernel moves the scale as the rule does."""
 
+    @torch.inference_mode(False)
     def _make(self, devices: Sequence[torch.device]) -> None:
         self.home = devices[0]
         self.state = _tensors(self.first, self.home)
@@ -221,6 +222,7 @@ class DeviceLossScale(LossScale):
         self._scales[self.home] = self.state.scale
         self.restore(self.first, self.start)
 
+    @torch.inference_mode(False)
     def _new_scale(self, device: torch.device) -> Tensor:
         return self._scales[self.home].to(device, copy=True)
 

@@ -1014,3 +1014,34 @@ def test_gradients_of_any_dtype_with_a_graph():
     optimizer.backward(weight.float().square().sum() * 2.0**-28, create_graph=True)
     assert weight.grad.requires_grad
     assert (weight.grad == 2.0**-26).all()
+
+
+def extend_inside(optimizer, group):
+    optimizer.inner_optimizer.inner_optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 2
+
+
+IN_INFERENCE = {
+    "extended": lambda optimizer, group: optimizer.add_param_group(group),
+    "extended inside": extend_inside,
+    "copied": lambda optimizer, group: copy.deepcopy(optimizer),
+    "made": lambda optimizer, group: LossScaleOptimizer(MasterWeights(torch.optim.SGD([group]))),
+    "shown": lambda optimizer, group: dict(optimizer.inner_optimizer.masters),
+}
+
+
+@pytest.mark.parametrize("what", IN_INFERENCE)
+def test_what_a_validation_run_makes_can_be_trained(what):
+    def trained(mode):
+        model = net()
+        optimizer = LossScaleOptimizer(MasterWeights(adamw(model[0])))
+        for step in range(4):
+            if step == 2:
+                with mode():
+                    IN_INFERENCE[what](optimizer, {"params": [*model[3].parameters()]})
+            optimizer.zero_grad()
+            optimizer.backward(loss_of(model))
+            optimizer.step()
+        return list(map(bits, model.parameters()))
+
+    assert trained(torch.inference_mode) == trained(torch.no_grad)

@@ -389,3 +389,14 @@ def test_no_kernel_makes_a_state_on_a_skip(make, change, kind):
     assert not inner.state.get(late)
     assert "late" in change or not any(inner.state.values())
     assert bits(given) == before
+
+
+@pytest.mark.parametrize("decide", ["host", "device"])
+def test_an_optimizer_that_is_wrapped_in_inference_mode_trains(decide):
+    weight = torch.nn.Parameter(torch.ones(2))
+    inner = torch.optim.SGD([weight], lr=0.5, fused=True)
+    with torch.inference_mode():
+        optimizer = wrapped(inner, decide=decide)
+    for _ in range(2):
+        train_step(optimizer, weight.sum())
+    assert (weight.tolist(), int(optimizer.iterations)) == ([0.0, 0.0], 2)
