@@ -288,5 +288,7 @@ def _check_optimizer(optimizer: Any) -> None:
         raise ArgumentTypeError(
             "`optimizer` must be the lossscale.torch.LossScaleOptimizer whose steps count, or the "
             "lossscale.torch.GradScaler; for a model also a list of them. "
-            f"Received: {type(optimizer).__module__}.{type(optimizer).__qualname__}."
+            f"Received: {type(optimizer).__module__}.{type(optimizer).__qualname__}. PyTorch's "
+            "GradScaler does not tell which steps it skips: use lossscale.torch.GradScaler in its "
+            "place. To average masters, pass the MasterWeights: guard(averaged, inner)."
         )

@@ -208,3 +208,20 @@ def test_a_state_that_the_model_rounds_is_refused():
     with pytest.raises(errors.ArgumentError, match=r"'weight' of model.state_dict\(\) is torch.fl"):
         float32_state_dict(model, inner)
     assert model.weight is weight
+
+
+def test_with_the_scaler_of_pytorch_an_average_takes_the_masters():
+    model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    inner, averaged = MasterWeights(adamw(model)), AveragedModel(net(F32))
+    with pytest.raises(errors.ArgumentTypeError, match=r"pass the MasterWeights: guard\(averaged"):
+        guard(averaged, scaler)
+    averaged, seen = guard(averaged, inner), []
+    for factor in (1.0, INF, 1.0):
+        inner.zero_grad()
+        scaler.scale(model(X.half()).float().square().mean() * factor).backward()
+        scaler.step(inner)
+        scaler.update()
+        averaged.update_parameters(model)
+        seen.append([inner.masters[p].clone() for p in model.parameters()])
+    for average, *masters in pairs(averaged.module.parameters(), *seen):
+        assert torch.allclose(average, sum(masters) / 3, rtol=0, atol=1e-6)
