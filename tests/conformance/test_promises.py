@@ -123,7 +123,10 @@ def test_no_number_of_overflows_takes_the_scale_below_its_floor(wrapper, min_sca
 
 
 AT_THE_FLOOR = {
-    "warns": (DynamicScale(4.0, min_scale=2.0), r"minimum loss scale, 2:.*min_scale=2\.0\*\*-24"),
+    "warns": (
+        DynamicScale(4.0, min_scale=2.0),
+        r"minimum loss scale, 2:.*overflows_before_backoff=2\).*min_scale=2\.0\*\*-24",
+    ),
     "as low as it may be": (
         DynamicScale(2.0**-23, min_scale=2.0**-24),
         r"minimum loss scale, 5\.96046e-08: [^*]*$",

@@ -185,8 +185,10 @@ def warned_at_floor(
     lower = f" If gradients are too large for float16, use {write}."
     warn(
         f"A step was skipped at the minimum loss scale, {scale:g}: a gradient is not finite, and "
-        f"the scale cannot fall further. explain() names the operation that fails, a monitor the "
-        f"gradients.{lower if scale > _USEFUL_FLOOR else ''} diagnose() says whether that helps."
+        "the scale cannot fall further. If the loss itself is not finite, no scale helps: leave "
+        "such batches out, or use DynamicScale(overflows_before_backoff=2)."
+        f"{lower if scale > _USEFUL_FLOOR else ''} explain() names the operation that fails, a "
+        "monitor the gradients, and diagnose() says whether another scale helps."
     )
     return True
 

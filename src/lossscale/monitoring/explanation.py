@@ -108,6 +108,8 @@ class FailedOperation(NamedTuple):
         is_narrow: Whether it takes or returns float16.
         epsilon: A small number that is added in the same module, in float16; 0 if none.
         in_float16: Whether the pass has computed in float16 by then.
+        meets_zero: Whether it normalizes, or takes a quotient, logarithm, root or power of 0 or of
+            what is rounded to it.
     """
 
     operation: str
@@ -120,6 +122,7 @@ class FailedOperation(NamedTuple):
     is_narrow: bool = True
     epsilon: float = 0.0
     in_float16: bool = True
+    meets_zero: bool = False
 
     @property
     def is_of_float16(self) -> bool:
@@ -261,6 +264,11 @@ def _meaning(facts: Facts, failed: FailedOperation) -> tuple[Cause, str, str]:
         if failed.is_of_float16 and 0 < failed.epsilon <= SMALLEST / 2:
             advice = f"the epsilon {failed.epsilon:g} is 0 in float16, whose smallest number above "
             advice += f"0 is {SMALLEST:.3g}; use {_EPSILON:g} or more, or {wide}"
+        elif "ctc" in failed.operation.lower():
+            advice = "a label that does not fit into its input has none: pass zero_infinity=True, "
+            advice += "or leave such samples out"
+        elif not failed.meets_zero:
+            advice = "check what it takes, such as the range of its input"
         return Cause.SINGULAR, f"{where} has no finite result for its input in the {when}", advice
     cause = Cause.BACKWARD_OVERFLOW if failed.in_backward else Cause.FORWARD_OVERFLOW
     reason = f"{where} overflows in the {when}: its input reaches {failed.largest_input:.3g}"

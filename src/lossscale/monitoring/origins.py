@@ -40,6 +40,8 @@ _GROWING = ("exp", "sinh", "cosh", "prod", "mul", "square")
 _DIVIDING = ("div", "rem", "mod")
 _SINGULAR = ("div", "reciprocal", "inv", "sqrt", "log", "pow", "acos", "asin", "atanh")
 """Parts of the names of operations that may have no finite result for finite numbers."""
+_OF_ZERO = (*_DIVIDING, "reciprocal", "sqrt", "log", "pow")
+"""Those of which an epsilon keeps the input away from 0."""
 
 
 Origins: TypeAlias = Sequence[Origin | None]
@@ -213,10 +215,10 @@ class Evaluation:
         """The origin of a result that is not finite, of which it has the flags."""
         if old := _passed_on(call, infinite, made):
             return old._replace(place=old.place or call.module) if old.is_mask else old
-        is_cast = call.name in _CASTS
+        is_cast, name = call.name in _CASTS, call.name.lower()
         floats = [self.on_host(each) for each in given if is_cast or is_float(each)]
         # A count that a sum is divided by is an integer.
-        divides = any(part in call.name.lower() for part in _DIVIDING)
+        divides = any(part in name for part in _DIVIDING)
         divisors = [self.on_host(each) for each in given[1:]] if divides else []
         divisors += list(map(np.asarray, call.numbers)) if divides else []
         is_narrow = any(map(_is_float16, (*given, *results)))
@@ -227,8 +229,8 @@ class Evaluation:
         if divisors and meets_zero and size is not None and size <= LARGEST:
             size = None
         made_by = self._makers.get(self.key_of(given[-1]), "") if is_cast else ""
-        name = self._name_of(given[-1]) if is_cast else ""
-        cast = f"the parameter {name}" if name else f"the result of {made_by}"
+        parameter = self._name_of(given[-1]) if is_cast else ""
+        cast = f"the parameter {parameter}" if parameter else f"the result of {made_by}"
         failed = FailedOperation(
             call.shown,
             call.module,
@@ -236,9 +238,12 @@ class Evaluation:
             largest_input=max(map(largest, floats), default=0.0),
             largest_result=size,
             of_infinities=bool(infinite),
-            cast=("a number" if not (name or made_by) else cast) if is_cast else "",
+            cast=("a number" if not (parameter or made_by) else cast) if is_cast else "",
             is_narrow=is_narrow,
             in_float16=self._in_float16,
+            # A norm divides by a variance of 0.
+            meets_zero="norm" in name
+            or bool(meets_zero and any(part in name for part in _OF_ZERO)),
         )
         is_beyond = any(origin.is_beyond for origin, _ in infinite)
         return Origin(failed, is_beyond=is_beyond)

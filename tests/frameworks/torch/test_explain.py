@@ -313,6 +313,13 @@ def normal(model, x):
     return torch.distributions.Normal((model(x) * 1e6).float(), 1.0).mean.sum()
 
 
+def of_a_long_label(model, x):
+    rows = torch.nn.functional.pad(model(x).float().reshape(-1, 1, 1), (0, 1)).log_softmax(-1)
+    label = torch.ones(1, len(rows) + 1, dtype=torch.int64)
+    sizes = torch.tensor([len(rows)]), torch.tensor([label.numel()])
+    return torch.nn.functional.ctc_loss(rows, label, *sizes)
+
+
 def distance_to_infinity(model, x):
     return (model(x).float() - INF).pow(2).mean()
 
@@ -376,6 +383,8 @@ PROGRAMS = {
     "singular: (div) has no finite result for its input": (
         *(functools.partial(Through, lambda x, bias: x / (x > 1e9).sum()), square, ONES),
     ),
+    "singular: pass zero_infinity=True": (two_layers, of_a_long_label, ONES),
+    "singular: check what it takes": (two_layers, lambda m, x: (square(m, x) * 0 + 2).acos(), ONES),
     # Also a part of the loss that has no gradient.
     "singular: line ": (two_layers, lambda m, x: square(m, x) + (x.sum() * 0).log(), ONES),
     "loss: distance_to_infinity, line ": (two_layers, distance_to_infinity, ONES),
