@@ -194,13 +194,15 @@ def _derived(jaxpr: Jaxpr, equation: JaxprEqn) -> str:
     """The name of an operation of a derivative, by what is derived at the same place."""
     place = source_info_util.summarize(equation.source_info)
     earlier = jaxpr.eqns[: jaxpr.eqns.index(equation)]
-    same = [
-        each
-        for each in earlier
-        if each.primitive.name in _DERIVED and source_info_util.summarize(each.source_info) == place
-    ]
-    # A derivative takes what the operation took, or its result.
+    here = [each for each in earlier if source_info_util.summarize(each.source_info) == place]
+    # A derivative takes what the operation took, or its result; that of a product is a product.
     taken = set(map(id, equation.invars))
+    if any(
+        each.primitive is equation.primitive and not taken.isdisjoint(map(id, each.invars))
+        for each in here
+    ):
+        return f"backward of {equation.primitive.name}"
+    same = [each for each in here if each.primitive.name in _DERIVED]
     uses = [each for each in same if not taken.isdisjoint(map(id, (*each.invars, *each.outvars)))]
     found = next(iter((*uses, *same)), equation)
     return f"backward of {found.primitive.name}"

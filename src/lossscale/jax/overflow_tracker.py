@@ -17,6 +17,7 @@ from jax import Array
 from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
 from lossscale.framework_types import Variable
+from lossscale.jax.apply_or_skip import varying_axes
 from lossscale.jax.gradients import (
     Gradient,
     in_groups,
@@ -61,6 +62,7 @@ def update(
     finite: Array | bool,
     scale: Array | float,
     number: Array | int,
+    axis_names: Sequence[str] = (),
 ) -> TrackedSteps:
     """Returns the state after a step.
 
@@ -71,12 +73,15 @@ def update(
         finite: Whether the step is applied: a boolean scalar array, or True without a check.
         scale: The loss scale of the step, float32 scalar array.
         number: The number of the step, counted from 1; integer scalar array.
+        axis_names: Names of axes along which devices have other gradients, whose counts are added.
     """
     scales, *kept = map(jnp.asarray, state)
     scales = jnp.where(finite & jnp.array([False, True]), scales, jnp.asarray(scale, scales.dtype))
 
     def of_this_step() -> list[Array]:
-        new = (number, _nonfinite(gradients()))
+        given = gradients()
+        counts = _nonfinite(given)
+        new = (number, _added(counts, given, tuple(axis_names)) if axis_names else counts)
         return [jnp.asarray(each, old.dtype) for each, old in zip(new, kept, strict=True)]
 
     def branched() -> list[Array]:
@@ -160,6 +165,15 @@ def _nonfinite(gradients: Sequence[Gradient]) -> Array:
         return jnp.concatenate(counts)
     empty = jnp.zeros((len(gradients), 2), jnp.uint32)
     return empty.at[np.array(rows)].add(jnp.concatenate(counts)) if rows else empty
+
+
+def _added(counts: Array, gradients: Sequence[Gradient], axis_names: tuple[str, ...]) -> Array:
+    """The counts of all devices; those of one, where all are known to have the same gradient."""
+    index = jax.lax.axis_index(axis_names)
+    parts = map(real_parts, gradients)
+    differ = [not varying_axes(index) or any(map(varying_axes, each)) for each in parts]
+    here = jnp.where(np.array(differ)[:, None] | (index == 0), counts, 0)
+    return jax.lax.psum(here, axis_names)
 
 
 def _counts(arrays: Sequence[Array]) -> Array:

@@ -38,7 +38,11 @@ def check_state(state: LossScaleState, tracks: bool, gradients: ArrayTree) -> No
 
 
 def after_step(
-    rule: ScaleRule, before: LossScaleState, after: LossScaleState, gradients: ArrayTree
+    rule: ScaleRule,
+    axis_names: tuple[str, ...],
+    before: LossScaleState,
+    after: LossScaleState,
+    gradients: ArrayTree,
 ) -> Tracked:
     """Returns what is tracked after a step, given its scaled gradients."""
     tracked: Tracked = before.tracked
@@ -52,6 +56,7 @@ def after_step(
         finite=jnp.logical_not(after.last_step_skipped) if rule.checks_gradients else True,
         scale=before.loss_scale,
         number=number,
+        axis_names=axis_names,
     )
     return Tracked(number, steps)
 

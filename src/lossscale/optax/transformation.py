@@ -186,7 +186,8 @@ class LossScaled:
             after = scale_state.moved(self.rule, before, finite)
         after = after._replace(inner_state=inner_state)
         if self.tracks:
-            after = after._replace(tracked=tracking.after_step(self.rule, state, after, updates))
+            tracked = tracking.after_step(self.rule, self.axis_names, state, after, updates)
+            after = after._replace(tracked=tracked)
         return new_updates, after
 
 

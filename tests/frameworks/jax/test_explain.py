@@ -159,6 +159,24 @@ def test_the_line_of_the_loss_function_is_named():
     assert "loss scale of 2**20, dense, line" in found.text
 
 
+def of_a_quotient(params, batch, dtype):
+    x, w = batch.astype(dtype), params["w"].astype(dtype)
+    return jnp.mean((x / 300 @ w).astype(jnp.float32) ** 2)
+
+
+def of_a_factor(params, batch, dtype):
+    x, w = batch.astype(dtype), params["w"].astype(dtype)
+    return jnp.sum((x / 300 @ jnp.ones((3, 3), dtype) * w * 60).astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "name"), [(of_a_quotient, "dot_general"), (of_a_factor, "mul")]
+)
+def test_of_several_operations_in_a_line_that_of_the_gradient_is_named(loss_fn, name):
+    found = explain(loss_fn, {"w": jnp.ones((3, 3))}, 300 * np.ones((3, 3), np.float32))
+    assert (found.cause, found.operation) == (Cause.SCALE, f"backward of {name}")
+
+
 def of_rows(params, x, dtype):
     """The mean of the norms of rows, and the logarithm of the last number, without a gradient."""
     h = x.astype(dtype) @ params["w"].astype(dtype)
