@@ -44,7 +44,7 @@ test-quick: $(TEST)/installed
 test-migration: $(TEST)/installed
 	$(TEST)/bin/python -m pytest -q --numprocesses $(JOBS) lossscale-migration/tests
 
-# What loss scaling costs: build/bench/results.json, the tables in docs/internals and docs/images/cost.svg.
+# What loss scaling costs: benchmarks/results.json, the tables of the pages and docs/images/cost.svg.
 bench: $(TEST)/installed
 	$(TEST)/bin/python -m benchmarks
 	$(TEST)/bin/python -m benchmarks.pages build/bench/results.json

@@ -1,23 +1,23 @@
-"""Draws the whole training steps in the tables of docs/internals: `python -m benchmarks.chart`."""
+"""Draws the whole training steps of the results: `python -m benchmarks.chart`."""
 
 from __future__ import annotations
 
 import html
-import pathlib
-import sys
 
-CHART = "docs/images/cost.svg"
+from benchmarks import pages
 
-# For each page: a part of the name of each whole step, and the columns to draw.
-SOURCES = (
-    ("speed.md", "whole step, ", "verb", "GradScaler"),
-    ("benchmark_results.md", ", mlp|, cnn", "ours, dynamic", "peer, dynamic"),
-    ("speed.md", "whole step: ", "lossscale", "flax"),
-)
-# By the column or the wrapper.
+CHART = pages.ROOT / "docs/images/cost.svg"
+
+# The columns to draw.
+COLUMNS = {
+    "PyTorch": ("verb", "GradScaler"),
+    "Optax": ("lossscale", "flax"),
+    "Keras": ("ours, dynamic", "peer, dynamic"),
+}
+# By the table or the wrapper.
 GROUPS = {
-    "verb": "PyTorch, eager",
-    "lossscale": "JAX with Optax, jit",
+    "PyTorch": "PyTorch, eager",
+    "Optax": "JAX with Optax, jit",
     "keras-tensorflow, function": "Keras 3 on TensorFlow, tf.function",
     "keras-tensorflow, xla": "Keras 3 on TensorFlow, XLA",
     "keras-jax, jit": "Keras 3 on JAX, jit",
@@ -47,24 +47,17 @@ STYLE = """
   }"""
 
 
-def whole_steps(folder: pathlib.Path) -> dict[str, list[tuple[str, float, float]]]:
-    """Returns the name and both ratios of each whole step on the pages of a folder, by group."""
-    found: dict[str, list[tuple[str, float, float]]] = {}
-    for page, marks, ours, peer in SOURCES:
-        titles: list[str] = []
-        for line in (folder / page).read_text(encoding="utf-8").splitlines():
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            if ours in cells:
-                titles = cells
-            elif titles and len(cells) != len(titles):
-                titles = []
-            elif titles and any(mark in cells[0] for mark in marks.split("|")):
-                of, _, name = cells[0].replace(": ", ", ").partition("whole step, ")
-                if not name:
-                    of, _, name = of.rpartition(", ")
-                values = (float(cells[titles.index(each)].split()[0]) for each in (ours, peer))
-                found.setdefault(GROUPS.get(of, GROUPS.get(ours, of)), []).append((name, *values))
-    return {group: found[group] for group in GROUPS.values()}
+def whole_steps() -> dict[str, list[tuple[str, float, float]]]:
+    """Returns the name and both ratios of each whole step, by group."""
+    found: dict[str, list[tuple[str, float, float]]] = {group: [] for group in GROUPS.values()}
+    tables = pages.whole_steps()
+    for table, (ours, peer) in COLUMNS.items():
+        for row in tables[table]:
+            wrapper, _, step = row["step"].rpartition(", ")
+            if table != "Keras":
+                wrapper, step = table, row["step"]
+            found[GROUPS[wrapper]].append((step, float(row[ours]), float(row[peer])))
+    return found
 
 
 def x_of(ratio: float) -> float:
@@ -119,11 +112,5 @@ def drawn(groups: dict[str, list[tuple[str, float, float]]]) -> str:
     )
 
 
-def main(root: str = ".") -> None:
-    """Draws the chart of a checkout."""
-    steps = whole_steps(pathlib.Path(root, "docs/internals"))
-    pathlib.Path(root, CHART).write_text(drawn(steps), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    CHART.write_text(drawn(whole_steps()), encoding="utf-8")

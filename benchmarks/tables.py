@@ -2,45 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.methods import METHODS, MONITORS, OPTAX, SKIPPED, TORCH
 
 Row = dict[str, Any]
+Cells = dict[str, str]
+"""A row of a table, by the titles of its columns."""
 _DYNAMIC = ("ours_dynamic", "peer_dynamic")
 
 
-def page(results: dict[str, Any], name: str | None = None) -> str:
-    """Returns the tables of a page, or all, under headings; then machine and versions."""
-    parts = {**sections(results, name), "Measured with": _circumstances(results)}
+def page(results: dict[str, Any]) -> str:
+    """Returns all tables under headings; then machine and versions."""
+    parts = {title: markdown(rows) for title, rows in sections(results).items()}
+    parts["Measured with"] = "\n".join(f"- {line}" for line in circumstances(results))
     return "\n\n".join(f"### {title}\n\n{text}" for title, text in parts.items())
 
 
-def sections(results: dict[str, Any], name: str | None = None) -> dict[str, str]:
-    """Returns the tables of a page, or all, by title; those without rows are left out."""
+def sections(results: dict[str, Any]) -> dict[str, list[Cells]]:
+    """Returns the rows of all tables by title; tables without rows are left out."""
     found = {}
-    for of, title, values, write in SECTIONS:
+    for title, values, written in SECTIONS:
         rows = [row for row in results["rows"] if row["case"] in values or row["wrapper"] in values]
-        if rows and name in (None, of):
-            found[title] = write(rows)
+        if rows:
+            found[title] = written(rows)
     return found
 
 
-def alone(results: dict[str, Any], name: str) -> str:
-    """Returns the one table of a page."""
-    (found,) = sections(results, name).values()
-    return found
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a table in Markdown, with the columns of the first row."""
+    return table(list(rows[0]), (list(map(str, row.values())) for row in rows))
 
 
-def _ratios(rows: Sequence[Row]) -> str:
+def _ratios(rows: Sequence[Row]) -> list[Cells]:
     """Times as ratios to the bare optimizer: the median and the quartiles."""
     names = [name for name in _present(rows) if name != "bare"]
     lines = [[_title(row), _bare(row), *_cells(row, names, _ratio)] for row in rows]
-    return table(["", "bare, ms", *_titles(names)], lines)
+    return _named(["step", "bare, ms", *_titles(names)], lines)
 
 
-def _skips(rows: Sequence[Row]) -> str:
+def _skips(rows: Sequence[Row]) -> list[Cells]:
     """The cost of a skipped step, relative to the bare optimizer and to an applied step."""
     what = ("applied", "skipped", "skipped to applied")
     lines = []
@@ -51,19 +53,19 @@ def _skips(rows: Sequence[Row]) -> str:
             to_applied = _ratio(skipped, "ratio_to_applied")
             lines[-1] += [_ratio(applied), _ratio(skipped), to_applied]
     titles = [f"{title}: {each}" for title in _titles(_DYNAMIC) for each in what]
-    return table(["", "bare, ms", *titles], lines)
+    return _named(["step", "bare, ms", *titles], lines)
 
 
-def _growth(rows: Sequence[Row]) -> str:
+def _growth(rows: Sequence[Row]) -> list[Cells]:
     """How the time of the bare optimizer, and the ratios to it, grow with the work."""
     lines = []
     for row in sorted(rows, key=lambda row: (row["case"], row["wrapper"], _where(row))):
         names = f"{row['wrapper']}, {_where(row)}", f"{row['point']} {row['case']}"
         lines.append([*names, _bare(row), *_cells(row, _DYNAMIC, _ratio)])
-    return table(["", "", "bare, ms", *_titles(_DYNAMIC)], lines)
+    return _named(["step", "work", "bare, ms", *_titles(_DYNAMIC)], lines)
 
 
-def _structure(rows: Sequence[Row]) -> str:
+def _structure(rows: Sequence[Row]) -> list[Cells]:
     """The seconds of the first step, the size of the graph and the peak of memory."""
 
     def text(method: Row) -> str:
@@ -72,10 +74,11 @@ def _structure(rows: Sequence[Row]) -> str:
         return " · ".join([f"{method['first_step_seconds']:.1f} s", *parts])
 
     names = [name for name in _present(rows) if name != "bare_again"]
-    return table(["", *_titles(names)], [[_title(row), *_cells(row, names, text)] for row in rows])
+    lines = [[_title(row), *_cells(row, names, text)] for row in rows]
+    return _named(["step", *_titles(names)], lines)
 
 
-def _monitors(rows: Sequence[Row]) -> str:
+def _monitors(rows: Sequence[Row]) -> list[Cells]:
     """The cost of a monitor in `fit`, relative to none."""
     base, *names = MONITORS
     lines = []
@@ -84,20 +87,20 @@ def _monitors(rows: Sequence[Row]) -> str:
         place = "" if row["device"] == "cpu" else f", {row['device'].upper()}"
         milliseconds = _milliseconds(row["methods"][base])
         lines.append([backend + place, milliseconds, *_cells(row, names, _ratio)])
-    return table(["Keras on", f"ms a step, {base}", *names], lines)
+    return _named(["Keras on", f"ms a step, {base}", *names], lines)
 
 
-def _optax(rows: Sequence[Row]) -> str:
+def _optax(rows: Sequence[Row]) -> list[Cells]:
     """Ratios to the transformation alone."""
     names = OPTAX[1:]
     lines = []
     for row in rows:
         point = row["point"] if row["device"] == "cpu" else f"{row['point']}, GPU"
         lines.append([point, *_cells(row, names, _median)])
-    return table(["", *names], lines)
+    return _named(["step", *names], lines)
 
 
-def _torch(rows: Sequence[Row]) -> str:
+def _torch(rows: Sequence[Row]) -> list[Cells]:
     """Ratios to PyTorch's optimizer alone."""
     names = [name for name in TORCH if not name.startswith("bare")]
     lines = []
@@ -105,25 +108,29 @@ def _torch(rows: Sequence[Row]) -> str:
         milliseconds = _milliseconds(row["methods"]["bare"])
         point = row["point"] if row["device"] == "cpu" else f"{row['point']}, GPU"
         lines.append([point, milliseconds, *_cells(row, names, _median, "-")])
-    return table(["AdamW", "ms a step, bare", *names], lines)
+    return _named(["AdamW", "ms a step, bare", *names], lines)
 
 
-def _circumstances(results: dict[str, Any]) -> str:
+def circumstances(results: dict[str, Any]) -> list[str]:
     """The machine, the versions, the date, and what was not run."""
     machine = results["machine"]
     memory = machine["memory_bytes"]
     about = [
-        f"- {machine['processor']}, {machine['cores']} cores"
+        f"{machine['processor']}, {machine['cores']} cores"
         + (f", {memory / 2**30:.0f} GiB of memory" if memory else "")
         + f", {machine['system']} {machine['architecture']}"
     ]
-    about += [f"- GPU for {backend}: {name}" for backend, name in machine["gpus"].items()]
+    about += [f"GPU for {backend}: {name}" for backend, name in machine["gpus"].items()]
     versions = {"Python": machine["python"], **results["versions"]}
-    about.append("- " + ", ".join(f"{name} {version}" for name, version in versions.items()))
-    about.append(f"- {results['date'][:10]}")
-    about += [f"- Wrong, and left out: {message}" for message in results["wrong"]]
-    about += [f"- Not run: {left['what']}, because {left['why']}" for left in results["not_run"]]
-    return "\n".join(about)
+    about.append(", ".join(f"{name} {version}" for name, version in versions.items()))
+    about.append(results["date"][:10])
+    about += [f"Wrong, and left out: {message}" for message in results["wrong"]]
+    about += [f"Not run: {left['what']}, because {left['why']}" for left in results["not_run"]]
+    return about
+
+
+def _named(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> list[Cells]:
+    return [dict(zip(titles, cells, strict=True)) for cells in lines]
 
 
 def _present(rows: Sequence[Row]) -> list[str]:
@@ -186,14 +193,14 @@ def table(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 SECTIONS = (
-    ("bench", "The optimizer alone", ("big", "small", "sparse"), _ratios),
-    ("bench", "Other optimizers", ("optimizers",), _ratios),
-    ("bench", "Whole training steps", ("mlp", "cnn"), _ratios),
-    ("bench", "Skipped steps", ("skip",), _skips),
-    ("bench", "As work grows", ("variables", "parameters"), _growth),
-    ("bench", "Memory, compilation and graphs", ("big", "small"), _structure),
-    ("monitoring", "Monitors", ("monitor",), _monitors),
-    ("optax", "Optax", ("optax",), _optax),
-    ("torch_native", "PyTorch alone", ("torch",), _torch),
+    ("The optimizer alone", ("big", "small", "sparse"), _ratios),
+    ("Other optimizers", ("optimizers",), _ratios),
+    ("Whole training steps", ("mlp", "cnn"), _ratios),
+    ("Skipped steps", ("skip",), _skips),
+    ("As work grows", ("variables", "parameters"), _growth),
+    ("Memory, compilation and graphs", ("big", "small"), _structure),
+    ("Monitors", ("monitor",), _monitors),
+    ("Optax", ("optax",), _optax),
+    ("PyTorch alone", ("torch",), _torch),
 )
-"""For each table its page, its title, its cases or wrappers, and the function that writes it."""
+"""For each table its title, its cases or wrappers, and the function that writes it."""

@@ -2,7 +2,8 @@
 
 `python -m tools.gpu` uses the frameworks of the Python that runs it, so that their GPU builds are
 the ones a user has, and needs no network. It ends within ten minutes. What it finds goes to
-build/gpu.json and docs/internals/gpu.md; what cannot run there stands in both with the reason.
+build/gpu.json, its tables to tools/gpu.json, of which `python -m benchmarks.pages` writes the page;
+what cannot run stands in both with the reason.
 """
 
 from __future__ import annotations
@@ -26,12 +27,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks import machine, tables
-from benchmarks.pages import insert
+from benchmarks import machine, pages, tables
 from simulated_cuda import device as simulated_cuda
 from tools import ROOT
 
-MARKS = "<!-- gpu: python -m tools.gpu -->", "<!-- end of gpu -->"
 NEVER, AT_A_TIME = "never run on a GPU", 4
 # Prints the name of the GPU that a framework sees, or nothing.
 SEEN = {
@@ -262,8 +261,7 @@ def run(part: Part, device: str, seconds: float) -> dict[str, Any]:
         if measured.exists():
             found["benchmarks"] = json.loads(measured.read_text())
         if part.arguments[:2] == ("-m", TIMES) or part.arguments[0] in WITH_A_TABLE:
-            lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
-            found["table"] = "\n".join(lines)
+            found["table"] = [line for line in done.stdout.splitlines() if line.startswith("|")]
         if done.returncode:
             lines = [line for line in done.stdout.splitlines() if line.strip()]
             found["why"] = lines[-1][:200] if lines else f"exit status {done.returncode}"
@@ -282,23 +280,21 @@ def counted(output: str) -> dict[str, Any]:
     }
 
 
-def table(results: Mapping[str, Any]) -> str:
-    """Returns the lines of the page between its markers, from what build/gpu.json has or {}."""
-    found = results.get("parts", {})
-    rows = ([part.name, _outcome(found.get(part.name))] for part in PARTS)
-    lines = tables.table(["part", "outcome"], rows).splitlines()
-    if results:
-        seen = ", ".join(f"{name} ({gpu})" for name, gpu in results["gpus"].items())
-        versions = ", ".join(f"{n} {v}" for n, v in results["versions"].items())
-        lines[:0] = [f"Run on {results['date'][:10]} with {seen}; {versions}.", ""]
+def shown(results: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Returns the tables of tools/gpu.json from what build/gpu.json has."""
+    found = results["parts"]
+    seen = ", ".join(f"{name} ({gpu})" for name, gpu in results["gpus"].items())
+    versions = ", ".join(f"{n} {v}" for n, v in results["versions"].items())
+    outcomes = [{"part": p.name, "outcome": _outcome(found.get(p.name))} for p in PARTS]
+    rows = {"Run": [f"{results['date'][:10]} with {seen}; {versions}"], "Outcomes": outcomes}
     for part in PARTS:
         if printed := found.get(part.name, {}).get("table"):
-            lines += ["", f"### {part.name}", "", printed]
+            rows[part.name] = printed
         measured = found.get(part.name, {}).get("benchmarks")
         if measured and measured["rows"]:
-            for title, text in tables.sections(measured).items():
-                lines += ["", f"### {part.name}: {title}", "", text]
-    return "\n".join(lines)
+            sections = tables.sections(measured).items()
+            rows |= {f"{part.name}: {title}": lines for title, lines in sections}
+    return rows
 
 
 def _outcome(found: Mapping[str, Any] | None) -> str:
@@ -323,14 +319,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="parts whose names have this in them")
     parser.add_argument("--minutes", type=float, default=9.5, help="after so many nothing starts")
     parser.add_argument("--output", type=pathlib.Path, default=ROOT / "build" / "gpu.json")
-    parser.add_argument("--page", type=pathlib.Path, default=ROOT / "docs" / "internals" / "gpu.md")
+    parser.add_argument("--tables", type=pathlib.Path, default=pages.ON_A_GPU)
     options = parser.parse_args(arguments)
     seen = gpus() if options.device == "cuda" else dict.fromkeys(SEEN, "the CPU")
     if not seen:
         there = [name for name in SEEN if importlib.util.find_spec(name) is not None]
         print(
             f"No GPU: {', '.join(there) or 'no framework'} found in {sys.executable}, and none "
-            "sees one. Nothing was run, and no page was changed."
+            "sees one. Nothing was run, and no file was changed."
         )
         return 0
     start = time.monotonic()
@@ -354,8 +350,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"[{next(number)}/{len(parts)}] {part.name}: {_outcome(found)}", flush=True)
             # At once: a run that is cut off has shown something.
             options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-            if options.device == "cuda" or options.page != parser.get_default("page"):
-                insert(options.page, table(results), *MARKS)
+            if options.device == "cuda" or options.tables != pages.ON_A_GPU:
+                pages.write(options.tables, shown(results))
 
     with multiprocessing.pool.ThreadPool(AT_A_TIME) as pool:
         pool.map(take, [part for part in parts if not part.is_timed], chunksize=1)

@@ -4,7 +4,7 @@
 
 prints a row for each step and way of `benchmarks.gpu_torch` whose counts differ, and how many are
 equal: the waits of the host, and the kernels and copies that PyTorch's profiler has seen on the
-device. docs/internals/gpu_counts.md holds those of the simulated device. Needs an NVIDIA GPU, and
+device. benchmarks/gpu_counts.json holds those of the simulated device. Needs an NVIDIA GPU, and
 takes a minute; the status is 1 if loss scaling adds another count than there.
 """
 
@@ -18,23 +18,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_counts import PAGE
+from benchmarks import pages
 from benchmarks.gpu_torch import prepared, steps
-from tools import ROOT
 
 Counts = tuple[int, int]
 """Waits and launches of a step."""
-
-
-def on_the_page() -> dict[tuple[str, str], Counts]:
-    """Returns the counts of the simulated device, by step and way."""
-    text = (ROOT / PAGE).read_text(encoding="utf-8")
-    found = {}
-    for line in text.partition("<!-- gpu counts torch")[2].splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 6 and cells[2].isdigit():
-            found[cells[0], cells[1]] = int(cells[2]), int(cells[3])
-    return found
 
 
 def counted(*arguments: Any) -> tuple[Counts, Any]:
@@ -58,7 +46,7 @@ def counted(*arguments: Any) -> tuple[Counts, Any]:
         # PyTorch marks the step of an optimizer, which is no launch.
         is_mark = event.name.startswith("Optimizer.")
         if event.device_type == torch.autograd.DeviceType.CUDA and not is_mark:
-            # The copy that a wait waits for is no launch of its own on the page.
+            # The copy that a wait waits for is no launch of its own in the rows.
             launches[event.name] += not event.name.startswith("Memcpy DtoH")
         # The profiler itself waits for the device when it ends.
         waits += event.name in ("cudaStreamSynchronize", "cudaEventSynchronize")
@@ -68,22 +56,24 @@ def counted(*arguments: Any) -> tuple[Counts, Any]:
 def main() -> int:
     """Prints the rows."""
     warnings.simplefilter("ignore")
-    expected, bare, known = on_the_page(), dict[str, Any](), dict[str, Any]()
+    rows = pages.read(pages.COUNTS)["torch"]
+    expected = {(row["step"], row["way"]): (row["waits"], row["launches"]) for row in rows}
+    bare, known = dict[str, Any](), dict[str, Any]()
     equal, differ = 0, 0
     for step, arguments in steps():
         way, (found, launches) = arguments[0], counted(*arguments)
         if way == "bare":
             bare[step], known[step] = found, launches
-        page, adds = expected[step, way], found[1] - bare[step][1]
-        if (page[0], page[1] - expected[step, "bare"][1]) == (found[0], adds):
+        there, adds = expected[step, way], found[1] - bare[step][1]
+        if (there[0], there[1] - expected[step, "bare"][1]) == (found[0], adds):
             equal += 1
-            if page != found:
-                print(f"{step} | {way} | page {page} | here {found}: adds as much")
+            if there != found:
+                print(f"{step} | {way} | simulated {there} | here {found}: adds as much")
             continue
         differ += 1
         more = {k: n - known[step][k] for k, n in launches.items() if n != known[step][k]}
-        print(f"{step} | {way} | page {page} | here {found} | adds {adds}: {more}")
-    print(f"{torch.cuda.get_device_name()}: {equal} add what the page has, {differ} do not")
+        print(f"{step} | {way} | simulated {there} | here {found} | adds {adds}: {more}")
+    print(f"{torch.cuda.get_device_name()}: {equal} add as many as simulated, {differ} do not")
     return 1 if differ else 0
 
 

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/api/what_runs_where.md and docs/api/documented_api.md.
+"""Writes the table of docs/api/what_runs_where.md.
 
 `python -m tools.page_tables` runs the promises on each backend, which takes about three
 minutes on 2 cores and needs the test environment, and counts the outcomes of each wrapper. It is a
@@ -18,7 +18,6 @@ import tempfile
 
 from benchmarks import tables
 from benchmarks.pages import insert
-from conformance import page_matrix
 from run import JAX, TENSORFLOW, TF_KERAS, TORCH
 from tools import ROOT
 
@@ -69,7 +68,6 @@ def main():
                 failed.append(environment)
         results = json.loads(pathlib.Path(file.name).read_text())
     insert(ROOT / "docs/api/what_runs_where.md", table(results), *MARKS)
-    insert(ROOT / "docs/api/documented_api.md", page_matrix.table(), *MARKS)
     return int(bool(failed))
 
 

@@ -1,28 +1,18 @@
 """The matrix of TensorFlow's pages: what they say of their optimizer, and which wrapper keeps it.
 
-`python -m tools.page_tables` writes the table into docs. The words stand in `page_cells.toml`, what
-asks a wrapper for them in `page_cells.py`.
+The words stand in `page_cells.toml`, what asks a wrapper for them in `page_cells.py`.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import pathlib
-import re
 import tomllib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-COLUMNS = {
-    "keras-tensorflow": "Keras 3, TensorFlow",
-    "keras-jax": "Keras 3, JAX",
-    "keras-torch": "Keras 3, PyTorch",
-    "tf_keras-new": "tf_keras, new",
-    "tf_keras-legacy": "tf_keras, legacy",
-}
 CURRENT, EXPERIMENTAL = "current", "experimental"
 
 
@@ -59,38 +49,6 @@ def entries() -> dict[str, Entry]:
         )
         for name, given in tomllib.loads(text).items()
     }
-
-
-def table() -> str:
-    """Returns the rows of the page, and below them why some do not hold."""
-    by_member = collections.defaultdict(list)
-    for entry in entries().values():
-        for member, said in entry.members.items():
-            by_member[member] += [(words, entry) for words in said]
-    reasons: list[str] = []
-    lines = [
-        f"| member | what the pages say | {' | '.join(COLUMNS.values())} |",
-        "|---|---|" + "---|" * len(COLUMNS),
-    ]
-    kept = collections.Counter[str]()
-    for member, rows in by_member.items():
-        for words, entry in rows:
-            if entry.lacks and entry.because not in reasons:
-                reasons.append(entry.because)
-            kept.update(column for column in COLUMNS if column not in entry.lacks)
-            marks = [
-                f"no ({reasons.index(entry.because) + 1})" if column in entry.lacks else "yes"
-                for column in COLUMNS
-            ]
-            # A name and a signature are code; elsewhere a star would begin an emphasis.
-            shown = (
-                f"`{words}`" if re.fullmatch(r"\w+(\(.*\))?", words) else words.replace("*", r"\*")
-            )
-            lines.append(f"| `{member}` | {shown} | {' | '.join(marks)} |")
-    total = len(lines) - 2
-    counts = [f"{kept[column]} of {total}" for column in COLUMNS]
-    lines.append(f"| | together | {' | '.join(counts)} |")
-    return "\n".join([*lines, "", *(f"{i}. {each}" for i, each in enumerate(reasons, start=1))])
 
 
 class Program:

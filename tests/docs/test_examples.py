@@ -15,15 +15,8 @@ from pages import OF_THE_MACHINE, outputs, programs
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PAGES = [ROOT / "README.md", ROOT / "PACKAGE.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# These run in a process without Keras (tests/frameworks/torch/test_documents.py), and in a copy of
-# the sources (tests/core/test_add_a_framework.py).
-RUN_ELSEWHERE = {
-    "add_a_diagnosis.md",
-    "add_a_framework.md",
-    "from_gradscaler.md",
-    "parallel.md",
-    "trainers.md",
-}
+# These run in a process without Keras (tests/frameworks/torch/test_documents.py).
+RUN_ELSEWHERE = {"from_gradscaler.md", "parallel.md", "trainers.md"}
 BLOCKS = [
     (f"{page.name}-{number}", block)
     for page in PAGES

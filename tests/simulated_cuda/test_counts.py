@@ -1,21 +1,19 @@
 """What a step asks of a GPU, beside PyTorch's scaler: waits, launches, bytes and allocations.
 
-docs/internals/gpu_counts.md holds all counts. A way that costs more fails, with the operators that
+benchmarks/gpu_counts.json holds all counts. A way that costs more fails, with the operators that
 it adds to a step without loss scaling.
 """
-
-import pathlib
 
 import pytest
 import torch
 
 import lossscale
-from benchmarks import gpu_counts
+from benchmarks import pages
 from benchmarks.gpu_torch import LAYOUTS, MODEL_STEPS, WAYS, counted, prepared, rows, rows_of_models
 from simulated_cuda import device
 
 SMALL = LAYOUTS["200 x 1,000"]
-PAGE = pathlib.Path(__file__).parents[2] / gpu_counts.PAGE
+ROWS = pages.read(pages.COUNTS)["torch"]
 CLIPS = (None, 1.0)
 
 
@@ -39,13 +37,11 @@ def steps():
     return found
 
 
-def test_the_page_has_the_counts_of_each_way(steps):
+def test_each_way_costs_what_its_row_says(steps):
     """If a way costs more, that is a fault; if less, `benchmarks.gpu_counts` writes it."""
-    lines = set(PAGE.read_text(encoding="utf-8").splitlines())
     for found in steps.values():
         for row, recorder in found.values():
-            more = added(recorder, found["bare"][1])
-            assert f"| {' | '.join(gpu_counts.cells(row))} |" in lines, (row, recorder.waits, more)
+            assert row in ROWS, (row, recorder.waits, added(recorder, found["bare"][1]))
 
 
 def test_no_way_costs_more_than_pytorchs_scaler(steps):
@@ -63,12 +59,11 @@ def test_no_way_costs_more_than_pytorchs_scaler(steps):
 
 
 def test_a_float16_model_launches_less_than_autocast_with_pytorchs_scaler():
-    lines = set(PAGE.read_text(encoding="utf-8").splitlines())
     found = {}
     # The fourth takes the longest, and shows nothing else.
     for row, recorder in rows_of_models(MODEL_STEPS[:3]):
         found.setdefault(row["step"], {})[row["way"]] = recorder
-        assert f"| {' | '.join(gpu_counts.cells(row))} |" in lines, (row, recorder.waits)
+        assert row in ROWS, (row, recorder.waits)
     for step, ways in found.items():
         theirs = ways["autocast, PyTorch's scaler"]
         for way in (way for way in ways if way.startswith("float16")):

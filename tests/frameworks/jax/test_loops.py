@@ -81,7 +81,7 @@ def test_value_and_grad_takes_what_jax_takes():
 
 
 def test_an_eager_step_compiles_nothing_after_the_first_ones():
-    # Which is what makes Optax' own wrapper slow there; docs/internals/speed.md has the times.
+    # Which is what makes Optax' own wrapper slow there; docs/internals/results.md has the times.
     tx, params = optimizer(), inner.params()
     state = tx.init(params)
     gradients = inner.gradients()
