@@ -254,7 +254,7 @@ tests/frameworks/jax/test_platforms.py
     jax _magnitude: np.iinfo(bits).max >> 1 -> np.iinfo(bits).max  -k that_of_a_cpu
     jax nonfinite_by_row: nans << 16 -> nans  -k in_each_gradient
     jax update: jax.lax.platform_dependent(...) -> branched()  -k branch
-tests/frameworks/jax/test_jaxprs.py
+tests/frameworks/jax/test_platforms.py
     jax _branches: equation.params.get('branches_platforms') -> False  -k another_platform
 tests/frameworks/jax/test_memory.py
     jax _gated_equation: called is not None -> False
