@@ -235,6 +235,7 @@ TRACKED = [
 def state_after(tx, way, mesh, specs):
     """The state after a step in which gradients overflow, with the gradients on several devices."""
     state, axes = tx.init(OVERFLOWED), mesh.axis_names
+    copies = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), state)
 
     def update(gradients, state):
         return tx.update(gradients, state)[1]
@@ -243,27 +244,23 @@ def state_after(tx, way, mesh, specs):
         state = update(gradients, jax.tree.map(lambda leaf: leaf[0], states))
         return jax.tree.map(lambda leaf: leaf[None], state)
 
+    def mapped(function, spec, state):
+        shards = {"in_specs": (specs, spec), "out_specs": spec, "check_vma": way != "unchecked"}
+        return jax.jit(jax.shard_map(function, mesh=mesh, **shards))(OVERFLOWED, state)
+
     if way == "jit":
         with jax.set_mesh(mesh):
             place = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
             return jax.jit(update)(jax.device_put(OVERFLOWED, place), tx.init(OVERFLOWED))
-    if way == "pmap":
-        given = {
-            name: leaf.reshape(4, -1, *leaf.shape[1:]) if specs[name] else leaf
-            for name, leaf in OVERFLOWED.items()
-        }
-        in_axes = {name: 0 if spec else None for name, spec in specs.items()}
-        found = jax.pmap(update, "data", in_axes=(in_axes, None))(given, state)
-    elif way == "copies":
+    if way in ("checked", "unchecked"):
+        return mapped(update, P(), state)
+    if way == "copies":
         # As of a program that was written for `pmap`: each device has a state of its own.
-        shards = {"in_specs": (specs, P(axes)), "out_specs": P(axes)}
-        copies = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), state)
-        found = jax.jit(jax.shard_map(of_copies, mesh=mesh, **shards))(OVERFLOWED, copies)
+        found = mapped(of_copies, P(axes), copies)
     else:
-        shards = {"in_specs": (specs, P()), "out_specs": P(), "check_vma": way == "checked"}
-        return jax.jit(jax.shard_map(update, mesh=mesh, **shards))(OVERFLOWED, state)
-    for leaf in jax.tree.leaves(found):
-        np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[0], leaf.shape))
+        whole = {n: leaf if specs[n] else jnp.stack([leaf] * 4) for n, leaf in OVERFLOWED.items()}
+        parts = {n: whole[n].reshape(4, -1, *leaf.shape[1:]) for n, leaf in OVERFLOWED.items()}
+        found = jax.pmap(update, "data")(parts, copies)
     return jax.tree.map(lambda leaf: leaf[-1], found)
 
 
@@ -286,7 +283,8 @@ def test_a_monitor_gets_the_counts_of_all_devices(mesh, axis_name, way, specs):
 
 # --- Checkpoints ----------------------------------------------------------------------------------
 
-RESTORE = re.search(r"```py\n(.*?)```", (DOCS / "jax_devices.md").read_text(), re.S)[1]
+PAGE = (DOCS / "jax_devices.md").read_text()
+TARGET, LAST = re.search(r"```py\n(.*\n)(.*)\n```", PAGE, re.S).groups()
 # Without `out_shardings`, JAX divides `up` and `b` in the first step.
 SPECS = {"up": P(), "b": P(), "down": P("data"), "gain": P()}
 
@@ -296,85 +294,79 @@ def autoencoder(params, batch):
     return jnp.mean((hidden @ params["down"] * params["gain"] - batch) ** 2)
 
 
-def start(tx, mesh):
-    """The parameters and the state of a run, and their shardings."""
-    keys = jax.random.split(jax.random.key(0))
-    shapes = {"up": (32, 64), "down": (64, 32)}
-    params = {n: jax.random.normal(key, shapes[n]) / 4 for n, key in zip(shapes, keys, strict=True)}
-    params |= {"b": jnp.zeros(64), "gain": jnp.ones(32)}
-    placed = {n: jax.device_put(leaf, NamedSharding(mesh, SPECS[n])) for n, leaf in params.items()}
-    run, replicated = (placed, tx.init(placed)), NamedSharding(mesh, P())
-    kept = jax.tree.map(
-        lambda leaf: leaf.sharding if isinstance(leaf.sharding, NamedSharding) else replicated, run
-    )
-    return jax.device_put(run, kept), kept
+def on_mesh(mesh):
+    """Parameters on a mesh."""
+    up = jax.random.normal(jax.random.key(0), (32, 64)) / 4
+    params = {"up": up, "b": jnp.zeros(64), "down": up.T[:, ::-1], "gain": jnp.ones(32)}
+    return jax.device_put(params, {n: NamedSharding(mesh, spec) for n, spec in SPECS.items()})
 
 
-def continued(tx, run, mesh, numbers, shardings=None):
-    """A run after more steps, the second of which overflows with loss scaling; and the scales."""
+def continued(tx, run, mesh, numbers, bad=None, shardings=None):
+    """The parameters and the state after a step for each number, one of which may overflow."""
+    derive = value_and_grad(autoencoder)
+    if not hasattr(run[1], "loss_scale"):
+        derive = lambda _, *given: jax.value_and_grad(autoencoder)(*given)  # noqa: E731
 
     @functools.partial(jax.jit, out_shardings=shardings)
     def step(run, batch):
         params, opt_state = run
-        if is_scaled:
-            _, gradients = value_and_grad(autoencoder)(opt_state, params, batch)
-        else:
-            gradients = jax.grad(autoencoder)(params, batch)
-        updates, opt_state = tx.update(gradients, opt_state, params)
+        updates, opt_state = tx.update(derive(opt_state, params, batch)[1], opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    is_scaled, scales = hasattr(run[1], "loss_scale"), []
     for number in numbers:
         batch = jax.random.normal(jax.random.key(number), (16, 32))
-        batch *= np.inf if is_scaled and number % 3 == 1 else 1.0
+        batch *= np.inf if number == bad else 1.0
         run = step(run, jax.device_put(batch, NamedSharding(mesh, P("data"))))
-        scales += [float(run[1].loss_scale)] if is_scaled else []
-    return run, scales
+    return run
+
+
+def page_lines(tx, mesh, params, **more):
+    """The names that the lines of the page set."""
+    found = {**globals(), "PartitionSpec": P, "tx": tx, "mesh": mesh, "params": params, **more}
+    exec(TARGET + LAST if more else TARGET, found)
+    return found
 
 
 def restored(tx, run, mesh, folder):
-    """What the page's lines restore onto a mesh."""
-    (params, _), _ = start(tx, mesh)
+    params = on_mesh(mesh)
     with ocp.StandardCheckpointer() as checkpointer:
-        for number, part in enumerate(run):
-            checkpointer.save(folder / str(number), part)
+        for name, part in zip(("params", "state"), run, strict=True):
+            checkpointer.save(folder / name, part)
             checkpointer.wait_until_finished()
-        found = {**globals(), "PartitionSpec": P, "tx": tx, "params": params, "mesh": mesh}
-        found |= {"checkpointer": checkpointer, "path": folder / "1"}
-        exec(RESTORE, found)
-        return checkpointer.restore(folder / "0", params), found["opt_state"]
+        found = page_lines(tx, mesh, params, checkpointer=checkpointer, path=folder / "state")
+        return checkpointer.restore(folder / "params", params), found["opt_state"]
 
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("tx", "given"), [(optimizer(), True), (optax.adamw(1e-2), True), (optax.adamw(1e-2), False)]
 )
-def test_a_run_continues_bit_for_bit_if_its_shardings_are_given_as_with_plain_optax(
+def test_a_run_continues_bit_for_bit_with_its_shardings_and_plain_optax_not_without(
     tx, given, tmp_path
 ):
-    run, shardings = start(tx, TWO_AXES)
-    shardings = shardings if given else None
-    midway, _ = continued(tx, run, TWO_AXES, range(4), shardings)
+    params, shardings = on_mesh(TWO_AXES), None
+    if given:
+        target = params, page_lines(tx, TWO_AXES, params)["target"]
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+    run = params, tx.init(params)
+    midway = continued(tx, run, TWO_AXES, range(4), shardings=shardings)
     resumed = restored(tx, midway, TWO_AXES, tmp_path)
     assert bits(resumed) == bits(midway)
-    ends = [continued(tx, each, TWO_AXES, range(4, 8), shardings)[0] for each in (midway, resumed)]
-    assert (bits(ends[0]) == bits(ends[1])) is given
+    ends = (continued(tx, e, TWO_AXES, range(4, 8), shardings=shardings) for e in (midway, resumed))
+    assert (bits(next(ends)) == bits(next(ends))) is given
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_run_continues_on_another_number_of_devices(devices, tmp_path):
-    tx, mesh = (
-        optimizer(),
-        Mesh(np.reshape(jax.devices()[:devices], (devices, 1)), ("data", "model")),
-    )
-    midway, _ = continued(tx, *start(tx, TWO_AXES)[:1], TWO_AXES, range(4))
+    tx, params = optimizer(), on_mesh(TWO_AXES)
+    mesh = Mesh(np.reshape(jax.devices()[:devices], (devices, 1)), ("data", "model"))
+    midway = continued(tx, (params, tx.init(params)), TWO_AXES, range(4), bad=1)
     resumed = restored(tx, midway, mesh, tmp_path)
     assert bits(resumed) == bits(midway)
     found, expected = (
-        continued(tx, *each, range(4, 9)) for each in ((resumed, mesh), (midway, TWO_AXES))
+        continued(tx, run, on, range(4, 9), bad=7)
+        for run, on in ((resumed, mesh), (midway, TWO_AXES))
     )
-    assert found[1] == expected[1]
-    assert int(found[0][1].steps_skipped) == int(expected[0][1].steps_skipped) == 3
-    jax.tree.map(
-        lambda *pair: np.testing.assert_allclose(*pair, rtol=1e-4, atol=1e-6), found[0], expected[0]
-    )
+    assert (float(found[1].loss_scale), int(found[1].steps_skipped)) == (8.0, 2)
+    for pair in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(*pair, rtol=1e-4, atol=1e-6)
