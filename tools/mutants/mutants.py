@@ -259,7 +259,7 @@ tests/frameworks/jax/test_platforms.py
 tests/frameworks/jax/test_memory.py
     jax _gated_equation: called is not None -> False
 tests/frameworks/jax/test_devices.py
-    optax _all_devices_finite: jax.lax.pmin(...) > 0 -> finite  -k anywhere
+    optax _all_devices_finite: jax.lax.pmin(...) > 0 -> finite  -k counts_of_all_devices
     optax _all_devices_finite: varying_axes(finite) - varying_axes(scale)
         -> varying_axes(scale) - varying_axes(finite)
         -k would_part

@@ -13,7 +13,7 @@ from orbax.checkpoint import StandardCheckpointer
 import lossscale.optax
 from frameworks.jax import inner_transformations as inner
 from frameworks.jax.support import bits, signature
-from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError, UnsupportedError
+from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.optax import loss_scaled, master_weights
 
 INNER = {
@@ -189,8 +189,9 @@ def test_what_cannot_be_used_is_refused_before_anything_changes():
         master_weights(optax.adam)
     with pytest.raises(ArgumentTypeError, match=r"tx\.update\(grads, state, params\)"):
         COPIES.update(half(), COPIES.init(half()))
-    with pytest.raises(AlreadyWrappedError):
-        loss_scaled(loss_scaled(COPIES))
+    for wrong in (master_weights(COPIES), master_weights(loss_scaled(ADAM))):
+        with pytest.raises(ArgumentError, match=r"inside.*Write loss_scaled\(master_weights\("):
+            loss_scaled(wrong).init(half())
     # What `equinox.apply_updates` makes of them: it adds, and does not round.
     for before, after in ((half(), inner.params()), (inner.params(), half())):
         with pytest.raises(ArgumentError, match=r"dtypes.*optax\.apply_updates"):

@@ -165,17 +165,6 @@ def test_a_program_for_any_number_of_parameters():
     np.testing.assert_allclose(program.call(jnp.ones(7), jnp.ones(7)), -0.01, rtol=1e-5)
 
 
-def test_a_frozen_leaf_of_integers_keeps_its_float0():
-    params = {"w": jnp.ones(3), "n": jnp.arange(3)}
-    labels = {"w": "trained", "n": "frozen"}
-    inner = optax.partition({"trained": optax.sgd(0.5), "frozen": optax.set_to_zero()}, labels)
-    gradients = jax.grad(lambda p: (p["w"] ** 2).sum(), allow_int=True)(params)
-    tx = lossscale.optax.loss_scaled(inner, initial_scale=1.0)
-    updates, _ = jax.jit(tx.update)(gradients, tx.init(params), params)
-    assert updates["w"].tolist() == [-1.0, -1.0, -1.0]
-    assert updates["n"].dtype == jax.dtypes.float0
-
-
 def test_an_optimizer_that_looks_at_values_goes_on_after_a_skip():
     def update(gradients, state, params=None):
         norm = float(jnp.linalg.norm(gradients))
