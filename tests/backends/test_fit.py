@@ -1,16 +1,41 @@
 """`fit` on each backend, with `install()`, and with gradients that are added up."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
 
 import lossscale
 from backends.support import BACKEND, arrays, data, model_with, number, wrapped
+from pages import DOCS
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 # Tracing a training step takes PyTorch many seconds: tests/conformance/test_guard.py does it.
 JIT = [False] if BACKEND == "torch" else [False, True]
+
+FINITE_LOSS = re.search(
+    r"```py\n(class FiniteLoss.*?)```", (DOCS / "troubleshooting.md").read_text(), re.S
+)[1]
+
+
+@pytest.mark.parametrize("jit", JIT)
+def test_a_metric_leaves_out_a_skipped_batch_whose_loss_is_nan(jit):
+    exec(FINITE_LOSS, found := {"keras": keras})
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    model.compile(
+        lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.0)),
+        loss="mse",
+        metrics=[found["FiniteLoss"]("finite_loss")],
+        jit_compile=jit,
+    )
+    y = np.array([[0.0], [np.nan], [3.0]], np.float32)
+    x = np.ones((3, 2))
+    history = model.fit(x, y, batch_size=1, epochs=2, shuffle=False, verbose=0).history
+    assert np.isnan(history["loss"]).all()
+    assert history["finite_loss"] == [2.5, 2.5]
+    assert int(model.optimizer.steps_skipped) == 2
 
 
 def test_a_multi_optimizer_works_with_a_learning_rate_schedule():

@@ -26,7 +26,6 @@ class KerasFit:
     """`fit`, on the backend of this process."""
 
     name = "net/out/kernel" if KERAS == "keras" else "out/kernel"
-    in_between = True
 
     def __init__(self):
         keras = importlib.import_module(KERAS)
@@ -57,7 +56,7 @@ class KerasFit:
 class TorchLoop:
     """A loop of PyTorch with the wrapper."""
 
-    name, in_between, made, by = "weight", True, 0, "wrapper"
+    name, made, by = "weight", 0, "wrapper"
 
     def __init__(self):
         self.returned = []
@@ -91,16 +90,14 @@ class TorchScaler(TorchLoop):
 class OptaxLoop:
     """A loop with Optax, whose steps track overflows."""
 
-    name, in_between, made = "w", True, 0
+    name, made = "w", 0
 
     def __init__(self):
         self.returned = []
         import jax.numpy as jnp
         import optax
 
-        self.tx = lossscale.optax.loss_scaled(
-            optax.sgd(0.0), rule=RULE, track_overflows=self.in_between
-        )
+        self.tx = lossscale.optax.loss_scaled(optax.sgd(0.0), rule=RULE, track_overflows=True)
         self.params = {"w": jnp.zeros(2)}
         self.state = self.tx.init(self.params)
 
@@ -124,18 +121,10 @@ class OptaxLoop:
         return monitor
 
 
-class BareOptaxLoop(OptaxLoop):
-    """A loop with Optax that tracks nothing."""
-
-    name, in_between = None, False
-
-
 # A process with Keras has the loops of its backend's library too, which are the same in each.
 FRONTS = [] if KERAS == "none" else [KerasFit]
 if KERAS != "tf_keras":
-    FRONTS += {"torch": [TorchLoop, TorchScaler], "jax": [OptaxLoop, BareOptaxLoop]}.get(
-        BACKEND, []
-    )
+    FRONTS += {"torch": [TorchLoop, TorchScaler], "jax": [OptaxLoop]}.get(BACKEND, [])
 
 
 @pytest.fixture(params=FRONTS, ids=lambda front: front.__name__)
@@ -166,7 +155,7 @@ def expected(front, batches, every=1):
             "steps_skipped": step - sum(finite[:step]),
         }
         if step in (1, len(batches)) or step % every == 0:
-            if last_skip and front.in_between and not skipped:
+            if last_skip and not skipped:
                 rows.append(last_skip)
             rows.append(row)
             last_skip = 0

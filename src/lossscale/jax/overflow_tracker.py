@@ -73,7 +73,7 @@ def update(
         finite: Whether the step is applied: a boolean scalar array, or True without a check.
         scale: The loss scale of the step, float32 scalar array.
         number: The number of the step, counted from 1; integer scalar array.
-        axis_names: Names of axes along which devices have other gradients, whose counts are added.
+        axis_names: Names of axes along which gradients differ, over which counts are added.
     """
     scales, *kept = map(jnp.asarray, state)
     scales = jnp.where(finite & jnp.array([False, True]), scales, jnp.asarray(scale, scales.dtype))
@@ -81,11 +81,12 @@ def update(
     def of_this_step() -> list[Array]:
         given = gradients()
         counts = _nonfinite(given)
-        new = (number, _added(counts, given, tuple(axis_names)) if axis_names else counts)
+        new = (number, _added(counts, given, axis_names) if axis_names else counts)
         return [jnp.asarray(each, old.dtype) for each, old in zip(new, kept, strict=True)]
 
     def branched() -> list[Array]:
-        return list(jax.lax.cond(finite, lambda: kept, of_this_step))
+        # Selected there too: JAX then knows along which axes both results vary.
+        return list(jax.lax.cond(finite, lambda: kept, selected))
 
     def selected() -> list[Array]:
         pairs = zip(of_this_step(), kept, strict=True)
@@ -167,13 +168,15 @@ def _nonfinite(gradients: Sequence[Gradient]) -> Array:
     return empty.at[np.array(rows)].add(jnp.concatenate(counts)) if rows else empty
 
 
-def _added(counts: Array, gradients: Sequence[Gradient], axis_names: tuple[str, ...]) -> Array:
-    """The counts of all devices; those of one, where all are known to have the same gradient."""
-    index = jax.lax.axis_index(axis_names)
-    parts = map(real_parts, gradients)
-    differ = [not varying_axes(index) or any(map(varying_axes, each)) for each in parts]
-    here = jnp.where(np.array(differ)[:, None] | (index == 0), counts, 0)
-    return jax.lax.psum(here, axis_names)
+def _added(counts: Array, gradients: Sequence[Gradient], axis_names: Sequence[str]) -> Array:
+    """The sums over all devices; a gradient that is known to be the same on them counts once."""
+    vary = [frozenset().union(*map(varying_axes, real_parts(each))) for each in gradients]
+    for name in axis_names:
+        index = jax.lax.axis_index(name)
+        # In `pmap`, and without the check of `shard_map`, JAX knows nothing.
+        same = np.array([name in varying_axes(index) - each for each in vary])
+        counts = jnp.where(same[:, None] & (index > 0), 0, counts)
+    return jax.lax.psum(counts, tuple(axis_names))
 
 
 def _counts(arrays: Sequence[Array]) -> Array:

@@ -39,8 +39,7 @@ def master_weights(
     `optax.apply_updates` then gives each parameter its copy, rounded. An update that is too small
     for float16 is not lost: it stays in the copy. What other code writes into a parameter between
     two steps replaces the copy. Other parameters, such as float8 ones, are updated as without it.
-    A first derivative through `update`, as in MAML, is that of the float32 update: it passes
-    straight through the rounding.
+    `update` cannot be differentiated, as in MAML: keep parameters in float32 for that.
 
     Put it directly inside loss scaling: `loss_scaled(master_weights(optax.adamw(1e-5)))`. Clipping,
     masks and accumulation go inside `master_weights`. bfloat16 parameters can do without
@@ -62,7 +61,8 @@ def master_weights(
             parameters.
         ArgumentError: If `inner` has loss scaling or copies itself (`init` raises it), or the
             dtypes of the parameters differ from those `init` got (`update` raises it).
-        UnsupportedError: If `inner` is L-BFGS or has a line search. `init` raises it.
+        UnsupportedError: If `inner` is L-BFGS or has a line search (`init` raises it), or `update`
+            is differentiated.
 
     Examples:
         >>> tx = lossscale.optax.master_weights(optax.sgd(1.0))
@@ -106,7 +106,7 @@ class MasterWeights:
         gradients = jax.tree.map(gating.widened_if_narrow, updates)
         made, inner_state = self.inner.update(gradients, state.inner_state, before, **extra_args)
         after = jax.tree.map(
-            lambda p, m, u: (m + u).astype(m.dtype) if _has_master(p) else optax.MaskedNode(),
+            lambda p, m, u: _moved_jit(m, u) if _has_master(p) else optax.MaskedNode(),
             *(params, before, made),
         )
         return jax.tree.map(_change, params, after, made), MasterWeightsState(after, inner_state)
@@ -190,28 +190,24 @@ def _current_master(param: ArrayTree, master: ArrayTree) -> ArrayTree:
     return _followed_jit(param, master) if _has_master(param) else gating.widened_if_narrow(param)
 
 
-@jax.custom_jvp
 def _followed(param: Array, master: Array) -> Array:
     """The copy, or the parameter where it is not the rounded copy."""
     return jnp.where(_is_rounded(param, master), master, param.astype(jnp.float32))
 
 
-@_followed.defjvp
-def _followed_jvp(
-    primals: tuple[Array, Array], tangents: tuple[Array, Array]
-) -> tuple[Array, Array]:
-    param, master = primals
+@jax.custom_jvp
+def _moved(master: Array, update: Array) -> Array:
+    """The copy after a step. Every derivative of a step passes through here."""
+    return (master + update).astype(master.dtype)
 
-    def rounded(tangent: Array) -> Array:
-        # Without the barrier, XLA would leave out the rounding.
-        narrow: Array = jax.lax.optimization_barrier(tangent.astype(param.dtype))
-        return narrow.astype(jnp.float32)
 
-    # The derivative of the parameter, which the state may not have (it was made outside), and what
-    # rounding took from that of the copy.
-    of_param, of_master = tangents
-    lost = jnp.where(_is_rounded(param, master), of_master - rounded(of_master), 0.0)
-    return _followed(param, master), rounded(of_param) + lost
+@_moved.defjvp
+def _moved_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    # By itself a comparison of bits ends it: it would be 0, without a word.
+    raise UnsupportedError(
+        "The update of master_weights cannot be differentiated: it rounds the parameters. Keep "
+        "them in float32, without master_weights, and cast them in the loss."
+    )
 
 
 def _change(param: ArrayTree, master: ArrayTree, update: ArrayTree) -> ArrayTree:
@@ -223,9 +219,8 @@ def _change(param: ArrayTree, master: ArrayTree, update: ArrayTree) -> ArrayTree
     return update.astype(param.dtype) if fits else update
 
 
-@jax.custom_jvp
 def _difference(param: Array, master: Array) -> Array:
-    """The rounded copy minus the parameter; straight through the rounding for derivatives."""
+    """The rounded copy minus the parameter."""
     bits = _rounded(master, param)
     rounded = jax.lax.bitcast_convert_type(bits, param.dtype)
     # The difference of infinities is NaN, and that of zeros is +0.0, which turns -0.0 into 0.0.
@@ -233,16 +228,10 @@ def _difference(param: Array, master: Array) -> Array:
     return jnp.where(bits == _bits(param), -0.0, difference)
 
 
-@_difference.defjvp
-def _difference_jvp(
-    primals: tuple[Array, Array], tangents: tuple[Array, Array]
-) -> tuple[Array, Array]:
-    of_param, of_master = tangents
-    return _difference(*primals), of_master - of_param.astype(jnp.float32)
-
-
-# Outside of a compiled function, each of these two is one dispatch instead of many.
-_followed_jit, _difference_jit = (jax.jit(f, inline=True) for f in (_followed, _difference))
+# Outside of a compiled function, each of these is one dispatch instead of many.
+_followed_jit, _moved_jit, _difference_jit = (
+    jax.jit(function, inline=True) for function in (_followed, _moved, _difference)
+)
 
 
 def _is_rounded(param: Array, master: Array) -> Array:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import Array
 
@@ -31,11 +30,12 @@ class _Watched(NamedTuple):
     """The arrays of a state that are read on a sampled step.
 
     Attributes:
-        tracking: The number of steps and the tracked overflows; None without `track_overflows`.
+        iterations, tracked: The number of steps, and the tracked overflows.
         scale, steps_skipped, consecutive_skips: Fields of the state of `loss_scaled`.
     """
 
-    tracking: tuple[Array, TrackedSteps] | None
+    iterations: Array
+    tracked: TrackedSteps
     scale: Array
     steps_skipped: Array
     consecutive_skips: Array
@@ -45,14 +45,12 @@ class Monitor(LoopMonitor):
     """Records what the loss scale does in a training loop, and warns when something is wrong.
 
     Call `step` after each training step, outside of compiled functions, and `close` at the end; or
-    use it in a `with`. On sampled steps it waits for the device, and reads the loss scale and the
-    reason of a skip. On other steps it reads nothing.
-
-    With `track_overflows` it also records which gradients had infinities or NaN, on each sampled
-    step that was skipped and on the last skipped step between two samples.
+    use it in a `with`. On sampled steps it waits for the device, and reads the loss scale and, if
+    the step was skipped, why, and which gradients had infinities or NaN. On other steps it reads
+    nothing, and the last skipped step between two samples is recorded too.
 
     Args:
-        tx: The result of `loss_scaled`, or the rule of the loss scale.
+        tx: The result of `loss_scaled(..., track_overflows=True)`, or the rule of the loss scale.
         params: The parameters, or a tree of the same structure, for the names of gradients.
         opt_state: The state before the first monitored step, or an object that holds it as
             `opt_state`, such as a `TrainState`.
@@ -61,7 +59,6 @@ class Monitor(LoopMonitor):
             Skipped steps in between are counted.
         log: Called with each record as a dictionary, `lossscale.monitoring.StepRecord.to_dict`,
             after it is written. Its exceptions leave `step` and `close`.
-        steps_before: Number of steps before this run. A state of `track_overflows` has it.
 
     Raises:
         ArgumentError: If an argument is invalid; the message names it.
@@ -89,7 +86,6 @@ class Monitor(LoopMonitor):
         *,
         every: int = 1,
         log: Callable[[dict[str, Any]], object] | None = None,
-        steps_before: int = 0,
     ) -> None:
         settings = MonitorSettings(path, every, log)
         rule = tx if isinstance(tx, ScaleRule) else getattr(owner_of(tx), "rule", None)
@@ -99,12 +95,8 @@ class Monitor(LoopMonitor):
                 f"rule. Received: a {type(tx).__name__}."
             )
         self._names = unique_names([name for name, _ in named_leaves(params)])
-        before = checked_count("steps_before", steps_before, lowest=0)
         self._watched = self._arrays_of(opt_state)
-        start = _stats(self._watched, before)
-        # The scale of the next step; nothing is tracked.
-        self._scale: Array | float = start.next_scale
-        super().__init__(Recorder(settings, rule), start.step)
+        super().__init__(Recorder(settings, rule), _stats(self._watched).step)
 
     def step(
         self, opt_state: object, loss: Array | float | None = None, *, steps: int = 1
@@ -115,8 +107,8 @@ class Monitor(LoopMonitor):
             opt_state: The state that the step returned, or an object that has it as `opt_state`.
             loss: The unscaled loss of the step, a scalar. If it is None, the record of a skip
                 cannot say whether the loss was finite.
-            steps: Number of steps since the last call, for a compiled function that runs several.
-                This needs `track_overflows`; the last of these steps is read.
+            steps: Number of steps since the last call, for a compiled function that runs several;
+                the last of these steps is read.
 
         Returns:
             The record of the step, the last one of several; None if it was not read.
@@ -126,57 +118,48 @@ class Monitor(LoopMonitor):
                 step before, or if the monitor is closed. Nothing is read.
         """
         self._check_open()
+        checked_count("steps", steps)
         watched = self._arrays_of(opt_state)
-        if checked_count("steps", steps) > 1 and watched.tracking is None:
-            raise ArgumentError(
-                "The scale of the last of several steps is known only if they track it. "
-                f"Received: steps={steps}. Write loss_scaled(..., track_overflows=True)."
-            )
         if watched.steps_skipped is self._watched.steps_skipped:
             raise ArgumentError(
                 "`opt_state` is the state from before this step. Pass the state that tx.update "
                 "returned."
             )
-        position, scale = self._position + steps, self._scale
 
         def read(last_read: int) -> StepStats | None:
             if _any_deleted(watched):
                 return None
-            stats = _stats(watched, position)
-            if watched.tracking is None:
-                scale_of_last, skip = float(scale), None
-            else:
-                after, tracked = min(last_read, stats.step - 1), watched.tracking[1]
-                scale_of_last, skip = overflow_tracker.read(self._names, tracked, after, stats.step)
+            stats = _stats(watched)
+            after = min(last_read, stats.step - 1)
+            scale, skip = overflow_tracker.read(self._names, watched.tracked, after, stats.step)
             number = None if loss is None else float(loss)
-            return stats._replace(scale=scale_of_last, last_skip=skip, loss=number)
+            return stats._replace(scale=scale, last_skip=skip, loss=number)
 
-        if watched.tracking is None:
-            # A later step may take the buffer.
-            self._scale = jnp.copy(watched.scale)
         self._watched = watched
         return self._add_steps(steps, read)
 
     def _arrays_of(self, opt_state: ArrayTree) -> _Watched:
         """Returns the arrays to read, without reading them."""
         state = state_in(opt_state)
-        tracking = None
-        if state.tracked is not None:
-            tracked = TrackedSteps(*map(array_in, state.tracked.steps))
-            tracking = array_in(state.tracked.iterations), tracked
-            if tracked.nonfinite.shape[0] != len(self._names):
-                raise ArgumentError(
-                    "`params` must be the parameters that tx.init was called with. Received: "
-                    f"{len(self._names)} trainable arrays, for a state that tracks "
-                    f"{tracked.nonfinite.shape[0]}."
-                )
+        if state.tracked is None:
+            raise ArgumentError(
+                "`opt_state` must track overflows. Write loss_scaled(..., track_overflows=True). "
+                "Received: a state that tracks none."
+            )
+        tracked = TrackedSteps(*map(array_in, state.tracked.steps))
+        if tracked.nonfinite.shape[0] != len(self._names):
+            raise ArgumentError(
+                "`params` must be the parameters that tx.init was called with. Received: "
+                f"{len(self._names)} trainable arrays, for a state that tracks "
+                f"{tracked.nonfinite.shape[0]}."
+            )
         numbers = state.loss_scale, state.steps_skipped, state.consecutive_skips
-        return _Watched(tracking, *map(array_in, numbers))
+        return _Watched(array_in(state.tracked.iterations), tracked, *map(array_in, numbers))
 
 
-def _stats(watched: _Watched, position: int) -> StepStats:
-    number = position if watched.tracking is None else watched.tracking[0]
-    step, scale, count, in_a_row = jax.device_get((number, *watched[1:]))
+def _stats(watched: _Watched) -> StepStats:
+    numbers = watched.iterations, watched.scale, watched.steps_skipped, watched.consecutive_skips
+    step, scale, count, in_a_row = jax.device_get(numbers)
     return StepStats(int(step), float(scale), float(scale), int(count), bool(in_a_row > 0))
 
 

@@ -67,8 +67,10 @@ def loss_scaled(
             between devices. If one device skips a step, all of them skip it. Not needed under
             `jit`, nor if the gradients were averaged along the axis.
         track_overflows: Whether the state tracks, for a `Monitor`, the scale of the last step, and
-            the number of infinities and NaN in each gradient of the last skipped step. Nothing
-            waits for them, and training gives the same numbers.
+            the number of infinities and NaN in each gradient of the last skipped step, added up
+            over `axis_name`. A gradient that is the same on all devices is counted once, but once
+            for each device in `pmap` and with `check_vma=False`, where JAX does not know that.
+            Nothing waits for the counts, and training gives the same numbers.
 
     Returns:
         An `optax.GradientTransformationExtraArgs`. Its state is a `LossScaleState`. Other arguments

@@ -19,7 +19,35 @@ def sam():
     return contrib.sam(optax.adam(0.1), normalized, sync_period=2)
 
 
+def of_all_kinds():
+    """Keeps what is shared, passed on, a constant, random, of nested calls, branches and loops."""
+
+    def flipped(x, y):
+        z = -x
+        return z, x, z, jax.lax.cond(y.sum() > 9.0, lambda: z, lambda: y)
+
+    def update(updates, state, params=None):
+        x, y = updates["b"], state["y"]
+        z = jax.jit(lambda a: jax.jit(jnp.sin)(a) + y)(x)
+        key, other = jax.random.split(state["key"])
+        plain = (lambda x, y: (x, x, y, y), flipped)
+        of_branch = jax.lax.switch(jnp.int32(x.sum() < 0), plain, x, y)
+        doubled = jax.lax.fori_loop(0, 3, lambda _, a: a * 2.0, y)
+        chosen = jax.lax.cond(x.sum() > 0, lambda: x, lambda: y)
+        kept = (z, z, z * 3.0, x, jnp.float32(1.0), *of_branch, doubled, chosen)
+        y = y + jax.nn.relu(chosen) + jax.random.normal(other, y.shape) + kept[-3]
+        return updates, {"y": y, "key": key, "kept": kept}
+
+    def init(params):
+        y = jnp.ones_like(params["b"])
+        kept = (y, y, y, y, jnp.float32(0.0), *[y] * 6)
+        return {"y": y, "key": jax.random.key(3), "kept": jax.tree.map(jnp.copy, kept)}
+
+    return optax.GradientTransformation(init, update)
+
+
 INNER = {
+    "of all kinds": of_all_kinds,
     "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adamw_clip": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
     "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),

@@ -29,12 +29,9 @@ def test_the_examples_print_what_they_show(name):
     )
 
 
-@pytest.mark.parametrize("name", lossscale.optax.__all__)
-def test_every_public_name_is_documented_with_an_example(name):
-    public = getattr(lossscale.optax, name)
-    assert (public.__doc__ or "").strip()
-    if not isinstance(public, type):
-        assert ">>>" in public.__doc__
+def test_every_public_function_has_an_example():
+    public = [getattr(lossscale.optax, name) for name in lossscale.optax.__all__]
+    assert [f for f in public if not isinstance(f, type) and ">>>" not in f.__doc__] == []
 
 
 def test_nothing_here_imports_keras():

@@ -51,9 +51,10 @@ def test_integers_and_what_is_masked_are_left_alone():
     updates = jax.jit(
         lambda state, params: tx.update(
             lossscale.optax.value_and_grad(loss, allow_int=True)(state, params)[1], state, params
-        )[0]["w"]
+        )[0]
     )(state, params)
-    assert updates.tolist() == [-3.5] * 3
+    assert updates["w"].tolist() == [-3.5] * 3
+    assert updates["steps"].dtype == jax.dtypes.float0
     bad = {**gradients, "w": jnp.full(3, jnp.nan)}
     updates, state = tx.update(bad, state, params)
     assert np.signbit(updates["w"]).all()

@@ -4,12 +4,12 @@ import contextlib
 import io
 import pathlib
 import runpy
+import types
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 from optax import contrib
@@ -17,15 +17,18 @@ from optax import contrib
 import lossscale
 from frameworks.jax import inner_transformations as inner
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
-from lossscale.optax import loss_scale, loss_scaled, scale_loss, unless_skipped, value_and_grad
+from lossscale.optax import (
+    loss_scale,
+    loss_scaled,
+    master_weights,
+    scale_loss,
+    unless_skipped,
+    value_and_grad,
+)
 
 
-def wrapped():
-    return loss_scaled(optax.sgd(0.1), initial_scale=8)
-
-
-def clipped():
-    return optax.chain(optax.clip_by_global_norm(1.0), wrapped())
+def wrapped(rate=0.1):
+    return loss_scaled(optax.sgd(rate), initial_scale=8)
 
 
 def check_refused(opt_state, error, message):
@@ -41,21 +44,20 @@ def check_refused(opt_state, error, message):
 
 
 WRONG = {
-    "MultiSteps": lambda: optax.MultiSteps(wrapped(), 2),
-    "chain": clipped,
-    "named_chain": lambda: optax.named_chain(("clip", optax.clip(1.0)), ("scaled", wrapped())),
-    "inject_hyperparams, a number": lambda: optax.inject_hyperparams(
-        lambda rate: loss_scaled(optax.sgd(rate))
-    )(rate=0.1),
-    "inject_hyperparams, a schedule": lambda: optax.inject_hyperparams(
-        lambda rate: loss_scaled(optax.sgd(rate))
-    )(rate=optax.linear_schedule(1.0, 0.0, 4)),
-    "Masked": lambda: optax.masked(wrapped(), inner.MASK),
-    "Partition": lambda: optax.partition(
-        {"matrix": wrapped(), "vector": optax.sgd(0.1)}, inner.LABELS
+    "MultiSteps": lambda tx: optax.MultiSteps(tx(0.1), 2),
+    "chain": lambda tx: optax.chain(optax.clip(1.0), tx(0.1)),
+    "named_chain": lambda tx: optax.named_chain(("clip", optax.clip(1.0)), ("scaled", tx(0.1))),
+    "inject_hyperparams, a number": lambda tx: optax.inject_hyperparams(tx)(rate=0.1),
+    "inject_hyperparams, a schedule": lambda tx: optax.inject_hyperparams(tx)(
+        rate=optax.linear_schedule(1.0, 0.0, 4)
     ),
+    "Masked": lambda tx: optax.masked(tx(0.1), inner.MASK),
+    "Partition": lambda tx: optax.partition(
+        {"matrix": tx(0.1), "vector": optax.sgd(0.1)}, inner.LABELS
+    ),
+    "ApplyIfFinite": lambda tx: optax.apply_if_finite(tx(0.1), 2),
 }
-"""What stands in the message, up to a comma, and an optimizer in a wrong order."""
+"""What stands in the message, up to a comma, and what wraps a transformation of a rate."""
 
 OUTSIDE = r"must be the outermost transformation: .*{}.*Write loss_scaled"
 
@@ -64,15 +66,18 @@ OUTSIDE = r"must be the outermost transformation: .*{}.*Write loss_scaled"
 def test_a_wrong_order_is_refused(case):
     name = case.partition(",")[0]
     message = OUTSIDE.format(name) + (r"\(optax\." + name if name[0].islower() else "")
-    check_refused(WRONG[case]().init(inner.params()), ArgumentError, message)
+    check_refused(WRONG[case](wrapped).init(inner.params()), ArgumentError, message)
+    with pytest.raises(ArgumentError, match=r"inside.*Write loss_scaled\(master_weights\("):
+        loss_scaled(WRONG[case](lambda rate: master_weights(optax.sgd(rate)))).init(inner.params())
 
 
 def test_what_is_not_the_state_of_one_optimizer_is_refused():
     params = inner.params()
     synced, model = optax.LookaheadParams.init_synced(params), nnx.Linear(4, 1, rngs=nnx.Rngs(0))
     twice = optax.multi_transform({"matrix": wrapped(), "vector": wrapped()}, inner.LABELS)
-    train_state = TrainState.create(apply_fn=None, params=params, tx=clipped())
-    state, of_nnx = wrapped().init(params), nnx.Optimizer(model, clipped(), wrt=nnx.Param).opt_state
+    clipped, state = WRONG["chain"](wrapped), wrapped().init(params)
+    train_state = TrainState.create(apply_fn=None, params=params, tx=clipped)
+    of_nnx = nnx.Optimizer(model, clipped, wrt=nnx.Param).opt_state
     for wrong, message in (
         (optax.lookahead(wrapped(), 2, 0.5).init(synced), OUTSIDE.format("Lookahead ")),
         (train_state, OUTSIDE.format(r"optax\.chain")),
@@ -91,14 +96,6 @@ def test_what_is_not_the_state_of_one_optimizer_is_refused():
         check_refused(wrong, ArgumentTypeError, message)
 
 
-RIGHT = {"itself": wrapped, "with extra args": lambda: optax.with_extra_args_support(wrapped())}
-
-
-@pytest.mark.parametrize("case", RIGHT)
-def test_what_changes_nothing_may_be_around_it(case):
-    assert float(loss_scale(RIGHT[case]().init(inner.params()))) == 8.0
-
-
 @pytest.mark.parametrize(
     "around",
     [
@@ -113,14 +110,9 @@ def test_two_layers_of_loss_scaling_are_a_type_error(around):
     assert issubclass(AlreadyWrappedError, TypeError)
 
 
-class SGD:
-    def apply_gradients(self, pairs):
-        pass
-
-
 def test_an_optimizer_of_another_framework_is_sent_to_the_class_and_a_transformation_here():
     with pytest.raises(TypeError, match=r"use lossscale\.LossScaleOptimizer"):
-        loss_scaled(SGD())
+        loss_scaled(types.SimpleNamespace(apply_gradients=print))
     with pytest.raises(TypeError, match=r"lossscale\.optax\.loss_scaled"):
         lossscale.LossScaleOptimizer(optax.adamw(0.1))
 
@@ -137,8 +129,6 @@ def test_code_that_finds_things_by_name_finds_them():
     assert int(optax.tree.get(state, "good_steps")) == 0
     assert float(optax.tree.get(state, "scale")) == 1.0
     assert float(optax.tree.get(state, "learning_rate")) == jnp.float32(0.1)
-    for field in ("steps_skipped", "consecutive_skips", "rule_state"):
-        optax.tree.get(state, field)
     # One by one: Optax looks no further below a node in which it has set a name.
     state = optax.tree.set(optax.tree.set(state, learning_rate=0.5), loss_scale=4.0)
     loss, gradients = value_and_grad(lambda p: p["b"].sum())(state, inner.params())
@@ -159,12 +149,3 @@ def test_a_program_of_every_host_takes_the_four_steps(host):
     with contextlib.redirect_stdout(printed):
         runpy.run_path(str(EXAMPLES / f"{host}.py"))
     assert printed.getvalue().splitlines()[-1] == "8 4 4 8 - steps skipped: 1"
-
-
-def test_what_a_host_keeps_can_be_given_in_the_place_of_its_opt_state():
-    net = nn.Dense(1)
-    params = net.init(jax.random.key(0), jnp.ones((2, 4)))["params"]
-    state = TrainState.create(apply_fn=net.apply, params=params, tx=wrapped())
-    assert float(loss_scale(state)) == 8
-    model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
-    assert float(loss_scale(nnx.Optimizer(model, wrapped(), wrt=nnx.Param))) == 8

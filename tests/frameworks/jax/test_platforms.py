@@ -130,6 +130,27 @@ def test_only_a_program_for_a_cpu_has_a_branch(tracked):
     assert len(branches(traced.lower(lowering_platforms=("cpu",)).as_text())) == tracked
 
 
+def test_a_branch_for_another_platform_is_never_compiled():
+    def refused(x):
+        half = x.astype(jnp.float16)
+        return x + jax.lax.dot(half, half, precision="F16_F16_F32").astype(x.dtype)
+
+    params = jnp.float32([1.0, -2.0])
+    with pytest.raises(
+        (ValueError, jax.errors.JaxRuntimeError), match=r"not supported|Unsupported"
+    ):
+        jax.jit(refused)(params)
+
+    def update(updates, state, params=None):
+        of_tpu = {"default": lambda x: x + 1.0, "tpu": refused}
+        return updates, jax.lax.platform_dependent(state, **of_tpu)
+
+    tx = loss_scaled(optax.GradientTransformation(lambda params: params, update))
+    for factor, expected in ((1.0, [2.0, -1.0]), (jnp.inf, [1.0, -2.0])):
+        _, state = jax.jit(tx.update)(params * factor, tx.init(params))
+        assert state.inner_state.tolist() == expected
+
+
 # --- Settings of XLA and JAX that are about numbers -----------------------------------------------
 
 # Then jnp.isfinite is true of everything, and optax.apply_if_finite sees nothing.

@@ -1,6 +1,5 @@
 """States that change their form in a step, and updates that do more than compute."""
 
-import contextlib
 import dataclasses
 
 import jax
@@ -43,28 +42,6 @@ def added_up(gradients, state, params=None):
 def test_a_number_becomes_a_fraction(first, compiled):
     inner = transformation({"sum": first}, added_up)
     assert after(inner, [GOOD, BAD, GOOD], compiled)["sum"] == 1.0
-
-
-@pytest.mark.parametrize("first", [0, jnp.int32(0), jnp.float32(0)], ids=repr)
-def test_in_a_scan_the_fraction_is_kept_or_the_carry_is_refused(first):
-    tx = lossscale.optax.loss_scaled(transformation({"sum": first}, added_up), initial_scale=1.0)
-    params, gradients = jnp.ones(2), jnp.stack([GOOD, BAD, GOOD])
-
-    def run(state):
-        def step(state, gradient):
-            _, state = tx.update(gradient, state._replace(loss_scale=jnp.float32(1)), params)
-            return state, None
-
-        return float(jax.lax.scan(step, state, gradients)[0].inner_state["sum"])
-
-    state = tx.init(params)
-    # A Python number JAX makes a fraction of.
-    is_refused = isinstance(first, jax.Array) and first.dtype == jnp.int32
-    refused = pytest.raises(TypeError, match="carry") if is_refused else contextlib.nullcontext()
-    with refused:
-        assert run(state) == 1.0
-    _, state = tx.update(GOOD, state, params)
-    assert run(state) == 1.5
 
 
 def test_a_narrow_state_stays_narrow():
@@ -186,17 +163,6 @@ def test_a_program_for_any_number_of_parameters():
     vector = jax.ShapeDtypeStruct((size,), jnp.float32)
     program = export.export(jax.jit(first))(vector, vector)
     np.testing.assert_allclose(program.call(jnp.ones(7), jnp.ones(7)), -0.01, rtol=1e-5)
-
-
-def test_a_frozen_leaf_of_integers_keeps_its_float0():
-    params = {"w": jnp.ones(3), "n": jnp.arange(3)}
-    labels = {"w": "trained", "n": "frozen"}
-    inner = optax.partition({"trained": optax.sgd(0.5), "frozen": optax.set_to_zero()}, labels)
-    gradients = jax.grad(lambda p: (p["w"] ** 2).sum(), allow_int=True)(params)
-    tx = lossscale.optax.loss_scaled(inner, initial_scale=1.0)
-    updates, _ = jax.jit(tx.update)(gradients, tx.init(params), params)
-    assert updates["w"].tolist() == [-1.0, -1.0, -1.0]
-    assert updates["n"].dtype == jax.dtypes.float0
 
 
 def test_an_optimizer_that_looks_at_values_goes_on_after_a_skip():
