@@ -33,7 +33,7 @@ from torch.distributed.tensor import (
 from torch.nn.parallel import DistributedDataParallel
 
 import lossscale
-from frameworks.torch import cases_of_ddp, cases_of_parallel
+from frameworks.torch import cases_of_float16, cases_of_parallel
 from frameworks.torch.support import OURS, WithScaler, Wrapper, theirs, train_step, wrapper
 from lossscale.torch import LossScaleOptimizer, ranks
 from lossscale.torch.installation import ShardedGradScaler as OurShardedGradScaler
@@ -488,7 +488,7 @@ CASES = {
 }
 CASES = {size: (*cases_of_parallel.CASES[size], *cases) for size, cases in CASES.items()}
 for several in (2, 4):
-    CASES[several] += cases_of_ddp.CASES
+    CASES[several] += cases_of_float16.CASES
 """Of each size of a set, in the order in which they run: what was saved is gone on from."""
 
 

@@ -1,4 +1,4 @@
-"""Models under `DistributedDataParallel`: rows of ways to train them, and one oracle for all.
+"""Float16 models in several processes: rows of ways to train them, and one oracle for all.
 
 The oracle has float32 copies of the weights made by hand, and runs the batches of all processes one
 after another. `cases_of_processes.main` runs the rows.
@@ -8,14 +8,24 @@ import contextlib
 import functools
 import itertools
 
+import pytest
 import torch
 from torch import distributed
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from frameworks.torch.support import WithScaler, Wrapper, bits, derive, through_a_file
+from lossscale.errors import GradientsError, UnsupportedError
 from lossscale.torch import GradScaler, LossScaleOptimizer, MasterWeights
 
 F16, F32 = torch.float16, torch.float32
@@ -270,6 +280,83 @@ SAVED = {
 }
 
 
+# Where float16 parameters can have no masters, and what the errors advise instead.
+
+
+def by_fsdp2(net):
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16)
+    return fully_shard(net, mp_policy=policy), INNER["sgd"](net.parameters())
+
+
+def by_fsdp1(net):
+    where = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    mixed = MixedPrecision(param_dtype=torch.float16)
+    called = FullyShardedDataParallel(net, **where, mixed_precision=mixed)
+    return called, INNER["sgd"](called.parameters())
+
+
+def by_tensor_parallelism(net):
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    parallelize_module(net, mesh, {"second": ColwiseParallel(), "last": RowwiseParallel()})
+    return net, INNER["sgd"](net.parameters())
+
+
+def by_zero(net):
+    # PyTorch's own import of it uses what PyTorch has deprecated.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    inner = {"optimizer_class": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
+    return DistributedDataParallel(net), ZeroRedundancyOptimizer(net.parameters(), **inner)
+
+
+ADVICE = (
+    "MixedPrecisionPolicy(param_dtype=torch.float16) with FSDP2",
+    "MixedPrecision(param_dtype=torch.float16) with FSDP1",
+    "torch.autocast(device, torch.float16) with tensor parallelism and ZeroRedundancyOptimizer",
+)
+
+
+def refused(folder, make):
+    """Each way to train float16 parameters says what to do, and that trains."""
+    group = {"process_group": distributed.group.WORLD}
+
+    def scales(inner, loss):
+        optimizer = LossScaleOptimizer(inner, **group)
+        optimizer.scale_loss(loss).backward()
+        optimizer.step()
+
+    def by_scaler(inner, loss):
+        scaler = GradScaler("cpu", **group)
+        scaler.scale(loss).backward()
+        scaler.unscale_(inner)
+
+    for way in (
+        *(scales, by_scaler, lambda inner, _: MasterWeights(inner)),
+        lambda inner, loss: LossScaleOptimizer(inner, **group).backward(loss),
+    ):
+        called, inner = make(Net().half())
+        with pytest.raises((GradientsError, UnsupportedError)) as raised:
+            way(inner, called(torch.ones(4, 8)))
+        assert not [words for words in ADVICE if words not in str(raised.value)], raised.value
+        assert "MasterWeights(" not in str(raised.value)
+    size = 1 if make is by_tensor_parallelism else distributed.get_world_size()
+    net = Net()
+    called, inner = make(net)
+    optimizer = LossScaleOptimizer(inner, initial_scale=SCALE, **group)
+    for x in list(batches(size, 1, None))[distributed.get_rank() % size :: size]:
+        optimizer.zero_grad()
+        optimizer.backward(called(x))
+        optimizer.step()
+    assert optimizer.steps_skipped == 0
+    whole = contextlib.nullcontext()
+    if make is by_fsdp1:
+        whole = FullyShardedDataParallel.summon_full_params(called)
+    with whole:
+        found = [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
+        found = [p.detach().clone() for p in found]
+    torch.testing.assert_close(found, trained_by_hand(size, dtype=F32)[0], **CLOSE)
+
+
 def _named(name, case):
     case.__name__ = name
     return case
@@ -281,5 +368,9 @@ CASES = (
     *(
         _named(f"resumed_{name}", functools.partial(resumed, how=how, step=step, **row))
         for name, (how, step, row) in SAVED.items()
+    ),
+    *(
+        _named(f"refused_{make.__name__}", functools.partial(refused, make=make))
+        for make in (by_fsdp2, by_fsdp1, by_tensor_parallelism, by_zero)
     ),
 )
