@@ -13,7 +13,6 @@ import math
 import os
 import pathlib
 import traceback
-from unittest import mock
 
 import pytest
 import torch
@@ -34,24 +33,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lossscale
 from frameworks.torch import cases_of_float16, cases_of_parallel
-from frameworks.torch.support import OURS, WithScaler, Wrapper, theirs, train_step, wrapper
-from lossscale.torch import LossScaleOptimizer, ranks
+from frameworks.torch.support import OURS, WithScaler, Wrapper, counted, theirs, train_step, wrapper
+from lossscale.torch import LossScaleOptimizer
 from lossscale.torch.installation import ShardedGradScaler as OurShardedGradScaler
 
 INF = float("inf")
-
-
-@contextlib.contextmanager
-def counted(operation="all_reduce"):
-    """Collects how many numbers are sent, once for each group."""
-    sent, original = [], getattr(distributed, operation)
-
-    def counting(*tensors, **arguments):
-        sent.append(tensors[-1].numel())
-        return original(*tensors, **arguments)
-
-    with mock.patch.object(ranks.distributed, operation, counting):
-        yield sent
 
 
 def rank():
@@ -85,27 +71,6 @@ def total(parameters):
 def model():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
-
-
-# DistributedDataParallel sums gradients, so that an overflow reaches all processes by itself.
-
-
-def ddp(folder):
-    """They agree by themselves, and send nothing more."""
-    totals = []
-    for make in (*OURS.values(), theirs):
-        net = DistributedDataParallel(model())
-        run = make(torch.optim.SGD(net.parameters(), lr=0.1))
-        with counted() as reduced:
-            for step, shown in enumerate([[8.0, 1], [4.0, 0], [4.0, 1], [4.0, 2]]):
-                loss = net(torch.ones(2, 4)).sum() * (INF if step == 1 and is_last() else 1.0)
-                train_step(run, loss)
-                assert run.shown() == shown
-        assert reduced == []
-        totals.append(total(net.parameters()))
-    assert math.isfinite(totals[0])
-    assert totals == totals[:1] * 3
-    return totals
 
 
 def guarded(folder):
@@ -482,13 +447,16 @@ def in_zero(folder):
 
 
 CASES = {
-    4: (ddp, fsdp, mesh_2x2, partial, as_given, clipped, sharded_scaler),
-    2: (ddp, guarded, explained, fsdp, averaged_by_hand, compressed, in_zero, monitored),
+    4: (fsdp, mesh_2x2, partial, as_given, clipped, sharded_scaler),
+    2: (guarded, explained, fsdp, averaged_by_hand, compressed, in_zero, monitored),
     1: (clipped,),
 }
 CASES = {size: (*cases_of_parallel.CASES[size], *cases) for size, cases in CASES.items()}
-for several in (2, 4):
-    CASES[several] += cases_of_float16.CASES
+CASES |= {size: CASES[size] + cases_of_float16.CASES for size in (2, 4)}
+with contextlib.suppress(ModuleNotFoundError):
+    from frameworks.torch import cases_of_trainers
+
+    CASES[2] += cases_of_trainers.CASES
 """Of each size of a set, in the order in which they run: what was saved is gone on from."""
 
 
