@@ -1,7 +1,6 @@
 """Float16 models in several processes: rows of ways to train them, and one oracle for all.
 
-The oracle has float32 copies of the weights made by hand, and runs the batches of all processes one
-after another. `cases_of_processes.main` runs the rows.
+The oracle has float32 weights made by hand, and adds up the losses of all processes.
 """
 
 import contextlib
@@ -11,8 +10,7 @@ import itertools
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed import checkpoint
-from torch.distributed import fsdp as fully_sharded
+from torch.distributed import checkpoint, fsdp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -43,8 +41,6 @@ size = distributed.get_world_size
 
 
 class Net(nn.Module):
-    """A network of a kind, whose parameters have a dtype."""
-
     def __init__(self, kind="", dtype=F32):
         super().__init__()
         torch.manual_seed(0)
@@ -82,19 +78,17 @@ def trained_by_hand(parts, kind="", inner="sgd", dtype=F16, passes=1, bad=None, 
     wide = [p.detach().float().requires_grad_() for p in narrow]
     inner = INNER[inner](wide)
     for _ in range(STEPS):
-        inner.zero_grad()
-        for _, number in itertools.product(range(passes), range(parts)):
-            buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
-            loss = net(next(given)) * SCALE / passes / parts
-            found = torch.autograd.grad(loss, narrow, allow_unused=True)
-            if number:
-                # DDP sends those of process 0 to all.
-                net.load_state_dict(buffers, strict=False)
-            for weight, gradient in zip(wide, found, strict=True):
-                if gradient is not None:
-                    before = 0 if weight.grad is None else weight.grad
-                    weight.grad = before + gradient.float() / SCALE
-        if not all(w.grad is None or w.grad.isfinite().all() for w in wide):
+        losses = []
+        for number in [*range(parts)] * passes:
+            # DDP sends the buffers of process 0 to all.
+            buffers = {name: b.clone() if number else b for name, b in net.named_buffers()}
+            losses.append(torch.func.functional_call(net, buffers, next(given)))
+        loss = sum(losses) / passes / parts
+        for weight, gradient in zip(
+            wide, torch.autograd.grad(loss * SCALE, narrow, allow_unused=True), strict=True
+        ):
+            weight.grad = None if gradient is None else gradient.float() / SCALE
+        if not loss.isfinite():
             skipped += 1
             continue
         if clip:
@@ -121,22 +115,20 @@ WORDS = {
     "views": {"ddp": {"gradient_as_bucket_view": True}},
     **{way: {"way": way} for way in ("verb", "scale_loss", "unscaled", "scaler", "theirs")},
     **{inner: {"inner": inner} for inner in INNER},
-    "bfloat16": {"dtype": torch.bfloat16},
-    "float32": {"dtype": F32},
-    "twice": {"passes": 2},
-    "thrice": {"passes": 3},
-    "bad": {"bad": (1, 0)},
-    **{clip: {"clip": clip} for clip in ("clip_norm", "by_hand")},
-    **{word: {word: True} for word in ("synced", "hook", "device", "made_last")},
+    "device": {"inner": "fused", "more": {"decide": "device"}},
+    **{word: {word: True} for word in ("synced", "hook", "made_last")},
 }
+WORDS |= {"bfloat16": {"dtype": torch.bfloat16}, "float32": {"dtype": F32}, "bad": {"bad": (1, 0)}}
+WORDS |= {"twice": {"passes": 2}, "thrice": {"passes": 3}, "by_hand": {"clip": "by hand"}}
+WORDS |= {"clip_norm": {"clip": "norm", "more": {"clip_norm": 0.1}}}
 ROWS = (
     *("hook", "adamw", "fused scale_loss", "fused scaler", "made_last", "made_last scaler views"),
-    *("fused device bad", "fused device scale_loss twice bad", "fused device clip_norm"),
-    *("clip_norm bad", "clip_norm scale_loss fused", "by_hand", "by_hand scale_loss twice"),
-    *("by_hand scaler bad", "unused", "unused scale_loss twice", "static bad", "views twice"),
-    *("static scale_loss", "views scale_loss", "norm", "norm scale_loss twice", "tied", "LoRA"),
-    *("LoRA scaler", "bfloat16 adamw twice", "bfloat16 scaler bad", "float32 thrice bad"),
-    *("float32 scaler thrice bad", "float32 theirs thrice bad"),
+    *("device bad", "device scale_loss twice bad", "clip_norm bad", "clip_norm scale_loss fused"),
+    *("by_hand", "by_hand scale_loss twice", "by_hand scaler bad", "unused", "static bad"),
+    *("unused scale_loss twice", "views twice", "static scale_loss", "views scale_loss", "norm"),
+    *("norm scale_loss twice", "tied", "LoRA", "LoRA scaler", "bfloat16 adamw twice"),
+    *("bfloat16 scaler bad", "float32 thrice bad", "float32 scaler thrice bad"),
+    "float32 theirs thrice bad",
     *(
         f"{way} {rest}"
         for way in ("verb", "scale_loss", "unscaled", "scaler")
@@ -157,16 +149,15 @@ class Run:
         if "made_last" in self.told:
             self.wrap()
         self.trained = [p for p in self.net.parameters() if p.requires_grad]
-        self.inner = INNER[self.row["inner"]](self.trained)
+        inner = self.inner = INNER[self.row["inner"]](self.trained)
         if self.row["dtype"] != F32:
-            self.inner = MasterWeights(self.inner, grad_dtype=None)
+            inner = self.inner = MasterWeights(inner, grad_dtype=None)
         scalers = {"scaler": GradScaler, "theirs": torch.amp.GradScaler}
         if self.way in scalers:
-            self.by = WithScaler(self.inner, scalers[self.way]("cpu", init_scale=SCALE))
+            self.by = WithScaler(inner, scalers[self.way]("cpu", init_scale=SCALE))
         else:
-            more = {"clip_norm": 0.1} if self.row["clip"] == "clip_norm" else {}
-            more |= {"decide": "device"} if "device" in self.told else {}
-            self.by = Wrapper(LossScaleOptimizer(self.inner, initial_scale=SCALE, **more))
+            more = self.told.get("more", {})
+            self.by = Wrapper(LossScaleOptimizer(inner, initial_scale=SCALE, **more))
 
     def wrap(self):
         self.called = DistributedDataParallel(self.net, **self.told.get("ddp", {}))
@@ -179,28 +170,26 @@ class Run:
     def train(self, start=0, end=STEPS):
         if self.called is None:
             self.wrap()
-        passes, mine = self.row["passes"], slice(distributed.get_rank(), None, size())
-        given = iter(self.given()[mine][start * passes :])
+        passes = self.row["passes"]
+        mine = iter(self.given()[distributed.get_rank() :: size()][start * passes :])
         for _ in range(start, end):
             self.by.zero_grad()
             for each in range(passes):
                 waits = each < passes - 1 and "synced" not in self.told
                 with self.called.no_sync() if waits else contextlib.nullcontext():
-                    self.derive(self.called(next(given)) / passes)
-            if self.row["clip"] == "by_hand":
+                    loss = self.called(next(mine)) / passes
+                    if self.way == "verb":
+                        self.by.watched.backward(loss)
+                    else:
+                        self.by.scale_loss(loss).backward()
+                    if self.way == "unscaled":
+                        self.by.unscale()
+            if self.row["clip"] == "by hand":
                 if self.way != "verb":
                     self.by.unscale()
                 clip_grad_norm_(self.net.parameters(), 0.1)
             self.by.step()
         return self
-
-    def derive(self, loss):
-        if self.way == "verb":
-            self.by.watched.backward(loss)
-        else:
-            self.by.scale_loss(loss).backward()
-        if self.way == "unscaled":
-            self.by.unscale()
 
     def check(self):
         """Checks it against the oracle; returns what all processes must have, to the bit."""
@@ -217,7 +206,7 @@ class Run:
 def as_one(folder, row):
     with counted() as sent:
         run = Run(row).train()
-    assert not sent or "hook" in run.told
+    assert not sent or "hook" in row
     return run.check()
 
 
@@ -227,11 +216,11 @@ def flushed(folder):
     Each process has the smallest gradient of float16, and one that is N times as large.
     """
     for row, kept in (("", 0.0), ("hook", 1.0)):
-        run = Run(row)
-        run.net, weight = nn.Linear(1, 2, bias=False).half(), torch.tensor([1.0, size()])
+        run, weight = Run(row), torch.tensor([1.0, size()]) * 2.0**-24
+        run.net = nn.Linear(1, 2, bias=False).half()
         inner = MasterWeights(INNER["sgd"](run.net.parameters()), grad_dtype=None)
         run.wrap()
-        loss = (run.called(torch.ones(1, 1).half()).float() * weight * 2.0**-24).sum()
+        loss = (run.called(torch.ones(1, 1).half()).float() * weight).sum()
         LossScaleOptimizer(inner, initial_scale=1.0).backward(loss)
         assert (run.net.weight.grad * 2.0**24).flatten().tolist() == [kept, size()]
 
@@ -243,15 +232,12 @@ def by_file(run, other, folder):
         part.load_state_dict(state)
 
 
-def by_distributed_checkpoint(run, other, folder):
+def by_dcp(run, other, folder):
     # The other has not stepped yet.
-    saved, loaded = (
-        dict(zip("mo", get_state_dict(each.called, each.by.watched), strict=True))
-        for each in (run, other)
-    )
-    checkpoint.save(saved, checkpoint_id=folder)
-    checkpoint.load(loaded, checkpoint_id=folder)
-    states = {"model_state_dict": loaded["m"], "optim_state_dict": loaded["o"]}
+    saved, (model, optimizer) = (get_state_dict(r.called, r.by.watched) for r in (run, other))
+    checkpoint.save(dict(zip("mo", saved, strict=True)), checkpoint_id=folder)
+    checkpoint.load({"m": model, "o": optimizer}, checkpoint_id=folder)
+    states = {"model_state_dict": model, "optim_state_dict": optimizer}
     set_state_dict(other.called, other.by.watched, **states)
 
 
@@ -269,83 +255,72 @@ def resumed(folder, row, how, step):
     return results[0]
 
 
-# Where float16 parameters can have no masters, and what errors advise instead.
+# Where float16 parameters can have no masters: what the errors advise.
 
 
-def sharded(way, net):
-    """A model and its optimizer, as the errors advise for float32 parameters."""
-    if way == "FSDP2":
-        policy = fully_sharded.MixedPrecisionPolicy(param_dtype=F16)
-        fully_sharded.fully_shard(net, mp_policy=policy)
-    elif way == "FSDP1":
-        mixed = fully_sharded.MixedPrecision(param_dtype=F16)
-        where = {"device_id": torch.device("cpu")}
-        net = fully_sharded.FullyShardedDataParallel(net, mixed_precision=mixed, **where)
-    elif way == "tensor parallelism":
-        plan = {"second": ColwiseParallel(), "last": RowwiseParallel()}
-        parallelize_module(net, init_device_mesh("cpu", (size(),)), plan)
-    else:
-        # PyTorch's own import of it uses what PyTorch has deprecated.
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        inner = {"optimizer_class": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
-        return DistributedDataParallel(net), ZeroRedundancyOptimizer(net.parameters(), **inner)
-    return net, INNER["sgd"](net.parameters())
+CPU, TP_PLAN = torch.device("cpu"), {"second": ColwiseParallel(), "last": RowwiseParallel()}
+POLICY, MIXED = (kind(param_dtype=F16) for kind in (fsdp.MixedPrecisionPolicy, fsdp.MixedPrecision))
+ADVISED = {
+    "FSDP2": lambda net: fsdp.fully_shard(net, mp_policy=POLICY),
+    "FSDP1": lambda net: fsdp.FullyShardedDataParallel(net, device_id=CPU, mixed_precision=MIXED),
+    "TP": lambda net: parallelize_module(net, init_device_mesh("cpu", (size(),)), TP_PLAN),
+    "ZeRO": DistributedDataParallel,
+}
 
 
-ADVICE = (
-    "MixedPrecisionPolicy(param_dtype=torch.float16) with FSDP2",
-    "MixedPrecision(param_dtype=torch.float16) with FSDP1",
-    "torch.autocast(device, torch.float16) with tensor parallelism and ZeroRedundancyOptimizer",
-)
+def spread(way, net):
+    called = ADVISED[way](net)
+    if way != "ZeRO":
+        return called, INNER["sgd"](called.parameters())
+    # PyTorch's own import of it uses what PyTorch has deprecated.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    given = {"optimizer_class": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
+    return called, ZeroRedundancyOptimizer(called.parameters(), **given)
+
+
+ADVICE = r"MixedPrecisionPolicy\(.*FSDP2.*MixedPrecision\(.*FSDP1.*autocast.*parallelism and Zero"
 
 
 def refused(folder, way):
     """Each call that meets float16 parameters says what to do instead, and that trains."""
     group = {"process_group": distributed.group.WORLD}
 
-    def by_scale(inner, loss, make):
+    def scales(inner, loss, make):
         run = make(inner, **group)
         run.scale_loss(loss).backward()
         run.unscale()
 
     for call in (
-        *(functools.partial(by_scale, make=make) for make in OURS.values()),
+        *(functools.partial(scales, make=make) for make in OURS.values()),
         lambda inner, loss: wrapped(inner, **group).backward(loss),
         lambda inner, loss: MasterWeights(inner),
     ):
-        called, inner = sharded(way, Net().half())
-        with pytest.raises((GradientsError, UnsupportedError)) as raised:
+        called, inner = spread(way, Net().half())
+        with pytest.raises((GradientsError, UnsupportedError), match=ADVICE) as raised:
             call(inner, called(torch.ones(4, 8)))
-        assert not [words for words in ADVICE if words not in str(raised.value)], raised.value
         assert "MasterWeights(" not in str(raised.value)
-    called, inner = sharded(way, Net())
-    optimizer = wrapped(inner, initial_scale=SCALE, **group)
-    parts = 1 if way == "tensor parallelism" else size()
+    called, inner = spread(way, Net())
+    optimizer, parts = wrapped(inner, **group), 1 if way == "TP" else size()
     for x in list(batches(parts, 1, None))[distributed.get_rank() % parts :: parts]:
         train_step(optimizer, called(x), "verb")
-    expected, _, skipped = trained_by_hand(parts, dtype=F32)
-    torch.testing.assert_close(called(x), expected(x), **CLOSE)
-    assert optimizer.steps_skipped == skipped
+    torch.testing.assert_close(called(x), trained_by_hand(parts, dtype=F32)[0](x), **CLOSE)
+    assert optimizer.steps_skipped == 0
 
 
-def _named(name, case, **settings):
+def named(name, case, **settings):
     case = functools.partial(case, **settings)
     case.__name__ = name
     return case
 
 
-DCP = by_distributed_checkpoint
 CASES = (
     flushed,
-    *(_named(f"as_one: {row}", as_one, row=row) for row in ROWS),
-    _named("resumed: adamw", resumed, row="adamw bad", how=by_file, step=2),
-    _named("resumed: scaler", resumed, row="scaler bad", how=by_file, step=2),
-    _named("resumed: DCP", resumed, row="adamw bad", how=DCP, step=2),
+    *(named(f"as_one: {row}", as_one, row=row) for row in ROWS),
+    named("resumed: adamw", resumed, row="adamw bad", how=by_file, step=2),
+    named("resumed: scaler", resumed, row="scaler bad", how=by_file, step=2),
+    named("resumed: DCP", resumed, row="adamw bad", how=by_dcp, step=2),
     # With AdamW, PyTorch counts the step by which it makes a state, for any parameters.
-    _named("resumed: DCP, at first", resumed, row="twice", how=DCP, step=0),
-    *(
-        _named(f"refused: {way}", refused, way=way)
-        for way in ("FSDP2", "FSDP1", "tensor parallelism", "ZeRO")
-    ),
+    named("resumed: DCP, at first", resumed, row="twice", how=by_dcp, step=0),
+    *(named(f"refused: {way}", refused, way=way) for way in ADVISED),
 )

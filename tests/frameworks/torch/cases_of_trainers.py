@@ -14,7 +14,7 @@ import transformers
 from torch import distributed
 from torch.utils.data import DataLoader
 
-from frameworks.torch.cases_of_float16 import Run
+from frameworks.torch.cases_of_float16 import Run, named
 from frameworks.torch.support import forget_accelerate
 
 FIRST = operator.itemgetter(0)
@@ -92,23 +92,19 @@ def by_transformers(run, folder):
     Trainer(run.net, arguments, train_dataset=[{"x": x} for x in run.given()], **more).train()
 
 
-def _case(train, row):
-    def case(folder):
-        forget_accelerate()
-        number = str(distributed.get_rank())
-        known = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        known |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
-        run = Run(row)
-        with mock.patch.dict(os.environ, known), warnings.catch_warnings(action="ignore"):
-            train(run, folder)
-        return run.check()
-
-    case.__name__ = train.__name__
-    return case
+def in_a_trainer(folder, train, row):
+    forget_accelerate()
+    own = {name: str(distributed.get_rank()) for name in ("RANK", "LOCAL_RANK")}
+    own |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    run = Run(row)
+    with mock.patch.dict(os.environ, own, TORCHELASTIC_RUN_ID="none"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(run, folder)
+    return run.check()
 
 
 CASES = (
-    _case(by_lightning, "twice bad"),
-    _case(by_accelerate, "twice bad"),
-    _case(by_transformers, "twice bad by_hand"),
+    named("by_lightning", in_a_trainer, train=by_lightning, row="twice bad"),
+    named("by_accelerate", in_a_trainer, train=by_accelerate, row="twice bad"),
+    named("by_transformers", in_a_trainer, train=by_transformers, row="twice bad by_hand"),
 )
