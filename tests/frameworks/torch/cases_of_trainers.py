@@ -37,17 +37,11 @@ class Module(lightning.LightningModule):
 
 def by_lightning(run, folder):
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = lightning.Trainer(
-        # Its own sampler would shuffle.
-        **dict.fromkeys((*quiet, "use_distributed_sampler"), False),
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        precision="16-true",
-        accumulate_grad_batches=2,
-        max_epochs=1,
-        default_root_dir=folder,
-    )
+    where = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "default_root_dir": folder}
+    # Its own sampler would shuffle.
+    quiet = dict.fromkeys((*quiet, "use_distributed_sampler"), False)
+    run_for = {"precision": "16-true", "accumulate_grad_batches": 2, "max_epochs": 1}
+    trainer = lightning.Trainer(**quiet, **where, **run_for)
     mine = run.given()[distributed.get_rank() :: 2]
     trainer.fit(Module(run), DataLoader(mine, collate_fn=FIRST))
 
@@ -73,21 +67,12 @@ def by_transformers(run, folder):
             run.by.unscale()
             return loss / run.by.watched.loss_scale
 
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=2,
-        num_train_epochs=1,
-        max_grad_norm=0.1,
-        lr_scheduler_type="constant",
-        train_sampling_strategy="sequential",
-        save_strategy="no",
-        dataloader_pin_memory=False,
-        remove_unused_columns=False,
-    )
+    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    quiet |= {"dataloader_pin_memory": False, "remove_unused_columns": False}
+    sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    sizes |= {"num_train_epochs": 1, "max_grad_norm": 0.1, "lr_scheduler_type": "constant"}
+    sizes |= {"train_sampling_strategy": "sequential", "use_cpu": True}
+    arguments = transformers.TrainingArguments(str(folder), **quiet, **sizes)
     more = {"data_collator": FIRST, "optimizers": (run.by.watched, None)}
     Trainer(run.net, arguments, train_dataset=[{"x": x} for x in run.given()], **more).train()
 
