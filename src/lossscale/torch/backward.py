@@ -139,7 +139,8 @@ def _reached(
     records = all_records() if hidden else sharing(ids)
     owned = frozenset().union(*(r.last_info.ids for r in records))
     unowned = [t for t in tensors if id(t) not in owned]
-    if task == -1 and inputs is None and not records:
+    # `fully_shard` may compute with float16 copies of float32 parameters.
+    if task == -1 and inputs is None and not (records or of_loss.last_info.is_sharded):
         _check_not_half(unowned)
     if any(isinstance(t, Parameter) for t in unowned):
         # `fully_shard` computes with its own parameters, and moves their gradients.

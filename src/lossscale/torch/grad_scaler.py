@@ -253,6 +253,8 @@ class GradScaler(torch.amp.GradScaler):
         entry = self._per_optimizer_states.get(id(optimizer), {})
         # An optimizer that skips by itself is given no second look, for which the host would wait.
         recheck = not _skips_by_itself(optimizer) and self._may_overflow()
+        if info.has_half and not allow_fp16:
+            gradients.check_can_be_divided(info, optimizer)
         by_device = gradients.unscale(
             info, inv_scale.to, recheck=recheck, into=found_inf, float16=allow_fp16, sums=False
         )

@@ -263,7 +263,7 @@ class GradientRecord:
             for record in records:
                 record.check_arrived()
                 if record.last_info.has_half:
-                    gradients.check_can_be_divided(record.last_info)
+                    gradients.check_can_be_divided(record.last_info, record.inner)
             divided: frozenset[int] = frozenset()
             flags = []
             for record in records:

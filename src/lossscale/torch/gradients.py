@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lossscale.errors import GradientsError
 from lossscale.torch import ranks
-from lossscale.torch.masters import converted
+from lossscale.torch.masters import converted, in_float32
 from lossscale.torch.ranks import ParameterInfo, local
 from lossscale.torch.scaling import CPU, real_parts, scalar, unscaled, widened
 
@@ -29,14 +30,6 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _PLAIN_TYPES = frozenset({Tensor, Parameter})
 _ONE = functools.partial(scalar, 1.0)
 _IN_PLACE = frozenset({torch.float32, torch.float64, torch.bfloat16})
-
-IN_FLOAT32 = (
-    "Wrap the optimizer in lossscale.torch.MasterWeights(optimizer) first, which updates float32 "
-    "copies of the parameters. Or keep the parameters in float32 (model.float()) and compute under "
-    "torch.autocast(device, torch.float16)."
-)
-"""What to do about float16 parameters, for messages."""
-
 
 Stamps: TypeAlias = tuple[list[int], list[int]]
 """What `stamps` returns: the ids and the versions of gradients."""
@@ -184,7 +177,7 @@ def _dense(parameter: Tensor, gradient: Tensor, allow_float16: bool, sums: bool)
     return gradient, torch.view_as_real(values) if values.is_complex() else values
 
 
-def check_can_be_divided(info: ParameterInfo) -> None:
+def check_can_be_divided(info: ParameterInfo, optimizer: Optimizer | None = None) -> None:
     """Checks that no gradient is in float16, where dividing it would flush it to zero."""
     for parameter in info.parameters:
         dtype = None if parameter.grad is None else parameter.grad.dtype
@@ -194,7 +187,7 @@ def check_can_be_divided(info: ParameterInfo) -> None:
             continue
         fix = "Set `parameter.grad_dtype = None`."
         if parameter.dtype == dtype:
-            fix = IN_FLOAT32
+            fix = in_float32(optimizer)
         elif getattr(parameter, "grad_dtype", None) is None:
             continue
         raise GradientsError(

@@ -16,12 +16,24 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lossscale.errors import StateDictError, UnsupportedError
 from lossscale.torch import ranks
+from lossscale.torch.optimizer_list import parts_of
 
 Pairs = list[tuple[Tensor, Tensor]]
 """Parameters, each with its master."""
 # A type guard of a class that cannot be one of tensors.
 _is_composed: Callable[[object], bool] = is_traceable_wrapper_subclass
 NARROW = frozenset({torch.float16, torch.bfloat16})
+_BY_MASTERS = (
+    "Wrap the optimizer in lossscale.torch.MasterWeights(optimizer) first, which updates float32 "
+    "copies of the parameters. Or keep the parameters in float32 (model.float()) and compute under "
+    "torch.autocast(device, torch.float16)."
+)
+_OTHERWISE = (
+    "Keep the parameters in float32 and leave MasterWeights out. For float16, use "
+    "MixedPrecisionPolicy(param_dtype=torch.float16) with FSDP2 (fully_shard), "
+    "MixedPrecision(param_dtype=torch.float16) with FSDP1, and torch.autocast(device, "
+    "torch.float16) with tensor parallelism and ZeroRedundancyOptimizer."
+)
 _TOGETHER = {"cpu": 2**15}
 """Elements that are compared together, in a few times their memory: in a cache, or all that fit."""
 
@@ -129,9 +141,7 @@ def check_can_have_masters(optimizer: Optimizer, parameters: Iterable[Tensor]) -
         if ranks.is_spread(parameter) or hasattr(parameter, "_fsdp_flattened"):
             raise UnsupportedError(
                 f"A parameter of shape {tuple(parameter.shape)} and dtype {parameter.dtype} is "
-                "sharded. FSDP keeps float32 shards itself: call fully_shard on the float32 model "
-                "with mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16), and leave "
-                "MasterWeights out."
+                f"sharded, and can have no master. {_OTHERWISE}"
             )
     _check_distinct(narrow)
     # Such as ZeroRedundancyOptimizer, which would update the parameters themselves.
@@ -143,10 +153,19 @@ def check_can_have_masters(optimizer: Optimizer, parameters: Iterable[Tensor]) -
         for name, value in of_groups + attributes:
             if id(value) not in lists and not ids.isdisjoint(_ids_in(value)):
                 raise UnsupportedError(
-                    f"{type(held).__name__} keeps parameters in its attribute {name!r}. It would "
-                    "not find their masters there. Keep the parameters in float32 and compute "
-                    "under torch.autocast."
+                    f"{type(held).__name__} keeps parameters in its attribute {name!r}, and would "
+                    f"not find their masters there. {_OTHERWISE}"
                 )
+
+
+def in_float32(optimizer: Optimizer | None) -> str:
+    """What to do about float16 parameters of an optimizer, for messages."""
+    try:
+        for part in [] if optimizer is None else parts_of(optimizer):
+            check_can_have_masters(part, ranks.parameters_of(part))
+    except UnsupportedError as error:
+        return str(error)
+    return _BY_MASTERS
 
 
 def _check_distinct(parameters: Iterable[Tensor]) -> None:

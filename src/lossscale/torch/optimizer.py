@@ -203,7 +203,7 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
             >>> optimizer.step()
         """
         record = self._record
-        check_backpropagated(loss, record.info())
+        check_backpropagated(loss, record.inner, record.info().has_half)
         self._adopt_loaded()
         multiplier = self._engine.scale.multiplier
         finish = prepare_backward(loss, multiplier, record, BackwardPass(-1), inputs)

@@ -28,9 +28,10 @@ from lossscale.members import Wrapper
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.registry import not_an_optimizer
 from lossscale.rules import DynamicScale, ScaleRule
-from lossscale.torch import fused, gradients, ranks
+from lossscale.torch import fused, ranks
 from lossscale.torch.backward import was_scaled
 from lossscale.torch.gradient_record import ONE_FOR_SEVERAL
+from lossscale.torch.masters import in_float32
 from lossscale.torch.optimizer_list import (
     OptimizerList,
     check_needs_no_closure,
@@ -216,13 +217,13 @@ def check_not_scaled(loss: Tensor) -> None:
         )
 
 
-def check_backpropagated(loss: Tensor, info: ranks.ParameterInfo) -> None:
+def check_backpropagated(loss: Tensor, inner: Optimizer, has_half: bool) -> None:
     check_is_tensor(loss)
     check_not_scaled(loss)
-    if info.has_half:
+    if has_half:
         raise GradientsError(
             "A parameter has the dtype float16, in which unscaled gradients would flush to zero. "
-            f"{gradients.IN_FLOAT32}"
+            f"{in_float32(inner)}"
         )
 
 

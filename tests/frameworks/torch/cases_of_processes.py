@@ -13,7 +13,6 @@ import math
 import os
 import pathlib
 import traceback
-from unittest import mock
 
 import pytest
 import torch
@@ -33,34 +32,12 @@ from torch.distributed.tensor import (
 from torch.nn.parallel import DistributedDataParallel
 
 import lossscale
-from frameworks.torch import cases_of_parallel
-from frameworks.torch.support import (
-    OURS,
-    WithScaler,
-    Wrapper,
-    derive,
-    theirs,
-    train_step,
-    wrapper,
-)
-from lossscale.torch import LossScaleOptimizer, ranks
+from frameworks.torch import cases_of_float16, cases_of_parallel
+from frameworks.torch.support import OURS, WithScaler, Wrapper, counted, theirs, train_step, wrapper
+from lossscale.torch import LossScaleOptimizer
 from lossscale.torch.installation import ShardedGradScaler as OurShardedGradScaler
 
 INF = float("inf")
-MIXED = {"grad_dtype": None}
-
-
-@contextlib.contextmanager
-def counted(operation="all_reduce"):
-    """Collects how many numbers are sent, once for each group."""
-    sent, original = [], getattr(distributed, operation)
-
-    def counting(*tensors, **arguments):
-        sent.append(tensors[-1].numel())
-        return original(*tensors, **arguments)
-
-    with mock.patch.object(ranks.distributed, operation, counting):
-        yield sent
 
 
 def rank():
@@ -94,27 +71,6 @@ def total(parameters):
 def model():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
-
-
-# DistributedDataParallel sums gradients, so that an overflow reaches all processes by itself.
-
-
-def ddp(folder):
-    """They agree by themselves, and send nothing more."""
-    totals = []
-    for make in (*OURS.values(), theirs):
-        net = DistributedDataParallel(model())
-        run = make(torch.optim.SGD(net.parameters(), lr=0.1))
-        with counted() as reduced:
-            for step, shown in enumerate([[8.0, 1], [4.0, 0], [4.0, 1], [4.0, 2]]):
-                loss = net(torch.ones(2, 4)).sum() * (INF if step == 1 and is_last() else 1.0)
-                train_step(run, loss)
-                assert run.shown() == shown
-        assert reduced == []
-        totals.append(total(net.parameters()))
-    assert math.isfinite(totals[0])
-    assert totals == totals[:1] * 3
-    return totals
 
 
 def guarded(folder):
@@ -427,43 +383,6 @@ def sharded_scaler(folder):
         assert run.shown() == shown
 
 
-def float16_ddp(folder):
-    """A float16 model: two processes equal one with their batches, and an infinity skips on all."""
-
-    def trained(number, way, passes, view):
-        """Of process `number`; with None, alone and with the batches of all."""
-        torch.manual_seed(0)
-        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-        called, more = net.half(), {}
-        if number is not None:
-            called, more = DistributedDataParallel(net, gradient_as_bucket_view=view), MIXED
-        inner = lossscale.torch.MasterWeights(torch.optim.SGD(net.parameters(), lr=0.1), **more)
-        optimizer = LossScaleOptimizer(inner, initial_scale=2.0**10)
-        for step in range(4):
-            optimizer.zero_grad()
-            for each in range(passes):
-                size = distributed.get_world_size()
-                seeded = torch.Generator().manual_seed(9 * step + each)
-                x = torch.randn(size, 2, 4, generator=seeded)
-                factor = torch.ones(size, 1, 1)
-                factor[-1] = INF if (step, each) == (2, 0) else 1.0
-                part = slice(None) if number is None else slice(number, number + 1)
-                waits = number is not None and each < passes - 1
-                with called.no_sync() if waits else contextlib.nullcontext():
-                    loss = (called(x[part].half()).float().square() * factor[part]).mean()
-                    derive(optimizer, loss / passes, way)
-            optimizer.step()
-        assert (optimizer.steps_skipped, float(optimizer.loss_scale)) == (1, 2.0**9)
-        return [inner.masters[p] for p in net.parameters()]
-
-    totals = []
-    for way, passes, view in itertools.product(("verb", "scale_loss"), (1, 3), (False, True)):
-        found = trained(rank(), way, passes, view)
-        torch.testing.assert_close(found, trained(None, way, passes, view), rtol=0, atol=5e-4)
-        totals.append(total(found))
-    return totals
-
-
 def averaged_by_hand(folder):
     """Gradients averaged after `backward`, as PyTorch's tutorial does; one process overflows."""
     shown = []
@@ -528,12 +447,16 @@ def in_zero(folder):
 
 
 CASES = {
-    4: (ddp, fsdp, mesh_2x2, partial, as_given, clipped, sharded_scaler, float16_ddp),
-    2: (ddp, float16_ddp, guarded, explained, fsdp, averaged_by_hand)
-    + (compressed, in_zero, monitored),
+    4: (fsdp, mesh_2x2, partial, as_given, clipped, sharded_scaler),
+    2: (guarded, explained, fsdp, averaged_by_hand, compressed, in_zero, monitored),
     1: (clipped,),
 }
 CASES = {size: (*cases_of_parallel.CASES[size], *cases) for size, cases in CASES.items()}
+CASES |= {size: CASES[size] + cases_of_float16.CASES for size in (2, 4)}
+with contextlib.suppress(ModuleNotFoundError):
+    from frameworks.torch import cases_of_trainers
+
+    CASES[2] += cases_of_trainers.CASES
 """Of each size of a set, in the order in which they run: what was saved is gone on from."""
 
 

@@ -10,9 +10,11 @@ import pickle
 import re
 import sys
 import warnings
+from unittest import mock
 
 import pytest
 import torch
+from torch import distributed
 
 import lossscale
 from lossscale.torch.grad_scaler import GradScaler
@@ -112,6 +114,19 @@ def derive(optimizer, loss, way="verb", **arguments):
         optimizer.scale_loss(loss).backward(**arguments)
         if way == "unscaled":
             optimizer.unscale_()
+
+
+@contextlib.contextmanager
+def counted(operation="all_reduce"):
+    """Collects how many numbers are sent, once for each group."""
+    sent, original = [], getattr(distributed, operation)
+
+    def counting(*tensors, **arguments):
+        sent.append(tensors[-1].numel())
+        return original(*tensors, **arguments)
+
+    with mock.patch.object(distributed, operation, counting):
+        yield sent
 
 
 def train_step(optimizer, loss, way="scale_loss"):
