@@ -365,13 +365,13 @@ tests/frameworks/torch/test_state.py
     torch LossScaleOptimizer._start_from: self._record.restart(...) -> pass  -k within_a_step_itself
     torch checked_scaler_state: 'growth_tracker' in saved -> False  -k another_scaler
 tests/frameworks/torch/test_beside_torch.py
-    torch GradScaler._move_as_torch: super().update() -> pass  -k four_calls
+    torch GradScaler._move: super().update() -> pass  -k four_calls
     torch GradScaler._step_that_skips_by_itself: entry['stage'] = OptState.STEPPED; return result
         -> return result  -k four_calls
 tests/frameworks/torch/test_grad_scaler.py
     torch unscale_and_check_: recheck -> False  -k d20
-    torch GradScaler._move_as_torch: scale.clamp_(...) -> pass  -k put_back
-    torch GradScaler._move_as_torch: scale.nan_to_num_(...) -> pass  -k put_back
+    torch GradScaler._move: scale.clamp_(...) -> pass  -k put_back
+    torch GradScaler._move: scale.nan_to_num_(...) -> pass  -k put_back
     torch GradScaler._step_that_skips_by_itself: fused.attributes(...)
         -> fused.attributes([optimizer], divisor, None)  -k d25
 tests/frameworks/torch/test_clipping.py

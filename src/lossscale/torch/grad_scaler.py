@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import weakref
 from collections import defaultdict
@@ -22,22 +23,16 @@ from torch.utils.hooks import RemovableHandle
 
 from lossscale.checks import checked_truth
 from lossscale.errors import CallOrderError, ScalerArgumentError
-from lossscale.rules import DynamicScale, ScaleRule
+from lossscale.rules import DynamicScale, ScaleState
 from lossscale.torch import fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.master_weights import compares_once
 from lossscale.torch.observers import Decided, FloorWarning, Observers, SkippedStepHook, Stepped
 from lossscale.torch.optimizer_list import parts_of
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
-from lossscale.torch.scale import FirstSteps, Flag, SkipCount, is_torchs, update_on_host
+from lossscale.torch.scale import FirstSteps, Flag, SkipCount
 from lossscale.torch.scaling import mapped, read, read_all, scalar, scaled, uncompiled
-from lossscale.torch.settings import (
-    DEFAULTS,
-    as_of_a_scaler,
-    check_steppable,
-    new_scale_of,
-    rule_of_a_scaler,
-)
+from lossscale.torch.settings import DEFAULTS, as_of_a_scaler, check_steppable, new_scale_of
 
 Losses = TypeVar("Losses")
 
@@ -54,18 +49,14 @@ class _OptimizerRecord:
 
 
 def _setting(name: str) -> Any:
-    """A number of PyTorch's scaler, which is one of the rule; setting it checks it."""
+    """A number of PyTorch's scaler, which is one of the rule, and is checked when it is set."""
 
     def put(self: Any, value: Any) -> None:
         with as_of_a_scaler():
-            self._rule = rule = state_dicts.with_settings(self._rule, **{name: value})
-        # PyTorch tests equality, so a count beyond the interval would never reach it.
-        most = rule.growth_interval - 1
-        self._init_growth_tracker = min(self._init_growth_tracker, most)
-        if self._growth_tracker is not None:
-            self._growth_tracker.clamp_(max=most)
+            self._rule = dataclasses.replace(self._rule, **{name: value})
+        self._limit_growth_tracker()
 
-    return property(lambda self: state_dicts.setting(self._rule, name), put)
+    return property(lambda self: getattr(self._rule, name), put)
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -89,7 +80,6 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: Number of finite steps in a row that raise the scale, at least 1.
         enabled: If False, `scale` and `step` pass through, and the other methods do nothing. With
             "cuda" on a machine without CUDA it becomes False, with a warning.
-        rule: A rule of this library instead of these numbers, such as `FixedScale(128)`.
         min_scale: The lowest loss scale; None stands for 2**-126.
         max_scale: The highest; None stands for 2**126.
         process_group: A `torch.distributed.ProcessGroup`, or a list of them, whose processes skip
@@ -98,7 +88,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         ScalerArgumentError: If a value cannot be used.
-        ArgumentTypeError: If `rule` or `process_group` is something else.
+        ArgumentTypeError: If `process_group` is something else.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
@@ -125,9 +115,6 @@ class GradScaler(torch.amp.GradScaler):
     _per_optimizer_states: dict[int, dict[str, Any]]
     _init_growth_tracker = 0
 
-    _state: Any
-    """The state of the rule; what the tensors hold may be newer."""
-
     _least = 0.0
     """The scale is not below it, unless other code has written to it."""
 
@@ -144,7 +131,6 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = DEFAULTS.growth_interval,
         enabled: bool = True,
         *,
-        rule: ScaleRule | None = None,
         min_scale: float | None = None,
         max_scale: float | None = None,
         process_group: torch.distributed.ProcessGroup
@@ -157,23 +143,22 @@ class GradScaler(torch.amp.GradScaler):
                 "argument of torch.cuda.amp.GradScaler is `init_scale`; here that is the second. "
                 f"Received: device={device!r}."
             )
-        made = rule_of_a_scaler(
-            rule,
-            initial_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            min_scale=min_scale,
-            max_scale=max_scale,
-        )
+        with as_of_a_scaler():
+            made = DynamicScale(
+                init_scale,
+                growth_interval=growth_interval,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                min_scale=DEFAULTS.min_scale if min_scale is None else min_scale,
+                max_scale=max_scale,
+            )
         enabled = checked_truth("enabled", enabled, ScalerArgumentError)
         groups_of((), process_group)
-        # PyTorch's constructor sets its own numbers; those of `made` replace them below.
-        self._rule: ScaleRule = DEFAULTS
-        super().__init__(device, enabled=enabled)
         self._rule, self._process_group, self._skips = made, process_group, SkipCount()
+        numbers = made.growth_factor, made.backoff_factor, made.growth_interval
+        super().__init__(device, made.initial_scale, *numbers, enabled)
+        self._least = made.initial_scale
         self._forget()
-        self._set_state(made.init())
 
     def _forget(self) -> None:
         """Forgets optimizers and observers, which a copy does not share."""
@@ -258,9 +243,7 @@ class GradScaler(torch.amp.GradScaler):
         )
         here = bool(by_device)
         overflow = gradients.any_overflow(by_device.values(), device).to(device)
-        if not self._rule.checks_gradients:
-            overflow.zero_()
-        elif info.groups:
+        if info.groups:
             overflow, _ = ranks.agreed(overflow, here, True, info.groups)
             here = here or overflow.item() >= 0
         # A step in which no process has a gradient does not count.
@@ -436,38 +419,25 @@ class GradScaler(torch.amp.GradScaler):
         return bool(by_tensor) and gradients.any_overflow(by_tensor.values())
 
     def _move(self) -> None:
-        """Moves the scale by what the optimizers have found."""
-        rule = self._rule
-        states = self._per_optimizer_states
-        if not states:
-            # It says what is missing.
-            super().update()
+        """Moves the scale by PyTorch's operator, which knows no limits, and keeps it in these."""
+        states, rule = self._per_optimizer_states, self._rule
         entries = [entry for entry in states.values() if not entry.get("is_empty")]
         by_tensor = _results_in(entries)
-        overflow = gradients.any_overflow(by_tensor.values())
-        if by_tensor and is_torchs(rule):
+        if by_tensor:
             # One tensor: PyTorch adds up the others in the first one, which is read later.
+            overflow = gradients.any_overflow(by_tensor.values())
             self._per_optimizer_states = {0: {"found_inf_per_device": {overflow.device: overflow}}}
-            self._move_as_torch(rule, all(entry.get("skipped") is False for entry in entries))
+        elif states:
+            self._check_scale_growth_tracker("update")
             return
-        # PyTorch's method calls this, too.
-        now = self._check_scale_growth_tracker("update")
-        if not by_tensor or not rule.is_dynamic:
-            return
-        together = [each.to(overflow.device, torch.float64) for each in (overflow, *now)]
-        overflowed, number, good_steps = read_all(torch.stack(together)).tolist()
-        state = self._adopt(number, int(good_steps))
-        self._set_state(update_on_host(rule, state, not overflowed))
-
-    def _move_as_torch(self, rule: DynamicScale, is_finite: bool) -> None:
-        """Moves the scale by PyTorch's operator, which knows no limits, and keeps it in these."""
         # Where it would pass the highest, it stays, as the rule says.
         is_free = rule.max_scale is None and rule.powers_of_two
         before = None if is_free or self._scale is None else self._scale.clone()
+        # Without results it says what is missing.
         super().update()
         scale = self._scale
         assert scale is not None
-        if not is_finite:
+        if not all(entry.get("skipped") is False for entry in entries):
             self._least *= rule.backoff_factor
             # Other code may have written it, and each step overflows.
             scale.nan_to_num_(nan=rule.min_scale)
@@ -509,7 +479,7 @@ class GradScaler(torch.amp.GradScaler):
     # --- The scale ----------------------------------------------------------------------------
 
     @property
-    def rule(self) -> ScaleRule:
+    def rule(self) -> DynamicScale:
         """The rule that moves the loss scale."""
         return self._rule
 
@@ -530,22 +500,12 @@ class GradScaler(torch.amp.GradScaler):
         now: tuple[Tensor, Tensor] = super()._check_scale_growth_tracker(funcname)
         return now
 
-    def _adopt(self, number: float, good_steps: int) -> Any:
-        """The state of the rule with what the tensors hold."""
-        self._state = self._state._replace(scale=number)
-        if "good_steps" in self._state._fields:
-            self._state = self._state._replace(good_steps=good_steps)
-        return self._state
-
-    def _set_state(self, state: Any) -> None:
-        self._state, good_steps = state, getattr(state, "good_steps", 0)
-        if isinstance(self._rule, DynamicScale):
-            # PyTorch tests equality, so a count beyond the interval would never reach it.
-            good_steps = min(good_steps, self._rule.growth_interval - 1)
-        self._init_growth_tracker = good_steps
+    def _limit_growth_tracker(self) -> None:
+        # PyTorch tests equality, so a count beyond the interval would never reach it.
+        most = self._rule.growth_interval - 1
+        self._init_growth_tracker = min(self._init_growth_tracker, most)
         if self._growth_tracker is not None:
-            self._growth_tracker.fill_(self._init_growth_tracker)
-        self._set_scale(float(state.scale))
+            self._growth_tracker.clamp_(max=most)
 
     def _set_scale(self, number: float) -> None:
         self._init_scale = self._least = number
@@ -556,8 +516,7 @@ class GradScaler(torch.amp.GradScaler):
         """The state as Python numbers, which PyTorch's own scaler loads too; empty if disabled."""
         if not self._enabled:
             return {}
-        state = self._adopt(self.get_scale(), self._get_growth_tracker())
-        return state_dicts.scaler_state(self._rule, state, self.steps_skipped)
+        return {**super().state_dict(), "steps_skipped": self.steps_skipped}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this class or of PyTorch's; does nothing if disabled.
@@ -574,17 +533,19 @@ class GradScaler(torch.amp.GradScaler):
             return
         # Not by `get_scale`, which PyTorch's method does not call here.
         number = self._init_scale if self._scale is None else float(self._scale)
-        now = self._adopt(number, self._get_growth_tracker())
+        now = ScaleState(number, self._get_growth_tracker())
         with as_of_a_scaler():
             self._rule, state, skipped = state_dicts.read_scaler_state(state_dict, self._rule, now)
-        self._set_state(state)
+        self._set_scale(state.scale)
+        self._init_growth_tracker = state.good_steps
+        if self._growth_tracker is not None:
+            self._growth_tracker.fill_(state.good_steps)
+        self._limit_growth_tracker()
         if skipped is not None:
             self._skips = SkipCount(skipped)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_skips": SkipCount(self._skips.skipped)}
-        if self._enabled:
-            state["_state"] = self._adopt(state["_init_scale"], state["_init_growth_tracker"])
         return {name: value for name, value in state.items() if name not in _OF_ONE_SCALER}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

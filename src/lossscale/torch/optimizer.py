@@ -159,6 +159,14 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(cast(OptimizerList, self._inner))
 
+    def __len__(self) -> int:
+        # For a single optimizer, Python raises that it has no length.
+        return len(cast(OptimizerList, self._inner))
+
+    def __bool__(self) -> bool:
+        # An optimizer is true, also one without a length.
+        return True
+
     # --- Backward -----------------------------------------------------------------------------
 
     @uncompiled

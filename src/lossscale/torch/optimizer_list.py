@@ -112,6 +112,9 @@ class OptimizerList(OuterOptimizer):
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self.optimizers)
 
+    def __len__(self) -> int:
+        return len(self.optimizers)
+
     def __getattr__(self, name: str) -> Any:
         """Returns a method such as `train`, called on all optimizers that have it."""
         parts = self.__dict__.get("optimizers", ())

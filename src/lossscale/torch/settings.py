@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lossscale.arguments import checked_rule
 from lossscale.checks import SMALLEST_SCALE, checked_above_zero, checked_number
 from lossscale.common.checks import check_not_wrapped
 from lossscale.errors import (
@@ -27,7 +26,7 @@ from lossscale.errors import (
 from lossscale.members import Wrapper
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.registry import not_an_optimizer
-from lossscale.rules import DynamicScale, ScaleRule
+from lossscale.rules import DynamicScale
 from lossscale.torch import fused, gradients, ranks
 from lossscale.torch.backward import was_scaled
 from lossscale.torch.gradient_record import ONE_FOR_SEVERAL
@@ -241,34 +240,7 @@ def as_of_a_scaler() -> Iterator[None]:
         raise ScalerArgumentError(str(error)) from None
 
 
-def rule_of_a_scaler(rule: object, **numbers: Any) -> ScaleRule:
-    """Returns the rule that the arguments describe.
-
-    Args:
-        rule: A rule, or None.
-        numbers: By the names of `DynamicScale`; None for its limits stands for the widest.
-
-    Raises:
-        ScalerArgumentError: If a number cannot be used, or is given together with a rule.
-        ArgumentTypeError: If `rule` is not a rule.
-    """
-    if rule is None:
-        if numbers["min_scale"] is None:
-            numbers["min_scale"] = DEFAULTS.min_scale
-        with as_of_a_scaler():
-            return DynamicScale(**numbers)
-    checked = checked_rule(rule)
-    usual = {**DEFAULTS.get_config(), "min_scale": None}
-    given = {name: value for name, value in numbers.items() if value != usual[name]}
-    if given:
-        raise ScalerArgumentError(
-            "`rule` already says how the scale moves; leave out what else does. Received: "
-            f"rule={rule!r}, and {', '.join(f'{name}={value!r}' for name, value in given.items())}."
-        )
-    return checked
-
-
-def new_scale_of(new_scale: object, rule: ScaleRule) -> float:
+def new_scale_of(new_scale: object, rule: DynamicScale) -> float:
     """Returns the number that `update(new_scale)` sets.
 
     Args:
@@ -284,9 +256,8 @@ def new_scale_of(new_scale: object, rule: ScaleRule) -> float:
         number = checked_number("new_scale", new_scale)
     if float(rule.restored(rule.init()._replace(scale=number)).scale) != number:
         raise ScalerArgumentError(
-            f"`new_scale` must be a scale of the scaler's rule, {rule!r}. "
-            f"Received: new_scale={new_scale!r}. Make the scaler with another `rule`, "
-            "`min_scale` or `max_scale`."
+            f"`new_scale` must be a scale of the scaler's rule, {rule!r}. Received: new_scale="
+            f"{new_scale!r}. Make the scaler with another `min_scale` or `max_scale`."
         )
     return number
 

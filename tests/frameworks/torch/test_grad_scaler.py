@@ -29,7 +29,7 @@ from frameworks.torch.support import (
     weights_of,
     with_scaler,
 )
-from lossscale import DynamicScale, FixedScale, LossScaleError
+from lossscale import DynamicScale, LossScaleError
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.installation import _PLACES, _SHARDED
@@ -194,28 +194,6 @@ def test_disabled():
     assert copy.deepcopy(scaler).state_dict() == {}
 
 
-@pytest.mark.parametrize("skips", [False, True])
-def test_a_fixed_scale(skips):
-    rule = FixedScale(128.0, skip_nonfinite=skips)
-    weights, optimizer, scaler = with_scaler("adamw-fused", rule=rule)
-    theirs = torch.amp.GradScaler("cpu")
-    theirs.load_state_dict(scaler.state_dict())
-    for misuse in (lambda: scaler.set_growth_factor(3.0), lambda: scaler.update(4.0)):
-        with pytest.raises(LossScaleError, match="rule"):
-            misuse()
-    one_step(scaler, optimizer, weights)
-    assert weights[0].tolist() == pytest.approx([0.899] * 3, abs=1e-3)
-    one_step(scaler, optimizer, weights, torch.inf)
-    assert (scaler.get_scale(), scaler.last_step_skipped) == (128, skips)
-    assert bool(weights[0].isfinite().all()) is skips
-    if not skips:
-        # Also if PyTorch's class has read it.
-        weights, optimizer, _ = with_scaler()
-        for slope in (1.0, torch.inf, 1.0):
-            one_step(theirs, optimizer, weights, slope)
-            assert theirs.get_scale() == 128
-
-
 # What is refused changes nothing. What PyTorch's class refuses has its type.
 
 
@@ -291,15 +269,13 @@ OUTSIDE = {
     "growth_factor": (INF, NAN, 1.0),
     "init_scale": (0.0, -1.0, NAN, INF, "8"),
 }
-OF_ANOTHER_TYPE = [({"process_group": "world"}, "process_group"), ({"rule": 8.0}, "scaling rule")]
+OF_ANOTHER_TYPE = [({"process_group": "world"}, "process_group")]
 ARGUMENTS = [
     *OF_ANOTHER_TYPE,
     ({"device": 65536.0}, r"torch\.cuda\.amp\.GradScaler"),
     ({"enabled": 1}, "`enabled`"),
     ({"min_scale": 2.0, "init_scale": 1.0}, "`initial_scale` must be between"),
     ({"max_scale": 2.0**127}, "`max_scale`"),
-    ({"rule": FixedScale(8.0), "growth_factor": 3.0}, "`rule` already says.*growth_factor=3.0"),
-    ({"rule": DynamicScale(), "min_scale": 2.0}, "`rule` already says.*min_scale=2.0"),
     *(
         ({name: value}, rf"`{name.replace('init_', 'initial_')}` must .*Received")
         for name, values in OUTSIDE.items()
