@@ -164,7 +164,7 @@ class GradScaler(torch.amp.GradScaler):
         """Forgets optimizers and observers, which a copy does not share."""
         self._records: dict[int, _OptimizerRecord] = {}
         self._observers = Observers()
-        self._observers.add(FloorWarning("GradScaler(min_scale=2.0**-24)"))
+        self._observers.add(FloorWarning())
 
     def _record_of(self, optimizer: Optimizer) -> _OptimizerRecord:
         key, parameters = id(optimizer), parameters_of(optimizer)

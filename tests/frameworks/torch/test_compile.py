@@ -25,7 +25,7 @@ def made(inner=torch.optim.SGD, by="host"):
     flags = {"fused": True} if by == "device" else {}
     optimizer = inner(model.parameters(), lr=0.1, momentum=0.5, **flags)
     if by == "scaler":
-        return model, scaler(optimizer, init_scale=8.0, growth_interval=1, max_scale=2.0**8)
+        return model, scaler(optimizer, rule=RULE)
     return model, wrapper(optimizer, rule=RULE, decide=by)
 
 

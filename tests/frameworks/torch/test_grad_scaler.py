@@ -545,7 +545,8 @@ def test_overflows_at_the_lowest_scale_are_warned_of_once():
     one_step(scaler, optimizer, weights, torch.inf)
     assert scaler.get_scale() == 2.0
     with pytest.warns(
-        LossScaleWarning, match=r"minimum loss scale, 2:.* GradScaler\(min_scale=2.0\*\*-24\)"
+        LossScaleWarning,
+        match=r"minimum loss scale, 2:.*batches out\. .* use min_scale=2.0\*\*-24\.",
     ) as warned:
         one_step(scaler, optimizer, weights, torch.inf)
     package = pathlib.Path(lossscale.__file__).parent
