@@ -404,8 +404,8 @@ tests/frameworks/torch/test_wrong_calls.py
     torch check_needs_no_closure: name.endswith(_IN_STEP) -> False  -k mistakes
     torch step_with_closure: _is_sam(part) -> False  -k mistakes
     torch step_with_closure: 'closure' in str(error) -> False  -k mistakes
-    torch InnerSettings.__setattr__: self._check_no_setting(name) -> pass  -k mistakes
-    torch InnerSettings.__getattr__: name in _INSTEAD -> False  -k mistakes
+    torch InnerAttributes.__setattr__: self._check_no_setting(name) -> pass  -k mistakes
+    torch InnerAttributes.__getattr__: name in _INSTEAD -> False  -k mistakes
     torch _dense: not gradient.is_coalesced() -> False  -k one_index
     torch LossScaleOptimizer._unscale_: if decision.empty: return decision
         -> pass  -k before_there_are_gradients

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,8 +21,15 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lossscale.checks import checked_truth
-from lossscale.errors import CallOrderError, ScalerArgumentError
+from lossscale.checks import SMALLEST_SCALE, checked_number, checked_truth
+from lossscale.errors import (
+    AlreadyWrappedError,
+    ArgumentError,
+    ArgumentTypeError,
+    CallOrderError,
+    ScalerArgumentError,
+)
+from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.rules import DynamicScale, ScaleState
 from lossscale.torch import fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
@@ -30,21 +37,83 @@ from lossscale.torch.master_weights import compares_once
 from lossscale.torch.observers import Decided, FloorWarning, Observers, SkippedStepHook, Stepped
 from lossscale.torch.optimizer_list import parts_of
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
-from lossscale.torch.scale import FirstSteps, Flag, SkipCount
-from lossscale.torch.scaling import mapped, read, read_all, scalar, scaled, uncompiled
-from lossscale.torch.settings import DEFAULTS, as_of_a_scaler, check_steppable, new_scale_of
+from lossscale.torch.scale import FirstSteps, Flag
+from lossscale.torch.scaling import is_captured, mapped, read, read_all, scalar, scaled, uncompiled
 
 Losses = TypeVar("Losses")
 
+DEFAULTS = DynamicScale(initial_scale=2.0**16, min_scale=SMALLEST_SCALE)
+"""The defaults of PyTorch's scaler, and the lowest safe scale."""
+
 _OF_ONE_SCALER = frozenset({"_records", "_observers", "_last_skipped"})
 """Attributes that a copy does not share."""
+
+_MOST_FLAGS = 100
+"""After how many flags their sum replaces them."""
+
+
+class _SkipCount:
+    """Number of steps and of skipped steps; the host waits only when it reads them.
+
+    Args:
+        skipped: Number of skipped steps so far.
+    """
+
+    def __init__(self, skipped: int = 0) -> None:
+        self._made, self._skipped = 0, skipped
+        # Flags that were not read yet, and on the device of a CUDA graph the numbers of steps and
+        # of skipped steps in its replays.
+        self._flags: list[Tensor] = []
+        self._replayed: Tensor | None = None
+
+    def add(self, flag: Flag) -> None:
+        """Counts a step.
+
+        Args:
+            flag: Whether it is skipped: a bool, or a float32 scalar tensor, 1 or 0.
+        """
+        if isinstance(flag, bool):
+            self._made, self._skipped = self._made + 1, self._skipped + flag
+            return
+        if is_captured(flag):
+            # Each replay counts. What a graph allocates would be 0 again at each.
+            if self._replayed is not None:
+                self._replayed += torch.stack([torch.ones_like(flag), flag])
+            return
+        if flag.is_cuda and self._replayed is None:
+            self._replayed = torch.zeros(2, device=flag.device)
+        self._made += 1
+        self._flags.append(flag)
+        if len(self._flags) > _MOST_FLAGS:
+            self._flags = [self._sum()]
+
+    def _sum(self) -> Tensor:
+        return torch.stack([flag.to(self._flags[0].device) for flag in self._flags]).sum()
+
+    def read(self) -> tuple[int, int]:
+        """Returns the numbers of steps and of skipped steps; waits for the device once."""
+        if self._replayed is not None:
+            # A graph may have been replayed.
+            if self._flags:
+                self._replayed[1] += self._sum()
+            made, skipped = map(int, self._replayed.tolist())
+            self._replayed.zero_()
+        else:
+            made, skipped = 0, int(self._sum()) if self._flags else 0
+        self._made, self._skipped, self._flags = self._made + made, self._skipped + skipped, []
+        return self._made, self._skipped
+
+    @property
+    def skipped(self) -> int:
+        """Number of skipped steps."""
+        return self.read()[1]
 
 
 class _OptimizerRecord:
     """A scaler's record of an optimizer: its parameters and the number of skipped steps."""
 
     def __init__(self, parameters: Sequence[Tensor], process_group: ranks.Groups) -> None:
-        self.info, self.count = ParameterInfo(parameters, process_group), SkipCount()
+        self.info, self.count = ParameterInfo(parameters, process_group), _SkipCount()
         self.first_steps = FirstSteps()
 
 
@@ -52,7 +121,7 @@ def _setting(name: str) -> Any:
     """A number of PyTorch's scaler, which is one of the rule, and is checked when it is set."""
 
     def put(self: Any, value: Any) -> None:
-        with as_of_a_scaler():
+        with _as_of_a_scaler():
             self._rule = dataclasses.replace(self._rule, **{name: value})
         self._limit_growth_tracker()
 
@@ -143,7 +212,7 @@ class GradScaler(torch.amp.GradScaler):
                 "argument of torch.cuda.amp.GradScaler is `init_scale`; here that is the second. "
                 f"Received: device={device!r}."
             )
-        with as_of_a_scaler():
+        with _as_of_a_scaler():
             made = DynamicScale(
                 init_scale,
                 growth_interval=growth_interval,
@@ -154,7 +223,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         enabled = checked_truth("enabled", enabled, ScalerArgumentError)
         groups_of((), process_group)
-        self._rule, self._process_group, self._skips = made, process_group, SkipCount()
+        self._rule, self._process_group, self._skips = made, process_group, _SkipCount()
         numbers = made.growth_factor, made.backoff_factor, made.growth_interval
         super().__init__(device, made.initial_scale, *numbers, enabled)
         self._least = made.initial_scale
@@ -223,7 +292,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        check_steppable(optimizer)
+        _check_steppable(optimizer)
         super().unscale_(optimizer)
         entry = self._per_optimizer_states[id(optimizer)]
         if entry.get("is_empty"):
@@ -277,7 +346,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
-        check_steppable(optimizer)
+        _check_steppable(optimizer)
         if any(map(callable, args)) or "closure" in kwargs:
             raise CallOrderError(
                 "step() of a GradScaler takes no closure: the optimizer would see scaled losses. "
@@ -395,7 +464,7 @@ class GradScaler(torch.amp.GradScaler):
         else:
             if self._scale is not None:
                 self._check_scale_growth_tracker("update")
-            self._set_scale(new_scale_of(new_scale, self._rule))
+            self._set_scale(_new_scale_of(new_scale, self._rule))
         if left_out is not False:
             self._notify(left_out)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
@@ -534,7 +603,7 @@ class GradScaler(torch.amp.GradScaler):
         # Not by `get_scale`, which PyTorch's method does not call here.
         number = self._init_scale if self._scale is None else float(self._scale)
         now = ScaleState(number, self._get_growth_tracker())
-        with as_of_a_scaler():
+        with _as_of_a_scaler():
             self._rule, state, skipped = state_dicts.read_scaler_state(state_dict, self._rule, now)
         self._set_scale(state.scale)
         self._init_growth_tracker = state.good_steps
@@ -542,10 +611,10 @@ class GradScaler(torch.amp.GradScaler):
             self._growth_tracker.fill_(state.good_steps)
         self._limit_growth_tracker()
         if skipped is not None:
-            self._skips = SkipCount(skipped)
+            self._skips = _SkipCount(skipped)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "_skips": SkipCount(self._skips.skipped)}
+        state = {**super().__getstate__(), "_skips": _SkipCount(self._skips.skipped)}
         return {name: value for name, value in state.items() if name not in _OF_ONE_SCALER}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -567,3 +636,63 @@ def _results_in(entries: Iterable[dict[str, Any]]) -> dict[int, Tensor]:
 
 def _skips_by_itself(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+# --- Arguments ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _as_of_a_scaler() -> Iterator[None]:
+    """Raises an `ArgumentError` as one that is also an `AssertionError`, as PyTorch's are."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise ScalerArgumentError(str(error)) from None
+
+
+def _new_scale_of(new_scale: object, rule: DynamicScale) -> float:
+    """Returns the number that `update(new_scale)` sets.
+
+    Args:
+        new_scale: A number, or a tensor with one element that needs no gradient.
+        rule: The rule, whose range it must lie in.
+
+    Raises:
+        ScalerArgumentError: If it is none of these.
+    """
+    if isinstance(new_scale, Tensor) and new_scale.requires_grad:
+        raise ScalerArgumentError(f"`new_scale` requires a gradient. Received: {new_scale!r}.")
+    with _as_of_a_scaler():
+        number = checked_number("new_scale", new_scale)
+    if float(rule.restored(rule.init()._replace(scale=number)).scale) != number:
+        raise ScalerArgumentError(
+            f"`new_scale` must be a scale of the scaler's rule, {rule!r}. Received: new_scale="
+            f"{new_scale!r}. Make the scaler with another `min_scale` or `max_scale`."
+        )
+    return number
+
+
+def _check_steppable(optimizer: Any) -> None:
+    """Refuses optimizers that a scaler cannot step.
+
+    Raises:
+        ArgumentTypeError: If it is not an optimizer.
+        AlreadyWrappedError: If it is a LossScaleOptimizer.
+    """
+    if isinstance(optimizer, FrontDoor):
+        raise AlreadyWrappedError(
+            "This optimizer is a LossScaleOptimizer, which scales by itself. Use it without a "
+            f"GradScaler, or pass its inner optimizer. Received: {optimizer!r}."
+        )
+    if isinstance(optimizer, (list, tuple)):
+        raise ArgumentTypeError(
+            "A GradScaler steps one optimizer at a time. Write scaler.step(first) and "
+            "scaler.step(second); after scaler.unscale_(first) and scaler.unscale_(second), both "
+            f"step or none. Received: a {type(optimizer).__name__}."
+        )
+    if not hasattr(optimizer, "param_groups"):
+        raise ArgumentTypeError(
+            "A GradScaler unscales and steps an optimizer, such as "
+            f"torch.optim.AdamW(model.parameters()). Received: {optimizer!r} of type "
+            f"{type(optimizer).__name__}."
+        )
