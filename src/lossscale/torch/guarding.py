@@ -11,7 +11,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError, first_names
-from lossscale.packages import warn
 from lossscale.torch.averages import HeldBack
 from lossscale.torch.buffers import guard_model, innermost, memory_of, unguard_model
 from lossscale.torch.grad_scaler import GradScaler
@@ -19,8 +18,6 @@ from lossscale.torch.master_weights import MasterWeights
 from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
 from lossscale.torch.scheduler import GuardedScheduler
 
-_LARGE = 64 * 2**20
-"""Bytes of buffers above which a warning names the argument to choose some."""
 Model = TypeVar("Model", bound=Module)
 
 
@@ -60,7 +57,8 @@ def guard(scheduler: Any, optimizer: Any, *, buffers: Iterable[str] | None = Non
     a state is loaded into the model or a part of it, and after each applied step. Call `guard`
     again after you write into a buffer, as `update_bn` does, or a skipped step may undo it; and
     after you add modules or buffers. A second guard replaces the first, and `unguard` removes it.
-    Copies and pickles of the model are not guarded. One copy of the buffers is held.
+    Copies and pickles of the model are not guarded. One copy of the buffers is held: register large
+    tables that no forward pass changes with `persistent=False`.
 
     `update_parameters` of a `torch.optim.swa_utils.AveragedModel` does nothing, if every step since
     its last call was skipped. It averages the masters of parameters that have one in a
@@ -151,18 +149,6 @@ def _checked_names(model: Any, names: Iterable[str] | None) -> set[str]:
     return {name for name, tensor in tensors.items() if id(tensor) in chosen}
 
 
-def _warn_of_large(sizes: dict[str, int]) -> None:
-    """Warns if the buffers with these names are large."""
-    total = sum(sizes.values())
-    if total > _LARGE:
-        name = max(sizes, key=sizes.__getitem__)
-        warn(
-            f"guard(model, optimizer) copies {total / 2**20:.0f} MiB of buffers in each step; "
-            f"the largest is {name!r}, {sizes[name] / 2**20:.0f} MiB. Register tables that no "
-            "forward pass changes with persistent=False."
-        )
-
-
 def _guarded_model(model: Any, optimizer: Any, buffers: Iterable[str] | None) -> Any:
     several = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     several = list(map(wrapper_in, several))
@@ -182,7 +168,7 @@ def _guarded_model(model: Any, optimizer: Any, buffers: Iterable[str] | None) ->
         vars(model)["update_parameters"] = HeldBack(model, given, holders)
     elif several:
         inner = innermost(model)
-        _warn_of_large(guard_model(inner, several, _checked_names(inner, buffers)))
+        guard_model(inner, several, _checked_names(inner, buffers))
     return model
 
 

@@ -70,8 +70,4 @@ class GuardedScheduler:
         (object.__setattr__ if own else setattr)(self if own else self.scheduler, name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _blank, (), self.__dict__.copy()
-
-
-def _blank() -> GuardedScheduler:
-    return object.__new__(GuardedScheduler)
+        return object.__new__, (GuardedScheduler,), self.__dict__.copy()

@@ -215,9 +215,17 @@ class LossScaleState:
 
     def scaler_state_dict(self) -> dict[str, Any]:
         """Returns the state in the format of `torch.amp.GradScaler`: Python numbers."""
-        scale, numbers = self._scale, self._scale.numbers()
-        state = type(scale.first)(*(numbers[field] for field in scale.first._fields))
-        return scaler_state(scale.rule, state, numbers["steps_skipped"])
+        rule, numbers = self._scale.rule, self._scale.numbers()
+        # Without factors, PyTorch's class would skip and never lower the scale.
+        has_none = rule.checks_gradients and not isinstance(rule, DynamicScale)
+        settings = DynamicScale() if has_none else rule
+        return {
+            "scale": float(numbers["scale"]),
+            **{name: setting(settings, name) for name in _SETTINGS},
+            "_growth_tracker": numbers.get("good_steps", 0),
+            # PyTorch's class ignores this key.
+            "steps_skipped": numbers["steps_skipped"],
+        }
 
 
 # --- Of gradient scalers ----------------------------------------------------------------------
@@ -229,20 +237,6 @@ def setting(rule: ScaleRule, name: str) -> Any:
     For a rule without them the scale is fixed: the factor is 1, and the interval the longest.
     """
     return getattr(rule, name, LONGEST_INTERVAL if name == "growth_interval" else 1.0)
-
-
-def scaler_state(rule: ScaleRule, state: ScaleState, steps_skipped: int) -> dict[str, Any]:
-    """Returns a state dictionary that `torch.amp.GradScaler` can load; Python numbers only."""
-    # Without factors, PyTorch's class would skip and never lower the scale.
-    has_none = rule.checks_gradients and not isinstance(rule, DynamicScale)
-    settings = DynamicScale() if has_none else rule
-    return {
-        "scale": float(state.scale),
-        **{name: setting(settings, name) for name in _SETTINGS},
-        "_growth_tracker": getattr(state, "good_steps", 0),
-        # PyTorch's class ignores this key.
-        "steps_skipped": steps_skipped,
-    }
 
 
 def read_scaler_state(

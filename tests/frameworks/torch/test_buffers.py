@@ -573,18 +573,6 @@ def test_buffers_may_be_named_and_a_second_guard_replaces_the_first():
         guard(model, optimizer)
 
 
-def test_large_buffers_are_a_warning_that_says_how_tables_are_registered():
-    model, optimizer, _ = guarded()
-    table = torch.zeros(65 * 2**18)
-    model.register_buffer("table", table)
-    words = r"65 MiB.*'table'.*persistent=False"
-    with pytest.warns(lossscale.LossScaleWarning, match=words):
-        guard(model, optimizer)
-    model.register_buffer("table", table, persistent=False)
-    model.register_buffer("quantized", table.view(torch.int8))
-    guard(model, optimizer)
-
-
 def test_models_that_have_nothing_to_guard():
     model, optimizer, _ = guarded()
     # A scaler that is not enabled skips nothing.
