@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -102,11 +102,6 @@ class _SkipCount:
             made, skipped = 0, int(self._sum()) if self._flags else 0
         self._made, self._skipped, self._flags = self._made + made, self._skipped + skipped, []
         return self._made, self._skipped
-
-    @property
-    def skipped(self) -> int:
-        """Number of skipped steps."""
-        return self.read()[1]
 
 
 class _OptimizerRecord:
@@ -354,9 +349,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         # An entry is made for what is asked for by index.
         if self._per_optimizer_states.get(id(optimizer), {}).get("stage") is OptState.UNSCALED:
-            # Those that `unscale_` has unscaled may have been clipped together.
-            states = self._per_optimizer_states.items()
-            self._share_overflows({k: e for k, e in states if e["stage"] is OptState.UNSCALED})
+            self._share_overflows()
         alone = _skips_by_itself(optimizer) and not fused.takes_a_scaler(optimizer.step)
         step = self._step_that_skips_by_itself if alone else super().step
         result: float | None = step(optimizer, *args, **kwargs)
@@ -396,9 +389,14 @@ class GradScaler(torch.amp.GradScaler):
         entry["stage"] = OptState.STEPPED
         return result
 
-    def _share_overflows(self, entries: Mapping[int, dict[str, Any]]) -> None:
-        """Each of some optimizers, which have yet to step, sees the overflows of all."""
-        some = {key: entry for key, entry in entries.items() if "is_shared" not in entry}
+    def _share_overflows(self) -> None:
+        """The optimizers that were unscaled, and maybe clipped, together see the overflows of all.
+
+        Those that have stepped before are not among them.
+        """
+        states = self._per_optimizer_states.items()
+        unscaled = {key: entry for key, entry in states if entry["stage"] is OptState.UNSCALED}
+        some = {key: entry for key, entry in unscaled.items() if "is_shared" not in entry}
         overflows = [t for entry in some.values() for t in entry["found_inf_per_device"].values()]
         if len(overflows) < 2:
             return
@@ -457,14 +455,13 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        left_out = self._left_out()
-        self._skips.add(self._skipped_since_update())
-        if new_scale is None:
+        number = None if new_scale is None else _new_scale_of(new_scale, self._rule)
+        left_out, skipped = self._left_out(), self._skipped_since_update()
+        if number is None:
             self._move()
         else:
-            if self._scale is not None:
-                self._check_scale_growth_tracker("update")
-            self._set_scale(_new_scale_of(new_scale, self._rule))
+            self._set_scale(number)
+        self._skips.add(skipped)
         if left_out is not False:
             self._notify(left_out)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
@@ -533,7 +530,7 @@ class GradScaler(torch.amp.GradScaler):
     @property
     def steps_skipped(self) -> int:
         """The number of skipped steps; several before one `update` count as one."""
-        return self._skips.skipped + bool(self._skipped_since_update())
+        return self._skips.read()[1] + bool(self._skipped_since_update())
 
     def register_step_skipped_hook(self, hook: Callable[[Optimizer], object]) -> RemovableHandle:
         """Registers a function that is called with each optimizer whose step is skipped.
@@ -614,7 +611,7 @@ class GradScaler(torch.amp.GradScaler):
             self._skips = _SkipCount(skipped)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "_skips": _SkipCount(self._skips.skipped)}
+        state = {**super().__getstate__(), "_skips": _SkipCount(self._skips.read()[1])}
         return {name: value for name, value in state.items() if name not in _OF_ONE_SCALER}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -435,7 +435,9 @@ SETS = {
     ("name", "value"), [(name, value) for name, values in SETS.items() for value in values]
 )
 def test_d7_a_useless_number_that_is_set_changes_nothing(name, value):
-    scaler = GradScaler("cpu")
+    weights, optimizer, scaler = with_scaler()
+    scaler.scale((weights[0] * INF).sum()).backward()
+    scaler.step(optimizer)
     before = scaler.state_dict()
     calls = [scaler.update]
     if name != "new_scale":
@@ -444,38 +446,15 @@ def test_d7_a_useless_number_that_is_set_changes_nothing(name, value):
         with pytest.raises(ArgumentError, match=name):
             call(value)
     assert scaler.state_dict() == before
-    # It takes every other number.
+    # It takes every other number, and counts the skipped step once.
     for new in (4, 4.0, torch.tensor(4.0), torch.tensor([4])):
         scaler.update(new)
         assert scaler.get_scale() == scaler.scale(torch.ones(())) == 4
-
-
-@both
-@pytest.mark.parametrize("cls", [torch.optim.LBFGS, torch.optim.SGD])
-def test_d7_d24_a_closure_by_place_is_refused(make, mended, cls):
-    weights, scaler, seen = weights_of(1), make("cpu", init_scale=8.0), []
-    inner = cls(weights, lr=0.1)
-
-    def closure():
-        inner.zero_grad()
-        loss = scaler.scale((weights[0] ** 2).sum())
-        loss.backward()
-        seen.append(float(loss.detach()))
-        return loss
-
-    closure()
-    if not mended:
-        # It trains on losses that are 8 times too large.
-        scaler.step(inner, closure)
-        assert seen[1] == 24.0
-        return
-    before = numbers(weights)
-    with pytest.raises(RuntimeError, match="takes no closure"):
-        scaler.step(inner, closure)
-    assert numbers(weights) == before
-    if cls is torch.optim.SGD:
-        # As Accelerate and torch.distributed.checkpoint call it.
-        scaler.step(inner, None)
+        assert scaler.steps_skipped == 1
+    # Also before its first loss.
+    fresh = GradScaler("cpu")
+    fresh.update(4.0)
+    assert fresh.get_scale() == 4.0
 
 
 @both
