@@ -519,18 +519,25 @@ def test_no_gradients_are_neither_a_good_nor_a_bad_step_where_pytorchs_class_rai
         assert scale_and_tracker(scaler) == (8.0, 0)
 
 
-def test_overflows_at_the_lowest_scale_are_warned_of_once():
+@pytest.mark.parametrize("is_monitored", [False, True])
+def test_overflows_at_the_lowest_scale_are_warned_of_once(is_monitored):
     weights, optimizer, scaler = with_scaler("sgd", init_scale=4.0, min_scale=2.0)
-    one_step(scaler, optimizer, weights, torch.inf)
-    assert scaler.get_scale() == 2.0
-    with pytest.warns(
-        LossScaleWarning,
-        match=r"minimum loss scale, 2:.*batches out\. .* use min_scale=2.0\*\*-24\.",
-    ) as warned:
+    monitor = is_monitored and lossscale.torch.Monitor(scaler, [("weight", weights[0])])
+
+    def skip():
         one_step(scaler, optimizer, weights, torch.inf)
+        if is_monitored:
+            monitor.step()
+
+    skip()
+    assert scaler.get_scale() == 2.0
+    # It takes no rule.
+    words = r"minimum loss scale, 2.*batches out\. .* use min_scale=2.0\*\*-24\."
+    with pytest.warns(LossScaleWarning, match=words) as warned:
+        skip()
     package = pathlib.Path(lossscale.__file__).parent
     assert not pathlib.Path(warned[0].filename).is_relative_to(package)
-    one_step(scaler, optimizer, weights, torch.inf)
+    skip()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0, -1.0])
@@ -553,11 +560,3 @@ def test_a_replaced_unscale_grads_allows_float16_parameters_as_trainers_write_it
     for _ in range(2):
         one_step(scaler, optimizer, weights, unscale=True)
     assert numbers(weights) == [[0.0] * 3]
-
-
-@both
-def test_a_warmup_that_begins_at_a_rate_of_0_without_gradients_moves_the_scale(make, mended):
-    weights = [torch.nn.Parameter(torch.ones(3))]
-    optimizer, scaler = torch.optim.SGD(weights, lr=0.0), make("cpu", 8.0, growth_interval=1)
-    one_step(scaler, optimizer, weights, 0.0)
-    assert scaler.get_scale() == 16.0

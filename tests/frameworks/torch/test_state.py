@@ -435,9 +435,3 @@ def test_a_scale_outside_of_the_range_is_brought_into_it(scale, becomes, by):
     multiply = loads.scale_loss if by == "wrapper" else loads.scale
     assert multiply(torch.ones(())) == becomes
     assert (loads.dynamic_counter if by == "wrapper" else loads._get_growth_tracker()) == 0
-
-
-def test_a_tracker_is_brought_before_the_interval():
-    scaler = GradScaler("cpu", growth_interval=5)
-    scaler.load_state_dict({"scale": 8.0, "_growth_tracker": 100})
-    assert scale_and_tracker(scaler) == (8.0, 4)
