@@ -275,7 +275,7 @@ def scaler(optimizer, *, rule=None, **arguments):
 
 def wrapper(optimizer, **arguments):
     first = {} if "rule" in arguments else {"initial_scale": 8.0}
-    return Wrapper(wrapped(optimizer, **first, **arguments))
+    return Wrapper(wrapped(optimizer, **{**first, **arguments}))
 
 
 OURS = {"scaler": scaler, "wrapper": wrapper}
