@@ -125,7 +125,8 @@ def test_no_number_of_overflows_takes_the_scale_below_its_floor(wrapper, min_sca
 AT_THE_FLOOR = {
     "warns": (
         DynamicScale(4.0, min_scale=2.0),
-        r"minimum loss scale, 2:.*overflows_before_backoff=2\).*min_scale=2\.0\*\*-24",
+        r"minimum loss scale, 2:.*leave such batches out, or.*overflows_before_backoff=2\)\. "
+        r"If gradients .*rule=DynamicScale\(min_scale=2\.0\*\*-24\)",
     ),
     "as low as it may be": (
         DynamicScale(2.0**-23, min_scale=2.0**-24),

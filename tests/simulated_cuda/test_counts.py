@@ -151,7 +151,6 @@ def unscaled_together(way):
     )
 
 
-WAITING = lossscale.DynamicScale(2.0**10, overflows_before_backoff=2)
 WAITS = {
     "nothing": (lambda way: None, 0),
     "a repr": (lambda way: then(way, lambda: repr(way.scaler)), 0),
@@ -166,10 +165,6 @@ WAITS = {
     "a guard": (guard, 1),
     # The device chooses.
     "guarded buffers": (guarded_buffers, 0),
-    "a rule of another kind": (
-        lambda way: setattr(way, "scaler", lossscale.torch.GradScaler("cuda", rule=WAITING)),
-        1,
-    ),
     "a number": (lambda way: then(way, way.scaler.get_scale), 1),
 }
 

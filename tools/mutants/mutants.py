@@ -360,13 +360,13 @@ tests/frameworks/torch/test_state.py
     torch LossScaleOptimizer._start_from: self._record.restart(...) -> pass  -k within_a_step_itself
     torch checked_scaler_state: 'growth_tracker' in saved -> False  -k another_scaler
 tests/frameworks/torch/test_beside_torch.py
-    torch GradScaler._move_as_torch: super().update() -> pass  -k four_calls
+    torch GradScaler._move: super().update() -> pass  -k four_calls
     torch GradScaler._step_that_skips_by_itself: entry['stage'] = OptState.STEPPED; return result
         -> return result  -k four_calls
 tests/frameworks/torch/test_grad_scaler.py
     torch unscale_and_check_: recheck -> False  -k d20
-    torch GradScaler._move_as_torch: scale.clamp_(...) -> pass  -k put_back
-    torch GradScaler._move_as_torch: scale.nan_to_num_(...) -> pass  -k put_back
+    torch GradScaler._move: scale.clamp_(...) -> pass  -k put_back
+    torch GradScaler._move: scale.nan_to_num_(...) -> pass  -k put_back
     torch GradScaler._step_that_skips_by_itself: fused.attributes(...)
         -> fused.attributes([optimizer], divisor, None)  -k d25
 tests/frameworks/torch/test_clipping.py
@@ -399,8 +399,8 @@ tests/frameworks/torch/test_wrong_calls.py
     torch check_needs_no_closure: name.endswith(_IN_STEP) -> False  -k mistakes
     torch step_with_closure: _is_sam(part) -> False  -k mistakes
     torch step_with_closure: 'closure' in str(error) -> False  -k mistakes
-    torch InnerSettings.__setattr__: self._check_no_setting(name) -> pass  -k mistakes
-    torch InnerSettings.__getattr__: name in _INSTEAD -> False  -k mistakes
+    torch InnerAttributes.__setattr__: self._check_no_setting(name) -> pass  -k mistakes
+    torch InnerAttributes.__getattr__: name in _INSTEAD -> False  -k mistakes
     torch _dense: not gradient.is_coalesced() -> False  -k one_index
     torch LossScaleOptimizer._unscale_: if decision.empty: return decision
         -> pass  -k before_there_are_gradients

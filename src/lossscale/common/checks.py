@@ -15,6 +15,7 @@ from lossscale.errors import (
     MalformedGradientsError,
 )
 from lossscale.framework_types import Loss, Structure, Tensor
+from lossscale.monitoring.record import advice_at_floor
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule
 
@@ -30,7 +31,6 @@ NOT_UNSCALED = (
 )
 """The warning of an `apply_gradients` whose gradients may still be scaled."""
 
-_USEFUL_FLOOR = 2.0**-24
 # By identity: an optimizer may be unhashable, or equal to another one.
 _wrappers: dict[int, tuple[weakref.ref[object], weakref.ref[object]]] = {}
 
@@ -167,28 +167,24 @@ def flat_list(
     return found
 
 
-def warned_at_floor(
-    rule: ScaleRule, scale: float, write: str = "DynamicScale(min_scale=2.0**-24)"
-) -> bool:
+def warned_at_floor(rule: ScaleRule, scale: float, *, takes_rules: bool = True) -> bool:
     """Warns if a step was skipped at the minimum scale.
 
     Args:
         rule: The rule.
         scale: The loss scale of the step.
-        write: The code that sets a lower minimum.
+        takes_rules: Whether a rule can be passed, as to all but a gradient scaler.
 
     Returns:
         Whether it warned.
     """
     if not isinstance(rule, DynamicScale) or scale > rule.min_scale:
         return False
-    lower = f" If gradients are too large for float16, use {write}."
     warn(
         f"A step was skipped at the minimum loss scale, {scale:g}: a gradient is not finite, and "
-        "the scale cannot fall further. If the loss itself is not finite, no scale helps: leave "
-        "such batches out, or use DynamicScale(overflows_before_backoff=2)."
-        f"{lower if scale > _USEFUL_FLOOR else ''} explain() names the operation that fails, a "
-        "monitor the gradients, and diagnose() says whether another scale helps."
+        f"the scale cannot fall further. {advice_at_floor(scale, takes_rules=takes_rules)} "
+        "explain() names the operation that fails, a monitor the gradients, and diagnose() says "
+        "whether another scale helps."
     )
     return True
 

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 from lossscale.rules import ScaleRule
 
+_USEFUL_FLOOR = 2.0**-24
+"""Below it, a lower minimum is not advised."""
+
 
 class SkipReason(enum.StrEnum):
     """The reason why a step was skipped.
@@ -109,6 +112,22 @@ def is_lowest(rule: ScaleRule, scale: float) -> bool:
     lowest = rule.lowest_scale
     # Rounded to float32, a lowest scale of 0.1 is a little above 0.1.
     return lowest is not None and scale <= lowest * (1 + 2.0**-20)
+
+
+def advice_at_floor(scale: float, *, takes_rules: bool) -> str:
+    """Returns what to do about steps that are skipped at the minimum scale, by their cause.
+
+    Args:
+        scale: The loss scale of the step.
+        takes_rules: Whether a rule can be passed, as to all but a gradient scaler.
+    """
+    rare, lower = "", "min_scale=2.0**-24"
+    if takes_rules:
+        rare = ", or, if they are rare, use rule=DynamicScale(overflows_before_backoff=2)"
+        lower = f"rule=DynamicScale({lower})"
+    of_loss = f"If the loss itself is not finite, no scale helps: leave such batches out{rare}."
+    of_gradients = f" If gradients are too large for float16, use {lower}."
+    return of_loss + (of_gradients if scale > _USEFUL_FLOOR else "")
 
 
 def skip_reason(rule: ScaleRule, scale: float, loss: float | None) -> SkipReason:

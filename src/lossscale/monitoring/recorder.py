@@ -12,6 +12,7 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.monitoring.record import (
     NonfiniteTensor,
     StepRecord,
+    advice_at_floor,
     is_broken,
     is_lowest,
     skip_reason,
@@ -22,10 +23,6 @@ from lossscale.rules import ScaleRule
 _EXPLAIN = (
     "explain() of lossscale.torch, lossscale.optax or lossscale.diagnosis (Keras) names the "
     "operation for one batch."
-)
-_LOWER = (
-    "If diagnose() reports that gradients need a lower scale, pass "
-    "rule=lossscale.DynamicScale(min_scale=2.0**-24)."
 )
 
 
@@ -95,16 +92,19 @@ class Recorder:
     Args:
         settings: The arguments of the monitor.
         rule: The rule of the loss scale.
+        takes_rules: Whether a rule can be passed, as to all but a gradient scaler.
 
     Attributes:
         settings: The arguments of the monitor.
         last_record: The last record, or None.
     """
 
-    def __init__(self, settings: MonitorSettings, rule: ScaleRule) -> None:
+    def __init__(
+        self, settings: MonitorSettings, rule: ScaleRule, *, takes_rules: bool = True
+    ) -> None:
         self.settings = settings
         self.last_record: StepRecord | None = None
-        self._rule = rule
+        self._rule, self._takes_rules = rule, takes_rules
         self._writes = False
         self._warned_of_floor = self._warned_of_loss = False
 
@@ -188,15 +188,17 @@ class Recorder:
                 self._warned_of_loss = True
                 warn(
                     f"The loss of step {record.step} is {record.loss}, which no loss scale can "
-                    f"prevent. Check the data of this batch and the learning rate. {_EXPLAIN}"
+                    "prevent. Check the data and the learning rate, and leave such batches out. "
+                    f"{_EXPLAIN}"
                 )
         elif not is_lowest(self._rule, record.scale):
             self._warned_of_floor = False
         elif record.skipped and not self._warned_of_floor:
             self._warned_of_floor = True
+            advice = advice_at_floor(record.scale, takes_rules=self._takes_rules)
             warn(
                 f"Step {record.step} was skipped at the minimum loss scale, {record.scale:g}. "
-                f"{_evidence(record)} {_EXPLAIN} {_LOWER}"
+                f"{_evidence(record)} {_EXPLAIN} {advice}"
             )
 
 

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from lossscale.torch.averages import float32_state_dict as float32_state_dict
     from lossscale.torch.explaining import explain as explain
     from lossscale.torch.grad_scaler import GradScaler as GradScaler
+    from lossscale.torch.guarding import guard as guard
+    from lossscale.torch.guarding import unguard as unguard
     from lossscale.torch.installation import install as install
     from lossscale.torch.master_weights import MasterWeights as MasterWeights
     from lossscale.torch.monitor import Monitor as Monitor
     from lossscale.torch.optimizer import LossScaleOptimizer as LossScaleOptimizer
-    from lossscale.torch.scheduler import guard as guard
-    from lossscale.torch.scheduler import unguard as unguard
 else:
     # To import this module is not to import PyTorch; to take a name out of it is.
     __getattr__ = registry.imported_late(
@@ -48,9 +48,9 @@ else:
         diagnose="lossscale.diagnosis.torch",
         explain="lossscale.torch.explaining",
         float32_state_dict="lossscale.torch.averages",
-        guard="lossscale.torch.scheduler",
+        guard="lossscale.torch.guarding",
         install="lossscale.torch.installation",
-        unguard="lossscale.torch.scheduler",
+        unguard="lossscale.torch.guarding",
     )
 
 

@@ -33,16 +33,13 @@ _removals: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
 _is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
-def guard_model(model: Module, steppers: Sequence[Stepper], names: set[str]) -> dict[str, int]:
+def guard_model(model: Module, steppers: Sequence[Stepper], names: set[str]) -> None:
     """Makes the buffers of a model follow the steps of optimizers; replaces an earlier guard.
 
     Args:
         model: The module, not wrapped.
         steppers: `LossScaleOptimizer` or `GradScaler` instances.
         names: The names of buffers that get their bits back, besides the statistics of norms.
-
-    Returns:
-        The names and sizes, in bytes, of the buffers that are copied in each step.
 
     Raises:
         ArgumentTypeError: If a part of the model is scripted or traced.
@@ -60,7 +57,6 @@ def guard_model(model: Module, steppers: Sequence[Stepper], names: set[str]) -> 
     # The buffers are not kept longer than the model.
     _removals[model] = weakref.finalize(model, _remove, handles)
     _removals[model].atexit = False
-    return {each.path: each.copy.nbytes for each in made.followed}
 
 
 def unguard_model(model: Module) -> None:

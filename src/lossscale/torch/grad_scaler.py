@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -20,52 +21,106 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lossscale.checks import checked_truth
-from lossscale.errors import CallOrderError, ScalerArgumentError
-from lossscale.rules import DynamicScale, ScaleRule
+from lossscale.checks import SMALLEST_SCALE, checked_number, checked_truth
+from lossscale.errors import (
+    AlreadyWrappedError,
+    ArgumentError,
+    ArgumentTypeError,
+    CallOrderError,
+    ScalerArgumentError,
+)
+from lossscale.optimizer import LossScaleOptimizer as FrontDoor
+from lossscale.rules import DynamicScale, ScaleState
 from lossscale.torch import fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.master_weights import compares_once
 from lossscale.torch.observers import Decided, FloorWarning, Observers, SkippedStepHook, Stepped
 from lossscale.torch.optimizer_list import parts_of
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
-from lossscale.torch.scale import FirstSteps, Flag, SkipCount, is_torchs, update_on_host
-from lossscale.torch.scaling import mapped, read, read_all, scalar, scaled, uncompiled
-from lossscale.torch.settings import (
-    DEFAULTS,
-    as_of_a_scaler,
-    check_steppable,
-    new_scale_of,
-    rule_of_a_scaler,
-)
+from lossscale.torch.scale import FirstSteps, Flag
+from lossscale.torch.scaling import is_captured, mapped, read, read_all, scalar, scaled, uncompiled
 
 Losses = TypeVar("Losses")
 
+DEFAULTS = DynamicScale(initial_scale=2.0**16, min_scale=SMALLEST_SCALE)
+"""The defaults of PyTorch's scaler, and the lowest safe scale."""
+
 _OF_ONE_SCALER = frozenset({"_records", "_observers", "_last_skipped"})
 """Attributes that a copy does not share."""
+
+_MOST_FLAGS = 100
+"""After how many flags their sum replaces them."""
+
+
+class _SkipCount:
+    """Number of steps and of skipped steps; the host waits only when it reads them.
+
+    Args:
+        skipped: Number of skipped steps so far.
+    """
+
+    def __init__(self, skipped: int = 0) -> None:
+        self._made, self._skipped = 0, skipped
+        # Flags that were not read yet, and on the device of a CUDA graph the numbers of steps and
+        # of skipped steps in its replays.
+        self._flags: list[Tensor] = []
+        self._replayed: Tensor | None = None
+
+    def add(self, flag: Flag) -> None:
+        """Counts a step.
+
+        Args:
+            flag: Whether it is skipped: a bool, or a float32 scalar tensor, 1 or 0.
+        """
+        if isinstance(flag, bool):
+            self._made, self._skipped = self._made + 1, self._skipped + flag
+            return
+        if is_captured(flag):
+            # Each replay counts. What a graph allocates would be 0 again at each.
+            if self._replayed is not None:
+                self._replayed += torch.stack([torch.ones_like(flag), flag])
+            return
+        if flag.is_cuda and self._replayed is None:
+            self._replayed = torch.zeros(2, device=flag.device)
+        self._made += 1
+        self._flags.append(flag)
+        if len(self._flags) > _MOST_FLAGS:
+            self._flags = [self._sum()]
+
+    def _sum(self) -> Tensor:
+        return torch.stack([flag.to(self._flags[0].device) for flag in self._flags]).sum()
+
+    def read(self) -> tuple[int, int]:
+        """Returns the numbers of steps and of skipped steps; waits for the device once."""
+        if self._replayed is not None:
+            # A graph may have been replayed.
+            if self._flags:
+                self._replayed[1] += self._sum()
+            made, skipped = map(int, self._replayed.tolist())
+            self._replayed.zero_()
+        else:
+            made, skipped = 0, int(self._sum()) if self._flags else 0
+        self._made, self._skipped, self._flags = self._made + made, self._skipped + skipped, []
+        return self._made, self._skipped
 
 
 class _OptimizerRecord:
     """A scaler's record of an optimizer: its parameters and the number of skipped steps."""
 
     def __init__(self, parameters: Sequence[Tensor], process_group: ranks.Groups) -> None:
-        self.info, self.count = ParameterInfo(parameters, process_group), SkipCount()
+        self.info, self.count = ParameterInfo(parameters, process_group), _SkipCount()
         self.first_steps = FirstSteps()
 
 
 def _setting(name: str) -> Any:
-    """A number of PyTorch's scaler, which is one of the rule; setting it checks it."""
+    """A number of PyTorch's scaler, which is one of the rule, and is checked when it is set."""
 
     def put(self: Any, value: Any) -> None:
-        with as_of_a_scaler():
-            self._rule = rule = state_dicts.with_settings(self._rule, **{name: value})
-        # PyTorch tests equality, so a count beyond the interval would never reach it.
-        most = rule.growth_interval - 1
-        self._init_growth_tracker = min(self._init_growth_tracker, most)
-        if self._growth_tracker is not None:
-            self._growth_tracker.clamp_(max=most)
+        with _as_of_a_scaler():
+            self._rule = dataclasses.replace(self._rule, **{name: value})
+        self._limit_growth_tracker()
 
-    return property(lambda self: state_dicts.setting(self._rule, name), put)
+    return property(lambda self: getattr(self._rule, name), put)
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -89,7 +144,6 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: Number of finite steps in a row that raise the scale, at least 1.
         enabled: If False, `scale` and `step` pass through, and the other methods do nothing. With
             "cuda" on a machine without CUDA it becomes False, with a warning.
-        rule: A rule of this library instead of these numbers, such as `FixedScale(128)`.
         min_scale: The lowest loss scale; None stands for 2**-126.
         max_scale: The highest; None stands for 2**126.
         process_group: A `torch.distributed.ProcessGroup`, or a list of them, whose processes skip
@@ -98,7 +152,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         ScalerArgumentError: If a value cannot be used.
-        ArgumentTypeError: If `rule` or `process_group` is something else.
+        ArgumentTypeError: If `process_group` is something else.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
@@ -125,9 +179,6 @@ class GradScaler(torch.amp.GradScaler):
     _per_optimizer_states: dict[int, dict[str, Any]]
     _init_growth_tracker = 0
 
-    _state: Any
-    """The state of the rule; what the tensors hold may be newer."""
-
     _least = 0.0
     """The scale is not below it, unless other code has written to it."""
 
@@ -144,7 +195,6 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = DEFAULTS.growth_interval,
         enabled: bool = True,
         *,
-        rule: ScaleRule | None = None,
         min_scale: float | None = None,
         max_scale: float | None = None,
         process_group: torch.distributed.ProcessGroup
@@ -157,29 +207,28 @@ class GradScaler(torch.amp.GradScaler):
                 "argument of torch.cuda.amp.GradScaler is `init_scale`; here that is the second. "
                 f"Received: device={device!r}."
             )
-        made = rule_of_a_scaler(
-            rule,
-            initial_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            min_scale=min_scale,
-            max_scale=max_scale,
-        )
+        with _as_of_a_scaler():
+            made = DynamicScale(
+                init_scale,
+                growth_interval=growth_interval,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                min_scale=DEFAULTS.min_scale if min_scale is None else min_scale,
+                max_scale=max_scale,
+            )
         enabled = checked_truth("enabled", enabled, ScalerArgumentError)
         groups_of((), process_group)
-        # PyTorch's constructor sets its own numbers; those of `made` replace them below.
-        self._rule: ScaleRule = DEFAULTS
-        super().__init__(device, enabled=enabled)
-        self._rule, self._process_group, self._skips = made, process_group, SkipCount()
+        self._rule, self._process_group, self._skips = made, process_group, _SkipCount()
+        numbers = made.growth_factor, made.backoff_factor, made.growth_interval
+        super().__init__(device, made.initial_scale, *numbers, enabled)
+        self._least = made.initial_scale
         self._forget()
-        self._set_state(made.init())
 
     def _forget(self) -> None:
         """Forgets optimizers and observers, which a copy does not share."""
         self._records: dict[int, _OptimizerRecord] = {}
         self._observers = Observers()
-        self._observers.add(FloorWarning("GradScaler(min_scale=2.0**-24)"))
+        self._observers.add(FloorWarning())
 
     def _record_of(self, optimizer: Optimizer) -> _OptimizerRecord:
         key, parameters = id(optimizer), parameters_of(optimizer)
@@ -238,7 +287,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        check_steppable(optimizer)
+        _check_steppable(optimizer)
         super().unscale_(optimizer)
         entry = self._per_optimizer_states[id(optimizer)]
         if entry.get("is_empty"):
@@ -260,9 +309,7 @@ class GradScaler(torch.amp.GradScaler):
         )
         here = bool(by_device)
         overflow = gradients.any_overflow(by_device.values(), device).to(device)
-        if not self._rule.checks_gradients:
-            overflow.zero_()
-        elif info.groups:
+        if info.groups:
             overflow, _ = ranks.agreed(overflow, here, True, info.groups)
             here = here or overflow.item() >= 0
         # A step in which no process has a gradient does not count.
@@ -296,7 +343,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
-        check_steppable(optimizer)
+        _check_steppable(optimizer)
         if any(map(callable, args)) or "closure" in kwargs:
             raise CallOrderError(
                 "step() of a GradScaler takes no closure: the optimizer would see scaled losses. "
@@ -304,9 +351,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         # An entry is made for what is asked for by index.
         if self._per_optimizer_states.get(id(optimizer), {}).get("stage") is OptState.UNSCALED:
-            # Those that `unscale_` has unscaled may have been clipped together.
-            states = self._per_optimizer_states.items()
-            self._share_overflows({k: e for k, e in states if e["stage"] is OptState.UNSCALED})
+            self._share_overflows()
         alone = _skips_by_itself(optimizer) and not fused.takes_a_scaler(optimizer.step)
         step = self._step_that_skips_by_itself if alone else super().step
         result: float | None = step(optimizer, *args, **kwargs)
@@ -346,9 +391,14 @@ class GradScaler(torch.amp.GradScaler):
         entry["stage"] = OptState.STEPPED
         return result
 
-    def _share_overflows(self, entries: Mapping[int, dict[str, Any]]) -> None:
-        """Each of some optimizers, which have yet to step, sees the overflows of all."""
-        some = {key: entry for key, entry in entries.items() if "is_shared" not in entry}
+    def _share_overflows(self) -> None:
+        """The optimizers that were unscaled, and maybe clipped, together see the overflows of all.
+
+        Those that have stepped before are not among them.
+        """
+        states = self._per_optimizer_states.items()
+        unscaled = {key: entry for key, entry in states if entry["stage"] is OptState.UNSCALED}
+        some = {key: entry for key, entry in unscaled.items() if "is_shared" not in entry}
         overflows = [t for entry in some.values() for t in entry["found_inf_per_device"].values()]
         if len(overflows) < 2:
             return
@@ -407,14 +457,13 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        left_out = self._left_out()
-        self._skips.add(self._skipped_since_update())
-        if new_scale is None:
+        number = None if new_scale is None else _new_scale_of(new_scale, self._rule)
+        left_out, skipped = self._left_out(), self._skipped_since_update()
+        if number is None:
             self._move()
         else:
-            if self._scale is not None:
-                self._check_scale_growth_tracker("update")
-            self._set_scale(new_scale_of(new_scale, self._rule))
+            self._set_scale(number)
+        self._skips.add(skipped)
         if left_out is not False:
             self._notify(left_out)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
@@ -438,38 +487,25 @@ class GradScaler(torch.amp.GradScaler):
         return bool(by_tensor) and gradients.any_overflow(by_tensor.values())
 
     def _move(self) -> None:
-        """Moves the scale by what the optimizers have found."""
-        rule = self._rule
-        states = self._per_optimizer_states
-        if not states:
-            # It says what is missing.
-            super().update()
+        """Moves the scale by PyTorch's operator, which knows no limits, and keeps it in these."""
+        states, rule = self._per_optimizer_states, self._rule
         entries = [entry for entry in states.values() if not entry.get("is_empty")]
         by_tensor = _results_in(entries)
-        overflow = gradients.any_overflow(by_tensor.values())
-        if by_tensor and is_torchs(rule):
+        if by_tensor:
             # One tensor: PyTorch adds up the others in the first one, which is read later.
+            overflow = gradients.any_overflow(by_tensor.values())
             self._per_optimizer_states = {0: {"found_inf_per_device": {overflow.device: overflow}}}
-            self._move_as_torch(rule, all(entry.get("skipped") is False for entry in entries))
+        elif states:
+            self._check_scale_growth_tracker("update")
             return
-        # PyTorch's method calls this, too.
-        now = self._check_scale_growth_tracker("update")
-        if not by_tensor or not rule.is_dynamic:
-            return
-        together = [each.to(overflow.device, torch.float64) for each in (overflow, *now)]
-        overflowed, number, good_steps = read_all(torch.stack(together)).tolist()
-        state = self._adopt(number, int(good_steps))
-        self._set_state(update_on_host(rule, state, not overflowed))
-
-    def _move_as_torch(self, rule: DynamicScale, is_finite: bool) -> None:
-        """Moves the scale by PyTorch's operator, which knows no limits, and keeps it in these."""
         # Where it would pass the highest, it stays, as the rule says.
         is_free = rule.max_scale is None and rule.powers_of_two
         before = None if is_free or self._scale is None else self._scale.clone()
+        # Without results it says what is missing.
         super().update()
         scale = self._scale
         assert scale is not None
-        if not is_finite:
+        if not all(entry.get("skipped") is False for entry in entries):
             self._least *= rule.backoff_factor
             # Other code may have written it, and each step overflows.
             scale.nan_to_num_(nan=rule.min_scale)
@@ -496,7 +532,7 @@ class GradScaler(torch.amp.GradScaler):
     @property
     def steps_skipped(self) -> int:
         """The number of skipped steps; several before one `update` count as one."""
-        return self._skips.skipped + bool(self._skipped_since_update())
+        return self._skips.read()[1] + bool(self._skipped_since_update())
 
     def register_step_skipped_hook(self, hook: Callable[[Optimizer], object]) -> RemovableHandle:
         """Registers a function that is called with each optimizer whose step is skipped.
@@ -511,7 +547,7 @@ class GradScaler(torch.amp.GradScaler):
     # --- The scale ----------------------------------------------------------------------------
 
     @property
-    def rule(self) -> ScaleRule:
+    def rule(self) -> DynamicScale:
         """The rule that moves the loss scale."""
         return self._rule
 
@@ -532,22 +568,12 @@ class GradScaler(torch.amp.GradScaler):
         now: tuple[Tensor, Tensor] = super()._check_scale_growth_tracker(funcname)
         return now
 
-    def _adopt(self, number: float, good_steps: int) -> Any:
-        """The state of the rule with what the tensors hold."""
-        self._state = self._state._replace(scale=number)
-        if "good_steps" in self._state._fields:
-            self._state = self._state._replace(good_steps=good_steps)
-        return self._state
-
-    def _set_state(self, state: Any) -> None:
-        self._state, good_steps = state, getattr(state, "good_steps", 0)
-        if isinstance(self._rule, DynamicScale):
-            # PyTorch tests equality, so a count beyond the interval would never reach it.
-            good_steps = min(good_steps, self._rule.growth_interval - 1)
-        self._init_growth_tracker = good_steps
+    def _limit_growth_tracker(self) -> None:
+        # PyTorch tests equality, so a count beyond the interval would never reach it.
+        most = self._rule.growth_interval - 1
+        self._init_growth_tracker = min(self._init_growth_tracker, most)
         if self._growth_tracker is not None:
-            self._growth_tracker.fill_(self._init_growth_tracker)
-        self._set_scale(float(state.scale))
+            self._growth_tracker.clamp_(max=most)
 
     def _set_scale(self, number: float) -> None:
         self._init_scale = self._least = number
@@ -558,8 +584,7 @@ class GradScaler(torch.amp.GradScaler):
         """The state as Python numbers, which PyTorch's own scaler loads too; empty if disabled."""
         if not self._enabled:
             return {}
-        state = self._adopt(self.get_scale(), self._get_growth_tracker())
-        return state_dicts.scaler_state(self._rule, state, self.steps_skipped)
+        return {**super().state_dict(), "steps_skipped": self.steps_skipped}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this class or of PyTorch's; does nothing if disabled.
@@ -576,17 +601,19 @@ class GradScaler(torch.amp.GradScaler):
             return
         # Not by `get_scale`, which PyTorch's method does not call here.
         number = self._init_scale if self._scale is None else float(self._scale)
-        now = self._adopt(number, self._get_growth_tracker())
-        with as_of_a_scaler():
+        now = ScaleState(number, self._get_growth_tracker())
+        with _as_of_a_scaler():
             self._rule, state, skipped = state_dicts.read_scaler_state(state_dict, self._rule, now)
-        self._set_state(state)
+        self._set_scale(state.scale)
+        self._init_growth_tracker = state.good_steps
+        if self._growth_tracker is not None:
+            self._growth_tracker.fill_(state.good_steps)
+        self._limit_growth_tracker()
         if skipped is not None:
-            self._skips = SkipCount(skipped)
+            self._skips = _SkipCount(skipped)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "_skips": SkipCount(self._skips.skipped)}
-        if self._enabled:
-            state["_state"] = self._adopt(state["_init_scale"], state["_init_growth_tracker"])
+        state = {**super().__getstate__(), "_skips": _SkipCount(self._skips.read()[1])}
         return {name: value for name, value in state.items() if name not in _OF_ONE_SCALER}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -608,3 +635,63 @@ def _results_in(entries: Iterable[dict[str, Any]]) -> dict[int, Tensor]:
 
 def _skips_by_itself(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+# --- Arguments ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _as_of_a_scaler() -> Iterator[None]:
+    """Raises an `ArgumentError` as one that is also an `AssertionError`, as PyTorch's are."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise ScalerArgumentError(str(error)) from None
+
+
+def _new_scale_of(new_scale: object, rule: DynamicScale) -> float:
+    """Returns the number that `update(new_scale)` sets.
+
+    Args:
+        new_scale: A number, or a tensor with one element that needs no gradient.
+        rule: The rule, whose range it must lie in.
+
+    Raises:
+        ScalerArgumentError: If it is none of these.
+    """
+    if isinstance(new_scale, Tensor) and new_scale.requires_grad:
+        raise ScalerArgumentError(f"`new_scale` requires a gradient. Received: {new_scale!r}.")
+    with _as_of_a_scaler():
+        number = checked_number("new_scale", new_scale)
+    if float(rule.restored(rule.init()._replace(scale=number)).scale) != number:
+        raise ScalerArgumentError(
+            f"`new_scale` must be a scale of the scaler's rule, {rule!r}. Received: new_scale="
+            f"{new_scale!r}. Make the scaler with another `min_scale` or `max_scale`."
+        )
+    return number
+
+
+def _check_steppable(optimizer: Any) -> None:
+    """Refuses optimizers that a scaler cannot step.
+
+    Raises:
+        ArgumentTypeError: If it is not an optimizer.
+        AlreadyWrappedError: If it is a LossScaleOptimizer.
+    """
+    if isinstance(optimizer, FrontDoor):
+        raise AlreadyWrappedError(
+            "This optimizer is a LossScaleOptimizer, which scales by itself. Use it without a "
+            f"GradScaler, or pass its inner optimizer. Received: {optimizer!r}."
+        )
+    if isinstance(optimizer, (list, tuple)):
+        raise ArgumentTypeError(
+            "A GradScaler steps one optimizer at a time. Write scaler.step(first) and "
+            "scaler.step(second); after scaler.unscale_(first) and scaler.unscale_(second), both "
+            f"step or none. Received: a {type(optimizer).__name__}."
+        )
+    if not hasattr(optimizer, "param_groups"):
+        raise ArgumentTypeError(
+            "A GradScaler unscales and steps an optimizer, such as "
+            f"torch.optim.AdamW(model.parameters()). Received: {optimizer!r} of type "
+            f"{type(optimizer).__name__}."
+        )

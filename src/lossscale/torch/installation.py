@@ -10,8 +10,7 @@ from torch import distributed
 
 from lossscale.common.monkeypatch import Installation, replace
 from lossscale.torch import ranks
-from lossscale.torch.grad_scaler import GradScaler
-from lossscale.torch.settings import DEFAULTS
+from lossscale.torch.grad_scaler import DEFAULTS, GradScaler
 
 
 class CudaGradScaler(GradScaler):

@@ -26,6 +26,7 @@ from lossscale.common.checks import check_not_wrapped, remember_wrapper
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, CallOrderError
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.torch import fused, ranks
+from lossscale.torch.closures import check_needs_no_closure
 from lossscale.torch.masters import (
     Pairs,
     check_can_have_masters,
@@ -38,7 +39,7 @@ from lossscale.torch.masters import (
     round_into,
     with_held,
 )
-from lossscale.torch.optimizer_list import OuterOptimizer, check_needs_no_closure, with_parts
+from lossscale.torch.optimizer_list import OuterOptimizer, parts_of, with_parts
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -123,7 +124,7 @@ class MasterWeights(OuterOptimizer):
                 f"of their parameter, as DistributedDataParallel needs. Received: {grad_dtype!r}."
             )
         check_not_wrapped(optimizer)
-        check_needs_no_closure(optimizer)
+        check_needs_no_closure(parts_of(optimizer))
         first = {"inner_optimizer": optimizer, "_masters": {}, "_grad_dtype": grad_dtype}
         self.__setstate__(first)
 

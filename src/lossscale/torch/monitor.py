@@ -99,7 +99,8 @@ class Monitor(LoopMonitor, Observer):
         self._scale = now.scale
         self._model = model if isinstance(model, Module) else None
         self._finite = set(self._buffers(True))
-        super().__init__(Recorder(settings, watched.rule), now.step)
+        takes_rules = not isinstance(watched, GradScaler)
+        super().__init__(Recorder(settings, watched.rule, takes_rules=takes_rules), now.step)
         self._handle = watched._observers.add(self)
 
     def _step_decided(self, decided: Decided) -> None:

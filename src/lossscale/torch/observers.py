@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -110,18 +111,15 @@ class SkippedStepHook(Observer):
 
 
 class FloorWarning(Observer):
-    """Warns once of a step that is skipped at the lowest scale.
+    """Warns once of a step that is skipped at the lowest scale."""
 
-    Args:
-        lower: The code that sets a lower minimum.
-    """
-
-    def __init__(self, lower: str = "DynamicScale(min_scale=2.0**-24)") -> None:
-        self._lower, self._warned = lower, False
+    _warned = False
 
     def _step_over(self, step: Stepped) -> None:
         if step.skipped is not True or step.scale is None or self._warned:
             return
         # A monitor warns itself.
         if not step.stepper._observers.have_monitor:
-            self._warned = warned_at_floor(step.stepper.rule, float(step.scale), self._lower)
+            takes_rules = not isinstance(step.stepper, torch.amp.GradScaler)
+            rule, scale = step.stepper.rule, float(step.scale)
+            self._warned = warned_at_floor(rule, scale, takes_rules=takes_rules)

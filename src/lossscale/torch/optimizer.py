@@ -21,16 +21,7 @@ from lossscale.packages import warn
 from lossscale.rules import ScaleRule
 from lossscale.torch import fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
-from lossscale.torch.backward import Inputs, is_seen, prepare_backward, remember_scaled, watch
-from lossscale.torch.engine import Engine, StepDecision
-from lossscale.torch.gradient_record import BackwardPass
-from lossscale.torch.master_weights import compares_once
-from lossscale.torch.observers import Decided, FloorWarning, Observers, SkippedStepHook, Stepped
-from lossscale.torch.optimizer_list import OptimizerList, step_with_closure, with_parts, zero_grad
-from lossscale.torch.scale import DeviceLossScale, LossScale, Multiplier
-from lossscale.torch.scaling import CPU, WIDE, scalar, uncompiled, widened
-from lossscale.torch.settings import (
-    InnerSettings,
+from lossscale.torch.arguments import (
     check_backpropagated,
     check_decide,
     check_inner,
@@ -39,6 +30,16 @@ from lossscale.torch.settings import (
     check_processes,
     checked_clip_norm,
 )
+from lossscale.torch.attributes import InnerAttributes
+from lossscale.torch.backward import Inputs, is_seen, prepare_backward, remember_scaled, watch
+from lossscale.torch.closures import step_with_closure
+from lossscale.torch.engine import Engine, StepDecision
+from lossscale.torch.gradient_record import BackwardPass
+from lossscale.torch.master_weights import compares_once
+from lossscale.torch.observers import Decided, FloorWarning, Observers, SkippedStepHook, Stepped
+from lossscale.torch.optimizer_list import OptimizerList, parts_of, with_parts, zero_grad
+from lossscale.torch.scale import DeviceLossScale, LossScale, Multiplier
+from lossscale.torch.scaling import CPU, WIDE, scalar, uncompiled, widened
 
 _NOTHING_SCALED = (
     "The optimizer has scaled no loss since its last step, and takes the gradients as they are. "
@@ -53,7 +54,7 @@ Number = TypeVar("Number")
 
 
 @FrontDoor.register
-class LossScaleOptimizer(InnerSettings, Optimizer):
+class LossScaleOptimizer(InnerAttributes, Optimizer):
     """Wraps a PyTorch optimizer to train in float16 with a loss scale.
 
     The wrapper is a `torch.optim.Optimizer` with the parameter groups, the state and the hooks of
@@ -158,6 +159,14 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(cast(OptimizerList, self._inner))
+
+    def __len__(self) -> int:
+        # For a single optimizer, Python raises that it has no length.
+        return len(cast(OptimizerList, self._inner))
+
+    def __bool__(self) -> bool:
+        # An optimizer is true, also one without a length.
+        return True
 
     # --- Backward -----------------------------------------------------------------------------
 
@@ -302,7 +311,7 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
         if closure is None:
             return self._take_step(**more)
         take_step = functools.partial(self._take_step, **more)
-        return step_with_closure(self.inner_optimizer, closure, take_step)
+        return step_with_closure(parts_of(self.inner_optimizer), closure, take_step)
 
     # PyTorch's wrapper around a `step` would call global hooks twice, for the inner optimizer and
     # for this one.

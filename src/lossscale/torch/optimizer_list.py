@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lossscale.common.checks import signature_of, takes
-from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from lossscale.common.checks import takes
+from lossscale.errors import ArgumentError, UnsupportedError
+from lossscale.torch.closures import step_with_closure
 from lossscale.torch.scaling import uncompiled
 
 _WATCHES = "watches"
 """The mark of the hook of `watch_step`."""
-Loss = TypeVar("Loss")
-
-_IN_STEP = "ScheduleFreeClosure", "AliG"
-"""How classes end whose step needs a closure, although its signature does not show it."""
-_NEEDS_IT = (
-    "evaluates a closure within its step, which is not supported. Use it without "
-    "LossScaleOptimizer and MasterWeights, in float32."
-)
 
 
 class OuterOptimizer(Optimizer):
@@ -42,7 +33,7 @@ class OuterOptimizer(Optimizer):
     @uncompiled
     def step(self, closure: Callable[[], object] | None = None, **more: Any) -> Any:
         if closure is not None:
-            return step_with_closure(self, closure, functools.partial(self.step, **more))
+            return step_with_closure(parts_of(self), closure, functools.partial(self.step, **more))
         for hook in list(self._optimizer_step_pre_hooks.values()):
             hook(self, (), {})
         returned = self._step(**more)
@@ -111,6 +102,9 @@ class OptimizerList(OuterOptimizer):
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self.optimizers)
+
+    def __len__(self) -> int:
+        return len(self.optimizers)
 
     def __getattr__(self, name: str) -> Any:
         """Returns a method such as `train`, called on all optimizers that have it."""
@@ -227,66 +221,3 @@ def watch_step(inner: Optimizer, hook: Callable[[Optimizer, object, object], Non
 
 def _watches(hook: object) -> bool:
     return getattr(hook, "of_lossscale", None) == _WATCHES
-
-
-# --- Closures -----------------------------------------------------------------------------------
-
-
-def check_needs_no_closure(optimizer: Optimizer) -> None:
-    """Refuses an optimizer that evaluates a closure within its step, such as LBFGS.
-
-    Raises:
-        UnsupportedError: If one of its parts is known to do so.
-    """
-    for part in parts_of(optimizer):
-        name = type(part).__name__
-        closure = signature_of(type(part).step).get("closure")
-        is_required = closure is not None and closure.default is inspect.Parameter.empty
-        # SAM has two calls in place of it.
-        if (is_required and not _is_sam(part)) or name.endswith(_IN_STEP):
-            raise UnsupportedError(f"{name} {_NEEDS_IT}")
-
-
-def _is_sam(optimizer: Optimizer) -> bool:
-    return hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")
-
-
-def step_with_closure(
-    optimizer: Optimizer, closure: Callable[[], Loss], step: Callable[[], object]
-) -> Loss:
-    """Evaluates a closure before a step, which then takes none and can still be skipped.
-
-    Args:
-        optimizer: The optimizer.
-        closure: The closure, whose result is returned.
-        step: Makes the step.
-
-    Raises:
-        ArgumentTypeError: If the closure cannot be called.
-        UnsupportedError: If the optimizer needs the closure, or moves the weights before it.
-    """
-    if not callable(closure):
-        raise ArgumentTypeError(
-            "`closure` must be a callable that evaluates the model, calls backward() and "
-            f"returns the loss. Received: {type(closure).__name__}. step() takes no loss: call "
-            "optimizer.backward(loss) before it."
-        )
-    for part in parts_of(optimizer):
-        if _is_sam(part):
-            raise UnsupportedError(
-                f"{type(part).__name__} moves the weights before it evaluates a closure. Make "
-                "its two calls: backward(loss) and first_step(), then zero_grad(), "
-                "backward(loss) and second_step()."
-            )
-    with torch.enable_grad():
-        loss = closure()
-    try:
-        step()
-    except Exception as error:
-        # Some ask for it although it is optional in their signature.
-        if "closure" in str(error):
-            raise UnsupportedError(
-                f"{type(parts_of(optimizer)[0]).__name__} {_NEEDS_IT}"
-            ) from error
-        raise
-    return loss

@@ -18,10 +18,7 @@ from lossscale.errors import UnsupportedError
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, PythonNumbers, ScaleRule, ScaleState
 from lossscale.torch.ranks import parameters_of
-from lossscale.torch.scaling import CPU, is_captured, scalar
-
-_MOST_FLAGS = 100
-"""After how many flags their sum replaces them."""
+from lossscale.torch.scaling import CPU, scalar
 
 _NO_GRADIENTS = 3
 """After how many scaled losses without any gradient a warning comes."""
@@ -292,66 +289,6 @@ def _moves_as_torch(rule: ScaleRule, state: ScaleState) -> bool:
         and math.frexp(state.scale)[0] == 0.5
         and state.good_steps < rule.growth_interval
     )
-
-
-# --- Counts of steps ---------------------------------------------------------------------------
-
-
-class SkipCount:
-    """Number of steps and of skipped steps; the host waits only when it reads them.
-
-    Args:
-        skipped: Number of skipped steps so far.
-    """
-
-    def __init__(self, skipped: int = 0) -> None:
-        self._made, self._skipped = 0, skipped
-        # Flags that were not read yet, and on the device of a CUDA graph the numbers of steps and
-        # of skipped steps in its replays.
-        self._flags: list[Tensor] = []
-        self._replayed: Tensor | None = None
-
-    def add(self, flag: Flag) -> None:
-        """Counts a step.
-
-        Args:
-            flag: Whether it is skipped: a bool, or a float32 scalar tensor, 1 or 0.
-        """
-        if isinstance(flag, bool):
-            self._made, self._skipped = self._made + 1, self._skipped + flag
-            return
-        if is_captured(flag):
-            # Each replay counts. What a graph allocates would be 0 again at each.
-            if self._replayed is not None:
-                self._replayed += torch.stack([torch.ones_like(flag), flag])
-            return
-        if flag.is_cuda and self._replayed is None:
-            self._replayed = torch.zeros(2, device=flag.device)
-        self._made += 1
-        self._flags.append(flag)
-        if len(self._flags) > _MOST_FLAGS:
-            self._flags = [self._sum()]
-
-    def _sum(self) -> Tensor:
-        return torch.stack([flag.to(self._flags[0].device) for flag in self._flags]).sum()
-
-    def read(self) -> tuple[int, int]:
-        """Returns the numbers of steps and of skipped steps; waits for the device once."""
-        if self._replayed is not None:
-            # A graph may have been replayed.
-            if self._flags:
-                self._replayed[1] += self._sum()
-            made, skipped = map(int, self._replayed.tolist())
-            self._replayed.zero_()
-        else:
-            made, skipped = 0, int(self._sum()) if self._flags else 0
-        self._made, self._skipped, self._flags = self._made + made, self._skipped + skipped, []
-        return self._made, self._skipped
-
-    @property
-    def skipped(self) -> int:
-        """Number of skipped steps."""
-        return self.read()[1]
 
 
 class FirstSteps:

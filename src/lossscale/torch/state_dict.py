@@ -215,9 +215,17 @@ class LossScaleState:
 
     def scaler_state_dict(self) -> dict[str, Any]:
         """Returns the state in the format of `torch.amp.GradScaler`: Python numbers."""
-        scale, numbers = self._scale, self._scale.numbers()
-        state = type(scale.first)(*(numbers[field] for field in scale.first._fields))
-        return scaler_state(scale.rule, state, numbers["steps_skipped"])
+        rule, numbers = self._scale.rule, self._scale.numbers()
+        # Without factors, PyTorch's class would skip and never lower the scale.
+        has_none = rule.checks_gradients and not isinstance(rule, DynamicScale)
+        settings = DynamicScale() if has_none else rule
+        return {
+            "scale": float(numbers["scale"]),
+            **{name: setting(settings, name) for name in _SETTINGS},
+            "_growth_tracker": numbers.get("good_steps", 0),
+            # PyTorch's class ignores this key.
+            "steps_skipped": numbers["steps_skipped"],
+        }
 
 
 # --- Of gradient scalers ----------------------------------------------------------------------
@@ -231,44 +239,13 @@ def setting(rule: ScaleRule, name: str) -> Any:
     return getattr(rule, name, LONGEST_INTERVAL if name == "growth_interval" else 1.0)
 
 
-def with_settings(rule: ScaleRule, **settings: Any) -> DynamicScale:
-    """Returns a copy of a rule with other factors or another interval.
-
-    Raises:
-        ArgumentError: If the rule has no such setting, or the value cannot be used.
-    """
-    if not isinstance(rule, DynamicScale):
-        raise ArgumentError(
-            f"The rule {rule!r} has no {', '.join(settings)} to set. Make the scaler with another "
-            "`rule`."
-        )
-    return dataclasses.replace(rule, **settings)
-
-
-def scaler_state(rule: ScaleRule, state: ScaleState, steps_skipped: int) -> dict[str, Any]:
-    """Returns a state dictionary that `torch.amp.GradScaler` can load; Python numbers only."""
-    # Without factors, PyTorch's class would skip and never lower the scale.
-    has_none = rule.checks_gradients and not isinstance(rule, DynamicScale)
-    settings = DynamicScale() if has_none else rule
-    saved = {
-        "scale": float(state.scale),
-        **{name: setting(settings, name) for name in _SETTINGS},
-        "_growth_tracker": getattr(state, "good_steps", 0),
-        # PyTorch's class ignores this key.
-        "steps_skipped": steps_skipped,
-    }
-    if state._fields != ScaleState._fields:
-        saved["rule_state"] = dict(state._asdict())
-    return saved
-
-
 def read_scaler_state(
-    saved: object, rule: ScaleRule, state: ScaleState
-) -> tuple[ScaleRule, ScaleState, int | None]:
+    saved: object, rule: DynamicScale, state: ScaleState
+) -> tuple[DynamicScale, ScaleState, int | None]:
     """Reads a state dictionary for a scaler with a rule and a state.
 
     Args:
-        saved: PyTorch's dictionary, or a part of it.
+        saved: PyTorch's dictionary, or a part of it; other keys are ignored, as by PyTorch's class.
         rule: The rule of the scaler that reads it.
         state: The state of that scaler, for values that the dictionary does not have.
 
@@ -288,13 +265,9 @@ def read_scaler_state(
         ScaleState(scale=8.0, good_steps=3)
     """
     values = checked_scaler_state(saved)
-    # Other rules have no such settings.
-    if isinstance(rule, DynamicScale):
-        rule = with_settings(rule, **{n: values[n] for n in _SETTINGS if n in values})
-    given = values.get("rule_state", {})
-    numbers = {name: _number_of(name, value) for name, value in given.items()}
-    # A fixed scale stays as the code says.
-    if "scale" in values and rule.is_dynamic:
+    rule = dataclasses.replace(rule, **{n: values[n] for n in _SETTINGS if n in values})
+    numbers: dict[str, float] = {}
+    if "scale" in values:
         numbers["scale"] = _number_of("scale", values["scale"])
     if "_growth_tracker" in values:
         numbers["good_steps"] = _whole_number_of("_growth_tracker", values["_growth_tracker"])

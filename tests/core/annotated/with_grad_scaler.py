@@ -47,5 +47,6 @@ reveal_type(scaler.update())  # None
 reveal_type(scaler.get_scale())  # float
 reveal_type(scaler.is_enabled())  # bool
 reveal_type(scaler.state_dict())  # dict[str, Any]
-own = lossscale.torch.GradScaler("cpu", rule=Halved())
+lossscale.torch.guard(torch.optim.lr_scheduler.StepLR(optimizer, 3), scaler)
+own = lossscale.torch.LossScaleOptimizer(optimizer, rule=Halved())
 lossscale.torch.guard(torch.optim.lr_scheduler.StepLR(optimizer, 3), own)

@@ -12,6 +12,8 @@ import json
 import math
 import os
 import pathlib
+import re
+import textwrap
 import traceback
 
 import pytest
@@ -32,6 +34,7 @@ from torch.distributed.tensor import (
 from torch.nn.parallel import DistributedDataParallel
 
 import lossscale
+import pages
 from frameworks.torch import cases_of_float16, cases_of_parallel
 from frameworks.torch.support import OURS, WithScaler, Wrapper, counted, theirs, train_step, wrapper
 from lossscale.torch import LossScaleOptimizer
@@ -422,6 +425,32 @@ def compressed(folder):
     assert optimizer.steps_skipped == 1
 
 
+def left_out(folder):
+    """A batch that is bad on the last process, with the lines of docs/troubleshooting.md."""
+    page = (pages.DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    [lines] = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    loop = "for batch in batches:\n    loss = loss_of(batch)\n{}    train(loss)\n"
+    program = loop.format(textwrap.indent(lines, "    "))
+
+    def trained(batches, **how):
+        net = DistributedDataParallel(model(), **how)
+        optimizer = LossScaleOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+
+        def loss_of(batch):
+            loss = net(torch.full((2, 4), 1.0 + batch + rank())).square().mean()
+            return loss * (INF if batch == 2 and is_last() else 1.0)
+
+        def train(loss):
+            train_step(optimizer, loss, "verb")
+
+        exec(program, {"torch": torch, "batches": batches, "loss_of": loss_of, "train": train})
+        assert (optimizer.iterations, optimizer.steps_skipped) == (3, 0)
+        return whole(net.parameters())
+
+    for how in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        assert trained([0, 1, 2, 3], **how) == trained([0, 1, 3], **how), how
+
+
 def in_zero(folder):
     """A wrapper that `ZeroRedundancyOptimizer` makes for the part of one process."""
     # PyTorch's own import of it uses what PyTorch has deprecated.
@@ -448,7 +477,7 @@ def in_zero(folder):
 
 CASES = {
     4: (fsdp, mesh_2x2, partial, as_given, clipped, sharded_scaler),
-    2: (guarded, explained, fsdp, averaged_by_hand, compressed, in_zero, monitored),
+    2: (guarded, explained, fsdp, averaged_by_hand, compressed, in_zero, monitored, left_out),
     1: (clipped,),
 }
 CASES = {size: (*cases_of_parallel.CASES[size], *cases) for size, cases in CASES.items()}

@@ -277,21 +277,20 @@ class Wrapper:
         return [float(self.optimizer.loss_scale), int(self.optimizer.dynamic_counter)]
 
 
-def starting(arguments, name):
-    """Arguments with a first scale of 8, where no rule has one."""
-    return arguments if "rule" in arguments else {name: 8.0, **arguments}
-
-
 def theirs(optimizer):
     return WithScaler(optimizer, torch.amp.GradScaler("cpu", init_scale=8.0))
 
 
-def scaler(optimizer, **arguments):
-    return WithScaler(optimizer, GradScaler("cpu", **starting(arguments, "init_scale")))
+def scaler(optimizer, *, rule=None, **arguments):
+    if rule is not None:
+        arguments |= {"init_scale": rule.initial_scale, "growth_interval": rule.growth_interval}
+        arguments |= {"min_scale": rule.min_scale, "max_scale": rule.max_scale}
+    return WithScaler(optimizer, GradScaler("cpu", **{"init_scale": 8.0, **arguments}))
 
 
 def wrapper(optimizer, **arguments):
-    return Wrapper(wrapped(optimizer, **starting(arguments, "initial_scale")))
+    first = {} if "rule" in arguments else {"initial_scale": 8.0}
+    return Wrapper(wrapped(optimizer, **{**first, **arguments}))
 
 
 OURS = {"scaler": scaler, "wrapper": wrapper}

@@ -49,7 +49,7 @@ def test_the_examples_print_what_they_show(name):
 
 def test_the_examples_are_found_and_all_that_is_public_has_some():
     with_examples = {name.rpartition(".")[2] for name, tried in TRIED.items() if tried}
-    assert with_examples >= {"installation", "scheduler", "state_dict", "scale", "torch", "ranks"}
+    assert with_examples >= {"installation", "guarding", "state_dict", "scale", "torch", "ranks"}
     for name, member in PUBLIC.items():
         assert ">>>" in (member.__doc__ or ""), name
     assert len(BLOCKS) >= 4

@@ -279,6 +279,11 @@ def test_they_are_seen_one_by_one():
     optimizer = lossscale.LossScaleOptimizer(parts)
     assert type(optimizer) is lossscale.torch.LossScaleOptimizer
     assert list(optimizer) == optimizer.optimizers == parts
+    assert len(optimizer) == 2
+    single = wrapped(torch.optim.SGD([parameter()], lr=1.0))
+    assert single
+    with pytest.raises(TypeError, match="'SGD' has no len"):
+        len(single)
     assert optimizer.param_groups == [*sgd.param_groups, *adam.param_groups]
     optimizer.param_groups[1]["lr"] = 0.25
     assert adam.param_groups[0]["lr"] == 0.25

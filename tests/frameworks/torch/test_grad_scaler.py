@@ -29,7 +29,7 @@ from frameworks.torch.support import (
     weights_of,
     with_scaler,
 )
-from lossscale import DynamicScale, FixedScale, LossScaleError
+from lossscale import DynamicScale, LossScaleError
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.installation import _PLACES, _SHARDED
@@ -194,28 +194,6 @@ def test_disabled():
     assert copy.deepcopy(scaler).state_dict() == {}
 
 
-@pytest.mark.parametrize("skips", [False, True])
-def test_a_fixed_scale(skips):
-    rule = FixedScale(128.0, skip_nonfinite=skips)
-    weights, optimizer, scaler = with_scaler("adamw-fused", rule=rule)
-    theirs = torch.amp.GradScaler("cpu")
-    theirs.load_state_dict(scaler.state_dict())
-    for misuse in (lambda: scaler.set_growth_factor(3.0), lambda: scaler.update(4.0)):
-        with pytest.raises(LossScaleError, match="rule"):
-            misuse()
-    one_step(scaler, optimizer, weights)
-    assert weights[0].tolist() == pytest.approx([0.899] * 3, abs=1e-3)
-    one_step(scaler, optimizer, weights, torch.inf)
-    assert (scaler.get_scale(), scaler.last_step_skipped) == (128, skips)
-    assert bool(weights[0].isfinite().all()) is skips
-    if not skips:
-        # Also if PyTorch's class has read it.
-        weights, optimizer, _ = with_scaler()
-        for slope in (1.0, torch.inf, 1.0):
-            one_step(theirs, optimizer, weights, slope)
-            assert theirs.get_scale() == 128
-
-
 # What is refused changes nothing. What PyTorch's class refuses has its type.
 
 
@@ -291,15 +269,13 @@ OUTSIDE = {
     "growth_factor": (INF, NAN, 1.0),
     "init_scale": (0.0, -1.0, NAN, INF, "8"),
 }
-OF_ANOTHER_TYPE = [({"process_group": "world"}, "process_group"), ({"rule": 8.0}, "scaling rule")]
+OF_ANOTHER_TYPE = [({"process_group": "world"}, "process_group")]
 ARGUMENTS = [
     *OF_ANOTHER_TYPE,
     ({"device": 65536.0}, r"torch\.cuda\.amp\.GradScaler"),
     ({"enabled": 1}, "`enabled`"),
     ({"min_scale": 2.0, "init_scale": 1.0}, "`initial_scale` must be between"),
     ({"max_scale": 2.0**127}, "`max_scale`"),
-    ({"rule": FixedScale(8.0), "growth_factor": 3.0}, "`rule` already says.*growth_factor=3.0"),
-    ({"rule": DynamicScale(), "min_scale": 2.0}, "`rule` already says.*min_scale=2.0"),
     *(
         ({name: value}, rf"`{name.replace('init_', 'initial_')}` must .*Received")
         for name, values in OUTSIDE.items()
@@ -459,7 +435,9 @@ SETS = {
     ("name", "value"), [(name, value) for name, values in SETS.items() for value in values]
 )
 def test_d7_a_useless_number_that_is_set_changes_nothing(name, value):
-    scaler = GradScaler("cpu")
+    weights, optimizer, scaler = with_scaler()
+    scaler.scale((weights[0] * INF).sum()).backward()
+    scaler.step(optimizer)
     before = scaler.state_dict()
     calls = [scaler.update]
     if name != "new_scale":
@@ -468,38 +446,15 @@ def test_d7_a_useless_number_that_is_set_changes_nothing(name, value):
         with pytest.raises(ArgumentError, match=name):
             call(value)
     assert scaler.state_dict() == before
-    # It takes every other number.
+    # It takes every other number, and counts the skipped step once.
     for new in (4, 4.0, torch.tensor(4.0), torch.tensor([4])):
         scaler.update(new)
         assert scaler.get_scale() == scaler.scale(torch.ones(())) == 4
-
-
-@both
-@pytest.mark.parametrize("cls", [torch.optim.LBFGS, torch.optim.SGD])
-def test_d7_d24_a_closure_by_place_is_refused(make, mended, cls):
-    weights, scaler, seen = weights_of(1), make("cpu", init_scale=8.0), []
-    inner = cls(weights, lr=0.1)
-
-    def closure():
-        inner.zero_grad()
-        loss = scaler.scale((weights[0] ** 2).sum())
-        loss.backward()
-        seen.append(float(loss.detach()))
-        return loss
-
-    closure()
-    if not mended:
-        # It trains on losses that are 8 times too large.
-        scaler.step(inner, closure)
-        assert seen[1] == 24.0
-        return
-    before = numbers(weights)
-    with pytest.raises(RuntimeError, match="takes no closure"):
-        scaler.step(inner, closure)
-    assert numbers(weights) == before
-    if cls is torch.optim.SGD:
-        # As Accelerate and torch.distributed.checkpoint call it.
-        scaler.step(inner, None)
+        assert scaler.steps_skipped == 1
+    # Also before its first loss.
+    fresh = GradScaler("cpu")
+    fresh.update(4.0)
+    assert fresh.get_scale() == 4.0
 
 
 @both
@@ -564,17 +519,25 @@ def test_no_gradients_are_neither_a_good_nor_a_bad_step_where_pytorchs_class_rai
         assert scale_and_tracker(scaler) == (8.0, 0)
 
 
-def test_overflows_at_the_lowest_scale_are_warned_of_once():
+@pytest.mark.parametrize("is_monitored", [False, True])
+def test_overflows_at_the_lowest_scale_are_warned_of_once(is_monitored):
     weights, optimizer, scaler = with_scaler("sgd", init_scale=4.0, min_scale=2.0)
-    one_step(scaler, optimizer, weights, torch.inf)
-    assert scaler.get_scale() == 2.0
-    with pytest.warns(
-        LossScaleWarning, match=r"minimum loss scale, 2:.* GradScaler\(min_scale=2.0\*\*-24\)"
-    ) as warned:
+    monitor = is_monitored and lossscale.torch.Monitor(scaler, [("weight", weights[0])])
+
+    def skip():
         one_step(scaler, optimizer, weights, torch.inf)
+        if is_monitored:
+            monitor.step()
+
+    skip()
+    assert scaler.get_scale() == 2.0
+    # It takes no rule.
+    words = r"minimum loss scale, 2.*batches out\. .* use min_scale=2.0\*\*-24\."
+    with pytest.warns(LossScaleWarning, match=words) as warned:
+        skip()
     package = pathlib.Path(lossscale.__file__).parent
     assert not pathlib.Path(warned[0].filename).is_relative_to(package)
-    one_step(scaler, optimizer, weights, torch.inf)
+    skip()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0, -1.0])
@@ -597,11 +560,3 @@ def test_a_replaced_unscale_grads_allows_float16_parameters_as_trainers_write_it
     for _ in range(2):
         one_step(scaler, optimizer, weights, unscale=True)
     assert numbers(weights) == [[0.0] * 3]
-
-
-@both
-def test_a_warmup_that_begins_at_a_rate_of_0_without_gradients_moves_the_scale(make, mended):
-    weights = [torch.nn.Parameter(torch.ones(3))]
-    optimizer, scaler = torch.optim.SGD(weights, lr=0.0), make("cpu", 8.0, growth_interval=1)
-    one_step(scaler, optimizer, weights, 0.0)
-    assert scaler.get_scale() == 16.0

@@ -1,6 +1,5 @@
-"""Custom rules, and a scale that the device moves."""
+"""A scale that the device moves."""
 
-import copy
 import math
 import random
 
@@ -8,49 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from frameworks.torch.support import OPTIMIZERS, fill, scaler, weights_of
 from lossscale import DynamicScale, FixedScale
-from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.scale import Counts, DeviceLossScale
-from recording_rule import RecordingRule
-
-GRADIENTS = [torch.tensor([0.5, -1.0, 2.0]), torch.tensor([-4.0, -0.125, 0.0])]
-SPOILED = [GRADIENTS[0], torch.tensor([-4.0, torch.inf, 0.0])]
-
-
-class Following(RecordingRule):
-    """Counts beyond the interval of the rules that have one."""
-
-    growth_interval = 1
-
-
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
-def test_a_scaler_keeps_the_state_of_a_custom_rule(name, unscale):
-    weights = weights_of(2)
-    run = scaler(OPTIMIZERS[name](weights), rule=Following())
-    for gradients in (GRADIENTS, SPOILED, [None, GRADIENTS[0]], GRADIENTS):
-        fill(run, weights, gradients)
-        if unscale:
-            run.unscale()
-            torch.nn.utils.clip_grad_norm_(weights, 0.001)
-        run.step()
-    assert run.scaler.get_scale() == 4
-    assert run.scaler.steps_skipped == 1
-    # What the rule keeps is saved, loaded and copied.
-    noted = {"scale": 4.0, "good_steps": 4, "finite": 3.0, "is_last_finite": True}
-    assert run.saved()["rule_state"] == noted
-    assert run.saved()["_growth_tracker"] == 4
-    other = GradScaler("cpu", rule=Following())
-    other.load_state_dict(run.saved())
-    assert other.state_dict() == run.saved() == copy.deepcopy(run.scaler).state_dict()
-    theirs = torch.amp.GradScaler("cpu")
-    theirs.load_state_dict(run.saved())
-    assert theirs.get_scale() == 4
-    fill(run, weights, [None, None])
-    run.step()
-    assert run.saved() == other.state_dict()
-
 
 # A scale that the device moves, by PyTorch's kernel where that equals the rule, bit for bit.
 #

@@ -315,7 +315,8 @@ OF_PYTORCH = {
 @pytest.mark.parametrize("decide", ["host", "device"])
 def test_the_state_of_pytorchs_scaler_goes_into_the_wrapper_and_back(decide):
     scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.load_state_dict(OF_PYTORCH)
+    # Both ignore keys that others have added, such as the state of another rule.
+    scaler.load_state_dict(OF_PYTORCH | {"rule_state": {"scale": 4.0, "overflows": 1}})
     assert scale_and_tracker(scaler) == (512.0, 7)
     inner = torch.optim.SGD([parameter()], lr=1.0, fused=True)
     optimizer = wrapped(inner, decide=decide)
@@ -335,16 +336,6 @@ def test_the_state_of_pytorchs_scaler_goes_into_the_wrapper_and_back(decide):
     assert float(optimizer.loss_scale) == 512.0
     with pytest.raises(ArgumentError, match="must be a number"):
         optimizer.loss_scale_state.load_state_dict({"loss_scale": 10**400})
-
-
-@pytest.mark.parametrize(("saves", "loads"), [(1, 2), (2, 1), (2, 2)])
-def test_states_go_between_rules_that_wait_and_that_do_not(saves, loads):
-    scaler, other = (
-        GradScaler("cpu", rule=lossscale.DynamicScale(8.0, overflows_before_backoff=waits))
-        for waits in (saves, loads)
-    )
-    other.load_state_dict(scaler.state_dict())
-    assert other.state_dict().get("rule_state", {}).get("overflows") == {1: None, 2: 0}[loads]
 
 
 # Those of others are refused; from_gradscaler.md has what to load instead.
@@ -430,9 +421,9 @@ def test_a_state_that_cannot_be_loaded_changes_nothing(case):
 @pytest.mark.parametrize("by", ["new scaler", "scaler", "wrapper"])
 def test_a_scale_outside_of_the_range_is_brought_into_it(scale, becomes, by):
     rule = lossscale.DynamicScale(8.0, min_scale=2.0, max_scale=1024.0)
-    loads = (
-        wrapped(sgd(parameter()), rule=rule) if by == "wrapper" else GradScaler("cpu", rule=rule)
-    )
+    loads = wrapped(sgd(parameter()), rule=rule)
+    if by != "wrapper":
+        loads = GradScaler("cpu", 8.0, min_scale=2.0, max_scale=1024.0)
     state = {"scale": scale, "_growth_tracker": -3}
     if by == "scaler":
         loads.scale(torch.ones(()))
@@ -444,12 +435,3 @@ def test_a_scale_outside_of_the_range_is_brought_into_it(scale, becomes, by):
     multiply = loads.scale_loss if by == "wrapper" else loads.scale
     assert multiply(torch.ones(())) == becomes
     assert (loads.dynamic_counter if by == "wrapper" else loads._get_growth_tracker()) == 0
-
-
-def test_the_number_of_a_fixed_scale_stands_and_a_tracker_is_brought_before_the_interval():
-    fixed = GradScaler("cpu", rule=FixedScale(128.0))
-    fixed.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
-    assert (fixed.get_scale(), fixed.rule) == (128.0, FixedScale(128.0))
-    scaler = GradScaler("cpu", growth_interval=5)
-    scaler.load_state_dict({"scale": 8.0, "_growth_tracker": 100})
-    assert scale_and_tracker(scaler) == (8.0, 4)

@@ -119,7 +119,8 @@ def test_what_breaks_after_unscaling_reaches_the_parameters(by, kind):
 @pytest.mark.parametrize("shape", [(), (2,)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_loss_is_scaled_in_float32_or_wider(dtype, shape, by):
-    run = OURS[by](sgd(parameter()), rule=FixedScale(2.0**20))
+    first = "init_scale" if by == "scaler" else "initial_scale"
+    run = OURS[by](sgd(parameter()), **{first: 2.0**20})
     loss = torch.full(shape, 1000.0, dtype=dtype, requires_grad=True)
     scaled = run.scale_loss(loss)
     assert scaled.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)

@@ -74,7 +74,6 @@ SCALING = {
     "wrapper, clipping": functools.partial(wrapper, clip_norm=100.0),
     "wrapper, fixed": functools.partial(wrapper, rule=lossscale.FixedScale(8)),
     "scaler": scaler,
-    "scaler, fixed": functools.partial(scaler, rule=lossscale.FixedScale(8)),
 }
 
 
@@ -210,7 +209,7 @@ MISTAKES = {
     "no fixed scale": (new(dynamic=False), ValueError, "initial_scale"),
     "no group": (new(process_group="world"), TypeError, "process_group"),
     "a class": (new(rule=lossscale.FixedScale), TypeError, A_CLASS),
-    "of a scaler": (lambda o: GradScaler(rule=lossscale.FixedScale), TypeError, A_CLASS),
+    "of a scaler": (lambda o: GradScaler(rule=lossscale.FixedScale(8.0)), TypeError, "'rule'"),
     "no optimizer": (several(lambda a, b: []), errors.ArgumentError, "empty"),
     "one twice": (several(lambda a, b: [a, a]), errors.ArgumentError, "0 and 1|in two"),
     "a wrapper": (several(lambda a, b: [wrapped(a), b]), errors.AlreadyWrappedError, "LossScaleO"),
