@@ -176,7 +176,8 @@ def _added(counts: Array, gradients: Sequence[Gradient], axis_names: Sequence[st
         # In `pmap`, and without the check of `shard_map`, JAX knows nothing.
         same = np.array([name in varying_axes(index) - each for each in vary])
         counts = jnp.where(same[:, None] & (index > 0), 0, counts)
-    return jax.lax.psum(counts, tuple(axis_names))
+    added: Array = jax.lax.psum(counts, tuple(axis_names))
+    return added
 
 
 def _counts(arrays: Sequence[Array]) -> Array:

@@ -197,7 +197,7 @@ def test_a_loop_explains_the_step_whose_record_is_a_skip_or_has_a_broken_loss(na
     """It gets the weights of a skipped step as it returns them; others from before the step."""
     cause, words = name.split(": ", 1)
     params, texts = {"w": jnp.ones((4, 4))}, []
-    tx = lossscale.optax.loss_scaled(optax.sgd(1e-3), initial_scale=8)
+    tx = lossscale.optax.loss_scaled(optax.sgd(1e-3), initial_scale=8, track_overflows=True)
     opt_state = tx.init(params)
 
     @jax.jit
