@@ -31,9 +31,10 @@ _ONE = functools.partial(scalar, 1.0)
 _IN_PLACE = frozenset({torch.float32, torch.float64, torch.bfloat16})
 
 IN_FLOAT32 = (
-    "Wrap the optimizer in lossscale.torch.MasterWeights(optimizer) first, which updates float32 "
-    "copies of the parameters. Or keep the parameters in float32 (model.float()) and compute under "
-    "torch.autocast(device, torch.float16)."
+    "Wrap the optimizer in lossscale.torch.MasterWeights(optimizer), which updates float32 copies "
+    "of the parameters. Make both after model.half(), after the first call of lazy modules, and "
+    "again after parameters were replaced. Or keep the parameters in float32 (model.float()) and "
+    "compute under torch.autocast(device, torch.float16)."
 )
 """What to do about float16 parameters, for messages."""
 

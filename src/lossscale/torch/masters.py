@@ -55,21 +55,17 @@ def converted(tensors: Sequence[Tensor], dtypes: Iterable[torch.dtype]) -> list[
 
 def _together(pairs: Pairs) -> Iterator[Pairs]:
     """Parts of pairs that are compared together."""
-    most, part, size = _TOGETHER.get(pairs[0][0].device.type, 2**26), Pairs(), 0
-    for pair in pairs:
-        size += pair[0].numel()
-        if part and size > most:
-            yield part
-            part, size = [], pair[0].numel()
-        part.append(pair)
-    yield part
+    most = _TOGETHER.get(pairs[0][0].device.type, 2**26)
+    sums = itertools.accumulate(parameter.numel() for parameter, _ in pairs)
+    for _, part in itertools.groupby(zip(sums, pairs, strict=True), lambda each: each[0] // most):
+        yield [pair for _, pair in part]
 
 
 def merged(pairs: Pairs, waits: bool = False) -> Iterator[tuple[Pairs, list[Tensor]]]:
     """Parts of pairs, and their masters with what was written into the parameters.
 
     An element of a master is replaced if the parameter is not its rounding, by their bits. Wide
-    parameters are the roundings of parked masters before anything is written into them.
+    parameters were the roundings of their masters before anything was written into them.
 
     Args:
         pairs: Parameters with their masters.
@@ -87,6 +83,18 @@ def merged(pairs: Pairs, waits: bool = False) -> Iterator[tuple[Pairs, list[Tens
             continue
         wide = torch.where(bits == expected, wide, now)
         yield part, list(_unflatten_dense_tensors(wide, masters))
+
+
+@torch.no_grad()
+def adopt(pairs: Pairs) -> None:
+    """Replaces elements of masters whose narrow parameters other code has overwritten.
+
+    Wide parameters continue from their masters, where they are the rounded masters.
+    """
+    for part, values in merged(pairs):
+        are_narrow = is_narrow(part[0][0])
+        # Of `data`: the graph of a loss may hold the parameter.
+        torch._foreach_copy_([m if are_narrow else p.data for p, m in part], values)
 
 
 def _where_rounded(parameter: Tensor, master: Tensor) -> Tensor:
@@ -151,9 +159,9 @@ def check_can_have_masters(optimizer: Optimizer, parameters: Iterable[Tensor]) -
 
 def _check_distinct(parameters: Iterable[Tensor]) -> None:
     """Refuses parameters that begin with the same element, as those do that `.data` ties."""
-    have_memory = (p for p in parameters if p.numel() and not _is_composed(p))
+    have_memory = (p for p in parameters if p.numel() and not (p.is_meta or _is_composed(p)))
     firsts: dict[tuple[torch.device, int], Tensor] = {}
-    for parameter in (p for p in have_memory if not p.is_meta):
+    for parameter in have_memory:
         key = parameter.device, parameter.data_ptr()
         if firsts.setdefault(key, parameter) is not parameter:
             raise UnsupportedError(
@@ -173,20 +181,16 @@ def _ids_in(value: object, depth: int = 3) -> Iterator[int]:
             yield from _ids_in(part, depth - 1)
 
 
-def check_shape(parameter: Tensor | None, value: object) -> None:
+def check_value(parameter: Tensor | None, value: object, *, finite: bool = False) -> None:
+    """Checks that a value can be the master of a parameter; None is one of another optimizer."""
     shape = None if parameter is None else parameter.shape
-    if not isinstance(value, Tensor) or value.shape != shape:
+    if parameter is None or not isinstance(value, Tensor) or value.shape != shape:
         expected = "of the optimizer" if shape is None else f"of shape {tuple(shape)}"
         raise StateDictError(
             f"A master must be a tensor of the shape of its parameter, a parameter {expected}. "
             f"Received: {reprlib.repr(value)}. Load or set the weights of the same model."
         )
-
-
-def check_value(parameter: Tensor | None, value: Tensor) -> None:
-    check_shape(parameter, value)
-    assert parameter is not None
-    if not value.to(parameter.dtype).isfinite().all():
+    if finite and not value.to(parameter.dtype).isfinite().all():
         raise StateDictError(
             f"A master must be finite when it is rounded to {parameter.dtype}. Received: "
             f"{reprlib.repr(value)}, whose largest number is {value.abs().max().item():.3g}."

@@ -24,9 +24,14 @@ from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.backward import Inputs, is_seen, prepare_backward, remember_scaled, watch
 from lossscale.torch.engine import Engine, StepDecision
 from lossscale.torch.gradient_record import BackwardPass
-from lossscale.torch.master_weights import compares_once
 from lossscale.torch.observers import Decided, FloorWarning, Observers, SkippedStepHook, Stepped
-from lossscale.torch.optimizer_list import OptimizerList, step_with_closure, with_parts, zero_grad
+from lossscale.torch.optimizer_list import (
+    OptimizerList,
+    check_can_step,
+    step_with_closure,
+    with_parts,
+    zero_grad,
+)
 from lossscale.torch.scale import DeviceLossScale, LossScale, Multiplier
 from lossscale.torch.scaling import CPU, WIDE, scalar, uncompiled, widened
 from lossscale.torch.settings import (
@@ -162,7 +167,6 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
     # --- Backward -----------------------------------------------------------------------------
 
     @uncompiled
-    @compares_once
     def backward(
         self,
         loss: Tensor,
@@ -299,6 +303,7 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
             >>> weight.detach()
             tensor([0.5000, 0.5000])
         """
+        check_can_step(self.inner_optimizer)
         if closure is None:
             return self._take_step(**more)
         take_step = functools.partial(self._take_step, **more)
@@ -308,7 +313,6 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
     # for this one.
     step.hooked = True  # type: ignore[attr-defined]  # of a function
 
-    @compares_once
     def _take_step(self, **more: Any) -> Any:
         """Decides on the gradients as they are now, applies or skips them, moves the scale."""
         record, engine = self._record, self._engine
@@ -359,7 +363,6 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
             self._notify_decided(decision)
             self._finish(decision._replace(apply=False), keep=True)
 
-    @compares_once
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all parameters, as the inner optimizer does it.
 
