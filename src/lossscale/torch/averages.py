@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from lossscale.common.checks import takes
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.master_weights import LIVING, MasterWeights
@@ -57,16 +57,21 @@ def float32_state_dict(model: Module, optimizer: Any) -> dict[str, Any]:
                 "Pass the MasterWeights that trains the model, or a list of all; call "
                 "requires_grad_(False) on parameters that are not trained."
             )
-    accepted = inspect.signature(model.state_dict).parameters.values()
-    keeps = any(each.kind is each.VAR_KEYWORD or each.name == "keep_vars" for each in accepted)
     with torch.inference_mode(False), torch.no_grad(), _widened(model, masters) as wide:
         # Tied names have one tensor, as in the state dictionary of the model.
-        state: dict[str, Any] = model.state_dict(keep_vars=True) if keeps else model.state_dict()
+        keeps: Any = {"keep_vars": True} if takes(model.state_dict, "keep_vars") else {}
+        state: dict[str, Any] = model.state_dict(**keeps)
         copies = {id(tensor): tensor.detach() for tensor in wide}
         for name, value in state.items():
             if isinstance(value, Tensor):
+                if is_narrow(value) and not name.endswith("_extra_state"):
+                    raise ArgumentError(
+                        f"The entry {name!r} of model.state_dict() is {value.dtype}, although all "
+                        "parameters and buffers are float32 while it runs: code of the model casts "
+                        "it, or keeps the parameter elsewhere. Change that code, or export without "
+                        "it."
+                    )
                 if id(value) not in copies:
-                    _check_not_rounded(name, value)
                     copies[id(value)] = _copied(value)
                 state[name] = copies[id(value)]
     return state
@@ -78,9 +83,7 @@ def _widened(model: Module, masters: dict[Tensor, Tensor]) -> Iterator[list[Tens
 
     The model's own code may split, transpose or copy what it saves.
     """
-    tables: list[dict[str, Any]] = [
-        table for each in model.modules() for table in (each._parameters, each._buffers)
-    ]
+    tables: Any = [table for each in model.modules() for table in (each._parameters, each._buffers)]
     before = [dict(table) for table in tables]
     given = {t for kept in before for t in kept.values() if is_narrow(t) or t in masters}
     wide = {tensor: _wide(tensor, masters) for tensor in given}
@@ -100,15 +103,6 @@ def _wide(tensor: Tensor, masters: dict[Tensor, Tensor]) -> Tensor:
         made = Parameter(made, tensor.requires_grad)
         vars(made).update(vars(tensor))
     return made
-
-
-def _check_not_rounded(name: str, value: Tensor) -> None:
-    if is_narrow(value) and not name.endswith("_extra_state"):
-        raise ArgumentError(
-            f"The entry {name!r} of model.state_dict() is {value.dtype}, although all parameters "
-            "and buffers are float32 while it runs: code of the model casts it, or keeps the "
-            "parameter elsewhere. Change that code, or export without it."
-        )
 
 
 def _copied(tensor: Tensor) -> Tensor:

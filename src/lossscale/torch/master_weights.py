@@ -25,14 +25,13 @@ from torch.optim import Optimizer
 from lossscale.common.checks import check_not_wrapped, remember_wrapper
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, CallOrderError
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
-from lossscale.torch import fused, ranks
+from lossscale.torch import fused, gradients, ranks
 from lossscale.torch.masters import (
     NARROW,
     Pairs,
     adopt,
     check_can_have_masters,
     check_value,
-    converted,
     is_narrow,
     is_same,
     merged,
@@ -151,9 +150,7 @@ class MasterWeights(OuterOptimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of the optimizer, with the parameters of the model."""
-        # Conversions and copies change the dtype of all gradients: two are enough.
-        if not self._is_stepping and any(map(self._has_other_gradient, self._ends)):
-            self._prepare()
+        self._check_gradients()
         return self.inner_optimizer.param_groups
 
     @param_groups.setter
@@ -252,6 +249,11 @@ class MasterWeights(OuterOptimizer):
             setattr(parameter, ranks.WIDENED, True)
             parameter.grad = None if gradient is None else gradient.to(dtype=self._grad_dtype)
 
+    def _check_gradients(self) -> None:
+        # Conversions change the dtype of all gradients: two are enough.
+        if any(map(self._has_other_gradient, self._ends)):
+            self._prepare()
+
     def _has_other_gradient(self, parameter: Tensor) -> bool:
         """Whether a gradient is, or may come, in a dtype that was not asked for."""
         wanted = self._grad_dtype
@@ -325,12 +327,12 @@ class MasterWeights(OuterOptimizer):
     def _stepping(self) -> Iterator[None]:
         """Within it, the optimizer has the masters in place of the parameters."""
         self._prepare()
-        pairs, gradients = list(self._masters.items()), [p.grad for p in self._masters]
+        pairs, grads = list(self._masters.items()), [p.grad for p in self._masters]
         adopt([*pairs, *self._kept.items()])
-        narrow = list(filter(is_narrow, gradients))
-        made = converted(narrow, itertools.repeat(torch.float32))
+        narrow = list(filter(is_narrow, grads))
+        made = gradients.converted(narrow, itertools.repeat(torch.float32))
         wide: dict[Tensor | None, Tensor] = dict(zip(narrow, made, strict=True))
-        for (parameter, master), gradient in zip(pairs, gradients, strict=True):
+        for (parameter, master), gradient in zip(pairs, grads, strict=True):
             # Optimizers ask for these, and for what users have set on a parameter.
             master.requires_grad = parameter.requires_grad
             vars(master).update(vars(parameter))
@@ -343,9 +345,8 @@ class MasterWeights(OuterOptimizer):
         finally:
             self._is_stepping = False
             stepped = Pairs()
-            for (parameter, master), gradient, version in zip(
-                pairs, gradients, versions, strict=True
-            ):
+            before = zip(pairs, grads, versions, strict=True)
+            for (parameter, master), gradient, version in before:
                 parameter.grad = master.grad
                 has_moved = gradient is not None or master.grad is not None
                 master.grad, master.requires_grad = None, False
@@ -362,16 +363,15 @@ class MasterWeights(OuterOptimizer):
         """Within it, the groups and the state name the masters; `_KEY` is not in the state."""
         pairs, state = list(self._masters.items()), self.inner_optimizer.state
         # Adam takes a state with this entry alone for one that it has made.
-        stored = [p for p, _ in pairs if state.get(p, {}).pop(_KEY, None) is not None]
+        stored = [(p, m) for p, m in pairs if state.get(p, {}).pop(_KEY, None) is not None]
         self._rename(pairs)
         try:
             yield
         finally:
             self._rename([(master, parameter) for parameter, master in pairs])
-            for parameter in stored:
+            for parameter, master in stored:
                 # A state may have been loaded.
-                state = self.inner_optimizer.state.setdefault(parameter, {})
-                state.setdefault(_KEY, self._masters[parameter])
+                self.inner_optimizer.state.setdefault(parameter, {}).setdefault(_KEY, master)
 
     def _rename(self, pairs: Pairs) -> None:
         """Puts the second tensor of each pair in place of the first, in groups and states."""
@@ -425,6 +425,10 @@ class MasterWeights(OuterOptimizer):
         for hook in after:
             hook(inner, (), more)
         return returned
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._check_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the optimizer; its float16 parameters get masters."""
@@ -533,7 +537,9 @@ def _master_of(parameter: Tensor, master: Tensor | None) -> Tensor:
     """The master of a parameter that may have been moved or replaced."""
     if master is None or master.shape != parameter.shape or master.is_meta:
         master = parameter.detach().float()
-    if master.device == parameter.device and isinstance(master, Parameter):
+    # A copy that was made in inference mode cannot be changed.
+    stays = not master.is_inference()
+    if stays and master.device == parameter.device and isinstance(master, Parameter):
         return master
     # Some optimizers ask for the class.
-    return Parameter(master.to(parameter.device), requires_grad=False)
+    return Parameter(master.to(parameter.device, copy=not stays), requires_grad=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeGuard
 
 import torch
@@ -44,13 +44,6 @@ def round_into(pairs: Pairs) -> None:
     """Rounds masters into their parameters."""
     for some in _by_kind(pairs):
         torch._foreach_copy_([parameter for parameter, _ in some], [master for _, master in some])
-
-
-def converted(tensors: Sequence[Tensor], dtypes: Iterable[torch.dtype]) -> list[Tensor]:
-    """Tensors without a graph in other dtypes, by one operator for many."""
-    made = [torch.empty_like(t, dtype=dtype) for t, dtype in zip(tensors, dtypes, strict=False)]
-    round_into(list(zip(made, tensors, strict=True)))
-    return made
 
 
 def _together(pairs: Pairs) -> Iterator[Pairs]:
