@@ -231,8 +231,6 @@ class MasterWeights(OuterOptimizer):
 
     # --- The masters --------------------------------------------------------------------------
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def _prepare(self) -> None:
         """Makes masters for the narrow parameters that there are now; sets the dtype of gradients.
 
@@ -240,14 +238,15 @@ class MasterWeights(OuterOptimizer):
         """
         if self._is_stepping:
             return
-        if self._facts_now() != self._facts:
-            self._make_masters()
-            self._facts = self._facts_now()
-        for parameter in filter(self._has_other_gradient, self._masters):
-            gradient, parameter.grad = parameter.grad, None
-            parameter.grad_dtype = self._grad_dtype
-            setattr(parameter, ranks.WIDENED, True)
-            parameter.grad = None if gradient is None else gradient.to(dtype=self._grad_dtype)
+        with torch.inference_mode(False), torch.no_grad():
+            if self._facts_now() != self._facts:
+                self._make_masters()
+                self._facts = self._facts_now()
+            for parameter in filter(self._has_other_gradient, self._masters):
+                gradient, parameter.grad = parameter.grad, None
+                parameter.grad_dtype = self._grad_dtype
+                setattr(parameter, ranks.WIDENED, True)
+                parameter.grad = None if gradient is None else gradient.to(dtype=self._grad_dtype)
 
     def _check_gradients(self) -> None:
         # Conversions change the dtype of all gradients: two are enough.
@@ -256,8 +255,8 @@ class MasterWeights(OuterOptimizer):
 
     def _has_other_gradient(self, parameter: Tensor) -> bool:
         """Whether a gradient is, or may come, in a dtype that was not asked for."""
-        wanted = self._grad_dtype
-        is_cast = wanted is not None and is_narrow(parameter.grad)
+        gradient, wanted = parameter.grad, self._grad_dtype
+        is_cast = gradient is not None and wanted is not None and gradient.dtype in NARROW
         return is_cast or parameter.grad_dtype is not wanted
 
     def _facts_now(self) -> list[object]:
@@ -329,14 +328,14 @@ class MasterWeights(OuterOptimizer):
         self._prepare()
         pairs, grads = list(self._masters.items()), [p.grad for p in self._masters]
         adopt([*pairs, *self._kept.items()])
-        narrow = list(filter(is_narrow, grads))
+        narrow = [] if self._grad_dtype else [g for g in grads if is_narrow(g)]
         made = gradients.converted(narrow, itertools.repeat(torch.float32))
-        wide: dict[Tensor | None, Tensor] = dict(zip(narrow, made, strict=True))
+        wide = dict(zip(map(id, narrow), made, strict=True))
         for (parameter, master), gradient in zip(pairs, grads, strict=True):
             # Optimizers ask for these, and for what users have set on a parameter.
             master.requires_grad = parameter.requires_grad
             vars(master).update(vars(parameter))
-            master.grad = wide.get(gradient, gradient)
+            master.grad = wide.get(id(gradient), gradient)
         versions = [master._version for _, master in pairs]
         self._is_stepping = True
         try:
@@ -347,7 +346,8 @@ class MasterWeights(OuterOptimizer):
             stepped = Pairs()
             before = zip(pairs, grads, versions, strict=True)
             for (parameter, master), gradient, version in before:
-                parameter.grad = master.grad
+                if master.grad is not gradient:
+                    parameter.grad = master.grad
                 has_moved = gradient is not None or master.grad is not None
                 master.grad, master.requires_grad = None, False
                 if has_moved or master._version != version:
