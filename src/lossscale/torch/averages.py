@@ -66,10 +66,9 @@ def float32_state_dict(model: Module, optimizer: Any) -> dict[str, Any]:
             if isinstance(value, Tensor):
                 if is_narrow(value) and not name.endswith("_extra_state"):
                     raise ArgumentError(
-                        f"The entry {name!r} of model.state_dict() is {value.dtype}, although all "
-                        "parameters and buffers are float32 while it runs: code of the model casts "
-                        "it, or keeps the parameter elsewhere. Change that code, or export without "
-                        "it."
+                        f"The entry {name!r} of model.state_dict() is {value.dtype}, and not float32. "
+                        "Code of the model casts it, or keeps the parameter elsewhere. Change that "
+                        "code, or export without it."
                     )
                 if id(value) not in copies:
                     copies[id(value)] = _copied(value)
