@@ -66,7 +66,7 @@ def float32_state_dict(model: Module, optimizer: Any) -> dict[str, Any]:
             if isinstance(value, Tensor):
                 if is_narrow(value) and not name.endswith("_extra_state"):
                     raise ArgumentError(
-                        f"The entry {name!r} of model.state_dict() is {value.dtype}, and not float32. "
+                        f"The entry {name!r} of model.state_dict() is {value.dtype}, not float32. "
                         "Code of the model casts it, or keeps the parameter elsewhere. Change that "
                         "code, or export without it."
                     )
