@@ -267,6 +267,7 @@ MODEL_WAYS = {
     "float16, backward": (True, "backward"),
     "float16, scale_loss": (True, "scale_loss"),
     "float16, device": (True, "device"),
+    "float16, grad_dtype=None, backward": (True, "backward"),
 }
 """Whole steps: whether the parameters are float16, with `MasterWeights`, and one of `WAYS`."""
 
@@ -287,7 +288,10 @@ def of_model(way: str, optimizer: str, micro_batches: int, width: int = 64) -> R
     model = torch.nn.Sequential(ends[0], *blocks, ends[1])
     model.to("cuda", torch.float16 if is_half else torch.float32)
     inner = cls(model.parameters(), **numbers, **flags)
-    made = Way(verb, [lossscale.torch.MasterWeights(inner) if is_half else inner], scale=SCALE)
+    if is_half:
+        grad_dtype = None if "grad_dtype=None" in way else torch.float32
+        inner = lossscale.torch.MasterWeights(inner, grad_dtype=grad_dtype)
+    made = Way(verb, [inner], scale=SCALE)
     tokens = torch.zeros((4, 32), dtype=torch.int64, device="cuda")
     for _ in range(3):
         with Recorder() as recorder:

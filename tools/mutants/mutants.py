@@ -294,13 +294,12 @@ tests/frameworks/torch/test_steps.py
         -k on_a_skip
     torch attributes: vars(optimizer).pop -> vars(optimizer).setdefault  -k raises
 tests/frameworks/torch/test_master_weights.py
-    torch MasterWeights._take_written: self._written(...) -> []  -k masters_by_hand
-    torch MasterWeights._note_masters: not older._masters.keys().isdisjoint(newer._masters) -> False
-        -k older_one_refuses
+    torch MasterWeights._check_is_newest: not all(...) -> False  -k older_one_refuses
+    torch MasterWeights.check_can_step: not NARROW.issuperset(...) -> False  -k float32_in_between
     torch _where_rounded: torch.where(...) -> parameter  -k float32_now
 tests/frameworks/torch/test_averages.py
     torch HeldBack._as_averaged: masters.get(now, now) -> now  -k of_the_masters
-    torch float32_state_dict: masters.get(value, value) -> value  -k loads_the_masters
+    torch _wide: masters.get(tensor, tensor) -> tensor  -k loads_the_masters
 tests/frameworks/torch/test_monitor.py
     torch OverflowTracker._track: number == self.last_step == self._skip[0] -> False
         -k share_a_scaler

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from lossscale.common.checks import takes
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.torch.grad_scaler import GradScaler
-from lossscale.torch.master_weights import MasterWeights, living_masters
+from lossscale.torch.master_weights import LIVING, MasterWeights
 from lossscale.torch.masters import is_narrow
 from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
 from lossscale.torch.optimizer_list import with_parts
@@ -56,34 +57,42 @@ def float32_state_dict(model: Module, optimizer: Any) -> dict[str, Any]:
                 "Pass the MasterWeights that trains the model, or a list of all; call "
                 "requires_grad_(False) on parameters that are not trained."
             )
-    tables = [table for each in model.modules() for table in (each._parameters, each._buffers)]
-    places: list[tuple[dict[str, Tensor | None], str, Tensor]] = [
-        (table, name, tensor)
-        for table in tables
-        for name, tensor in table.items()
-        if tensor is not None and (is_narrow(tensor) or tensor in masters)
-    ]
-    accepted = inspect.signature(model.state_dict).parameters.values()
-    keeps = any(each.kind is each.VAR_KEYWORD or each.name == "keep_vars" for each in accepted)
-    with torch.inference_mode(False), torch.no_grad():
-        wide = {tensor: _wide(tensor, masters) for _, _, tensor in places}
-        try:
-            # The model's own code may split, transpose or copy what it saves.
-            for table, name, tensor in places:
-                table[name] = wide[tensor]
-            # Tied names have one tensor, as in the state dictionary of the model.
-            state: dict[str, Any] = model.state_dict(**({"keep_vars": True} if keeps else {}))
-        finally:
-            for table, name, tensor in places:
-                table[name] = tensor
-        copies = {id(tensor): tensor.detach() for tensor in wide.values()}
+    with torch.inference_mode(False), torch.no_grad(), _widened(model, masters) as wide:
+        # Tied names have one tensor, as in the state dictionary of the model.
+        keeps: Any = {"keep_vars": True} if takes(model.state_dict, "keep_vars") else {}
+        state: dict[str, Any] = model.state_dict(**keeps)
+        copies = {id(tensor): tensor.detach() for tensor in wide}
         for name, value in state.items():
             if isinstance(value, Tensor):
+                if is_narrow(value) and not name.endswith("_extra_state"):
+                    raise ArgumentError(
+                        f"The entry {name!r} of model.state_dict() is {value.dtype}, not float32. "
+                        "Code of the model casts it, or keeps the parameter elsewhere. Change that "
+                        "code, or export without it."
+                    )
                 if id(value) not in copies:
-                    _check_not_rounded(name, value)
                     copies[id(value)] = _copied(value)
                 state[name] = copies[id(value)]
     return state
+
+
+@contextlib.contextmanager
+def _widened(model: Module, masters: dict[Tensor, Tensor]) -> Iterator[list[Tensor]]:
+    """Within it, float32 copies stand in the place of narrow parameters and buffers.
+
+    The model's own code may split, transpose or copy what it saves.
+    """
+    tables: Any = [table for each in model.modules() for table in (each._parameters, each._buffers)]
+    before = [dict(table) for table in tables]
+    given = {t for kept in before for t in kept.values() if is_narrow(t) or t in masters}
+    wide = {tensor: _wide(tensor, masters) for tensor in given}
+    try:
+        for table, kept in zip(tables, before, strict=True):
+            table.update({name: wide.get(tensor, tensor) for name, tensor in kept.items()})
+        yield list(wide.values())
+    finally:
+        for table, kept in zip(tables, before, strict=True):
+            table.update(kept)
 
 
 def _wide(tensor: Tensor, masters: dict[Tensor, Tensor]) -> Tensor:
@@ -93,15 +102,6 @@ def _wide(tensor: Tensor, masters: dict[Tensor, Tensor]) -> Tensor:
         made = Parameter(made, tensor.requires_grad)
         vars(made).update(vars(tensor))
     return made
-
-
-def _check_not_rounded(name: str, value: Tensor) -> None:
-    if is_narrow(value) and not name.endswith("_extra_state"):
-        raise ArgumentError(
-            f"The entry {name!r} of model.state_dict() is {value.dtype}, although all parameters "
-            "and buffers are float32 while it runs: code of the model casts it, or keeps the "
-            "parameter elsewhere. Change that code, or export without it."
-        )
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -122,17 +122,16 @@ def _masters_in(optimizer: Any, parameters: Iterable[Tensor]) -> dict[Tensor, Te
         if isinstance(each, GradScaler):
             # It knows those that it has stepped, and none if it is not enabled. Only the newest of
             # a parameter can step.
-            parts = living_masters()
+            parts: list[Any] = list(LIVING.values())
         elif isinstance(each, (LossScaleOptimizer, MasterWeights)):
-            inner = each.inner_optimizer if isinstance(each, LossScaleOptimizer) else each
-            parts = [part for part in with_parts(inner) if isinstance(part, MasterWeights)]
+            parts = with_parts(each if isinstance(each, MasterWeights) else each.inner_optimizer)
         else:
             raise ArgumentTypeError(
                 "`optimizer` must be a lossscale.torch.MasterWeights, LossScaleOptimizer or "
                 f"GradScaler, or a list of these. Received: {type(each).__module__}."
                 f"{type(each).__qualname__}. With PyTorch's GradScaler, pass the MasterWeights."
             )
-        for part in parts:
+        for part in (each for each in parts if isinstance(each, MasterWeights)):
             masters |= part.current(parameters)
     return masters
 

@@ -33,9 +33,8 @@ from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.rules import DynamicScale, ScaleState
 from lossscale.torch import fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
-from lossscale.torch.master_weights import compares_once
 from lossscale.torch.observers import Decided, FloorWarning, Observers, SkippedStepHook, Stepped
-from lossscale.torch.optimizer_list import parts_of
+from lossscale.torch.optimizer_list import check_can_step, parts_of
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
 from lossscale.torch.scale import FirstSteps, Flag
 from lossscale.torch.scaling import is_captured, mapped, read, read_all, scalar, scaled, uncompiled
@@ -272,7 +271,6 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     @uncompiled
-    @compares_once
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the gradients of an optimizer by the scale, in place, for example to clip them.
 
@@ -317,7 +315,6 @@ class GradScaler(torch.amp.GradScaler):
         return {device: overflow if here else torch.zeros_like(overflow)}
 
     @uncompiled
-    @compares_once
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales the gradients if `unscale_` did not, and applies them if all are finite.
 
@@ -344,6 +341,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
         _check_steppable(optimizer)
+        check_can_step(optimizer)
         if any(map(callable, args)) or "closure" in kwargs:
             raise CallOrderError(
                 "step() of a GradScaler takes no closure: the optimizer would see scaled losses. "

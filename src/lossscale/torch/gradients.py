@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lossscale.errors import GradientsError
 from lossscale.torch import ranks
-from lossscale.torch.masters import converted, in_float32
+from lossscale.torch.masters import in_float32, round_into
 from lossscale.torch.ranks import ParameterInfo, local
 from lossscale.torch.scaling import CPU, real_parts, scalar, unscaled, widened
 
@@ -30,6 +30,7 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _PLAIN_TYPES = frozenset({Tensor, Parameter})
 _ONE = functools.partial(scalar, 1.0)
 _IN_PLACE = frozenset({torch.float32, torch.float64, torch.bfloat16})
+_BFLOAT16 = frozenset({torch.bfloat16})
 
 Stamps: TypeAlias = tuple[list[int], list[int]]
 """What `stamps` returns: the ids and the versions of gradients."""
@@ -82,7 +83,10 @@ def collect(
         # One loop in C for each property: a loop over tuples takes twice the time.
         with ranks.UNSEEN():
             dtypes = set(map(_DTYPE, grads))
-        if len(dtypes) == 1 and dtypes <= _IN_PLACE and not share_memory(grads, info):
+        fits = len(dtypes) == 1 and dtypes <= _IN_PLACE
+        if dtypes == _BFLOAT16:
+            fits = not any(map(ranks.is_widened, info.parameters))
+        if fits and not share_memory(grads, info):
             return Gradients(grads, [grads], [grads])
     if not allow_float16:
         check_can_be_divided(info)
@@ -389,6 +393,13 @@ def _convert(info: ParameterInfo, dtype: torch.dtype | None = None) -> None:
     made = converted([g for _, g, _ in found], [dtype for _, _, dtype in found])
     for (parameter, *_), gradient in zip(found, made, strict=True):
         parameter.grad = gradient
+
+
+def converted(tensors: Sequence[Tensor], dtypes: Iterable[torch.dtype]) -> list[Tensor]:
+    """Tensors without a graph in other dtypes, by one operator for many."""
+    made = [torch.empty_like(t, dtype=dtype) for t, dtype in zip(tensors, dtypes, strict=False)]
+    round_into(list(zip(made, tensors, strict=True)))
+    return made
 
 
 def unscale(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeGuard
 
 import torch
@@ -25,8 +25,9 @@ _is_composed: Callable[[object], bool] = is_traceable_wrapper_subclass
 NARROW = frozenset({torch.float16, torch.bfloat16})
 _BY_MASTERS = (
     "Wrap the optimizer in lossscale.torch.MasterWeights(optimizer) first, which updates float32 "
-    "copies of the parameters. Or keep the parameters in float32 (model.float()) and compute under "
-    "torch.autocast(device, torch.float16)."
+    "copies of the parameters. Make both after model.half(), after the first call of lazy modules, "
+    "and again after parameters were replaced. Or keep the parameters in float32 (model.float()) "
+    "and compute under torch.autocast(device, torch.float16)."
 )
 _OTHERWISE = (
     "Keep the parameters in float32 and leave MasterWeights out. For float16, use "
@@ -58,30 +59,19 @@ def round_into(pairs: Pairs) -> None:
         torch._foreach_copy_([parameter for parameter, _ in some], [master for _, master in some])
 
 
-def converted(tensors: Sequence[Tensor], dtypes: Iterable[torch.dtype]) -> list[Tensor]:
-    """Tensors without a graph in other dtypes, by one operator for many."""
-    made = [torch.empty_like(t, dtype=dtype) for t, dtype in zip(tensors, dtypes, strict=False)]
-    round_into(list(zip(made, tensors, strict=True)))
-    return made
-
-
 def _together(pairs: Pairs) -> Iterator[Pairs]:
     """Parts of pairs that are compared together."""
-    most, part, size = _TOGETHER.get(pairs[0][0].device.type, 2**26), Pairs(), 0
-    for pair in pairs:
-        size += pair[0].numel()
-        if part and size > most:
-            yield part
-            part, size = [], pair[0].numel()
-        part.append(pair)
-    yield part
+    most = _TOGETHER.get(pairs[0][0].device.type, 2**26)
+    sums = itertools.accumulate(parameter.numel() for parameter, _ in pairs)
+    for _, part in itertools.groupby(zip(sums, pairs, strict=True), lambda each: each[0] // most):
+        yield [pair for _, pair in part]
 
 
 def merged(pairs: Pairs, waits: bool = False) -> Iterator[tuple[Pairs, list[Tensor]]]:
     """Parts of pairs, and their masters with what was written into the parameters.
 
     An element of a master is replaced if the parameter is not its rounding, by their bits. Wide
-    parameters are the roundings of parked masters before anything is written into them.
+    parameters were the roundings of their masters before anything was written into them.
 
     Args:
         pairs: Parameters with their masters.
@@ -99,6 +89,18 @@ def merged(pairs: Pairs, waits: bool = False) -> Iterator[tuple[Pairs, list[Tens
             continue
         wide = torch.where(bits == expected, wide, now)
         yield part, list(_unflatten_dense_tensors(wide, masters))
+
+
+@torch.no_grad()
+def adopt(pairs: Pairs) -> None:
+    """Replaces elements of masters whose narrow parameters other code has overwritten.
+
+    Wide parameters continue from their masters, where they are the rounded masters.
+    """
+    for part, values in merged(pairs):
+        are_narrow = is_narrow(part[0][0])
+        # Of `data`: the graph of a loss may hold the parameter.
+        torch._foreach_copy_([m if are_narrow else p.data for p, m in part], values)
 
 
 def _where_rounded(parameter: Tensor, master: Tensor) -> Tensor:
@@ -170,9 +172,9 @@ def in_float32(optimizer: Optimizer | None) -> str:
 
 def _check_distinct(parameters: Iterable[Tensor]) -> None:
     """Refuses parameters that begin with the same element, as those do that `.data` ties."""
-    have_memory = (p for p in parameters if p.numel() and not _is_composed(p))
+    have_memory = (p for p in parameters if p.numel() and not (p.is_meta or _is_composed(p)))
     firsts: dict[tuple[torch.device, int], Tensor] = {}
-    for parameter in (p for p in have_memory if not p.is_meta):
+    for parameter in have_memory:
         key = parameter.device, parameter.data_ptr()
         if firsts.setdefault(key, parameter) is not parameter:
             raise UnsupportedError(
@@ -192,20 +194,16 @@ def _ids_in(value: object, depth: int = 3) -> Iterator[int]:
             yield from _ids_in(part, depth - 1)
 
 
-def check_shape(parameter: Tensor | None, value: object) -> None:
+def check_value(parameter: Tensor | None, value: object, *, finite: bool = False) -> None:
+    """Checks that a value can be the master of a parameter; None is one of another optimizer."""
     shape = None if parameter is None else parameter.shape
-    if not isinstance(value, Tensor) or value.shape != shape:
+    if parameter is None or not isinstance(value, Tensor) or value.shape != shape:
         expected = "of the optimizer" if shape is None else f"of shape {tuple(shape)}"
         raise StateDictError(
             f"A master must be a tensor of the shape of its parameter, a parameter {expected}. "
             f"Received: {reprlib.repr(value)}. Load or set the weights of the same model."
         )
-
-
-def check_value(parameter: Tensor | None, value: Tensor) -> None:
-    check_shape(parameter, value)
-    assert parameter is not None
-    if not value.to(parameter.dtype).isfinite().all():
+    if finite and not value.to(parameter.dtype).isfinite().all():
         raise StateDictError(
             f"A master must be finite when it is rounded to {parameter.dtype}. Received: "
             f"{reprlib.repr(value)}, whose largest number is {value.abs().max().item():.3g}."

@@ -35,9 +35,14 @@ from lossscale.torch.backward import Inputs, is_seen, prepare_backward, remember
 from lossscale.torch.closures import step_with_closure
 from lossscale.torch.engine import Engine, StepDecision
 from lossscale.torch.gradient_record import BackwardPass
-from lossscale.torch.master_weights import compares_once
 from lossscale.torch.observers import Decided, FloorWarning, Observers, SkippedStepHook, Stepped
-from lossscale.torch.optimizer_list import OptimizerList, parts_of, with_parts, zero_grad
+from lossscale.torch.optimizer_list import (
+    OptimizerList,
+    check_can_step,
+    parts_of,
+    with_parts,
+    zero_grad,
+)
 from lossscale.torch.scale import DeviceLossScale, LossScale, Multiplier
 from lossscale.torch.scaling import CPU, WIDE, scalar, uncompiled, widened
 
@@ -171,7 +176,6 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
     # --- Backward -----------------------------------------------------------------------------
 
     @uncompiled
-    @compares_once
     def backward(
         self,
         loss: Tensor,
@@ -308,6 +312,7 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
             >>> weight.detach()
             tensor([0.5000, 0.5000])
         """
+        check_can_step(self.inner_optimizer)
         if closure is None:
             return self._take_step(**more)
         take_step = functools.partial(self._take_step, **more)
@@ -317,7 +322,6 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
     # for this one.
     step.hooked = True  # type: ignore[attr-defined]  # of a function
 
-    @compares_once
     def _take_step(self, **more: Any) -> Any:
         """Decides on the gradients as they are now, applies or skips them, moves the scale."""
         record, engine = self._record, self._engine
@@ -368,7 +372,6 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
             self._notify_decided(decision)
             self._finish(decision._replace(apply=False), keep=True)
 
-    @compares_once
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all parameters, as the inner optimizer does it.
 

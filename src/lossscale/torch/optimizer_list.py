@@ -30,8 +30,14 @@ class OuterOptimizer(Optimizer):
     # Defined by each subclass: steps the others.
     _step: Callable[..., object]
 
+    def check_can_step(self) -> None:
+        """Checks, before anything is changed, that the optimizers can step."""
+        for optimizer in self.optimizers:
+            check_can_step(optimizer)
+
     @uncompiled
     def step(self, closure: Callable[[], object] | None = None, **more: Any) -> Any:
+        self.check_can_step()
         if closure is not None:
             return step_with_closure(parts_of(self), closure, functools.partial(self.step, **more))
         for hook in list(self._optimizer_step_pre_hooks.values()):
@@ -196,6 +202,12 @@ def with_parts(inner: Optimizer) -> list[Optimizer]:
 def parts_of(inner: Optimizer) -> list[Optimizer]:
     """The optimizers that update parameters: those that others step, or the one optimizer."""
     return [part for part in with_parts(inner) if not isinstance(part, OuterOptimizer)]
+
+
+def check_can_step(optimizer: Optimizer) -> None:
+    """Checks that an optimizer can step now: `MasterWeights` may not."""
+    if isinstance(optimizer, OuterOptimizer):
+        optimizer.check_can_step()
 
 
 def zero_grad(optimizer: Optimizer, set_to_none: bool) -> None:

@@ -24,7 +24,8 @@ _R = TypeVar("_R")
 def uncompiled(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Keeps a method out of compiled code, which would be recompiled for each number it reads.
 
-    `torch.compiler.disable` alone would also slow down calls outside compiled code.
+    `torch.compiler.disable` alone would also slow down calls outside compiled code. It also keeps
+    it out of inference mode, whose tensors cannot be changed after that.
     """
     disabled: Callable[_P, _R] = torch.compiler.disable(method)
 
@@ -32,6 +33,9 @@ def uncompiled(method: Callable[_P, _R]) -> Callable[_P, _R]:
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if torch.compiler.is_compiling():
             return disabled(*args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return method(*args, **kwargs)
         return method(*args, **kwargs)
 
     return called

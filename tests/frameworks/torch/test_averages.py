@@ -135,8 +135,8 @@ def test_a_float32_model_loads_the_masters(how):
     train, optimizer = trainer(how, inner)
     train(model[0](X.half()).float().square().mean())
     weight, frozen = model[1].weight, frozen.weight
-    for is_parked in (False, True):
-        if is_parked:
+    for is_wide in (False, True):
+        if is_wide:
             model.float()
         state = float32_state_dict(model, optimizer)
         assert list(state) == list(model.state_dict())
