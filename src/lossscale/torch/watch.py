@@ -38,8 +38,6 @@ _WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.floa
 class Watch(TorchDispatchMode):
     """Within it, the origin of each infinity and NaN is known, and no message is sent.
 
-    What an operation writes to is restored by `restore`, if it existed before.
-
     Args:
         model: The model, for the names of its modules.
         tensors: Tensors by name: the parameters and buffers.
@@ -62,9 +60,6 @@ class Watch(TorchDispatchMode):
         self._places: dict[int, tuple[str, str]] = {}
         self._first_number = torch._C._autograd._get_sequence_nr()
         self.in_backward = False
-        self._made: set[int] = set()
-        self._written: list[tuple[Tensor, Tensor]] = []
-        self._generators: dict[torch.Generator, Tensor] = {}
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -118,15 +113,6 @@ class Watch(TorchDispatchMode):
                     return origin
         return None
 
-    def restore(self) -> None:
-        """Restores the tensors that the passes have written to, and the generators."""
-        for generator, state in self._generators.items():
-            generator.set_state(state)
-        with torch.no_grad():
-            # In this order, because they may be views of the same storage.
-            for tensor, value in reversed(self._written):
-                tensor.data.copy_(value)
-
     def __torch_dispatch__(
         self,
         func: torch._ops.OpOverload,
@@ -140,15 +126,11 @@ class Watch(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         inputs = list(tensors_in((args, kwargs)))
         module, shown = self._place(name)
-        before = self._before_writes(func, args, kwargs)
-        generator = kwargs.get("generator")
-        if generator is not None and generator not in self._generators:
-            self._generators[generator] = generator.get_state()
+        before = _before_writes(func, args, kwargs)
         result = func(*args, **kwargs)
         if name in _UNSET or func.is_view:
             return result
         made = list(tensors_in(result))
-        self._made.update(map(_key, made))
         numbers = [value for value in args if type(value) in (int, float)]
         sets = not all(map(math.isfinite, numbers))
         widened = functools.partial(_widened, func, (args, kwargs), before)
@@ -186,20 +168,6 @@ class Watch(TorchDispatchMode):
         is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
         return module, f"backward of {own if is_custom else shown or own or name}"
 
-    def _before_writes(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[int, Tensor]:
-        """Copies what an operation writes to; returns the copies by the ids of the tensors."""
-        arguments = func._schema.arguments
-        given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
-        written = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
-        copies: dict[int, Tensor] = {}
-        for tensor in tensors_in([given.get(name) for name in written]):
-            copies[id(tensor)] = tensor.clone()
-            if _key(tensor) not in self._made:
-                self._written.append((tensor, copies[id(tensor)]))
-        return copies
-
 
 class _Evaluation(Evaluation):
     """An evaluation of tensors, of which only those are copied to the host that matter."""
@@ -215,6 +183,16 @@ class _Evaluation(Evaluation):
             return Flags()
         numbers = _numbers(value)
         return Flags(bool(numbers.isnan().any()), bool(numbers.isinf().any()))
+
+
+def _before_writes(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[int, Tensor]:
+    """Copies of what an operation writes to, by the ids of the tensors."""
+    arguments = func._schema.arguments
+    given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
+    written = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
+    return {id(t): t.clone() for t in tensors_in([given.get(name) for name in written])}
 
 
 def _widened(

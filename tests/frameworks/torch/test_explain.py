@@ -130,11 +130,6 @@ class Eventful(nn.Module):
             self.state.add_(1)
         return self.last(hidden) * (1 + noise)
 
-    def left(self):
-        """What its passes leave behind."""
-        states = bits([self.state, self.generator.get_state()])
-        return repr((self.calls, states, [m.training for m in self.modules()]))
-
 
 def around_it(model):
     """What is kept outside of the tensors of a model, and its `.grad` as they are."""
@@ -169,10 +164,9 @@ def test_what_a_loss_function_does_to_a_model_is_put_back(name, ends):
         return loss
 
     def kept():
-        # A diagnosis does not see a tensor or a generator that is a plain attribute.
-        left = model.left() if name == "explain" else model.calls
+        # A tensor or a generator that is a plain attribute is not seen.
         gradients = bits([p.grad for p in model.parameters()])
-        return values(model), gradients, left, around_it(model)
+        return values(model), gradients, model.calls, around_it(model)
 
     before = kept()
     for batch in (torch.ones(6, 4), -torch.ones(6, 4)):
