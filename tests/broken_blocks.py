@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lossscale.monitoring.explanation import Cause
+from lossscale.monitoring import Cause
 
 INPUT = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
 WEIGHTS = {

@@ -14,7 +14,7 @@ from keras_cases import keras, layers, ops
 from kerases import assert_same
 from lossscale.diagnosis import diagnose, explain
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.monitoring.explanation import Cause
+from lossscale.monitoring import Cause
 
 # A cause has no bits.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

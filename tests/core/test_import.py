@@ -22,9 +22,10 @@ ARROWS = {
     "arguments": "errors checks rules",
     "members": "errors arguments rules",
     "optimizer": "errors members registry rules",
-    "diagnosis": "errors checks rules common monitoring jax keras torch optax *keras *jax "
-    "*torch *tensorflow **any",
-    "monitoring": "errors checks packages rules",
+    "diagnosis": "errors checks rules common explain jax keras torch optax *keras *jax *torch "
+    "*tensorflow **any",
+    "explain": "errors checks common jax torch *jax *torch *tensorflow",
+    "monitoring": "errors checks packages registry rules",
     "callbacks": "errors registry optimizer monitoring",
     "common": "errors packages rules monitoring",
     "jax": "common monitoring *jax",

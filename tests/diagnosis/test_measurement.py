@@ -23,7 +23,7 @@ from lossscale.diagnosis.measurement import (
 )
 from lossscale.diagnosis.report import Report, Verdict, recommend
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.monitoring.explanation import Facts, FailedOperation, Origin, explained
+from lossscale.explain.text import Facts, FailedOperation, Origin, explained
 
 RNG = np.random.default_rng(0)
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from lossscale.checks import checked_count
 from lossscale.common.monkeypatch import kept_random_states
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError, first_line
+from lossscale.explain.text import LARGEST, Cause, Explanation
 from lossscale.framework_types import Array
-from lossscale.monitoring.explanation import LARGEST, Cause, Explanation
 
 TOLERANCE = 0.1
 """The largest accepted error of a gradient. An error doubles with each bit that gradients shrink in

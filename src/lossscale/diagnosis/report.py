@@ -24,7 +24,7 @@ from lossscale.diagnosis.measurement import (
     GradientAccuracy,
     Measurement,
 )
-from lossscale.monitoring.explanation import Cause
+from lossscale.explain.text import Cause
 from lossscale.rules import DynamicScale
 
 _LARGEST_EXPONENT = 126

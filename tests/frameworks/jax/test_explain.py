@@ -13,7 +13,7 @@ import broken_blocks
 import lossscale.optax
 from broken_blocks import BROKEN_GRADIENT, FAULTS, OVERFLOW, SHARED, Fault
 from lossscale.errors import ArgumentError
-from lossscale.monitoring.explanation import Cause
+from lossscale.monitoring import Cause
 
 explain = lossscale.optax.explain
 NUMPY = types.SimpleNamespace(

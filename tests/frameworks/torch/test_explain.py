@@ -18,8 +18,8 @@ import broken_blocks
 import lossscale
 from broken_blocks import FAULTS, SHARED
 from frameworks.torch.support import DEVICE, bits
+from lossscale.explain.origins import Call, Evaluation
 from lossscale.monitoring import Cause, Explanation
-from lossscale.monitoring.origins import Call, Evaluation
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 explain = lossscale.torch.explain

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossscale.errors import LossScaleError, first_line
-from lossscale.framework_types import Array
-from lossscale.monitoring.explanation import (
+from lossscale.explain.text import (
     LARGEST,
     LARGEST_OF_FLOAT64,
     SMALLEST,
@@ -23,6 +22,7 @@ from lossscale.monitoring.explanation import (
     FailedOperation,
     Origin,
 )
+from lossscale.framework_types import Array
 
 _SMALL = 2.0**-14
 """The smallest float16 number with all digits."""

@@ -22,12 +22,12 @@ from torch.utils.checkpoint import CheckpointFunction
 from lossscale.checks import checked_parameters, checked_scale
 from lossscale.common.monkeypatch import kept_random_states, replace
 from lossscale.errors import ArgumentTypeError
-from lossscale.monitoring.explanation import Explanation, Facts, explained
-from lossscale.monitoring.origins import UnrepeatableError, Watched, explain_pass
+from lossscale.explain.origins import UnrepeatableError, Watched, explain_pass
+from lossscale.explain.text import Explanation, Facts, explained
+from lossscale.explain.torch_watch import Watch, named_tensors
 from lossscale.torch.backward import leaves_of
 from lossscale.torch.ranks import has_others, is_spread
 from lossscale.torch.scaling import scaled
-from lossscale.torch.watch import Watch, named_tensors
 
 
 def explain(

@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from lossscale.common.monkeypatch import replace
-from lossscale.monitoring.explanation import FailedOperation, Origin
-from lossscale.monitoring.origins import Call, Evaluation, Flags, UnrepeatableError, line_of
+from lossscale.explain.origins import Call, Evaluation, Flags, UnrepeatableError, line_of
+from lossscale.explain.text import FailedOperation, Origin
+from lossscale.torch.scaling import is_finite, stored
 
 _UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_")
 _MESSAGES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
@@ -176,12 +177,12 @@ class _Evaluation(Evaluation):
         return _key(value)
 
     def on_host(self, value: Tensor) -> numpy.ndarray[Any, Any]:
-        return _numbers(value).cpu().double().numpy()
+        return stored(value.detach()).cpu().double().numpy()
 
     def flags_of(self, value: Tensor) -> Flags:
         if is_finite(value):
             return Flags()
-        numbers = _numbers(value)
+        numbers = stored(value.detach())
         return Flags(bool(numbers.isnan().any()), bool(numbers.isinf().any()))
 
 
@@ -253,15 +254,3 @@ def _key(tensor: Tensor) -> int:
         return id(tensor)
     pointer: int = tensor.untyped_storage().data_ptr()
     return pointer
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor._values() if tensor.layout == torch.sparse_coo else tensor
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether no element is an infinity or NaN."""
-    if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
-        return True
-    return bool(_numbers(tensor).isfinite().all())

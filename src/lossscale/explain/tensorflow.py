@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
+from lossscale.explain.origins import Call, Evaluation, Value, Watched, line_of
 from lossscale.framework_types import Scalar, Structure, Tensor
-from lossscale.monitoring.origins import Call, Evaluation, Value, Watched, line_of
 
 _BACKWARD = "gradient_tape/"
 _NARROW = (tf.float16, tf.bfloat16, tf.float32)

@@ -16,10 +16,10 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from lossscale.explain.origins import Call, Evaluation, Value, Watched, is_float, line_of
+from lossscale.explain.text import FailedOperation, Origin
 from lossscale.framework_types import Array
 from lossscale.jax.apply_or_skip import ArrayTree, bind
-from lossscale.monitoring.explanation import FailedOperation, Origin
-from lossscale.monitoring.origins import Call, Evaluation, Value, Watched, is_float, line_of
 
 _TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "rematted_computation"}
 _DERIVED = {"div", "rsqrt", "sqrt", "cbrt", "log", "log1p", "pow", "integer_pow"}
