@@ -26,7 +26,7 @@ from lossscale.common.private_names import private_name
 from lossscale.diagnosis.measurement import Pass, checked_loss, known_size
 from lossscale.errors import ArgumentError
 from lossscale.explain.origins import Watched, explain_pass, facts_in_float16
-from lossscale.explain.text import Explanation, Facts, Origin, explained
+from lossscale.explain.text import Explanation, Facts, Failure, Origin, explained
 from lossscale.framework_types import (
     Array,
     Layer,
@@ -177,7 +177,8 @@ class KerasGradientFunction:
         count, given = len(self._trained), _own_arrays(batch)
 
         def in_float32(scale: float) -> Watched:
-            return Watched(None if self.facts(given, scale, False).is_finite else Origin(), None)
+            is_finite = self.facts(given, scale, False).is_finite
+            return Watched(None if is_finite else Origin(Failure.OTHER), None)
 
         batch = _own_arrays(given)
         with self._in_precision(half) as values:

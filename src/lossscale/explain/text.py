@@ -1,7 +1,7 @@
 """Why a pass is not finite: the cause, the operation, and what to do.
 
 A watcher of a framework finds the first operation that makes an infinity or a NaN of finite
-numbers, and describes it as a `FailedOperation`. Causes and texts are the same everywhere.
+numbers, and describes it as an `Origin`. Causes and texts are the same everywhere.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ LARGEST_OF_FLOAT32 = 2.0**128
 LARGEST_OF_FLOAT64 = sys.float_info.max
 SMALLEST = 2.0**-24
 """The smallest one above 0; half of it, and less, is rounded to 0."""
-_EPSILON = 4e-3
-"""The smallest round number whose -2nd power, in derivatives of divisions, float16 holds."""
+NEAR = 4e-3
+"""The smallest round number whose -2nd power, in derivatives of divisions, float16 holds: inputs of
+divisions, logarithms and roots that are nearer to 0 need an epsilon."""
 
 
 class Cause(enum.StrEnum):
@@ -91,75 +92,100 @@ class Explanation:
         return self.text
 
 
-class FailedOperation(NamedTuple):
-    """An operation that makes an infinity or a NaN of numbers that are finite.
+class Failure(enum.Enum):
+    """What is not finite in a pass, and why.
 
     Attributes:
-        operation: Its name.
-        module: The path of its module or layer, or the line of the program if it is in none; "" if
-            it is not known.
-        in_backward: Whether it is in the backward pass.
-        largest_input: The largest finite magnitude of what it takes.
-        largest_result: The largest magnitude that it computes from the same numbers in float64;
-            `LARGEST_OF_FLOAT64` if even this overflows, None if it is not finite for another
-            reason, infinity if it cannot be computed.
-        of_infinities: Whether it takes infinities that the program sets, such as those of a mask.
-        cast: The parameter or the operation whose result it casts to float16; "" if it is no cast.
-        is_narrow: Whether it takes or returns float16.
-        epsilon: A small number that is added in the same module, in float16; 0 if none.
-        in_float16: Whether the pass has computed in float16 by then.
-        meets_zero: Whether it normalizes, or takes a quotient, logarithm, root or power of 0 or of
-            what is rounded to it.
+        ARGUMENT: An argument of the model.
+        WEIGHT: A parameter or a buffer.
+        SET: A number that the program sets, as in a mask.
+        BEYOND: A finite number that the program sets, above the largest float16 number.
+        MASKED: The result of an operation that takes infinities which the program sets.
+        CAST: A number that is cast to float16.
+        TOO_LARGE: A result that is finite in float64, or would be in a wider dtype.
+        SMALL_INPUT: The same, of a division, logarithm, root or power of numbers near 0.
+        ZERO: The result of one of these at 0, or of a normalization.
+        OUT_OF_RANGE: The result of a function outside of its range.
+        LONG_LABEL: A CTC loss.
+        IGNORED: A cross-entropy.
+        NOTHING: The result of an operation that takes no numbers, such as a mean.
+        OTHER: The result of another operation.
     """
 
-    operation: str
-    module: str = ""
-    in_backward: bool = False
-    largest_input: float = 0.0
-    largest_result: float | None = None
-    of_infinities: bool = False
-    cast: str = ""
-    is_narrow: bool = True
-    epsilon: float = 0.0
-    in_float16: bool = True
-    meets_zero: bool = False
-
-    @property
-    def is_of_float16(self) -> bool:
-        """Whether float16 is to blame, and not that float32 cannot hold its result either."""
-        size = self.largest_result
-        is_beyond_float32 = size is not None and LARGEST_OF_FLOAT32 < size < math.inf
-        return self.in_float16 and not is_beyond_float32
-
-    @property
-    def is_overflow(self) -> bool:
-        """Whether its result is finite in float64."""
-        return self.largest_result is not None and self.largest_result < LARGEST_OF_FLOAT64
-
-    @property
-    def where(self) -> str:
-        """The module and the operation."""
-        return f"{self.module} ({self.operation})" if self.module else self.operation
+    ARGUMENT = enum.auto()
+    WEIGHT = enum.auto()
+    SET = enum.auto()
+    BEYOND = enum.auto()
+    MASKED = enum.auto()
+    CAST = enum.auto()
+    TOO_LARGE = enum.auto()
+    SMALL_INPUT = enum.auto()
+    ZERO = enum.auto()
+    OUT_OF_RANGE = enum.auto()
+    LONG_LABEL = enum.auto()
+    IGNORED = enum.auto()
+    NOTHING = enum.auto()
+    OTHER = enum.auto()
 
 
 class Origin(NamedTuple):
     """The origin of an infinity or a NaN.
 
     Attributes:
-        failed: The operation that made it of finite numbers; None if none did.
-        name: The argument, parameter or buffer that contained it.
-        is_weight: Whether `name` is a parameter or a buffer.
-        is_mask: Whether the program sets it itself, as in a mask.
-        is_beyond: Whether it is a finite number in the program, above the largest float16 number.
-        place: The module or line that sets a mask; "" if it is not known.
+        failure: What is not finite.
+        operation: The name of the operation, or of the argument; "" if there is none.
+        module: The path of the module or layer, the line of the program if it is in none, or the
+            name of the parameter; "" if not known.
+        in_backward: Whether it is in the backward pass.
+        largest_input: The largest finite magnitude of what the operation takes.
+        largest_result: The largest magnitude that it computes from the same numbers in float64;
+            `LARGEST_OF_FLOAT64` if even this overflows, None if it is not finite for another
+            reason, infinity if it cannot be computed.
+        source: The parameter or the operation whose result is cast.
+        epsilon: A small number that is added in the same module, in float16; 0 if none.
+        is_narrow: Whether the operation takes or returns float16.
+        in_float16: Whether the pass has computed in float16 by then.
     """
 
-    failed: FailedOperation | None = None
-    name: str = ""
-    is_weight: bool = False
-    is_mask: bool = False
-    is_beyond: bool = False
-    place: str = ""
+    failure: Failure
+    operation: str = ""
+    module: str = ""
+    in_backward: bool = False
+    largest_input: float = 0.0
+    largest_result: float | None = None
+    source: str = ""
+    epsilon: float = 0.0
+    is_narrow: bool = True
+    in_float16: bool = True
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the program sets it itself, as in a mask."""
+        return self.failure in (Failure.SET, Failure.BEYOND) and not self.operation
+
+    @property
+    def is_operation(self) -> bool:
+        """Whether an operation made it of finite numbers, or of those that the program sets."""
+        return bool(self.operation) and self.failure is not Failure.ARGUMENT
+
+    @property
+    def is_overflow(self) -> bool:
+        """Whether it is a result that is finite in float64."""
+        return self.largest_result is not None and self.largest_result < LARGEST_OF_FLOAT64
+
+    @property
+    def is_of_float16(self) -> bool:
+        """Whether float16 is to blame, and not that float32 cannot hold it either."""
+        size = self.largest_result
+        is_beyond_float32 = size is not None and LARGEST_OF_FLOAT32 < size < math.inf
+        return self.in_float16 and not is_beyond_float32
+
+    @property
+    def where(self) -> str:
+        """The module and the operation."""
+        if self.module and self.operation:
+            return f"{self.module} ({self.operation})"
+        return self.module or self.operation
 
 
 class Facts(NamedTuple):
@@ -174,7 +200,7 @@ class Facts(NamedTuple):
     """
 
     origin: Origin | None = None
-    hidden: FailedOperation | None = None
+    hidden: Origin | None = None
     scale: float = 1.0
     is_scaled: bool = False
     why_not: str = ""
@@ -187,98 +213,130 @@ class Facts(NamedTuple):
 
 # --- The text -----------------------------------------------------------------------------------
 
+_NO_RESULT = "{where} has no finite result for its input in the {when}"
+_OVERFLOWS = "{where} overflows in the {when}: its input reaches {input:.3g}{result}"
+_KEEP_AWAY = f"keep its input away from 0, with an epsilon of {NEAR:g} or more"
+_EPSILON_OF_0 = (
+    "the epsilon {epsilon:g} is 0 in float16, whose smallest number above 0 is "
+    f"{SMALLEST:.3g}; use {NEAR:g} or more, or {{wide}}"
+)
+_TEXTS = {
+    Failure.ARGUMENT: (
+        Cause.BATCH,
+        "the argument {where} of the model contains infinities or NaN",
+        "check the data, or what has computed it",
+    ),
+    Failure.WEIGHT: (
+        Cause.WEIGHTS,
+        "{where} of the model is not finite",
+        "no later step repairs it: load a checkpoint",
+    ),
+    Failure.SET: (
+        Cause.LOSS,
+        "an infinity or NaN that the program sets{place} reaches the loss",
+        "set a finite number there, or check the targets and the loss function",
+    ),
+    Failure.BEYOND: (
+        Cause.FORWARD_OVERFLOW,
+        "a number that the program sets is above the largest float16 number, 65,504{arrives}",
+        "use a smaller number, such as -1e4 in a mask, or compute in float32",
+    ),
+    Failure.MASKED: (
+        Cause.SINGULAR,
+        "{where} makes NaN of infinities that the program sets, as in a row that is masked as a "
+        "whole",
+        "mask with a finite number such as -1e4, or leave such rows out",
+    ),
+    Failure.CAST: (
+        Cause.FORWARD_OVERFLOW,
+        "{source} reaches {input:.3g}, above the largest float16 number, 65,504, and {where} casts "
+        "it to float16",
+        "{wide_or}make the number smaller",
+    ),
+    Failure.TOO_LARGE: (Cause.FORWARD_OVERFLOW, _OVERFLOWS, "{wide_or}make its input smaller"),
+    Failure.SMALL_INPUT: (Cause.FORWARD_OVERFLOW, _OVERFLOWS, "{wide_or}" + _KEEP_AWAY),
+    Failure.ZERO: (Cause.SINGULAR, _NO_RESULT, _KEEP_AWAY + "{or_wide}"),
+    Failure.OUT_OF_RANGE: (Cause.SINGULAR, _NO_RESULT, "check the range of its input{or_wide}"),
+    Failure.LONG_LABEL: (
+        Cause.SINGULAR,
+        _NO_RESULT,
+        "leave out samples whose label is longer than their input, or pass PyTorch's "
+        "zero_infinity=True",
+    ),
+    Failure.IGNORED: (
+        Cause.SINGULAR,
+        _NO_RESULT,
+        "leave out batches whose targets are all ignored, a mean over nothing",
+    ),
+    Failure.NOTHING: (
+        Cause.SINGULAR,
+        _NO_RESULT,
+        "leave out batches in which its input is empty, as of a mean over nothing",
+    ),
+    Failure.OTHER: (Cause.SINGULAR, _NO_RESULT, "check its input"),
+}
+"""The cause, the reason and the advice."""
+
 
 def explained(facts: Facts) -> Explanation:
     """Writes the explanation of a pass.
 
     Examples:
-        >>> failed = FailedOperation("matmul", "head", largest_input=900, largest_result=131008)
-        >>> str(explained(Facts(Origin(failed))).cause)
+        >>> failed = Origin(Failure.TOO_LARGE, "matmul", "head", largest_result=131008)
+        >>> str(explained(Facts(failed)).cause)
         'forward overflow'
     """
     hidden = facts.hidden
     where = "" if hidden is None else hidden.where
     event = f"{where} overflows, and a later operation makes it finite again"
     if facts.origin is not None:
-        told = _of_origin(facts.origin, facts)
-        advice = f"{told.advice}. Before it, {event}" if hidden else told.advice
-        return dataclasses.replace(told, advice=advice)
+        origin = facts.origin
+        cause, reason, advice = _meaning(origin, facts)
+        advice = f"{advice}. Before it, {event}" if hidden else advice
+        named = origin.operation, origin.module, origin.in_backward, origin.is_of_float16
+        return Explanation(cause, reason, advice, *named)
     if hidden is not None:
         advice = "this is right before a tanh, and wrong in a norm: compute it in float32 if unsure"
-        named = hidden.operation, hidden.module
-        return Explanation(Cause.UNKNOWN, f"the pass is finite, but {event}", advice, *named)
+        reason = f"the pass is finite, but {event}"
+        return Explanation(Cause.UNKNOWN, reason, advice, hidden.operation, hidden.module)
     at = scale_in_words(facts.scale)
     finite = f"the forward and the backward pass are finite at a scale of {at}; with other random "
     finite += "numbers or weights, as a step may have had, they may not be"
     return Explanation(Cause.UNKNOWN, f"not explained: {facts.why_not or finite}")
 
 
-def _of_origin(origin: Origin, facts: Facts) -> Explanation:
-    """An infinity or a NaN of which the origin is known."""
-    failed = origin.failed
-    if origin.is_beyond:
-        name = failed.where if failed else origin.place
-        reason = "a number that the program sets is above the largest float16 number, 65,504"
-        reason += f", and is infinite when it reaches {name}" if name else ""
-        advice = "use a smaller number, such as -1e4 in a mask, or compute in float32"
-        where = (failed.operation, failed.module) if failed else ("", origin.place)
-        return Explanation(Cause.FORWARD_OVERFLOW, reason, advice, *where)
-    if failed is not None:
-        told = _meaning(facts, failed)
-        how = failed.in_backward, failed.is_of_float16
-        return Explanation(*told, failed.operation, failed.module, *how)
-    if origin.is_mask:
-        place = f" in {origin.place}" if origin.place else ""
-        reason = f"an infinity or NaN that the program sets{place} reaches the loss"
-        advice = "set a finite number there, or check the targets and the loss function"
-        return Explanation(Cause.LOSS, reason, advice, module=origin.place)
-    if origin.is_weight:
-        reason = f"{origin.name} of the model is not finite"
-        advice = "no later step repairs it: load a checkpoint"
-        return Explanation(Cause.WEIGHTS, reason, advice, "", origin.name, in_float16=False)
-    reason = f"the argument {origin.name} of the model contains infinities or NaN"
-    advice = "check the data, or what has computed it"
-    return Explanation(Cause.BATCH, reason, advice, origin.name, in_float16=False)
-
-
-def _meaning(facts: Facts, failed: FailedOperation) -> tuple[Cause, str, str]:
-    """An operation that fails."""
-    at, where = scale_in_words(facts.scale), failed.where
+def _meaning(origin: Origin, facts: Facts) -> tuple[Cause, str, str]:
+    """The cause, the reason and the advice."""
+    size = "" if origin.largest_result is None else f"{origin.largest_result:.3g}"
     if facts.is_scaled:
-        reason = f"at a loss scale of {at}, {where} overflows in the backward pass"
-        reason += f"{_size(failed)}; at a low one, that pass is finite"
+        at = scale_in_words(facts.scale)
+        reason = f"at a loss scale of {at}, {origin.where} overflows in the backward pass"
+        reason += f"{size and f' ({size})'}; at a low one, that pass is finite"
         return Cause.SCALE, reason, "this is normal: the scale falls by itself, down to min_scale"
-    if failed.of_infinities:
-        reason = f"{where} makes NaN of infinities that the program sets, as in a row that is"
-        advice = "mask with a finite number such as -1e4, or leave such rows out"
-        return Cause.SINGULAR, f"{reason} masked as a whole", advice
-    when = "backward pass, at any loss scale" if failed.in_backward else "forward pass"
-    here = failed.module or "this operation"
+    cause, reason, advice = _TEXTS[origin.failure]
+    if cause is Cause.FORWARD_OVERFLOW and origin.in_backward:
+        cause = Cause.BACKWARD_OVERFLOW
+    here = origin.module or "this operation"
     here = f"module {here}" if here.replace(".", "").isdigit() else here
     # What is in float32 may take a number from float16.
-    wide = f"compute {here if failed.is_narrow else f'what {here} takes'} in float32"
-    if failed.largest_result is None:
-        advice = f"keep its input away from 0, with an epsilon of {_EPSILON:g} or more"
-        if failed.is_of_float16:
-            advice += f", or {wide}, if it is not 0 there"
-        if failed.is_of_float16 and 0 < failed.epsilon <= SMALLEST / 2:
-            advice = f"the epsilon {failed.epsilon:g} is 0 in float16, whose smallest number above "
-            advice += f"0 is {SMALLEST:.3g}; use {_EPSILON:g} or more, or {wide}"
-        elif "ctc" in failed.operation.lower():
-            advice = "a label that does not fit into its input has none: pass zero_infinity=True, "
-            advice += "or leave such samples out"
-        elif not failed.meets_zero:
-            advice = "check what it takes, such as the range of its input"
-        return Cause.SINGULAR, f"{where} has no finite result for its input in the {when}", advice
-    cause = Cause.BACKWARD_OVERFLOW if failed.in_backward else Cause.FORWARD_OVERFLOW
-    reason = f"{where} overflows in the {when}: its input reaches {failed.largest_input:.3g}"
-    if failed.cast:
-        reason = f"{failed.cast} reaches {failed.largest_input:.3g}, above the largest float16 "
-        reason += f"number, 65,504, and {where} casts it to float16"
-    elif failed.is_overflow:
-        reason += f", its result {failed.largest_result:.3g}"
-    advice = f"{wide}, or make" if failed.is_of_float16 else "make"
-    return cause, reason, f"{advice} {'the number' if failed.cast else 'its input'} smaller"
+    wide = f"compute {here if origin.is_narrow else f'what {here} takes'} in float32"
+    right = "not 0" if origin.failure is Failure.ZERO else "in range"
+    if origin.failure is Failure.ZERO and origin.in_float16 and 0 < origin.epsilon <= SMALLEST / 2:
+        advice = _EPSILON_OF_0
+    words = {
+        "where": origin.where,
+        "when": "backward pass, at any loss scale" if origin.in_backward else "forward pass",
+        "place": f" in {origin.module}" if origin.module else "",
+        "arrives": f", and is infinite when it reaches {origin.where}" if origin.where else "",
+        "source": origin.source,
+        "epsilon": origin.epsilon,
+        "input": origin.largest_input,
+        "result": f", its result {size}" if origin.is_overflow else "",
+        "wide": wide,
+        "wide_or": f"{wide}, or " if origin.is_of_float16 else "",
+        "or_wide": f", or {wide}, if it is {right} there" if origin.is_of_float16 else "",
+    }
+    return cause, reason.format(**words), advice.format(**words)
 
 
 def scale_in_words(scale: float) -> str:
@@ -291,10 +349,6 @@ def scale_in_words(scale: float) -> str:
     exponent = math.log2(scale)
     is_long = abs(exponent) >= 20 or exponent < -4
     return f"2**{int(exponent)}" if is_long and exponent % 1 == 0 else f"{scale:g}"
-
-
-def _size(failed: FailedOperation) -> str:
-    return "" if failed.largest_result is None else f" ({failed.largest_result:.3g})"
 
 
 def _capital(clause: str) -> str:

@@ -22,8 +22,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from lossscale.common.monkeypatch import replace
-from lossscale.explain.origins import Call, Evaluation, Flags, UnrepeatableError, line_of
-from lossscale.explain.text import FailedOperation, Origin
+from lossscale.explain.origins import (
+    Call,
+    Evaluation,
+    Flags,
+    Operations,
+    UnrepeatableError,
+    line_of,
+    listed,
+)
+from lossscale.explain.text import Failure, Origin
 from lossscale.torch.scaling import is_finite, stored
 
 _UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_")
@@ -33,6 +41,18 @@ _KEY = -1
 _HOLDERS = (types.SimpleNamespace, torch.distributions.Distribution)
 # PyTorch's annotation leaves out None, outside of a node.
 _current_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current_autograd_node
+OPERATIONS = Operations(
+    casts=listed("_to_copy copy"),
+    setters=listed(
+        "full full_like new_full fill scalar_tensor masked_fill where constant_pad_nd lift_fresh "
+        "lift_fresh_copy"
+    ),
+    adding=listed("add clamp clamp_min maximum"),
+    dividing=listed("div remainder fmod xlogy"),
+    of_zero=listed("reciprocal sqrt rsqrt log log2 log10 pow"),
+    norms=("batch_norm", "layer_norm", "group_norm", "weight_norm", "rms_norm"),
+    losses={"ctc_loss": Failure.LONG_LABEL, "nll_loss": Failure.IGNORED},
+)
 _WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
 
 
@@ -53,8 +73,8 @@ class Watch(TorchDispatchMode):
         root = type(model).__name__
         self._paths = {id(m): name or root for name, m in model.named_modules()}
         # Several may lie in one storage.
-        names = {(_key(t), t.data_ptr()): name for name, t in tensors.items()}
-        self.evaluation = _Evaluation(lambda t: names.get((_key(t), t.data_ptr()), ""))
+        named = {(_key(t), t.data_ptr()): name for name, t in tensors.items()}
+        self.evaluation = _Evaluation(OPERATIONS, lambda t: named.get((_key(t), t.data_ptr()), ""))
         self._calling = [""]
         self._origins: dict[int, Origin] = {}
         # The module or line, and the name, of what is differentiated, by the number of its node.
@@ -106,11 +126,11 @@ class Watch(TorchDispatchMode):
             tensors: The tensors.
             masks: Whether infinities count that the program sets, as in masked outputs.
         """
-        unnamed = Origin(FailedOperation("an operation", in_backward=self.in_backward))
+        unnamed = Origin(Failure.OTHER, "an operation", in_backward=self.in_backward)
         for tensor in tensors:
             if not is_finite(tensor):
                 origin = self._origins.get(_key(tensor), unnamed)
-                if masks or not origin.is_mask:
+                if masks or not origin.is_set:
                     return origin
         return None
 
@@ -135,7 +155,7 @@ class Watch(TorchDispatchMode):
         numbers = [value for value in args if type(value) in (int, float)]
         sets = not all(map(math.isfinite, numbers))
         widened = functools.partial(_widened, func, (args, kwargs), before)
-        call = Call(name, shown, module, self.in_backward, sets, widened, numbers)
+        call = Call(name.rstrip("_"), shown, module, self.in_backward, sets, widened, numbers)
         given = [before.get(id(tensor), tensor) for tensor in inputs]
         taken = [self._origins.get(_key(tensor)) for tensor in inputs]
         origins = self.evaluation.origins(call, given, taken, made)

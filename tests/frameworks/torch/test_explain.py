@@ -16,9 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import broken_blocks
 import lossscale
-from broken_blocks import FAULTS, SHARED
+from broken_blocks import AWAY, FAULTS, NOTHING, SHARED
 from frameworks.torch.support import DEVICE, bits
 from lossscale.explain.origins import Call, Evaluation
+from lossscale.explain.text import Failure
+from lossscale.explain.torch_watch import OPERATIONS
 from lossscale.monitoring import Cause, Explanation
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
@@ -99,6 +101,44 @@ def test_a_block_is_named(name):
     # The loss function is not a part of the model.
     if fault.block is broken_blocks.plain and "loss" in fault.causes:
         assert "line " in explain(model, loss_fn, x).text
+
+
+def of_a_long_label(_, x):
+    label = torch.ones(1, len(x) + 1, dtype=torch.int64)
+    sizes = torch.tensor([len(x)]), torch.tensor([label.numel()])
+    return nn.functional.ctc_loss(x.float()[:, None].log_softmax(-1), label, *sizes)
+
+
+OF_NO_TARGET = functools.partial(torch.full, fill_value=-100, device=DEVICE)
+ADVICE = broken_blocks.ADVICE | {
+    "a long label": ("zero_infinity=True", of_a_long_label),
+    "ignored targets": (
+        "whose targets are all ignored, a mean over nothing",
+        lambda _, x: nn.functional.cross_entropy(x.float(), OF_NO_TARGET((2,))),
+    ),
+    "ignored pixels": (
+        "whose targets are all ignored, a mean over nothing",
+        lambda _, x: nn.functional.cross_entropy(x.float()[..., None], OF_NO_TARGET((2, 1))),
+    ),
+    "no pixels": (
+        NOTHING,
+        lambda _, x: nn.functional.cross_entropy(x.float()[:0], OF_NO_TARGET((0,))),
+    ),
+    "no numbers": (NOTHING, lambda _, x: nn.functional.mse_loss(x[:0], x[:0])),
+    "a variance of 0": (AWAY, lambda _, x: nn.functional.layer_norm(x, (3,), eps=0.0)),
+    "a norm of 0": (AWAY, lambda _, x: torch._weight_norm(x, x[:, :1] + 1)),
+    "the logarithm in 0 * log(0)": (AWAY, lambda _, x: torch.xlogy(x + 1, x)),
+    "the inverse of a small number": (AWAY, lambda _, x: (x + 1e-4).reciprocal()),
+    "another function": ("check its input", lambda _, x: x.lgamma()),
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_what_is_advised_fits_the_operation(name):
+    advice, function = ADVICE[name]
+    model, x = nn.Linear(4, 3, bias=False), torch.ones(2, 4)
+    found = explain(model, lambda model, x: function(NUMPY, model(x) * 0).float().sum(), x)
+    broken_blocks.check_advice(advice, found)
 
 
 # --- It changes nothing --------------------------------------------------------------------------
@@ -307,13 +347,6 @@ def normal(model, x):
     return torch.distributions.Normal((model(x) * 1e6).float(), 1.0).mean.sum()
 
 
-def of_a_long_label(model, x):
-    rows = torch.nn.functional.pad(model(x).float().reshape(-1, 1, 1), (0, 1)).log_softmax(-1)
-    label = torch.ones(1, len(rows) + 1, dtype=torch.int64)
-    sizes = torch.tensor([len(rows)]), torch.tensor([label.numel()])
-    return torch.nn.functional.ctc_loss(rows, label, *sizes)
-
-
 def distance_to_infinity(model, x):
     return (model(x).float() - INF).pow(2).mean()
 
@@ -377,8 +410,6 @@ PROGRAMS = {
     "singular: (div) has no finite result for its input": (
         *(functools.partial(Through, lambda x, bias: x / (x > 1e9).sum()), square, ONES),
     ),
-    "singular: pass zero_infinity=True": (two_layers, of_a_long_label, ONES),
-    "singular: check what it takes": (two_layers, lambda m, x: (square(m, x) * 0 + 2).acos(), ONES),
     # Also a part of the loss that has no gradient.
     "singular: line ": (two_layers, lambda m, x: square(m, x) + (x.sum() * 0).log(), ONES),
     "loss: distance_to_infinity, line ": (two_layers, distance_to_infinity, ONES),
@@ -452,8 +483,8 @@ def test_a_divisor_that_float16_rounds_to_0():
     call = Call("div", "div", "block", True, False, lambda change: [np.zeros(2)])
     given = np.zeros(2, np.float16), np.float32(3e-9)
     results = [np.full(2, math.nan, np.float16)]
-    (origin,) = Evaluation(lambda value: "").origins(call, given, [None, None], results)
-    assert (origin.failed.operation, origin.failed.largest_result) == ("div", None)
+    (origin,) = Evaluation(OPERATIONS, lambda value: "").origins(call, given, [None, None], results)
+    assert (origin.failure, origin.operation) == (Failure.ZERO, "div")
 
 
 def test_only_a_number_of_the_program_is_called_an_epsilon():
