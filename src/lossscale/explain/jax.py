@@ -17,28 +17,13 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from lossscale.explain.origins import (
-    Call,
-    Evaluation,
-    Operations,
-    Value,
-    Watched,
-    is_float,
-    line_of,
-    listed,
-)
+from lossscale.explain.operations import JAX
+from lossscale.explain.origins import Call, Evaluation, Value, Watched, is_float, line_of
 from lossscale.explain.text import Origin
 from lossscale.framework_types import Array
 from lossscale.jax.apply_or_skip import ArrayTree, bind
 
 _TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "rematted_computation"}
-OPERATIONS = Operations(
-    casts=listed("convert_element_type"),
-    setters=listed(""),
-    adding=listed("add max clamp"),
-    dividing=listed("div rem"),
-    of_zero=listed("sqrt rsqrt cbrt log pow integer_pow"),
-)
 _NARROW = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
@@ -68,7 +53,7 @@ class JaxprWatch:
         """Evaluates it, and returns the origins of what is not finite."""
         named = [(array, *name) for array, name in zip(self._arrays, self._names, strict=True)]
         weights = {id(array): name for array, name, is_weight in named if is_weight}
-        self._evaluation = Evaluation(OPERATIONS, lambda value: weights.get(id(value), ""))
+        self._evaluation = Evaluation(JAX, lambda value: weights.get(id(value), ""))
         # The equation that is evaluated, after those that call it.
         self._nested: list[JaxprEqn] = []
         self._forward: dict[int, JaxprEqn] = {}

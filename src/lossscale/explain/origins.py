@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossscale.errors import LossScaleError, first_line
+from lossscale.explain.operations import Operations
 from lossscale.explain.text import (
     LARGEST,
     LARGEST_OF_FLOAT64,
@@ -28,37 +29,6 @@ from lossscale.framework_types import Array
 _SMALL = 2.0**-14
 """The smallest float16 number with all digits."""
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-
-def listed(text: str) -> frozenset[str]:
-    """Names of operations, from a text."""
-    return frozenset(text.split())
-
-
-class Operations(NamedTuple):
-    """The names of a framework's operations, in lower case and without a `_` at the end.
-
-    Attributes:
-        casts: Names of casts.
-        setters: Names of operations that may put an infinity of the program into an array.
-        adding: Names of operations that may add an epsilon.
-        dividing: Names of operations for which only 0 among their later arguments is singular.
-        of_zero: Names of operations for which 0 as the first argument is, or numbers below it.
-        ranged: Parts of the names of other functions that have a range.
-        growing: Parts of the names of operations that overflow in float64, too.
-        norms: Parts of the names of normalizations.
-        losses: Parts of the names of loss functions, and why these are not finite.
-    """
-
-    casts: frozenset[str]
-    setters: frozenset[str]
-    adding: frozenset[str]
-    dividing: frozenset[str]
-    of_zero: frozenset[str]
-    ranged: tuple[str, ...] = ("acos", "asin", "atanh", "erfinv", "erf_inv", "log1p", "logit")
-    growing: tuple[str, ...] = ("exp", "sinh", "cosh", "prod", "mul", "square")
-    norms: tuple[str, ...] = ()
-    losses: Mapping[str, Failure] = {}
 
 
 Origins: TypeAlias = Sequence[Origin | None]
@@ -282,11 +252,11 @@ class Evaluation:
     ) -> Failure:
         """Why a result is not finite, given what may be 0 and the largest result in float64."""
         known, name = self._operations, call.name
-        is_singular = name in known.dividing or name in known.of_zero
+        is_singular = name in known.singular
         is_small = is_singular and any(_is_small(each, ~np.isfinite(result)) for each in inputs)
         if size is not None:
             # A derivative of them, at any scale.
-            of_them = call.shown.removeprefix("backward of ") in known.dividing | known.of_zero
+            of_them = call.shown.removeprefix("backward of ") in known.singular
             is_small |= call.in_backward and of_them
             return Failure.SMALL_INPUT if is_small else Failure.TOO_LARGE
         if not any(each.size for each in inputs):
@@ -310,7 +280,7 @@ class Evaluation:
             is_nan = any(np.isnan(each).any() for each in made)
             return LARGEST_OF_FLOAT64 if grows and not is_nan else None
         # Not every operation exists in every dtype.
-        is_singular = name in known.dividing | known.of_zero
+        is_singular = name in known.singular
         return None if is_singular or any(part in name for part in known.ranged) else math.inf
 
     def _passed_on(

@@ -15,23 +15,14 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from lossscale.common.private_names import private_name
-from lossscale.explain.origins import Call, Evaluation, Operations, Value, Watched, line_of, listed
-from lossscale.explain.text import Failure
+from lossscale.explain.operations import TENSORFLOW
+from lossscale.explain.origins import Call, Evaluation, Value, Watched, line_of
 from lossscale.framework_types import Library, Scalar, Structure, Tensor
 
 _loaded: Library = private_name(
     "tensorflow.python.framework", "function_def_to_graph", "explain a loop of TensorFlow 1"
 )
 _BACKWARD = "gradient_tape/"
-OPERATIONS = Operations(
-    casts=listed("cast"),
-    setters=listed("const fill broadcastto select selectv2 padv2"),
-    adding=listed("add addv2 biasadd maximum"),
-    dividing=listed("realdiv div divnonan floordiv xdivy xlogy mod floormod truncatemod"),
-    of_zero=listed("reciprocal inv reciprocalgrad invgrad sqrt rsqrt sqrtgrad rsqrtgrad log pow"),
-    norms=("batchnorm",),
-    losses={"ctcloss": Failure.LONG_LABEL},
-)
 _NARROW = (tf.float16, tf.bfloat16, tf.float32)
 
 Graph: TypeAlias = Any
@@ -76,7 +67,7 @@ class GraphWatch:
         read = [outer for outer, _ in graph.captures]
         named = [(each, *self._names.get(id(each), ("", False))) for each in read]
         weights = {id(each): name for each, name, is_weight in named if is_weight}
-        self._evaluation = Evaluation(OPERATIONS, lambda value: weights.get(id(value), ""))
+        self._evaluation = Evaluation(TENSORFLOW, lambda value: weights.get(id(value), ""))
         origin_of = self._evaluation.origin_of
         inputs = [(each, origin_of(each, name, is_weight=kind)) for each, name, kind in named]
         given = [(tf.constant(scale, tf.float32), None), *inputs]

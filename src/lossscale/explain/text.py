@@ -92,8 +92,17 @@ class Explanation:
         return self.text
 
 
+_NO_RESULT = "{where} has no finite result for its input in the {when}"
+_OVERFLOWS = "{where} overflows in the {when}: its input reaches {input:.3g}{result}"
+_KEEP_AWAY = f"keep its input away from 0, with an epsilon of {NEAR:g} or more"
+_EPSILON_OF_0 = (
+    "the epsilon {epsilon:g} is 0 in float16, whose smallest number above 0 is "
+    f"{SMALLEST:.3g}; use {NEAR:g} or more, or {{wide}}"
+)
+
+
 class Failure(enum.Enum):
-    """What is not finite in a pass, and why.
+    """What is not finite in a pass, and why: the cause, the reason and the advice.
 
     Attributes:
         ARGUMENT: An argument of the model.
@@ -112,20 +121,59 @@ class Failure(enum.Enum):
         OTHER: The result of another operation.
     """
 
-    ARGUMENT = enum.auto()
-    WEIGHT = enum.auto()
-    SET = enum.auto()
-    BEYOND = enum.auto()
-    MASKED = enum.auto()
-    CAST = enum.auto()
-    TOO_LARGE = enum.auto()
-    SMALL_INPUT = enum.auto()
-    ZERO = enum.auto()
-    OUT_OF_RANGE = enum.auto()
-    LONG_LABEL = enum.auto()
-    IGNORED = enum.auto()
-    NOTHING = enum.auto()
-    OTHER = enum.auto()
+    ARGUMENT = (
+        Cause.BATCH,
+        "the argument {where} of the model contains infinities or NaN",
+        "check the data, or what has computed it",
+    )
+    WEIGHT = (
+        Cause.WEIGHTS,
+        "{where} of the model is not finite",
+        "no later step repairs it: load a checkpoint",
+    )
+    SET = (
+        Cause.LOSS,
+        "an infinity or NaN that the program sets{place} reaches the loss",
+        "set a finite number there, or check the targets and the loss function",
+    )
+    BEYOND = (
+        Cause.FORWARD_OVERFLOW,
+        "a number that the program sets is above the largest float16 number, 65,504{arrives}",
+        "use a smaller number, such as -1e4 in a mask, or compute in float32",
+    )
+    MASKED = (
+        Cause.SINGULAR,
+        "{where} makes NaN of infinities that the program sets, as in a row that is masked as a "
+        "whole",
+        "mask with a finite number such as -1e4, or leave such rows out",
+    )
+    CAST = (
+        Cause.FORWARD_OVERFLOW,
+        "{source} reaches {input:.3g}, above the largest float16 number, 65,504, and {where} casts "
+        "it to float16",
+        "{wide_or}make the number smaller",
+    )
+    TOO_LARGE = (Cause.FORWARD_OVERFLOW, _OVERFLOWS, "{wide_or}make its input smaller")
+    SMALL_INPUT = (Cause.FORWARD_OVERFLOW, _OVERFLOWS, "{wide_or}" + _KEEP_AWAY)
+    ZERO = (Cause.SINGULAR, _NO_RESULT, _KEEP_AWAY + "{or_wide}")
+    OUT_OF_RANGE = (Cause.SINGULAR, _NO_RESULT, "check the range of its input{or_wide}")
+    LONG_LABEL = (
+        Cause.SINGULAR,
+        _NO_RESULT,
+        "leave out samples whose label is longer than their input, or pass PyTorch's "
+        "zero_infinity=True",
+    )
+    IGNORED = (
+        Cause.SINGULAR,
+        _NO_RESULT,
+        "leave out batches whose targets are all ignored, a mean over nothing",
+    )
+    NOTHING = (
+        Cause.SINGULAR,
+        _NO_RESULT,
+        "leave out batches in which its input is empty, as of a mean over nothing",
+    )
+    OTHER = (Cause.SINGULAR, _NO_RESULT, "check its input")
 
 
 class Origin(NamedTuple):
@@ -183,9 +231,8 @@ class Origin(NamedTuple):
     @property
     def where(self) -> str:
         """The module and the operation."""
-        if self.module and self.operation:
-            return f"{self.module} ({self.operation})"
-        return self.module or self.operation
+        both = self.module and self.operation
+        return f"{self.module} ({self.operation})" if both else self.module or self.operation
 
 
 class Facts(NamedTuple):
@@ -212,70 +259,6 @@ class Facts(NamedTuple):
 
 
 # --- The text -----------------------------------------------------------------------------------
-
-_NO_RESULT = "{where} has no finite result for its input in the {when}"
-_OVERFLOWS = "{where} overflows in the {when}: its input reaches {input:.3g}{result}"
-_KEEP_AWAY = f"keep its input away from 0, with an epsilon of {NEAR:g} or more"
-_EPSILON_OF_0 = (
-    "the epsilon {epsilon:g} is 0 in float16, whose smallest number above 0 is "
-    f"{SMALLEST:.3g}; use {NEAR:g} or more, or {{wide}}"
-)
-_TEXTS = {
-    Failure.ARGUMENT: (
-        Cause.BATCH,
-        "the argument {where} of the model contains infinities or NaN",
-        "check the data, or what has computed it",
-    ),
-    Failure.WEIGHT: (
-        Cause.WEIGHTS,
-        "{where} of the model is not finite",
-        "no later step repairs it: load a checkpoint",
-    ),
-    Failure.SET: (
-        Cause.LOSS,
-        "an infinity or NaN that the program sets{place} reaches the loss",
-        "set a finite number there, or check the targets and the loss function",
-    ),
-    Failure.BEYOND: (
-        Cause.FORWARD_OVERFLOW,
-        "a number that the program sets is above the largest float16 number, 65,504{arrives}",
-        "use a smaller number, such as -1e4 in a mask, or compute in float32",
-    ),
-    Failure.MASKED: (
-        Cause.SINGULAR,
-        "{where} makes NaN of infinities that the program sets, as in a row that is masked as a "
-        "whole",
-        "mask with a finite number such as -1e4, or leave such rows out",
-    ),
-    Failure.CAST: (
-        Cause.FORWARD_OVERFLOW,
-        "{source} reaches {input:.3g}, above the largest float16 number, 65,504, and {where} casts "
-        "it to float16",
-        "{wide_or}make the number smaller",
-    ),
-    Failure.TOO_LARGE: (Cause.FORWARD_OVERFLOW, _OVERFLOWS, "{wide_or}make its input smaller"),
-    Failure.SMALL_INPUT: (Cause.FORWARD_OVERFLOW, _OVERFLOWS, "{wide_or}" + _KEEP_AWAY),
-    Failure.ZERO: (Cause.SINGULAR, _NO_RESULT, _KEEP_AWAY + "{or_wide}"),
-    Failure.OUT_OF_RANGE: (Cause.SINGULAR, _NO_RESULT, "check the range of its input{or_wide}"),
-    Failure.LONG_LABEL: (
-        Cause.SINGULAR,
-        _NO_RESULT,
-        "leave out samples whose label is longer than their input, or pass PyTorch's "
-        "zero_infinity=True",
-    ),
-    Failure.IGNORED: (
-        Cause.SINGULAR,
-        _NO_RESULT,
-        "leave out batches whose targets are all ignored, a mean over nothing",
-    ),
-    Failure.NOTHING: (
-        Cause.SINGULAR,
-        _NO_RESULT,
-        "leave out batches in which its input is empty, as of a mean over nothing",
-    ),
-    Failure.OTHER: (Cause.SINGULAR, _NO_RESULT, "check its input"),
-}
-"""The cause, the reason and the advice."""
 
 
 def explained(facts: Facts) -> Explanation:
@@ -313,7 +296,7 @@ def _meaning(origin: Origin, facts: Facts) -> tuple[Cause, str, str]:
         reason = f"at a loss scale of {at}, {origin.where} overflows in the backward pass"
         reason += f"{size and f' ({size})'}; at a low one, that pass is finite"
         return Cause.SCALE, reason, "this is normal: the scale falls by itself, down to min_scale"
-    cause, reason, advice = _TEXTS[origin.failure]
+    cause, reason, advice = origin.failure.value
     if cause is Cause.FORWARD_OVERFLOW and origin.in_backward:
         cause = Cause.BACKWARD_OVERFLOW
     here = origin.module or "this operation"

@@ -22,15 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from lossscale.common.monkeypatch import replace
-from lossscale.explain.origins import (
-    Call,
-    Evaluation,
-    Flags,
-    Operations,
-    UnrepeatableError,
-    line_of,
-    listed,
-)
+from lossscale.explain.operations import TORCH
+from lossscale.explain.origins import Call, Evaluation, Flags, UnrepeatableError, line_of
 from lossscale.explain.text import Failure, Origin
 from lossscale.torch.scaling import is_finite, stored
 
@@ -41,18 +34,6 @@ _KEY = -1
 _HOLDERS = (types.SimpleNamespace, torch.distributions.Distribution)
 # PyTorch's annotation leaves out None, outside of a node.
 _current_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current_autograd_node
-OPERATIONS = Operations(
-    casts=listed("_to_copy copy"),
-    setters=listed(
-        "full full_like new_full fill scalar_tensor masked_fill where constant_pad_nd lift_fresh "
-        "lift_fresh_copy"
-    ),
-    adding=listed("add clamp clamp_min maximum"),
-    dividing=listed("div remainder fmod xlogy"),
-    of_zero=listed("reciprocal sqrt rsqrt log log2 log10 pow"),
-    norms=("batch_norm", "layer_norm", "group_norm", "weight_norm", "rms_norm"),
-    losses={"ctc_loss": Failure.LONG_LABEL, "nll_loss": Failure.IGNORED},
-)
 _WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
 
 
@@ -74,7 +55,7 @@ class Watch(TorchDispatchMode):
         self._paths = {id(m): name or root for name, m in model.named_modules()}
         # Several may lie in one storage.
         named = {(_key(t), t.data_ptr()): name for name, t in tensors.items()}
-        self.evaluation = _Evaluation(OPERATIONS, lambda t: named.get((_key(t), t.data_ptr()), ""))
+        self.evaluation = _Evaluation(TORCH, lambda t: named.get((_key(t), t.data_ptr()), ""))
         self._calling = [""]
         self._origins: dict[int, Origin] = {}
         # The module or line, and the name, of what is differentiated, by the number of its node.

@@ -18,9 +18,9 @@ import broken_blocks
 import lossscale
 from broken_blocks import AWAY, FAULTS, NOTHING, SHARED
 from frameworks.torch.support import DEVICE, bits
+from lossscale.explain.operations import TORCH
 from lossscale.explain.origins import Call, Evaluation
 from lossscale.explain.text import Failure
-from lossscale.explain.torch_watch import OPERATIONS
 from lossscale.monitoring import Cause, Explanation
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
@@ -483,7 +483,7 @@ def test_a_divisor_that_float16_rounds_to_0():
     call = Call("div", "div", "block", True, False, lambda change: [np.zeros(2)])
     given = np.zeros(2, np.float16), np.float32(3e-9)
     results = [np.full(2, math.nan, np.float16)]
-    (origin,) = Evaluation(OPERATIONS, lambda value: "").origins(call, given, [None, None], results)
+    (origin,) = Evaluation(TORCH, lambda value: "").origins(call, given, [None, None], results)
     assert (origin.failure, origin.operation) == (Failure.ZERO, "div")
 
 
