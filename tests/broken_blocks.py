@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lossscale.monitoring.explanation import Cause
+from lossscale.monitoring import Cause
 
 INPUT = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
 WEIGHTS = {
@@ -19,9 +19,35 @@ WEIGHTS = {
     "gain": np.ones(16, np.float32),
     "head": (np.random.default_rng(2).normal(size=(16, 2)) * 0.3).astype(np.float32),
 }
-SHARED = "abs arange exp log matmul maximum mean rsqrt softmax sqrt sum tanh transpose where"
+SHARED = "abs arange arccos arctanh exp log log1p matmul maximum mean rsqrt softmax sqrt sum tanh "
+SHARED += "transpose where"
 OVERFLOW, BROKEN_GRADIENT = "forward overflow", "singular, backward overflow"
 CASTS = "cast convert copy"
+
+
+AWAY, RANGE = "keep its input away from 0, with an epsilon of 0.004", "check the range of its input"
+SMALLER, NOTHING = "make its input smaller", "its input is empty"
+# By what is advised for the operation that fails: a function of NumPy's namespace and of zeros.
+ADVICE = {
+    "log of 0": (AWAY, lambda np, x: np.log(x)),
+    "log of -1": (RANGE, lambda np, x: np.log(x - 1)),
+    "log of 0 and of -1": (RANGE, lambda np, x: np.log(np.where(np.arange(3) > 1, x - 1, x))),
+    "log1p of -1": (RANGE, lambda np, x: np.log1p(x - 1)),
+    "0 / 0": (AWAY, lambda np, x: x / x),
+    "1 / 0": (AWAY, lambda np, x: (x + 1) / x),
+    "a small divisor": (AWAY, lambda np, x: (x + 100) / (x + 1e-3)),
+    "a large quotient": (SMALLER, lambda np, x: (x + 6e4) / (x + 0.5)),
+    "a large product": (SMALLER, lambda np, x: (x + 6e4) * (x + 2)),
+    "root of a number below 0": (AWAY, lambda np, x: np.sqrt(x - 1e-3)),
+    "root of -1": (RANGE, lambda np, x: np.sqrt(x - 1)),
+    "derivative of the root of 0": (AWAY, lambda np, x: np.sqrt(x)),
+    "derivative of a small root": (AWAY, lambda np, x: (x + 3e-3) ** -1.5 / 1e4),
+    "inverse root of 0": (AWAY, lambda np, x: np.rsqrt(x)),
+    "negative power of 0": (AWAY, lambda np, x: x**-1.5),
+    "root of -1 as a power": (RANGE, lambda np, x: (x - 1) ** 0.5),
+    "arccos of 2": (RANGE, lambda np, x: np.arccos(x + 2)),
+    "arctanh of 1": (RANGE, lambda np, x: np.arctanh(x + 1)),
+}
 
 
 class Fault(NamedTuple):
@@ -191,6 +217,13 @@ def mistakes(fault, found):
         "text": fault.words in found.text,
     }
     return [what for what, is_right in checks.items() if not is_right]
+
+
+def check_advice(advice, found):
+    """Checks that an explanation has this advice, and no other one."""
+    others = {AWAY, RANGE, SMALLER, NOTHING} - {advice}
+    has = advice in found.advice, any(other in found.advice for other in others)
+    assert has == (True, False), found.text
 
 
 def check(fault, explain, diagnose):

@@ -9,12 +9,12 @@ import pytest
 
 import broken_blocks
 import keras_cases as cases
-from broken_blocks import FAULTS, OVERFLOW, SHARED, Fault
+from broken_blocks import FAULTS, NOTHING, OVERFLOW, SHARED, Fault
 from keras_cases import keras, layers, ops
 from kerases import assert_same
 from lossscale.diagnosis import diagnose, explain
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.monitoring.explanation import Cause
+from lossscale.monitoring import Cause
 
 # A cause has no bits.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -95,6 +95,32 @@ def test_a_block_is_named(name):
         lambda: diagnose(model, fault.batch, loss_fn=loss_fn),
     )
     assert_same(before, model.get_weights())
+
+
+ADVICE = {**broken_blocks.ADVICE, "no numbers": (NOTHING, lambda _, x: ops.mean(x[:0]))}
+
+
+@pytest.mark.skipif(cases.BACKEND != "tensorflow", reason="the tests of JAX and PyTorch have it")
+@pytest.mark.parametrize("name", ADVICE)
+def test_what_is_advised_fits_the_operation(name):
+    import tensorflow as tf
+
+    advice, function = ADVICE[name]
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(3, use_bias=False)])
+
+    def loss_fn(model, batch):
+        return tf.reduce_sum(tf.cast(function(NUMPY, model(batch[0]) * 0), "float32"))
+
+    broken_blocks.check_advice(advice, explain(model, np.ones((2, 3)), loss_fn=loss_fn))
+
+
+@pytest.mark.skipif(cases.BACKEND == "torch", reason="it is infinite, and named")
+def test_a_ctc_loss_of_a_long_label_is_finite():
+    """TensorFlow's, which has loops of TensorFlow 1, and that of Keras on JAX."""
+    model = keras.Sequential([keras.Input((2, 3)), layers.Dense(4)])
+    model.compile("sgd", keras.losses.CTC())
+    found = explain(model, np.ones((1, 2, 3)), np.ones((1, 3), np.int32), scale=1.0)
+    assert found.cause == Cause.UNKNOWN, found.text
 
 
 class Logarithm(layers.Layer):

@@ -22,9 +22,10 @@ ARROWS = {
     "arguments": "errors checks rules",
     "members": "errors arguments rules",
     "optimizer": "errors members registry rules",
-    "diagnosis": "errors checks rules common monitoring jax keras torch optax *keras *jax "
-    "*torch *tensorflow **any",
-    "monitoring": "errors checks packages rules",
+    "diagnosis": "errors checks rules common explain jax keras torch optax *keras *jax *torch "
+    "*tensorflow **any",
+    "explain": "errors checks common jax torch *jax *torch *tensorflow",
+    "monitoring": "errors checks packages registry rules",
     "callbacks": "errors registry optimizer monitoring",
     "common": "errors packages rules monitoring",
     "jax": "common monitoring *jax",
@@ -139,11 +140,15 @@ PUBLIC = ("callbacks", "diagnosis", "experimental", "monitoring")
 
 def test_every_public_submodule_is_an_attribute_after_importing_the_library_alone():
     program = f"""
+import sys
 import lossscale
 assert "lossscale.callbacks" not in sys.modules
 assert {{*{PUBLIC}, "torch", "optax"}} <= set(dir(lossscale))
+assert "explain" not in dir(lossscale)
 for name in (*{PUBLIC}, "torch"):
     assert getattr(lossscale, name) is sys.modules["lossscale." + name], name
 lossscale.callbacks.LossScaleMonitor, lossscale.diagnosis.diagnose
+assert not [name for name in sys.modules if name.startswith("lossscale.explain")]
+lossscale.monitoring.Explanation, lossscale.monitoring.Cause
 """
     assert roots(imported_by(program)) & FRAMEWORKS == set()

@@ -23,8 +23,9 @@ from lossscale.diagnosis.measurement import (
 )
 from lossscale.diagnosis.report import Report, Verdict, recommend
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.monitoring.explanation import Facts, FailedOperation, Origin, explained
+from lossscale.explain.text import Facts, Failure, Origin, explained
 
+OVERFLOW = Origin(Failure.TOO_LARGE, "square", "norm", largest_result=1e6)
 RNG = np.random.default_rng(0)
 
 
@@ -86,7 +87,7 @@ class Model:
     ],
 )
 def test_float16_holds_the_derivative_at_the_epsilon_that_is_advised(operation, derivative):
-    found = explained(Facts(Origin(FailedOperation(operation, "norm", meets_zero=True))))
+    found = explained(Facts(Origin(Failure.ZERO, operation, "norm")))
     epsilon = float(found.advice.partition("epsilon of ")[2].split()[0])
     assert derivative(epsilon) < 65504
 
@@ -223,7 +224,7 @@ class Explained(Model):
     """With a reason for what is wrong at every scale."""
 
     def explain(self, batch, scale, half):
-        return explained(Facts(Origin(FailedOperation("square", "norm", largest_result=1e6))))
+        return explained(Facts(OVERFLOW))
 
 
 def test_a_gradient_of_ordinary_size_that_is_wrong_at_every_scale_is_no_noise():
@@ -243,7 +244,7 @@ class Hides(Model):
     """With an overflow that a later operation makes finite."""
 
     def explain(self, batch, scale, half):
-        return explained(Facts(hidden=FailedOperation("square", "norm", largest_result=1e6)))
+        return explained(Facts(hidden=OVERFLOW))
 
 
 def test_an_overflow_that_is_made_finite_is_named_beside_inaccurate_gradients_alone():
@@ -257,8 +258,7 @@ def test_an_overflow_that_is_made_finite_is_named_beside_inaccurate_gradients_al
 def test_what_scaling_mends_is_no_reason_why_it_cannot_help():
     class OfTheScale(Model):
         def explain(self, batch, scale, half):
-            failed = FailedOperation("mul", "norm", in_backward=True, largest_result=1e6)
-            return explained(Facts(Origin(failed), is_scaled=True))
+            return explained(Facts(OVERFLOW._replace(in_backward=True), is_scaled=True))
 
     verdict = recommend(OfTheScale({"w": spread(-6, 0)}, ends="the loss").measured())
     assert verdict.verdict is Verdict.CANNOT_HELP
@@ -451,22 +451,11 @@ def test_a_gradient_that_no_scale_makes_accurate_is_not_called_accurate():
         assert "any scale the gradient of w is wrong by 30% at every loss scale" in text
 
 
-def test_a_matrix_is_never_called_a_bias_before_a_normalization():
-    """Not even if it is wrong in float32, too, as after a softmax with large inputs."""
-
-    class Saturated(Model):
-        def rounded(self, name, gradient, scale, half, batch):
-            found = super().rounded(name, gradient, scale, half, batch)
-            # Another rounding at each scale that is no power of two.
-            is_other = math.log2(scale) % 1 and name != "w"
-            return found * np.float32(3) if is_other else found
-
+def test_gradients_that_are_left_out_are_reported_in_one_line():
+    """Of a matrix, such as that before a softmax with large inputs, and of a bias that cancels."""
     small = spread(-40, -38)
     gradients = {"w": spread(-6, 0), "query": small.reshape(20, 10), "bias": small}
-    model = Saturated(gradients, noise=("query", "bias"))
-    report = Report("net", "a test", model.measured())
-    text = " ".join(str(report).split())
-    assert "1 of the gradients: bias: wrong in float32, too, as of a bias" in text
-    assert "1 of the gradients: query: wrong in float16 at every scale, and left out" in text
-    noise = Model(gradients, noise=("query", "bias")).measured()
-    assert not any(each.is_noise for each in noise.gradients)
+    model = Model(gradients, noise=("query", "bias"))
+    text = said(Report("net", "a test", model.measured()))
+    assert "2 of the gradients: query, bias: wrong in float16 at every scale, and left out" in text
+    assert "a bias before a normalization is wrong in float32, too" in text

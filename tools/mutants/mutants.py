@@ -390,10 +390,13 @@ tests/frameworks/torch/test_processes.py
     torch _groups_along: placement.is_replicate() -> not placement.is_shard()
         -k spread_over
 tests/frameworks/torch/test_explain.py
-    torch _facts: found.is_finite and ... -> False  -k cannot_be_used
-    torch _watching: _is_torchs(h[1]) -> True  -k put_back
-    torch as_it_was: parameter.grad = gradient -> pass  -k put_back
-    torch _why_not: isinstance(module, torch.jit.ScriptModule) -> False  -k scripted
+    explain on torch _facts: found.is_finite and ... -> False  -k cannot_be_used
+    explain on torch _watching: _is_torchs(h[1]) -> True  -k put_back
+    explain on torch as_it_was: parameter.grad = gradient -> pass  -k put_back
+    explain on torch _is_small: abs(inputs) < NEAR -> abs(inputs) >= 0  -k advised
+    explain on torch Evaluation._failure: any(each.size for each in inputs) -> True  -k advised
+    explain on torch Evaluation._failure: call.in_backward and of_them -> False  -k advised
+    explain on torch _why_not: isinstance(module, torch.jit.ScriptModule) -> False  -k scripted
 tests/frameworks/torch/test_wrong_calls.py
     torch check_needs_no_closure: name.endswith(_IN_STEP) -> False  -k mistakes
     torch step_with_closure: _is_sam(part) -> False  -k mistakes

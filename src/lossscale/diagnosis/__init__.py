@@ -12,7 +12,7 @@ from lossscale.framework_types import Model, Structure, Tensor, Variable
 
 if TYPE_CHECKING:
     from lossscale.diagnosis.report import Report
-    from lossscale.monitoring.explanation import Explanation
+    from lossscale.explain.text import Explanation
 
 __all__ = ["diagnose", "explain"]
 

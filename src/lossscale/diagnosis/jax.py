@@ -18,13 +18,13 @@ from jax.typing import ArrayLike
 from numpy.typing import NDArray
 
 from lossscale.checks import checked_scale
-from lossscale.diagnosis.jaxpr_watch import JaxprWatch
 from lossscale.diagnosis.measurement import Pass, checked_loss, measure
 from lossscale.diagnosis.report import Report
 from lossscale.errors import ArgumentError, ArgumentTypeError, first_names
+from lossscale.explain.jax import JaxprWatch
+from lossscale.explain.origins import explain_pass, facts_in_float16
+from lossscale.explain.text import Explanation, Facts, explained
 from lossscale.jax.apply_or_skip import ArrayTree
-from lossscale.monitoring.explanation import Explanation, Facts, explained
-from lossscale.monitoring.origins import explain_pass, facts_in_float16
 from lossscale.optax.gating import is_gradient
 from lossscale.optax.overflow_tracking import named_leaves
 

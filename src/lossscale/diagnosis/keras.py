@@ -25,6 +25,8 @@ from lossscale.common.overflow_tracker import unique_names
 from lossscale.common.private_names import private_name
 from lossscale.diagnosis.measurement import Pass, checked_loss, known_size
 from lossscale.errors import ArgumentError
+from lossscale.explain.origins import Watched, explain_pass, facts_in_float16
+from lossscale.explain.text import Explanation, Facts, Failure, Origin, explained
 from lossscale.framework_types import (
     Array,
     Layer,
@@ -36,8 +38,6 @@ from lossscale.framework_types import (
     Variable,
 )
 from lossscale.keras import backends
-from lossscale.monitoring.explanation import Explanation, Facts, Origin, explained
-from lossscale.monitoring.origins import Watched, explain_pass, facts_in_float16
 
 _random_functions: Library = private_name(
     "keras.src.backend", "random", "let layers draw the same numbers in float16 and in float32"
@@ -133,15 +133,15 @@ class KerasGradientFunction:
         if keras.backend.backend() == "jax":
             import jax
 
-            from lossscale.diagnosis import jaxpr_watch
+            from lossscale.explain.jax import JaxprWatch
 
-            make, scope = jaxpr_watch.JaxprWatch, jax.named_scope
+            make, scope = JaxprWatch, jax.named_scope
         else:
             import tensorflow as tf
 
-            from lossscale.diagnosis import graph_watch
+            from lossscale.explain.tensorflow import GraphWatch
 
-            make, scope = graph_watch.GraphWatch, tf.name_scope
+            make, scope = GraphWatch, tf.name_scope
         paths: list[str] = []
 
         def numbered(path: str) -> Scope:
@@ -171,13 +171,14 @@ class KerasGradientFunction:
     def _on_torch(self, batch: Batch, scale: float, half: bool) -> Facts:
         import torch
 
-        from lossscale.torch.explaining import examined
-        from lossscale.torch.watch import Watch
+        from lossscale.explain.torch import examined
+        from lossscale.explain.torch_watch import Watch
 
         count, given = len(self._trained), _own_arrays(batch)
 
         def in_float32(scale: float) -> Watched:
-            return Watched(None if self.facts(given, scale, False).is_finite else Origin(), None)
+            is_finite = self.facts(given, scale, False).is_finite
+            return Watched(None if is_finite else Origin(Failure.OTHER), None)
 
         batch = _own_arrays(given)
         with self._in_precision(half) as values:

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from lossscale.checks import checked_count
 from lossscale.common.monkeypatch import kept_random_states
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError, first_line
+from lossscale.explain.text import LARGEST, Cause, Explanation
 from lossscale.framework_types import Array
-from lossscale.monitoring.explanation import LARGEST, Cause, Explanation
 
 TOLERANCE = 0.1
 """The largest accepted error of a gradient. An error doubles with each bit that gradients shrink in
@@ -123,14 +123,11 @@ class GradientAccuracy:
         largest: The largest magnitude in the unscaled float32 gradient.
         errors: Exponent of each tried loss scale to the relative error there, the worst of all
             batches; infinite if the gradient overflows. Empty if it is 0 in float32.
-        is_noise: Whether it is a vector and wrong in float32, too: what is left of numbers that
-            cancel, such as the gradient of a bias before a normalization.
     """
 
     name: str
     largest: float
     errors: Mapping[int, float]
-    is_noise: bool = False
 
     @property
     def is_wrong(self) -> bool:
@@ -275,7 +272,7 @@ class _Batches(Generic[Batch]):
         wrong = [g.name for g in measured if g.is_wrong]
         is_right = all(min(g.errors.values()) <= TOLERANCE for g in measured)
         if is_right or found.unknown:
-            return self._with_noise(found)
+            return found
         # An overflow that a later operation hides does no harm unless gradients are wrong. If it is
         # in a few rows, they are not all noise.
         why = self._explained(exponent=min(found.highest_exponent, 0), hidden=True)
@@ -287,21 +284,10 @@ class _Batches(Generic[Batch]):
             unknown = f"the gradient of {wrong[0]} is wrong at every scale: it is rounded away, or "
             unknown += _RANDOM
         else:
-            return self._with_noise(found)
+            return found
         advice = "compute that part of the model in float32, or draw the same random numbers"
         why = Explanation(Cause.UNKNOWN, unknown, advice)
         return dataclasses.replace(found, unknown=unknown, explanation=why)
-
-    def _with_noise(self, found: Measurement) -> Measurement:
-        """Finds out which of the wrong gradients are wrong in float32, too."""
-        if not any(each.is_wrong and each.errors for each in found.gradients):
-            return found
-        # If the other scale is not a power of two, each number is rounded differently.
-        again = self._pass(self._reference_exponent + math.log2(3), half=False)
-        differing, known = _differing(self._reference, again), self._reference.gradients
-        names = {key[0] for key in differing if np.ndim(known[key]) < 2}
-        gradients = (dataclasses.replace(g, is_noise=g.name in names) for g in found.gradients)
-        return dataclasses.replace(found, gradients=tuple(gradients), passes=self._passes)
 
     def _backward(self) -> Measurement:
         predicted = self._predicted()

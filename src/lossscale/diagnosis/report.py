@@ -24,7 +24,7 @@ from lossscale.diagnosis.measurement import (
     GradientAccuracy,
     Measurement,
 )
-from lossscale.monitoring.explanation import Cause
+from lossscale.explain.text import Cause
 from lossscale.rules import DynamicScale
 
 _LARGEST_EXPONENT = 126
@@ -177,49 +177,13 @@ class Report:
     def _details(self) -> Iterator[tuple[str, str]]:
         """Yields the lines below the headline: a title and a text each."""
         found, advised = self.measurement, recommend(self.measurement)
-        lowest, highest = found.lowest_exponent, found.highest_exponent
-        if not (found.unknown or found.overflows_at):
-            if found.ranked:
-                yield (
-                    "small",
-                    f"without scaling, the worst gradient, of {found.ranked[0].name}, is wrong by "
-                    f"{_percent(found.worst_error)} (limit {_percent(TOLERANCE)})",
-                )
-            if lowest > 0:
-                yield "range", f"{_accurate(found)} from a loss scale of 2**{lowest}"
-            if found.inaccurate:
-                name, error = max(found.inaccurate.items(), key=lambda item: item[1])
-                yield (
-                    "any scale",
-                    f"the gradient of {name} is wrong by {_percent(error)} at every loss scale: "
-                    "float16 rounds the forward pass, which is not scaled",
-                )
-            yield (
-                "large",
-                f"gradients stay finite up to a loss scale of about 2**{highest}; the first to "
-                f"overflow is {_first_to_overflow(found)}",
-            )
+        is_measured = not (found.unknown or found.overflows_at)
+        if is_measured:
+            yield from _of_gradients(found)
         if advised.advice:
             yield "do", advised.advice
-        zero = [each.name for each in found.gradients if not each.errors]
-        lost = [each for each in found.gradients if each.is_wrong and each.errors]
-        small = (
-            "wrong in float16 at every scale, and left out, because they are far smaller than "
-            "others. Adam moves such weights at random: compute what reduces their gradients, "
-            "such as a softmax with large inputs, in float32, or make its inputs smaller"
-        )
-        noise = "wrong in float32, too, as of a bias before a normalization, and left out"
-        for said, names in (
-            ("also 0 in float32, and left out", zero),
-            (noise, [each.name for each in lost if each.is_noise]),
-            (small, [each.name for each in lost if not each.is_noise]),
-        ):
-            if names and not (found.unknown or found.overflows_at):
-                more = ", ..." if len(names) > 3 else ""
-                yield (
-                    "left out",
-                    f"{len(names)} of the gradients: {', '.join(names[:3])}{more}: {said}",
-                )
+        if is_measured:
+            yield from _left_out(found)
         if found.reference:
             yield (
                 "reference",
@@ -232,6 +196,50 @@ class Report:
             f"{'pass' if found.passes == 1 else 'passes'}; {self.setting}. It holds for this "
             "batch size and these weights",
         )
+
+
+def _of_gradients(found: Measurement) -> Iterator[tuple[str, str]]:
+    """Yields the lines on the gradients by which a scale is judged."""
+    if found.ranked:
+        yield (
+            "small",
+            f"without scaling, the worst gradient, of {found.ranked[0].name}, is wrong by "
+            f"{_percent(found.worst_error)} (limit {_percent(TOLERANCE)})",
+        )
+    if found.lowest_exponent > 0:
+        yield "range", f"{_accurate(found)} from a loss scale of 2**{found.lowest_exponent}"
+    if found.inaccurate:
+        name, error = max(found.inaccurate.items(), key=lambda item: item[1])
+        yield (
+            "any scale",
+            f"the gradient of {name} is wrong by {_percent(error)} at every loss scale: "
+            "float16 rounds the forward pass, which is not scaled",
+        )
+    yield (
+        "large",
+        f"gradients stay finite up to a loss scale of about 2**{found.highest_exponent}; the "
+        f"first to overflow is {_first_to_overflow(found)}",
+    )
+
+
+def _left_out(found: Measurement) -> Iterator[tuple[str, str]]:
+    """Yields the lines on the other gradients."""
+    small = (
+        "wrong in float16 at every scale, and left out, because they are far smaller than others. "
+        "The gradient of a bias before a normalization is wrong in float32, too. Adam moves other "
+        "such weights at random: compute what reduces their gradients, such as a softmax with "
+        "large inputs, in float32, or make its inputs smaller"
+    )
+    for said, names in (
+        ("also 0 in float32, and left out", [e.name for e in found.gradients if not e.errors]),
+        (small, [e.name for e in found.gradients if e.errors and e.is_wrong]),
+    ):
+        if names:
+            more = ", ..." if len(names) > 3 else ""
+            yield (
+                "left out",
+                f"{len(names)} of the gradients: {', '.join(names[:3])}{more}: {said}",
+            )
 
 
 _TITLES = {

@@ -25,8 +25,8 @@ from lossscale.common.monkeypatch import replace
 from lossscale.diagnosis.measurement import Pass, checked_loss, measure
 from lossscale.diagnosis.report import Report
 from lossscale.errors import UnsupportedError
-from lossscale.monitoring.explanation import Explanation
-from lossscale.torch.explaining import as_it_was, check_model_and_loss, explain, needs_autocast
+from lossscale.explain.text import Explanation
+from lossscale.explain.torch import as_it_was, check_model_and_loss, explain, needs_autocast
 from lossscale.torch.ranks import is_spread
 from lossscale.torch.scaling import real_parts, scaled, widened
 

@@ -28,8 +28,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lossscale.diagnosis.torch import diagnose as diagnose
+    from lossscale.explain.torch import explain as explain
     from lossscale.torch.averages import float32_state_dict as float32_state_dict
-    from lossscale.torch.explaining import explain as explain
     from lossscale.torch.grad_scaler import GradScaler as GradScaler
     from lossscale.torch.guarding import guard as guard
     from lossscale.torch.guarding import unguard as unguard
@@ -46,7 +46,7 @@ else:
         MasterWeights="lossscale.torch.master_weights",
         Monitor="lossscale.torch.monitor",
         diagnose="lossscale.diagnosis.torch",
-        explain="lossscale.torch.explaining",
+        explain="lossscale.explain.torch",
         float32_state_dict="lossscale.torch.averages",
         guard="lossscale.torch.guarding",
         install="lossscale.torch.installation",

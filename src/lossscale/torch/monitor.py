@@ -25,8 +25,7 @@ from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.observers import Decided, Observer
 from lossscale.torch.optimizer import LossScaleOptimizer, wrapper_in
 from lossscale.torch.ranks import local
-from lossscale.torch.scaling import CPU, real_parts, uncompiled
-from lossscale.torch.watch import is_finite
+from lossscale.torch.scaling import CPU, is_finite, real_parts, uncompiled
 
 
 class Monitor(LoopMonitor, Observer):

@@ -90,6 +90,13 @@ def stored(gradient: Tensor) -> Tensor:
     return gradient if gradient.layout == torch.strided else gradient.values()
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no element is an infinity or NaN; reads it from its device."""
+    if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    return bool(stored(tensor.detach()).isfinite().all())
+
+
 def real_parts(gradient: Tensor | None) -> list[Tensor]:
     """The tensors of real numbers that a gradient is made of, as they are stored.
 

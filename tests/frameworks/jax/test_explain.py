@@ -11,9 +11,9 @@ import pytest
 
 import broken_blocks
 import lossscale.optax
-from broken_blocks import BROKEN_GRADIENT, FAULTS, OVERFLOW, SHARED, Fault
+from broken_blocks import AWAY, BROKEN_GRADIENT, FAULTS, OVERFLOW, SHARED, Fault
 from lossscale.errors import ArgumentError
-from lossscale.monitoring.explanation import Cause
+from lossscale.monitoring import Cause
 
 explain = lossscale.optax.explain
 NUMPY = types.SimpleNamespace(
@@ -159,22 +159,56 @@ def test_the_line_of_the_loss_function_is_named():
     assert "loss scale of 2**20, dense, line" in found.text
 
 
-def of_a_quotient(params, batch, dtype):
-    x, w = batch.astype(dtype), params["w"].astype(dtype)
-    return jnp.mean((x / 300 @ w).astype(jnp.float32) ** 2)
+# By the operation that is named, in a line with others: a function of a parameter and a number.
+IN_A_LINE = {
+    "dot_general": lambda w, x: x / 300 @ w,
+    "mul": lambda w, x: x / 300 @ jnp.ones_like(w) * w * 60,
+    "log": lambda w, x: jnp.log(w / 1e4) * (x / 300),
+    "div": lambda w, x: x * 2 / (w / 64),
+    "sqrt": lambda w, x: jnp.sqrt(w / 1e4) * x / 300,
+    "exp": lambda w, x: jnp.exp(w * 6) * (x / 300),
+    "pow": lambda w, x: (w / 8) ** -1.5 * (x / 300),
+}
 
 
-def of_a_factor(params, batch, dtype):
-    x, w = batch.astype(dtype), params["w"].astype(dtype)
-    return jnp.sum((x / 300 @ jnp.ones((3, 3), dtype) * w * 60).astype(jnp.float32))
+@pytest.mark.parametrize("name", IN_A_LINE)
+@pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, jax.vmap])
+def test_of_several_operations_in_a_line_that_of_the_gradient_is_named(name, around):
+    def loss_fn(params, batch, dtype):
+        function = around(IN_A_LINE[name])
+        return jnp.sum(function(params["w"].astype(dtype), batch.astype(dtype)).astype(jnp.float32))
 
-
-@pytest.mark.parametrize(
-    ("loss_fn", "name"), [(of_a_quotient, "dot_general"), (of_a_factor, "mul")]
-)
-def test_of_several_operations_in_a_line_that_of_the_gradient_is_named(loss_fn, name):
-    found = explain(loss_fn, {"w": jnp.ones((3, 3))}, 300 * np.ones((3, 3), np.float32))
+    shape = (3, 3, 3) if around is jax.vmap else (3, 3)
+    found = explain(loss_fn, {"w": jnp.ones(shape)}, np.full(shape, 300.0, np.float32))
     assert (found.cause, found.operation) == (Cause.SCALE, f"backward of {name}")
+
+
+# Optax' losses, and means, consist of small operations.
+ADVICE = {
+    **broken_blocks.ADVICE,
+    "no numbers": (AWAY, lambda _, x: x[:0].mean()),
+    "ignored numbers": (AWAY, lambda _, x: x.mean(where=x > 0)),
+    "another function": ("check its input", lambda _, x: jax.lax.lgamma(x)),
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_what_is_advised_fits_the_operation(name):
+    advice, function = ADVICE[name]
+
+    def loss_fn(params, batch, dtype):
+        zeros = batch.astype(dtype) @ params["w"].astype(dtype) * 0
+        return jnp.sum(function(NUMPY, zeros).astype(jnp.float32))
+
+    broken_blocks.check_advice(advice, explain(loss_fn, {"w": jnp.ones((3, 3))}, X))
+
+
+def test_a_ctc_loss_of_a_long_label_is_finite():
+    def loss_fn(params, batch, dtype):
+        logits = (batch.astype(dtype) @ params["w"].astype(dtype)).astype(jnp.float32)[None]
+        return optax.ctc_loss(logits, jnp.zeros((1, 2)), jnp.ones((1, 3), int), jnp.zeros((1, 3)))
+
+    assert explain(loss_fn, {"w": jnp.ones((3, 3))}, X).cause == Cause.UNKNOWN
 
 
 def of_rows(params, x, dtype):

@@ -14,9 +14,14 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from lossscale.framework_types import Scalar, Structure, Tensor
-from lossscale.monitoring.origins import Call, Evaluation, Value, Watched, line_of
+from lossscale.common.private_names import private_name
+from lossscale.explain.operations import TENSORFLOW
+from lossscale.explain.origins import Call, Evaluation, Value, Watched, line_of
+from lossscale.framework_types import Library, Scalar, Structure, Tensor
 
+_loaded: Library = private_name(
+    "tensorflow.python.framework", "function_def_to_graph", "explain a loop of TensorFlow 1"
+)
 _BACKWARD = "gradient_tape/"
 _NARROW = (tf.float16, tf.bfloat16, tf.float32)
 
@@ -62,7 +67,7 @@ class GraphWatch:
         read = [outer for outer, _ in graph.captures]
         named = [(each, *self._names.get(id(each), ("", False))) for each in read]
         weights = {id(each): name for each, name, is_weight in named if is_weight}
-        self._evaluation = Evaluation(lambda value: weights.get(id(value), ""))
+        self._evaluation = Evaluation(TENSORFLOW, lambda value: weights.get(id(value), ""))
         origin_of = self._evaluation.origin_of
         inputs = [(each, origin_of(each, name, is_weight=kind)) for each, name, kind in named]
         given = [(tf.constant(scale, tf.float32), None), *inputs]
@@ -70,7 +75,7 @@ class GraphWatch:
             (_, origin), *gradients = self._evaluate(graph, given, self._outputs)
         except Exception as error:
             return self._evaluation.watched_until(error)
-        first = next((each for _, each in gradients if each and not each.is_mask), None)
+        first = next((each for _, each in gradients if each and not each.is_set), None)
         return self._evaluation.watched(origin, first)
 
     def _evaluate(
@@ -111,10 +116,13 @@ class GraphWatch:
             return [(each, found) for each in made]
         in_backward = nested[0] in self._backward
         module = self._plain(_module(operation.name)) or line_of(
-            [(each.filename, each.lineno, each.name) for each in reversed(operation.traceback)]
+            [
+                (each.filename, each.lineno, each.name)
+                for each in reversed(operation.traceback or ())
+            ]
         )
         call = Call(
-            operation.type,
+            operation.type.lower(),
             f"backward of {_derived(operation)}" if in_backward else operation.type,
             module,
             in_backward,
@@ -130,7 +138,7 @@ class GraphWatch:
         attribute = nested[-1].get_attr
 
         def evaluate(name: str, inputs: Sequence[Value]) -> list[Value]:
-            graph = nested[-1].graph._get_function(name).graph
+            graph = _graph_of(nested[-1].graph, name)
             return self._evaluate(graph, inputs, graph.outputs, nested)
 
         match nested[-1].type.removeprefix("Stateless").removeprefix("Stateful"):
@@ -149,7 +157,19 @@ class GraphWatch:
                 while bool(evaluate(test, inputs)[0][0]):
                     inputs = evaluate(body, inputs)
                 return inputs
+            case name if nested[-1].graph._is_function(name):
+                return evaluate(name, inputs)
         return None
+
+
+def _graph_of(caller: Graph, name: str) -> Graph:
+    """The graph of a function that an operation calls."""
+    function = caller._get_function(name)
+    if hasattr(function, "graph"):
+        return function.graph
+    # Those of TensorFlow 1, which its CTC loss has, have a definition only.
+    with caller.as_default():
+        return _loaded.function_def_to_graph(function.definition, include_library_functions=True)
 
 
 def _needed(graph: Graph, outputs: Sequence[Tensor]) -> list[Operation]:

@@ -22,12 +22,12 @@ from torch.utils.checkpoint import CheckpointFunction
 from lossscale.checks import checked_parameters, checked_scale
 from lossscale.common.monkeypatch import kept_random_states, replace
 from lossscale.errors import ArgumentTypeError
-from lossscale.monitoring.explanation import Explanation, Facts, explained
-from lossscale.monitoring.origins import UnrepeatableError, Watched, explain_pass
+from lossscale.explain.origins import UnrepeatableError, Watched, explain_pass
+from lossscale.explain.text import Explanation, Facts, explained
+from lossscale.explain.torch_watch import Watch, named_tensors
 from lossscale.torch.backward import leaves_of
 from lossscale.torch.ranks import has_others, is_spread
 from lossscale.torch.scaling import scaled
-from lossscale.torch.watch import Watch, named_tensors
 
 
 def explain(
@@ -49,8 +49,9 @@ def explain(
     Args:
         model: The model. With `DistributedDataParallel`, pass `model.module`.
         loss_fn: Called with the model and a copy of the batch. Returns the unscaled loss, a tensor
-            with one element. It needs no `autocast`. It must be repeatable: objects of Python that
-            it writes to keep what it writes. It must not wait for a thread or another process.
+            with one element. It needs no `autocast`. It must be repeatable: objects of Python, and
+            tensors outside of the model, keep what it writes to them. It must not wait for a thread
+            or another process.
         batch: One batch of any kind that `loss_fn` takes.
         parameters: The parameters that the optimizer of this loss trains, if not all.
         scale: The loss scale of the step.
@@ -119,10 +120,7 @@ def _facts(
 
 @contextlib.contextmanager
 def _watching(model: Module) -> Iterator[Watch]:
-    """Within it, hooks of the user's on modules do not run; what a pass writes to is restored.
-
-    `as_it_was` restores the attributes of the modules.
-    """
+    """Within it, the user's hooks on modules do not run; `as_it_was` puts them back."""
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     watch, registered = Watch(model, tensors), set(map(id, tensors.values()))
     for path, module in model.named_modules():
@@ -134,11 +132,8 @@ def _watching(model: Module) -> Iterator[Watch]:
                 vars(module)[name] = OrderedDict(h for h in value.items() if _is_torchs(h[1]))
     for name, tensor in tensors.items():
         watch.mark(tensor, name, is_weight=True)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield watch
-    finally:
-        watch.restore()
+    with warnings.catch_warnings(action="ignore"):
+        yield watch
 
 
 def _is_torchs(hook: object) -> bool:

@@ -14,34 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossscale.errors import LossScaleError, first_line
-from lossscale.framework_types import Array
-from lossscale.monitoring.explanation import (
+from lossscale.explain.operations import Operations
+from lossscale.explain.text import (
     LARGEST,
     LARGEST_OF_FLOAT64,
+    NEAR,
     SMALLEST,
     Facts,
-    FailedOperation,
+    Failure,
     Origin,
 )
+from lossscale.framework_types import Array
 
 _SMALL = 2.0**-14
 """The smallest float16 number with all digits."""
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_ADDING = ("add", "addv2", "biasadd", "clamp", "clamp_min", "max", "maximum")
-_CASTS = ("convert_element_type", "Cast", "_to_copy", "copy_")
-_SETTERS = (
-    *("full", "full_like", "new_full", "fill_", "fill", "scalar_tensor", "masked_fill_"),
-    *("masked_fill", "where", "constant_pad_nd", "lift_fresh", "lift_fresh_copy"),
-    *("Const", "Fill", "BroadcastTo", "Select", "SelectV2", "PadV2"),
-)
-"""Operations that may put an infinity of the program into an array."""
-_GROWING = ("exp", "sinh", "cosh", "prod", "mul", "square")
-"""Parts of the names of operations that overflow in float64, too."""
-_DIVIDING = ("div", "rem", "mod")
-_SINGULAR = ("div", "reciprocal", "inv", "sqrt", "log", "pow", "acos", "asin", "atanh")
-"""Parts of the names of operations that may have no finite result for finite numbers."""
-_OF_ZERO = (*_DIVIDING, "reciprocal", "sqrt", "log", "pow")
-"""Those of which an epsilon keeps the input away from 0."""
 
 
 Origins: TypeAlias = Sequence[Origin | None]
@@ -73,7 +60,7 @@ class Watched(NamedTuple):
 
     loss: Origin | None
     gradients: Origin | None
-    hidden: FailedOperation | None = None
+    hidden: Origin | None = None
     small: Mapping[str, float] = {}
 
     @property
@@ -108,6 +95,7 @@ class Evaluation:
     """The origins of what is not finite in one pass, whose operations are called one by one.
 
     Args:
+        operations: The operations of the framework.
         name_of: Returns the name of the parameter that a value is; "" if it is none.
 
     Attributes:
@@ -117,12 +105,12 @@ class Evaluation:
         first: The first origin that is an operation; None if there is none.
     """
 
-    def __init__(self, name_of: Callable[[Array], str]) -> None:
-        self._name_of, self._in_float16 = name_of, False
+    def __init__(self, operations: Operations, name_of: Callable[[Array], str]) -> None:
+        self._operations, self._name_of, self._in_float16 = operations, name_of, False
         self._makers: dict[int, str] = {}
         self.constants: dict[int, Array] = {}
         self.small: dict[str, float] = {}
-        self.absorbed: dict[FailedOperation, None] = {}
+        self.absorbed: dict[Origin, None] = {}
         self.first: Origin | None = None
 
     def origins(
@@ -137,9 +125,9 @@ class Evaluation:
             made: Its results.
         """
         constant = [each for each in given if id(each) in self.constants]
-        if len(constant) == len(given) and (given or call.name == "Const"):
+        if len(constant) == len(given) and (given or call.name == "const"):
             self.constants.update((id(each), each) for each in made)
-        if call.name.lower().rstrip("_") in _ADDING:
+        if call.name in self._operations.adding:
             # What is added in float32 is not rounded to 0.
             is_rounded = not call.in_backward and any(map(_is_float16, given[:1]))
             numbers = call.numbers if is_rounded else ()
@@ -148,7 +136,7 @@ class Evaluation:
                 if 0 < abs(float(each)) < _SMALL:
                     self.small[call.module] = abs(float(each))
         self._in_float16 |= any(map(_is_float16, made))
-        maker = FailedOperation(call.shown, call.module).where
+        maker = Origin(Failure.OTHER, call.shown, call.module).where
         self._makers |= dict.fromkeys(map(self.key_of, made), maker)
         flags = list(map(self.flags_of, made))
         is_finite = not any(map(any, flags))
@@ -157,14 +145,13 @@ class Evaluation:
             kinds = self.flags_of(each) if origin or not is_finite else Flags()
             # A list of tensors in a graph of TensorFlow has no numbers itself.
             if any(kinds) or (origin and not is_float(each)):
-                infinite.append((origin or Origin(is_mask=True), kinds))
+                infinite.append((origin or Origin(Failure.SET), kinds))
         found = [
             self._origin(call, given, infinite, made, each) if any(each) else None for each in flags
         ]
-        self.first = self.first or next((each for each in found if each and each.failed), None)
+        self.first = self.first or next((o for o in found if o and o.is_operation), None)
         if is_finite and infinite and made and not call.in_backward and any(map(is_float, made)):
-            overflows = (origin.failed for origin, _ in infinite)
-            self.absorbed |= dict.fromkeys(o for o in overflows if o and o.is_overflow)
+            self.absorbed |= dict.fromkeys(o for o, _ in infinite if o.is_overflow)
         return found
 
     def watched(self, loss: Origin | None, gradients: Origin | None = None) -> Watched:
@@ -175,8 +162,7 @@ class Evaluation:
         """Returns the first origin before an exception, such as that of a check; else raises it."""
         if self.first is None or isinstance(error, (LossScaleError, UnrepeatableError)):
             raise error
-        in_backward = self.first.failed is not None and self.first.failed.in_backward
-        loss, gradients = (None, self.first) if in_backward else (self.first, None)
+        loss, gradients = (None, self.first) if self.first.in_backward else (self.first, None)
         return Watched(loss, gradients, small=self.small)
 
     def origin_of(self, value: Array, name: str = "", *, is_weight: bool = False) -> Origin | None:
@@ -184,8 +170,11 @@ class Evaluation:
         if not any(self.flags_of(value)):
             return None
         array = self.on_host(value)
-        is_mask = not name or bool(((array == 0) | (array == -math.inf)).all())
-        return Origin(name=name, is_weight=is_weight, is_mask=is_mask)
+        if not name or ((array == 0) | (array == -math.inf)).all():
+            return Origin(Failure.SET)
+        if is_weight:
+            return Origin(Failure.WEIGHT, module=name, in_float16=False)
+        return Origin(Failure.ARGUMENT, name, in_float16=False)
 
     # What arrays of other libraries than NumPy override.
 
@@ -213,66 +202,108 @@ class Evaluation:
         made: Flags,
     ) -> Origin:
         """The origin of a result that is not finite, of which it has the flags."""
-        if old := _passed_on(call, infinite, made):
-            return old._replace(place=old.place or call.module) if old.is_mask else old
-        is_cast, name = call.name in _CASTS, call.name.lower()
+        if old := self._passed_on(call, infinite, made):
+            return old._replace(module=old.module or call.module) if old.is_set else old
+        known, name = self._operations, call.name
+        is_cast = name in known.casts
         floats = [self.on_host(each) for each in given if is_cast or is_float(each)]
         # A count that a sum is divided by is an integer.
-        divides = any(part in name for part in _DIVIDING)
+        divides = name in known.dividing
         divisors = [self.on_host(each) for each in given[1:]] if divides else []
         divisors += list(map(np.asarray, call.numbers)) if divides else []
+        inputs = divisors or floats[:1]
         is_narrow = any(map(_is_float16, (*given, *results)))
         # What is rounded to 0; CUDA rounds a divisor without dimensions, which may be float32.
         zero = SMALLEST / 2 if is_narrow else 0.0
-        meets_zero = any((abs(each) <= zero).any() for each in divisors or floats[:1])
+        meets_zero = any((abs(each) <= zero).any() for each in inputs)
         size = largest(floats[-1]) if is_cast else self._in_float64(call, meets_zero)
         if divisors and meets_zero and size is not None and size <= LARGEST:
             size = None
         made_by = self._makers.get(self.key_of(given[-1]), "") if is_cast else ""
         parameter = self._name_of(given[-1]) if is_cast else ""
-        cast = f"the parameter {parameter}" if parameter else f"the result of {made_by}"
-        failed = FailedOperation(
+        source = f"the result of {made_by}" if made_by else "a number"
+        if any(origin.failure is Failure.BEYOND for origin, _ in infinite):
+            failure = Failure.BEYOND
+        elif infinite:
+            failure = Failure.MASKED
+        elif is_cast:
+            failure = Failure.CAST
+        else:
+            result = self.on_host(next(each for each in results if any(self.flags_of(each))))
+            failure = self._failure(call, inputs, result, size)
+        return Origin(
+            failure,
             call.shown,
             call.module,
             call.in_backward,
             largest_input=max(map(largest, floats), default=0.0),
             largest_result=size,
-            of_infinities=bool(infinite),
-            cast=("a number" if not (parameter or made_by) else cast) if is_cast else "",
+            source=f"the parameter {parameter}" if parameter else source,
             is_narrow=is_narrow,
             in_float16=self._in_float16,
-            # A norm divides by a variance of 0.
-            meets_zero="norm" in name
-            or bool(meets_zero and any(part in name for part in _OF_ZERO)),
         )
-        is_beyond = any(origin.is_beyond for origin, _ in infinite)
-        return Origin(failed, is_beyond=is_beyond)
+
+    def _failure(
+        self,
+        call: Call,
+        inputs: Sequence[NDArray[np.float64]],
+        result: NDArray[np.float64],
+        size: float | None,
+    ) -> Failure:
+        """Why a result is not finite, given what may be 0 and the largest result in float64."""
+        known, name = self._operations, call.name
+        is_singular = name in known.singular
+        is_small = is_singular and any(_is_small(each, ~np.isfinite(result)) for each in inputs)
+        if size is not None:
+            # A derivative of them, at any scale.
+            of_them = call.shown.removeprefix("backward of ") in known.singular
+            is_small |= call.in_backward and of_them
+            return Failure.SMALL_INPUT if is_small else Failure.TOO_LARGE
+        if not any(each.size for each in inputs):
+            return Failure.NOTHING
+        if lost := next((why for part, why in known.losses.items() if part in name), None):
+            return lost
+        if is_small or any(part in name for part in known.norms):
+            return Failure.ZERO
+        is_ranged = is_singular or any(part in name for part in known.ranged)
+        return Failure.OUT_OF_RANGE if is_ranged else Failure.OTHER
 
     def _in_float64(self, call: Call, meets_zero: bool) -> float | None:
-        """The largest magnitude that a call computes in float64, as in `FailedOperation`."""
+        """The largest magnitude that a call computes in float64, as in `Origin`."""
+        known, name = self._operations, call.name
         with contextlib.suppress(Exception):
             made = [self.on_host(each) for each in call.widened() if is_float(each)]
             if all(np.isfinite(each).all() for each in made):
                 return max(map(largest, made), default=0.0)
-            is_power = "pow" in call.name.lower() and not meets_zero
-            grows = is_power or any(part in call.name.lower() for part in _GROWING)
+            is_power = "pow" in name and not meets_zero
+            grows = is_power or any(part in name for part in known.growing)
             is_nan = any(np.isnan(each).any() for each in made)
             return LARGEST_OF_FLOAT64 if grows and not is_nan else None
         # Not every operation exists in every dtype.
-        return None if any(part in call.name.lower() for part in _SINGULAR) else math.inf
+        is_singular = name in known.singular
+        return None if is_singular or any(part in name for part in known.ranged) else math.inf
+
+    def _passed_on(
+        self, call: Call, taken: Sequence[tuple[Origin, Flags]], made: Flags
+    ) -> Origin | None:
+        """Returns the origin of what a call only passes on; None if it makes something new."""
+        real = [origin for origin, _ in taken if not origin.is_set]
+        if real:
+            # A skipped step may have left NaN in statistics, which a norm takes but does not read.
+            return next((origin for origin in real if origin.is_operation), real[0])
+        if call.sets or (call.name in self._operations.setters and not taken):
+            is_beyond = bool(call.numbers) and not call.sets
+            return Origin(Failure.BEYOND if is_beyond else Failure.SET)
+        if taken and not call.in_backward and (not made.nan or any(f.nan for _, f in taken)):
+            return taken[0][0]
+        return None
 
 
-def _passed_on(call: Call, taken: Sequence[tuple[Origin, Flags]], made: Flags) -> Origin | None:
-    """Returns the origin of what an operation only passes on; None if it makes something new."""
-    real = [origin for origin, _ in taken if not origin.is_mask]
-    if real:
-        # A skipped step may have left NaN in statistics, which a norm takes but does not read.
-        return next((origin for origin in real if origin.failed is not None), real[0])
-    if call.sets or (call.name in _SETTERS and not taken):
-        return Origin(is_mask=True, is_beyond=bool(call.numbers) and not call.sets)
-    if taken and not call.in_backward and (not made.nan or any(flags.nan for _, flags in taken)):
-        return taken[0][0]
-    return None
+def _is_small(inputs: NDArray[np.float64], failed: NDArray[np.bool_]) -> bool:
+    """Whether the numbers that an operation takes are near 0 wherever it fails."""
+    with contextlib.suppress(ValueError):
+        inputs = np.broadcast_to(inputs, failed.shape)[failed]
+    return bool((abs(inputs) < NEAR).all())
 
 
 def _dtype(value: object) -> str:
@@ -333,29 +364,27 @@ def explain_pass(
     @functools.cache
     def wide() -> Watched:
         # If there is nothing to compare with, all of it counts as not finite.
-        return Watched(Origin(), None) if in_float32 is None else in_float32(scale)
+        return Watched(Origin(Failure.OTHER), None) if in_float32 is None else in_float32(scale)
 
     def with_epsilon(origin: Origin) -> Origin:
-        if origin.failed is None:
-            return origin
-        epsilon = {**found.small, **wide().small}.get(origin.failed.module, 0.0)
-        return origin._replace(failed=origin.failed._replace(epsilon=epsilon))
+        epsilons = {**found.small, **wide().small} if origin.is_operation else {}
+        return origin._replace(epsilon=epsilons.get(origin.module, 0.0))
 
     found = watch(scale)
     origin = found.loss or found.gradients
     if origin is None:
         return Facts(hidden=found.hidden, scale=scale)
-    hidden = None if found.hidden == origin.failed else found.hidden
-    if origin.is_mask or (origin.failed is not None and origin.failed.of_infinities):
-        in_float16 = origin.failed is None or origin.failed.is_of_float16
-        is_beyond = origin.is_beyond or (in_float16 and wide().is_finite)
-        return Facts(with_epsilon(origin)._replace(is_beyond=is_beyond), scale=scale)
-    if origin.failed is not None and origin.failed.in_backward:
+    hidden = None if found.hidden == origin else found.hidden
+    if origin.failure in (Failure.SET, Failure.BEYOND, Failure.MASKED):
+        if origin.is_of_float16 and wide().is_finite:
+            origin = origin._replace(failure=Failure.BEYOND)
+        return Facts(origin, hidden, scale)
+    if origin.in_backward:
         # An operation that overflows at this scale may precede one that fails at every scale.
         lowest = watch(min(scale, SMALLEST)).gradients
         if lowest is None:
             return Facts(origin, hidden, scale, is_scaled=True)
-        origin = lowest if lowest.failed is not None else origin
+        origin = lowest if lowest.is_operation else origin
     return Facts(with_epsilon(origin), hidden, scale)
 
 

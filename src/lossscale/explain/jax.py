@@ -6,6 +6,7 @@ and in branches, is evaluated equation by equation.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,15 +17,13 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from lossscale.explain.operations import JAX
+from lossscale.explain.origins import Call, Evaluation, Value, Watched, is_float, line_of
+from lossscale.explain.text import Origin
 from lossscale.framework_types import Array
 from lossscale.jax.apply_or_skip import ArrayTree, bind
-from lossscale.monitoring.explanation import FailedOperation, Origin
-from lossscale.monitoring.origins import Call, Evaluation, Value, Watched, is_float, line_of
 
 _TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "rematted_computation"}
-_DERIVED = {"div", "rsqrt", "sqrt", "cbrt", "log", "log1p", "pow", "integer_pow"}
-_DERIVED |= {"acos", "asin", "atanh", "atan2"}
-"""Operations whose derivatives may not be finite."""
 _NARROW = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
@@ -54,10 +53,11 @@ class JaxprWatch:
         """Evaluates it, and returns the origins of what is not finite."""
         named = [(array, *name) for array, name in zip(self._arrays, self._names, strict=True)]
         weights = {id(array): name for array, name, is_weight in named if is_weight}
-        self._evaluation = Evaluation(lambda value: weights.get(id(value), ""))
+        self._evaluation = Evaluation(JAX, lambda value: weights.get(id(value), ""))
         # The equation that is evaluated, after those that call it.
         self._nested: list[JaxprEqn] = []
-        self._derived: dict[FailedOperation, str] = {}
+        self._forward: dict[int, JaxprEqn] = {}
+        self._failed: dict[Origin, JaxprEqn] = {}
         origin_of = self._evaluation.origin_of
         inputs = [(array, origin_of(array, name, is_weight=kind)) for array, name, kind in named]
         try:
@@ -67,11 +67,11 @@ class JaxprWatch:
                 (_, origin), *gradients = self._evaluate(self.closed, given)
         except Exception as error:
             return self._evaluation.watched_until(error)
-        first = next((each for _, each in gradients if each and not each.is_mask), None)
-        failed = first.failed if origin is None and first else None
-        if failed and failed not in self._evaluation.absorbed:
+        first = next((each for _, each in gradients if each and not each.is_set), None)
+        if origin is None and first in self._failed and first not in self._evaluation.absorbed:
             # The forward pass is finite, so it is a part of a derivative.
-            first = Origin(failed._replace(operation=self._derived[failed], in_backward=True))
+            name = f"backward of {self._derived(self._failed[first])}"
+            first = first._replace(operation=name, in_backward=True)
         return self._evaluation.watched(origin, first)
 
     def _evaluate(self, closed: ClosedJaxpr, given: Sequence[Value]) -> list[Value]:
@@ -102,20 +102,27 @@ class JaxprWatch:
         given, taken = [value for value, _ in inputs], [origin for _, origin in inputs]
         made = bind(jaxpr, equation, given)
         literals = [atom.val for atom in equation.invars if isinstance(atom, Literal)]
-        name = equation.primitive.name
+        name, in_backward = equation.primitive.name, "transpose(" in _scopes(self._nested)
+        if not in_backward:
+            self._forward.setdefault(id(equation), equation)
         call = Call(
             name,
             name,
             self._plain(_module(self._nested)),
-            "transpose(" in _scopes(self._nested),
+            in_backward,
             any(map(self._evaluation.origin_of, literals)),
             lambda: _widened(equation, given),
         )
         found = self._evaluation.origins(call, given, taken, made)
-        for origin in found:
-            if origin and origin.failed and origin.failed not in self._derived:
-                self._derived[origin.failed] = _derived(jaxpr, equation)
+        for origin in filter(None, found):
+            self._failed.setdefault(origin, equation)
         return list(zip(made, found, strict=True))
+
+    def _derived(self, equation: JaxprEqn) -> str:
+        """The name of the operation that an equation of a derivative belongs to."""
+        call = _call(equation)
+        found = (each for each in self._forward.values() if _call(each) == call)
+        return str(next(found, equation).primitive.name)
 
     def _inner(self, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value] | None:
         """Evaluates what an equation calls; None if it calls nothing."""
@@ -190,22 +197,22 @@ def _line(equation: JaxprEqn) -> str:
     return line_of([(each[1], int(each[2]), each[3]) for each in parts if each])
 
 
-def _derived(jaxpr: Jaxpr, equation: JaxprEqn) -> str:
-    """The name of an operation of a derivative, by what is derived at the same place."""
-    place = source_info_util.summarize(equation.source_info)
-    earlier = jaxpr.eqns[: jaxpr.eqns.index(equation)]
-    here = [each for each in earlier if source_info_util.summarize(each.source_info) == place]
-    # A derivative takes what the operation took, or its result; that of a product is a product.
-    taken = set(map(id, equation.invars))
-    if any(
-        each.primitive is equation.primitive and not taken.isdisjoint(map(id, each.invars))
-        for each in here
-    ):
-        return f"backward of {equation.primitive.name}"
-    same = [each for each in here if each.primitive.name in _DERIVED]
-    uses = [each for each in same if not taken.isdisjoint(map(id, (*each.invars, *each.outvars)))]
-    found = next(iter((*uses, *same)), equation)
-    return f"backward of {found.primitive.name}"
+def _call(equation: JaxprEqn) -> object:
+    """The call of the program, or of a function of JAX, that an equation comes from.
+
+    Derivatives are made within the call of the operation that is derived, or get its traceback.
+    """
+    # It may be None, unlike its annotation.
+    traceback: Any = equation.source_info.traceback
+    if traceback is None:
+        return id(equation)
+    frames = [(f.file_name, f.function_name, f.line_num) for f in reversed(traceback.frames)]
+    binds = (n for n, (file, function, _) in enumerate(frames) if _is_bind(file, function))
+    return tuple(frames[: next(binds, None)])
+
+
+def _is_bind(file: str, function: str) -> bool:
+    return function.endswith("bind") and file.endswith(os.path.join("jax", "_src", "core.py"))
 
 
 def _widened(equation: JaxprEqn, given: Sequence[Array]) -> list[Array]:

@@ -22,8 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from lossscale.common.monkeypatch import replace
-from lossscale.monitoring.explanation import FailedOperation, Origin
-from lossscale.monitoring.origins import Call, Evaluation, Flags, UnrepeatableError, line_of
+from lossscale.explain.operations import TORCH
+from lossscale.explain.origins import Call, Evaluation, Flags, UnrepeatableError, line_of
+from lossscale.explain.text import Failure, Origin
+from lossscale.torch.scaling import is_finite, stored
 
 _UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_")
 _MESSAGES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
@@ -37,8 +39,6 @@ _WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.floa
 
 class Watch(TorchDispatchMode):
     """Within it, the origin of each infinity and NaN is known, and no message is sent.
-
-    What an operation writes to is restored by `restore`, if it existed before.
 
     Args:
         model: The model, for the names of its modules.
@@ -54,17 +54,14 @@ class Watch(TorchDispatchMode):
         root = type(model).__name__
         self._paths = {id(m): name or root for name, m in model.named_modules()}
         # Several may lie in one storage.
-        names = {(_key(t), t.data_ptr()): name for name, t in tensors.items()}
-        self.evaluation = _Evaluation(lambda t: names.get((_key(t), t.data_ptr()), ""))
+        named = {(_key(t), t.data_ptr()): name for name, t in tensors.items()}
+        self.evaluation = _Evaluation(TORCH, lambda t: named.get((_key(t), t.data_ptr()), ""))
         self._calling = [""]
         self._origins: dict[int, Origin] = {}
         # The module or line, and the name, of what is differentiated, by the number of its node.
         self._places: dict[int, tuple[str, str]] = {}
         self._first_number = torch._C._autograd._get_sequence_nr()
         self.in_backward = False
-        self._made: set[int] = set()
-        self._written: list[tuple[Tensor, Tensor]] = []
-        self._generators: dict[torch.Generator, Tensor] = {}
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -110,22 +107,13 @@ class Watch(TorchDispatchMode):
             tensors: The tensors.
             masks: Whether infinities count that the program sets, as in masked outputs.
         """
-        unnamed = Origin(FailedOperation("an operation", in_backward=self.in_backward))
+        unnamed = Origin(Failure.OTHER, "an operation", in_backward=self.in_backward)
         for tensor in tensors:
             if not is_finite(tensor):
                 origin = self._origins.get(_key(tensor), unnamed)
-                if masks or not origin.is_mask:
+                if masks or not origin.is_set:
                     return origin
         return None
-
-    def restore(self) -> None:
-        """Restores the tensors that the passes have written to, and the generators."""
-        for generator, state in self._generators.items():
-            generator.set_state(state)
-        with torch.no_grad():
-            # In this order, because they may be views of the same storage.
-            for tensor, value in reversed(self._written):
-                tensor.data.copy_(value)
 
     def __torch_dispatch__(
         self,
@@ -140,19 +128,15 @@ class Watch(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         inputs = list(tensors_in((args, kwargs)))
         module, shown = self._place(name)
-        before = self._before_writes(func, args, kwargs)
-        generator = kwargs.get("generator")
-        if generator is not None and generator not in self._generators:
-            self._generators[generator] = generator.get_state()
+        before = _before_writes(func, args, kwargs)
         result = func(*args, **kwargs)
         if name in _UNSET or func.is_view:
             return result
         made = list(tensors_in(result))
-        self._made.update(map(_key, made))
         numbers = [value for value in args if type(value) in (int, float)]
         sets = not all(map(math.isfinite, numbers))
         widened = functools.partial(_widened, func, (args, kwargs), before)
-        call = Call(name, shown, module, self.in_backward, sets, widened, numbers)
+        call = Call(name.rstrip("_"), shown, module, self.in_backward, sets, widened, numbers)
         given = [before.get(id(tensor), tensor) for tensor in inputs]
         taken = [self._origins.get(_key(tensor)) for tensor in inputs]
         origins = self.evaluation.origins(call, given, taken, made)
@@ -186,20 +170,6 @@ class Watch(TorchDispatchMode):
         is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
         return module, f"backward of {own if is_custom else shown or own or name}"
 
-    def _before_writes(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[int, Tensor]:
-        """Copies what an operation writes to; returns the copies by the ids of the tensors."""
-        arguments = func._schema.arguments
-        given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
-        written = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
-        copies: dict[int, Tensor] = {}
-        for tensor in tensors_in([given.get(name) for name in written]):
-            copies[id(tensor)] = tensor.clone()
-            if _key(tensor) not in self._made:
-                self._written.append((tensor, copies[id(tensor)]))
-        return copies
-
 
 class _Evaluation(Evaluation):
     """An evaluation of tensors, of which only those are copied to the host that matter."""
@@ -208,13 +178,23 @@ class _Evaluation(Evaluation):
         return _key(value)
 
     def on_host(self, value: Tensor) -> numpy.ndarray[Any, Any]:
-        return _numbers(value).cpu().double().numpy()
+        return stored(value.detach()).cpu().double().numpy()
 
     def flags_of(self, value: Tensor) -> Flags:
         if is_finite(value):
             return Flags()
-        numbers = _numbers(value)
+        numbers = stored(value.detach())
         return Flags(bool(numbers.isnan().any()), bool(numbers.isinf().any()))
+
+
+def _before_writes(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[int, Tensor]:
+    """Copies of what an operation writes to, by the ids of the tensors."""
+    arguments = func._schema.arguments
+    given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
+    written = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
+    return {id(t): t.clone() for t in tensors_in([given.get(name) for name in written])}
 
 
 def _widened(
@@ -275,15 +255,3 @@ def _key(tensor: Tensor) -> int:
         return id(tensor)
     pointer: int = tensor.untyped_storage().data_ptr()
     return pointer
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor._values() if tensor.layout == torch.sparse_coo else tensor
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether no element is an infinity or NaN."""
-    if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
-        return True
-    return bool(_numbers(tensor).isfinite().all())
