@@ -64,7 +64,8 @@ class Wrapper:
             return object.__getattribute__(self, name)
         inner = self.__dict__.get(self._inner_attribute)
         if inner is None or name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            before = "" if inner is not None else " before super().__init__(optimizer) is called"
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{before}")
         try:
             return getattr(inner, name)
         except AttributeError:

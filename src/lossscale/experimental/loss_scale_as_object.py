@@ -47,9 +47,8 @@ class LossScaleAsObject(_Wrapper):
         name: str | None = None,
     ) -> None:
         loss_scale = get(loss_scale)
-        # The wrapper's constructor needs it, and Keras rejects attributes before its own
-        # constructor has run.
-        self.__dict__["_loss_scale"] = loss_scale
+        # For `_first_state`: Keras rejects attributes before its own constructor has run.
+        self.__dict__["_given_loss_scale"] = loss_scale
         own = loss_scale._rule if _moves_by_its_rule(loss_scale) else UserLossScaleRule(loss_scale)
         super().__init__(optimizer, rule=own, name=name)
 
@@ -61,7 +60,7 @@ class LossScaleAsObject(_Wrapper):
         return loss_scale
 
     def _first_state(self) -> ScaleVariables:
-        loss_scale = self._loss_scale
+        loss_scale = self.__dict__["_loss_scale"] = self.__dict__.pop("_given_loss_scale")
         if isinstance(loss_scale, _RuleLossScale):
             state = loss_scale._bound_state(type(self))
         if isinstance(self._rule, UserLossScaleRule):
