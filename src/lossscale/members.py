@@ -64,8 +64,8 @@ class Wrapper:
             return object.__getattribute__(self, name)
         inner = self.__dict__.get(self._inner_attribute)
         if inner is None or name.startswith("_"):
-            before = "" if inner is not None else " before super().__init__(optimizer) is called"
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{before}")
+            early = " before super().__init__(optimizer) is called" if inner is None else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{early}")
         try:
             return getattr(inner, name)
         except AttributeError:

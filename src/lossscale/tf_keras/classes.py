@@ -1,10 +1,10 @@
 """The class of a loss scale optimizer, by the family of its inner optimizer.
 
-tf_keras asks `isinstance` whether an optimizer is a new or a legacy one, and so does TensorFlow when
-it writes a SavedModel. No class can stand for both. So an object is made of the class that was
-called, and becomes one of a subclass when it is given its inner optimizer: of the class that was
-called and of tf_keras' own class of the family. Its `__class__`, by which files name it, stays the
-class that was called.
+tf_keras asks `isinstance` whether an optimizer is a new or a legacy one, and so does TensorFlow
+when it writes a SavedModel. No class can stand for both. So an object is made of the class that
+was called. When it is given its inner optimizer, its type becomes a subclass of that class and of
+tf_keras' own class of the family. Its `__class__`, by which files name it, stays the class that
+was called.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ def join_family(optimizer: ft.KerasOptimizer, inner: ft.KerasOptimizer) -> None:
         ArgumentTypeError: If `inner` is not an optimizer of tf_keras, or is of the other family
             than the class of the object.
     """
+    cls: ft.Class = type(optimizer)
     base = next((base for kind, base in _FAMILIES.items() if isinstance(inner, kind)), None)
     if base is None:
         raise ArgumentTypeError(registry.not_an_optimizer(inner))
     if isinstance(optimizer, base):
         return
     if isinstance(optimizer, tuple(_FAMILIES.values())):
+        written = written_class(cls)
         raise ArgumentTypeError(
-            "An object, and the type of one, takes inner optimizers of one family only: new ones, "
-            "or those of tf_keras.optimizers.legacy. Received: one of the other family, a "
-            f"{type(inner).__name__}. Make another {written_class(type(optimizer)).__qualname__}."
+            "A LossScaleOptimizer and its type take inner optimizers of one family only: new ones, "
+            "or those of tf_keras.optimizers.legacy. Received: one of the other family. Call "
+            f"{written.__module__}.{written.__qualname__} for another object."
         )
-    optimizer.__class__ = _made(type(optimizer), base)
+    optimizer.__class__ = _made(cls, base)
 
 
 def written_class(cls: ft.Class) -> ft.Class:
@@ -70,7 +72,7 @@ class _BeforeWritten:
 
 @functools.cache
 def _made(cls: ft.Class, base: ft.Class) -> ft.Class:
-    """Returns a subclass of a written class and a class of tf_keras, with the names of the first."""
+    """Returns a subclass of a written class and a class of tf_keras, named as the first."""
 
     def order_of_bases(made: ft.Class) -> list[ft.Class]:
         first, *others = type.mro(made)
