@@ -90,6 +90,14 @@ class Backend(StepOperations):
         """
         return False
 
+    @staticmethod
+    def trace_call(model: ft.Model, inputs: ft.Structure) -> None:
+        """Makes the weights of a model as a call with these inputs would."""
+        dtype = keras.backend.standardize_dtype
+        model(
+            keras.tree.map_structure(lambda x: keras.KerasTensor(x.shape, dtype(x.dtype)), inputs)
+        )
+
     # --- Where calls are made -----------------------------------------------------------------
 
     def check_strategy(self) -> None:

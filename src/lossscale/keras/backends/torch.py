@@ -7,7 +7,7 @@ long, one of two hundred 1.07.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -131,14 +131,14 @@ class TorchBackend(Backend):
 
     def run_guarded(
         self,
-        model: ft.Model,
+        models: Sequence[ft.Model],
         step: ft.Function,
         args: tuple[ft.Structure, ...],
         optimizers: Sequence[Wrapper],
-        weights_of: Callable[[ft.Model], list[ft.Variable]],
+        weights: ft.Variables,
     ) -> ft.Structure:
         """Copies the weights before the step."""
-        before = _copied(weights_of(model))
+        before = _copied(weights)
         counts = _copied([optimizer._steps_skipped for optimizer in optimizers])
         result = step(*args)
         _put_back_if_moved(counts, before)
