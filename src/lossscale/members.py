@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import types
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import lossscale.framework_types as ft
 from lossscale.arguments import growth_steps
 from lossscale.errors import UnknownSettingError
 from lossscale.rules import ScaleRule
-
-_Class = TypeVar("_Class", bound=type)
 
 
 class VariableList(list[ft.Variable]):
@@ -21,16 +18,6 @@ class VariableList(list[ft.Variable]):
 
     def __call__(self) -> VariableList:
         return self
-
-
-def with_public_names(cls: _Class) -> _Class:
-    """Has Python's messages, of an unexpected keyword, name the class that a user knows."""
-    for name, member in vars(cls).items():
-        function = getattr(member, "__func__", member)
-        while isinstance(function, types.FunctionType):
-            function.__qualname__ = f"LossScaleOptimizer.{name}"
-            function = vars(function).get("__wrapped__")
-    return cls
 
 
 class Wrapper:
@@ -46,11 +33,6 @@ class Wrapper:
     _rule: ScaleRule
     # The key of the inner optimizer in `__dict__`.
     _inner_attribute: ClassVar[str] = "inner_optimizer"
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
-            with_public_names(cls)
 
     if TYPE_CHECKING:
 

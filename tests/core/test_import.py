@@ -38,7 +38,7 @@ ARROWS = {
     "keras_common tensorflow jax torch callbacks *keras",
     "tf_keras": "errors rules registry members arguments optimizer old_formats common "
     "keras_common tensorflow callbacks *tf_keras *tensorflow",
-    "experimental": "errors checks rules registry members arguments optimizer keras_common keras "
+    "experimental": "errors checks rules registry arguments optimizer keras_common keras "
     "tf_keras *keras *tf_keras",
     "install_names": "errors registry optimizer common experimental keras *tensorflow **any",
     "installation": "registry common",

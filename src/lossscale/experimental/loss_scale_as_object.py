@@ -20,7 +20,6 @@ from lossscale.experimental.loss_scale import (
 )
 from lossscale.framework_types import Gradient, KerasOptimizer, Library, Scalar
 from lossscale.keras_common.state import ScaleVariables
-from lossscale.members import with_public_names
 from lossscale.rules import ScaleRule, ScaleState
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ else:
     _Wrapper = object
 
 
-@with_public_names
 class LossScaleAsObject(_Wrapper):
     """The older API of a wrapper, in which the loss scale is an object.
 
