@@ -33,10 +33,6 @@ _NAMES = {
             },
         }.items()
     },
-    # Where they are since TensorFlow 2.4.
-    **{
-        f"tf.compat.v1.mixed_precision.{name}": getattr(experimental, name) for name in _LOSS_SCALES
-    },
 }
 
 _ABSENT = object()
