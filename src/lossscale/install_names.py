@@ -9,6 +9,7 @@ import importlib
 import sys
 import types
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import tensorflow as tf
@@ -20,7 +21,7 @@ from lossscale.common.private_names import private_module
 from lossscale.errors import ArgumentError
 from lossscale.experimental.loss_scale import get as get_loss_scale
 from lossscale.experimental.optimizer import class_for
-from lossscale.framework_types import Function, KerasOptimizer, Layer, Library, Scalar
+from lossscale.framework_types import Function, KerasOptimizer, Library, Scalar
 from lossscale.optimizer import LossScaleOptimizer
 
 _COMPILE = "let `compile` make the documented class under lossscale.install()"
@@ -123,15 +124,12 @@ def _put_into_mixed_precision(
     def set_policy(given: Any) -> None:
         policies.set_global_policy(policy(given) if isinstance(given, str) else given)
 
-    def get_layer_policy(layer: Layer) -> Any:
-        return layer.dtype_policy
-
     names = {
         "LossScaleOptimizer": class_for(framework),
         "Policy": policy,
         "global_policy": policies.global_policy,
         "set_policy": set_policy,
-        "get_layer_policy": get_layer_policy,
+        "get_layer_policy": attrgetter("dtype_policy"),
     }
     for name, value in names.items():
         replace(stack, _submodule(stack, module, "experimental"), name, value)
