@@ -15,9 +15,9 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale import experimental, registry
-from lossscale.common.checks import living_wrapper
-from lossscale.common.monkeypatch import replace
 from lossscale.common.private_names import private_module
+from lossscale.common.replaced_names import replace
+from lossscale.common.wrapped import living_wrapper
 from lossscale.errors import ArgumentError
 from lossscale.experimental.loss_scale import get as get_loss_scale
 from lossscale.experimental.optimizer import class_for

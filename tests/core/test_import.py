@@ -28,7 +28,7 @@ ARROWS = {
     "callbacks": "errors registry optimizer monitoring",
     "common": "errors packages rules monitoring",
     "jax": "common monitoring *jax",
-    "tensorflow": "errors packages registry common monitoring *tensorflow",
+    "tensorflow": "errors registry common monitoring *tensorflow",
     "keras_common": "errors packages rules arguments members old_formats common",
     "torch": "errors checks packages registry rules arguments members optimizer common monitoring "
     "*torch",

@@ -93,7 +93,7 @@ def guard(model: Any, *optimizers: Any, step: Any = None) -> Any:
         return model
     if not callable(step) or not optimizers:
         raise ArgumentTypeError(
-            "`step` must be a function, with the LossScaleOptimizers that it uses, as in "
+            "`step` must be a function, given with its LossScaleOptimizers. Write "
             "lossscale.keras.guard(model, optimizer, step=train_step). Received: "
             f"{len(optimizers)} optimizers, and a step of type {type(step).__name__}."
         )
@@ -133,8 +133,13 @@ class GuardedStep:
         if not found:
             return self.step(*args, **kwargs)
         run, step = found[0]._backend, functools.partial(self.step, **kwargs)
-        if len(self.models) == 1 and args:
-            _build(self.models[0], args[0], run)
+        is_built = all(layer.built for each in self.models for layer in each._flatten_layers())
+        if args and len(self.models) == 1 and not is_built:
+            # As its first step would, if that has the batch first. A model may not be callable on
+            # its inputs alone: then the step makes the weights.
+            with contextlib.suppress(Exception):
+                batch = args[0]
+                run.trace_call(self.models[0], batch[0] if isinstance(batch, tuple) else batch)
         weights = guarded_weights(self.models)
         result = run.run_guarded(self.models, step, args, found, weights)
         if len(guarded_weights(self.models)) > len(weights):
@@ -144,15 +149,6 @@ class GuardedStep:
                 f"model, or each of its parts, once before `fit` or before the first `{name}`."
             )
         return result
-
-
-def _build(model: ft.Model, batch: ft.Structure, backend: Any) -> None:
-    """Makes the weights of a model, as its first step would if its first argument is the batch."""
-    if not all(layer.built for layer in model._flatten_layers()):
-        inputs = batch[0] if isinstance(batch, tuple) and batch else batch
-        # A model may not be callable on its inputs alone: then the step makes the weights.
-        with contextlib.suppress(Exception):
-            backend.trace_call(model, inputs)
 
 
 def _wrappers_of(model: ft.Model) -> list[KerasCommonOptimizer]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from lossscale.common.checks import flat_list, scaled_value
+from lossscale.common.gradient_arguments import flat_list, scaled_value
 from lossscale.common.private_names import do_not_convert
 from lossscale.errors import GradientsError, UnsupportedError
 from lossscale.framework_types import Gradient, Loss, Structure, Tensor, Variable

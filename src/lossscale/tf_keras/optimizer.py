@@ -13,8 +13,9 @@ import tf_keras
 import lossscale.framework_types as ft
 import lossscale.tf_keras.saving as saving
 from lossscale import registry
-from lossscale.common.checks import scaled_value, takes, with_gradient
+from lossscale.common.gradient_arguments import scaled_value, with_gradient
 from lossscale.common.private_names import private_name
+from lossscale.common.signatures import takes
 from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots
 from lossscale.keras_common.scaled_gradients import ScaleLedger

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lossscale.common.checks import warned_at_floor
+from lossscale.common.step_warnings import warned_at_floor
 from lossscale.torch.scale import Flag
 
 if TYPE_CHECKING:

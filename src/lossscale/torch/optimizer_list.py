@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lossscale.common.checks import signature_of, takes
+from lossscale.common.signatures import signature_of, takes
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.torch.scaling import uncompiled
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lossscale.arguments import checked_rule
 from lossscale.checks import SMALLEST_SCALE, checked_above_zero, checked_number
-from lossscale.common.checks import check_not_wrapped
+from lossscale.common.wrapped import check_not_wrapped
 from lossscale.errors import (
     AlreadyWrappedError,
     ArgumentError,

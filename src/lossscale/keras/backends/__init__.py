@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import keras
 
 import lossscale.framework_types as ft
-from lossscale.common.checks import flat_list
+from lossscale.common.gradient_arguments import flat_list
 from lossscale.common.private_names import private_name
 from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.keras_common.step import Step, StepOperations

@@ -11,7 +11,7 @@ import keras
 
 import lossscale.framework_types as ft
 from lossscale import registry
-from lossscale.common.checks import scaled_value
+from lossscale.common.gradient_arguments import scaled_value
 from lossscale.errors import UnsupportedError
 from lossscale.jax import gradients as jax_gradients
 from lossscale.jax.apply_or_skip import gated

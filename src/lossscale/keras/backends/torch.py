@@ -15,7 +15,7 @@ from torch import Tensor
 
 import lossscale.framework_types as ft
 from lossscale import registry
-from lossscale.common.checks import scaled_value
+from lossscale.common.gradient_arguments import scaled_value
 from lossscale.errors import GradientsError
 from lossscale.keras.backends import Backend, check_without_tape, in_stateless_scope
 from lossscale.keras_common.state import ScaleVariables
