@@ -16,7 +16,7 @@ from lossscale.members import Wrapper
 from lossscale.packages import warn
 
 Model = TypeVar("Model")
-_Step = TypeVar("_Step", bound=Callable[..., object])
+StepFunction = TypeVar("StepFunction", bound=Callable[..., object])
 
 _ON_JAX = """On JAX a step is a pure function, which chooses its results itself. Where
     trained, variables = optimizer.stateless_apply(optimizer_variables, gradients, trainable)
@@ -28,7 +28,7 @@ is called, choose the weights that are not trained from those before and after t
 @overload
 def guard(model: Model, *optimizers: Wrapper) -> Model: ...
 @overload
-def guard(model: object, *optimizers: Wrapper, step: _Step) -> _Step: ...
+def guard(model: object, *optimizers: Wrapper, step: StepFunction) -> StepFunction: ...
 def guard(model: Any, *optimizers: Any, step: Any = None) -> Any:
     """Makes a skipped step of a model leave alone what its forward pass changed.
 
