@@ -9,21 +9,24 @@ import importlib
 import sys
 import types
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import tensorflow as tf
 
 from lossscale import experimental, registry
-from lossscale.common.checks import living_wrapper
-from lossscale.common.monkeypatch import replace
 from lossscale.common.private_names import private_module
+from lossscale.common.replaced_names import replace
+from lossscale.common.wrapped import living_wrapper
 from lossscale.errors import ArgumentError
 from lossscale.experimental.loss_scale import get as get_loss_scale
 from lossscale.experimental.optimizer import class_for
-from lossscale.framework_types import Function, KerasOptimizer, Layer, Library, Scalar
+from lossscale.framework_types import Function, KerasOptimizer, Library, Scalar
 from lossscale.optimizer import LossScaleOptimizer
 
 _COMPILE = "let `compile` make the documented class under lossscale.install()"
+# Below `tf.keras`, if that is tf_keras.
+_IN_TENSORFLOW = "tf_keras.api._v2.keras.optimizers"
 _LOSS_SCALES = (experimental.LossScale, experimental.FixedLossScale, experimental.DynamicLossScale)
 
 # --- The dtype policy of TensorFlow 2.1 to 2.3, which had a loss scale ---------------------------
@@ -98,22 +101,6 @@ def put_into_tensorflow(stack: contextlib.ExitStack) -> None:
         mixed_precision = _submodule(stack, root, "mixed_precision")
         for parent in (mixed_precision, root.train):
             _put_loss_scales(stack, _submodule(stack, parent, "experimental"))
-    # The location since TensorFlow 2.4.
-    _put_loss_scales(stack, tf.compat.v1.mixed_precision)
-    own = private_module(
-        "tensorflow.python.training.experimental.loss_scale",
-        "let tf.compat.v1's loss scale optimizer read the loss scales of lossscale.install()",
-    )
-    get = own.get
-
-    def get_either(identifier: Any) -> object:
-        if type(identifier) not in _LOSS_SCALES:
-            return get(identifier)
-        counterpart = getattr(own, type(identifier).__name__)
-        return counterpart(**identifier.get_config())
-
-    # It reads ours as well.
-    replace(stack, own, "get", get_either)
     # `from tensorflow.keras.mixed_precision import ...` finds another module than the attribute
     # access above.
     imported = importlib.import_module("tensorflow.keras.mixed_precision")
@@ -137,15 +124,12 @@ def _put_into_mixed_precision(
     def set_policy(given: Any) -> None:
         policies.set_global_policy(policy(given) if isinstance(given, str) else given)
 
-    def get_layer_policy(layer: Layer) -> Any:
-        return layer.dtype_policy
-
     names = {
         "LossScaleOptimizer": class_for(framework),
         "Policy": policy,
         "global_policy": policies.global_policy,
         "set_policy": set_policy,
-        "get_layer_policy": get_layer_policy,
+        "get_layer_policy": attrgetter("dtype_policy"),
     }
     for name, value in names.items():
         replace(stack, _submodule(stack, module, "experimental"), name, value)
@@ -233,18 +217,9 @@ def put_into_tf_keras(stack: contextlib.ExitStack) -> None:
 
     # Loads models and checkpoints whose configurations name tf_keras' own class.
     made = _making_ours(optimizers.deserialize, own.BaseLossScaleOptimizer)
-    for module in (optimizers, tf_keras.optimizers, *_in_tensorflow("optimizers")):
-        replace(stack, module, "deserialize", made)
-    converted = _converting_ours(optimizers.convert_to_legacy_optimizer)
-    internal = tf_keras.__internal__.optimizers
-    for module in (optimizers, internal, *_in_tensorflow("__internal__.optimizers")):
-        replace(stack, module, "convert_to_legacy_optimizer", converted)
-
-
-def _in_tensorflow(name: str) -> list[types.ModuleType]:
-    """Returns the module of tf_keras below `tf.keras`, if that is tf_keras."""
-    module = sys.modules.get(f"tf_keras.api._v2.keras.{name}")
-    return [] if module is None else [module]
+    for name in ("tf_keras.src.optimizers", "tf_keras.optimizers", _IN_TENSORFLOW):
+        if name in sys.modules:
+            replace(stack, sys.modules[name], "deserialize", made)
 
 
 def _making_ours(deserialize: Function, own: type[Any]) -> Function:
@@ -258,25 +233,6 @@ def _making_ours(deserialize: Function, own: type[Any]) -> Function:
         return found
 
     return made
-
-
-def _converting_ours(convert: Function) -> Function:
-    """Returns a replacement for tf_keras' function that converts optimizers to legacy ones."""
-    ours = registry.TF_KERAS.wrapper()
-
-    @functools.wraps(convert)
-    def convert_to_legacy_optimizer(optimizer: KerasOptimizer) -> KerasOptimizer:
-        if not isinstance(optimizer, ours) or optimizer._is_legacy:
-            return convert(optimizer)
-        inner = convert(optimizer.inner_optimizer)
-        arguments = optimizer._constructor_arguments()
-        if "loss_scale" in arguments:
-            # Two optimizers must not share one.
-            loss_scale = arguments["loss_scale"]
-            arguments["loss_scale"] = type(loss_scale).from_config(loss_scale.get_config())
-        return optimizer._made(inner, **arguments)
-
-    return convert_to_legacy_optimizer
 
 
 PUT_INTO: dict[str, Callable[[contextlib.ExitStack], None]] = {

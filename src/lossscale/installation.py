@@ -6,10 +6,10 @@ import contextlib
 import sys
 
 import lossscale.registry as registry
-from lossscale.common import monkeypatch
+from lossscale.common import replaced_names
 
 
-class Installation(monkeypatch.Installation):
+class Installation(replaced_names.Installation):
     """The documented names in TensorFlow; a context manager that removes them at its end."""
 
 

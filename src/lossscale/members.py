@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import types
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import lossscale.framework_types as ft
 from lossscale.arguments import growth_steps
 from lossscale.errors import UnknownSettingError
 from lossscale.rules import ScaleRule
-
-_Class = TypeVar("_Class", bound=type)
 
 
 class VariableList(list[ft.Variable]):
@@ -21,16 +18,6 @@ class VariableList(list[ft.Variable]):
 
     def __call__(self) -> VariableList:
         return self
-
-
-def with_public_names(cls: _Class) -> _Class:
-    """Has Python's messages, of an unexpected keyword, name the class that a user knows."""
-    for name, member in vars(cls).items():
-        function = getattr(member, "__func__", member)
-        while isinstance(function, types.FunctionType):
-            function.__qualname__ = f"LossScaleOptimizer.{name}"
-            function = vars(function).get("__wrapped__")
-    return cls
 
 
 class Wrapper:
@@ -47,11 +34,6 @@ class Wrapper:
     # The key of the inner optimizer in `__dict__`.
     _inner_attribute: ClassVar[str] = "inner_optimizer"
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
-            with_public_names(cls)
-
     if TYPE_CHECKING:
 
         def __setattr__(self, name: str, value: object) -> None: ...
@@ -64,7 +46,8 @@ class Wrapper:
             return object.__getattribute__(self, name)
         inner = self.__dict__.get(self._inner_attribute)
         if inner is None or name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            early = " before super().__init__(optimizer) is called" if inner is None else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{early}")
         try:
             return getattr(inner, name)
         except AttributeError:

@@ -419,3 +419,229 @@ def test_what_cannot_be_guarded_is_refused_and_nothing_changes(arguments, messag
     with pytest.raises(ArgumentTypeError, match=message):
         guard(*given)
     assert "train_step" not in vars(given[0])
+
+
+# --- A function of a custom loop ------------------------------------------------------------------
+
+pure = pytest.mark.skipif(BACKEND == "jax", reason="where a step is a pure function")
+HOWS = ["eager"] if BACKEND == "torch" else ["eager", "tf.function", "XLA"]
+
+
+def trained(model, optimizer, loss_of, models=()):
+    """Trains a model by the loop of its framework; returns the loss."""
+    variables = model.trainable_variables
+    if BACKEND == "torch":
+        loss = loss_of()
+        optimizer.scale_loss(loss).backward()
+        optimizer.apply([each.value.grad for each in variables], variables)
+        for each in (each for part in (model, *models) for each in part.trainable_variables):
+            each.value.grad = None
+        return loss.detach()
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        loss = loss_of()
+        scaled = optimizer.get_scaled_loss(loss)
+    gradients = tape.gradient(scaled, [_native(each) for each in model.trainable_variables])
+    gradients = optimizer.get_unscaled_gradients(gradients)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    return loss
+
+
+def squares(found, target=1.0):
+    difference = found - target
+    if BACKEND == "torch":
+        return (difference * difference).mean()
+    import tensorflow as tf
+
+    return tf.reduce_mean(difference * difference)
+
+
+def batches(x, y):
+    if BACKEND == "torch":
+        import torch as framework
+    else:
+        import tensorflow as framework
+    convert = getattr(framework, "constant", getattr(framework, "from_numpy", None))
+    starts = range(0, len(x), ROWS)
+    return [(convert(x[at : at + ROWS]), convert(y[at : at + ROWS])) for at in starts]
+
+
+def called(step, how):
+    if how == "eager":
+        return step
+    import tensorflow as tf
+
+    return tf.function(step, jit_compile=how == "XLA")
+
+
+def some_units():
+    """Batches that overflow in some units; in others they are large and finite."""
+    x, y = rows(spoiled=())
+    sums = array(small().layers[1].kernel).sum(0)
+    value = 6.6e4 / np.abs(sums).max()
+    x[[row for row in range(len(x)) if row // ROWS in SPOILED]] = value
+    assert value < 6.5e4
+    assert np.abs(value * sums).min() < 6e4
+    return x, y
+
+
+FORMS = {
+    "batch": (lambda batch: batch[0], lambda batch: ((batch,), {})),
+    "arrays": (lambda x, y: x, lambda batch: (batch, {})),
+    "second": (lambda number, batch: batch[0], lambda batch: ((7, batch), {})),
+    "keywords": (lambda *, more, y: more["x"][0], lambda b: ((), {"more": {"x": [b[0]]}, "y": 1})),
+    "iterator": (lambda it: next(it)[0], lambda batch: ((iterator(*batch),), {})),
+}
+
+
+def iterator(x, y):
+    if BACKEND == "torch":
+        return iter([(x, y)])
+    import tensorflow as tf
+
+    return iter(tf.data.Dataset.from_tensors((x, y)))
+
+
+def looped(model, data, how="eager", form="arrays"):
+    """Trains a guarded model by a function; returns its weights and the number of skips."""
+    optimizer, own = wrapped(), model.train_step
+    input_of, given = FORMS[form]
+
+    def step(*args, **kwargs):
+        x = input_of(*args, **kwargs)
+        loss = trained(model, optimizer, lambda: squares(model(x, training=True)))
+        return {"loss": loss, "others": [loss, None]}
+
+    run = called(guard(model, optimizer, step=step), how)
+    for batch in batches(*data):
+        args, kwargs = given(batch)
+        results = run(*args, **kwargs)
+        assert results["others"][1] is None
+    assert model.train_step == own
+    return weights(model), int(array(optimizer.steps_skipped))
+
+
+CASES = [(rows, form, "eager") for form in FORMS]
+if BACKEND != "torch":
+    CASES += [(rows, form, "tf.function") for form in ("batch", "keywords", "iterator")]
+CASES += [(some_units, "arrays", HOWS[-1])]
+
+
+@functools.cache
+def never_looped(how):
+    return looped(small(), without(*rows()), how)
+
+
+@pure
+@pytest.mark.parametrize(("data", "form", "how"), CASES)
+def test_a_guarded_function_ends_as_one_that_was_never_given_the_skipped_batches(data, form, how):
+    found, skipped = looped(small(), data(), how, form)
+    expected, none = never_looped(how)
+    assert_same(found, expected)
+    assert (skipped, none) == (len(SPOILED), 0)
+
+
+@pure
+@pytest.mark.parametrize(("nested", "how"), [(False, "eager"), (True, HOWS[-1])])
+def test_a_gan_of_two_models_and_two_optimizers(nested, how):
+    ends = []
+    for data in (rows(), without(*rows())):
+        seed(0)
+        maker, inputs = small(), keras.Input((1,))
+        critic = keras.Model(inputs, layers.Dense(1)(layers.BatchNormalization()(inputs)))
+        both, optimizers = [maker, critic], [wrapped(), wrapped()]
+        made = functools.partial(lambda x, both: both[1](both[0](x, training=True)), both=both)
+
+        def step(x, y, both=both, optimizers=optimizers, made=made):
+            judged = lambda: squares(both[1](y, training=True)) + squares(made(x), 0.0)  # noqa: E731
+            trained(both[1], optimizers[1], judged, both)
+            trained(both[0], optimizers[0], lambda: squares(made(x)), both)
+
+        if nested:
+            guarded = guard(critic, optimizers[1], step=guard(maker, optimizers[0], step=step))
+        else:
+            guarded = guard(both, *optimizers, step=step)
+        run = called(guarded, how)
+        for batch in batches(*data):
+            run(*batch)
+        ends.append([each for model in both for each in weights(model)])
+        skipped = len(SPOILED) if len(ends) == 1 else 0
+        assert [int(array(each.steps_skipped)) for each in optimizers] == [skipped] * 2
+    assert_same(*ends)
+
+
+@pure
+@pytest.mark.parametrize("form", ["arrays", "second", "keywords", "iterator"])
+def test_a_model_that_is_built_in_the_first_step_of_a_function(form):
+    x, y = rows(2, spoiled=[0])
+    if form == "arrays":
+        found, skipped = looped(Late(), (x, y), form=form)
+        assert skipped == 1
+        assert all(np.isfinite(each).all() for each in found)
+        return
+    message = "first `step` of a guarded model made weights, .* or before the first `step`"
+    with pytest.warns(LossScaleWarning, match=message):
+        looped(Late(), without(x, y, [0]), form=form)
+
+
+@pytest.mark.skipif(not ON_TENSORFLOW, reason="of TensorFlow")
+@pytest.mark.parametrize(
+    ("inside", "how"), [(True, "eager"), (True, "tf.function"), (False, "eager")]
+)
+def test_a_function_on_two_replicas(two_replicas, inside, how):
+    """Guarded in the function that each replica runs, or around that of all."""
+    x, y = rows()
+    ends = []
+    for data in ((x, y), without(x, y)):
+        with two_replicas.scope():
+            model, optimizer = small(), wrapped()
+            optimizer.build(model.trainable_variables)
+
+        def step(x, model=model, optimizer=optimizer):
+            return trained(model, optimizer, lambda: squares(model(x, training=True)))
+
+        one = guard(model, optimizer, step=step) if inside else step
+        run = functools.partial(lambda one, x: two_replicas.run(one, args=(x,)), one)
+        run = run if inside else guard(model, optimizer, step=run)
+        run = called(run, how)
+        for batch, _ in batches(*data):
+            run(batch)
+        assert int(array(optimizer.steps_skipped)) == len(SPOILED) * (len(ends) == 0)
+        parts = [two_replicas.experimental_local_results(_native(w)) for w in model.weights]
+        ends.append([part.numpy() for each in parts for part in each])
+    assert_same(*ends)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="of JAX")
+def test_on_jax_the_error_shows_lines_that_do_the_same():
+    import jax
+    from jax import numpy as jnp
+
+    with pytest.raises(lossscale.errors.UnsupportedError, match="a pure function") as refused:
+        guard(small(), wrapped(), step=lambda: None)
+    [first, *lines] = [each.strip() for each in str(refused.value).splitlines() if each[0] == " "]
+    ends = []
+    for data in (rows(), without(*rows())):
+        model, optimizer = small(), wrapped()
+        optimizer.build(model.trainable_variables)
+
+        @jax.jit
+        def step(trainable, before, optimizer_variables, x, model=model, optimizer=optimizer):
+            def loss_of(trainable):
+                found, after = model.stateless_call(trainable, before, x, training=True)
+                loss = ((found - 1.0) ** 2).mean()
+                return optimizer.scale_loss(loss), after
+
+            with keras.StatelessScope(zip(optimizer.variables, optimizer_variables, strict=True)):
+                gradients, after = jax.grad(loss_of, has_aux=True)(trainable)
+            names = {**locals(), "jnp": jnp}
+            exec("\n".join([first, *lines]), names)
+            return names["trained"], names["non_trainable"], names["variables"]
+
+        models = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+        state = [[variable.value for variable in each] for each in models]
+        for x in data[0].reshape(-1, ROWS, 3):
+            state = step(*state, x)
+        ends.append([np.asarray(each) for group in state[:2] for each in group])
+    assert_same(*ends)

@@ -19,6 +19,7 @@ if KERAS == "none":
 
 from held_optimizers import holding, optimizers_in, other
 from kerases import INF, NAN, assert_same, status, values
+from lossscale.keras_common import saving
 
 keras = importlib.import_module(KERAS)
 if KERAS == "keras":
@@ -133,6 +134,11 @@ MISFITS = {
         lambda: keras.optimizers.Nadam(0.1),
         built,
     ),
+    "another class with the same shapes": (
+        lambda: wrapped(keras.optimizers.AdamW(0.1)),
+        lambda: type("MyAdam", (keras.optimizers.Adam,), {})(0.1),
+        built,
+    ),
     "several optimizers": (lambda: wrapped(holding(keras, "base")), adam, built),
 }
 
@@ -175,6 +181,51 @@ def test_layers_are_loaded_and_one_warning_says_what_to_write_for_the_optimizer(
         fits.save_weights(path)
         built(model).load_weights(path)
         assert_same(values(optimizer.variables), values(fits.optimizer.variables))
+
+
+ADAM, ADAMW = keras.optimizers.Adam, keras.optimizers.AdamW
+
+
+class MyAdam(ADAM):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads", "names_class", "fits"),
+    [
+        (ADAM, MyAdam, True, True),
+        (MyAdam, ADAM, True, True),
+        (ADAM, ADAMW, True, False),
+        (MyAdam, keras.optimizers.Adamax, True, False),
+        (ADAM, ADAMW, False, True),
+    ],
+)
+def test_a_file_names_the_class_of_the_library(tmp_path, saves, loads, names_class, fits):
+    path, saved = str(tmp_path / "a.weights.h5"), model_with(wrapped(saves(0.1)))
+    filled(saved.optimizer)
+    expected = values(saved.optimizer.inner_optimizer.variables)
+    saved.save_weights(path)
+    with h5py.File(path, "r+") as file:
+        if not names_class:
+            # As files of users' own classes are, and of other releases.
+            file["optimizer/vars"].pop("inner_class", None)
+    model = model_with(wrapped(loads(0.1)))
+    before = values(model.optimizer.variables)
+    with contextlib.ExitStack() as stack:
+        if not fits:
+            words = rf"arrays of {ADAM.__name__}, {loads.__name__} has \d+\. .*set `trainable`"
+            stack.enter_context(pytest.warns(lossscale.LossScaleWarning, match=words))
+        model.load_weights(path)
+    if fits:
+        assert_same(values(model.optimizer.inner_optimizer.variables), expected)
+    else:
+        assert_same(values(model.optimizer.variables), before)
+
+
+def test_a_class_of_users_own_has_no_name_of_the_library():
+    own = type("Own", (keras.optimizers.Optimizer,), {})
+    settings = {"name": "own"} if KERAS == "tf_keras" else {"learning_rate": 0.1}
+    assert saving._class_of(own(**settings)) == ""
 
 
 def test_the_warning_shows_how_to_load_the_file_of_an_optimizer_without_loss_scaling(tmp_path):
@@ -335,7 +386,7 @@ def test_a_file_has_the_inner_optimizer_as_keras_writes_it_and_named_numbers(tmp
     inner = "inner_optimizer/vars"
     assert set(ours[inner]) == set(theirs[inner]) == {str(number) for number in range(6)}
     numbers = {"dynamic_scale", "step_counter", "steps_skipped", "last_step_skipped"}
-    assert set(ours["vars"]) == {*numbers, "inner_shapes"}
+    assert set(ours["vars"]) == {*numbers, "inner_shapes", "inner_class"}
 
 
 class Dies(keras.callbacks.Callback):

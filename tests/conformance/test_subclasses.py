@@ -3,7 +3,9 @@
 What `fit` calls is in tests/backends/test_fit.py, on each backend.
 """
 
+import abc
 import importlib
+from typing import Generic, TypeVar
 
 import numpy as np
 import pytest
@@ -191,3 +193,116 @@ def test_a_subclass_sets_attributes_of_its_own_before_and_after_the_constructor(
         f"{name} now" for name in NAMES_OF_A_USER
     ]
     assert (optimizer.demanded, float(optimizer._current_scale())) == ([1], 4.0)
+
+
+# --- Forms of constructors and bases -------------------------------------------------------------
+
+
+def written_as(form, base, optimizers, hooks):
+    """An object of a subclass in one of the forms that programs write."""
+    more = ["dynamic"] if base is OLDER else []
+
+    class Registry(abc.ABC):  # noqa: B024 - with a metaclass
+        def __init_subclass__(cls, *, tag="none", **kwargs):
+            super().__init_subclass__(**kwargs)
+            hooks.append((cls.__name__, tag))
+
+    class MakesInner(base):
+        def __init__(self, rate=0.5):
+            super().__init__(optimizers.SGD(rate), *more)
+
+    class FromConfig(base):
+        def __init__(self, settings):
+            self.early = settings
+            super().__init__(optimizers.SGD.from_config(settings), *more)
+
+    class Second(base):
+        def __init__(self, teacher, inner):
+            super().__init__(inner, *more)
+            self.teacher = teacher
+
+    class Mixed(Registry, base, tag="first"):
+        __slots__ = ("slot",)
+
+        def __init__(self, inner):
+            self.slot = "set"
+            super().__init__(inner, *more)
+
+    class Grandchild(Mixed, tag="second"):
+        pass
+
+    class Typed(base, Generic[TypeVar("T")]):
+        pass
+
+    class OldSuper(base):
+        def __init__(self, inner):
+            super(self.__class__, self).__init__(inner, *more)
+
+    inner = optimizers.SGD(0.5)
+    teacher = FAMILIES[[*FAMILIES][-1]].SGD(0.25)
+    return {
+        "makes inner": MakesInner,
+        "makes inner with a number": lambda: MakesInner(0.5),
+        "configuration": lambda: FromConfig({"learning_rate": 0.5}),
+        "second argument": lambda: Second(teacher, inner),
+        "by keyword": lambda: Second(inner=inner, teacher=teacher),
+        "ABC, hook, slots": lambda: Mixed(inner),
+        "grandchild": lambda: Grandchild(inner),
+        "generic": lambda: Typed[int](inner, *more),
+        "super of self.__class__": lambda: OldSuper(inner),
+        "type of an object": lambda: type(Mixed(optimizers.SGD()))(inner),
+        "subclass of that": lambda: type("X", (type(Mixed(optimizers.SGD())),), {})(inner),
+    }[form]()
+
+
+FORMS = [
+    *("makes inner", "makes inner with a number", "configuration", "second argument"),
+    *("by keyword", "ABC, hook, slots", "grandchild", "generic", "super of self.__class__"),
+    *("type of an object", "subclass of that"),
+]
+
+
+@pytest.mark.parametrize("base", [CURRENT, OLDER])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_subclass_in_every_form_belongs_to_the_family_of_its_inner_optimizer(
+    optimizers, form, base
+):
+    hooks = []
+    optimizer, weight = written_as(form, base, optimizers, hooks), tf.Variable(1.0)
+    for cls in FAMILIES.values():
+        is_family = issubclass(optimizers.SGD, cls.Optimizer)
+        assert isinstance(optimizer, cls.Optimizer) is is_family
+    assert isinstance(optimizer, base)
+    # A hook of the user's sees the classes that are written, once.
+    assert len(set(hooks)) == len(hooks)
+    assert {tag for _, tag in hooks} <= {"first", "second", "none"}
+    optimizer.minimize(lambda: weight * 1.0, [weight])
+    assert float(weight) == 0.5
+    assert optimizer.__class__.__name__ in repr(optimizer)
+
+
+@pytest.mark.parametrize("base", [CURRENT, OLDER])
+def test_a_subclass_that_never_calls_the_constructor_says_so(base):
+    class Empty(base):
+        def __init__(self):
+            pass
+
+    for use in (repr, lambda it: it.learning_rate, lambda it: it.minimize(lambda: 1.0, [])):
+        with pytest.raises(AttributeError, match=r"before super\(\)\.__init__\(optimizer\) is"):
+            use(Empty())
+
+
+@pytest.mark.skipif(KERAS == "keras", reason="which has one family")
+@pytest.mark.parametrize("base", [CURRENT, OLDER])
+def test_an_object_keeps_its_family(optimizers, base):
+    more = ["dynamic"] if base is OLDER else []
+    [other] = [family for family in FAMILIES.values() if family is not optimizers]
+    optimizer, weight = base(optimizers.SGD(0.5), *more), tf.Variable(1.0)
+    before = dict(vars(optimizer))
+    with pytest.raises(TypeError, match=r"one family only: .* for another object"):
+        optimizer.__init__(other.Adam(), *more)
+    with pytest.raises(TypeError, match="must be an optimizer to wrap"):
+        optimizer.__init__("adam", *more)
+    assert {name: vars(optimizer)[name] for name in before} == before
+    optimizer.minimize(lambda: weight * 1.0, [weight])
+    assert float(weight) == 0.5

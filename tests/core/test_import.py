@@ -29,7 +29,7 @@ ARROWS = {
     "callbacks": "errors registry optimizer monitoring",
     "common": "errors packages rules monitoring",
     "jax": "common monitoring *jax",
-    "tensorflow": "errors packages registry common monitoring *tensorflow",
+    "tensorflow": "errors registry common monitoring *tensorflow",
     "keras_common": "errors packages rules arguments members old_formats common",
     "torch": "errors checks packages registry rules arguments members optimizer common monitoring "
     "*torch",
@@ -39,7 +39,7 @@ ARROWS = {
     "keras_common tensorflow jax torch callbacks *keras",
     "tf_keras": "errors rules registry members arguments optimizer old_formats common "
     "keras_common tensorflow callbacks *tf_keras *tensorflow",
-    "experimental": "errors checks rules registry members arguments optimizer keras_common keras "
+    "experimental": "errors checks rules registry arguments optimizer keras_common keras "
     "tf_keras *keras *tf_keras",
     "install_names": "errors registry optimizer common experimental keras *tensorflow **any",
     "installation": "registry common",

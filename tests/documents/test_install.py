@@ -32,11 +32,7 @@ _NAMES = {
                 for name in _LOSS_SCALES
             },
         }.items()
-    },
-    # Where they are since TensorFlow 2.4.
-    **{
-        f"tf.compat.v1.mixed_precision.{name}": getattr(experimental, name) for name in _LOSS_SCALES
-    },
+    }
 }
 
 _ABSENT = object()

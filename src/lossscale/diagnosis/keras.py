@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossscale.checks import checked_count, checked_parameters
-from lossscale.common.monkeypatch import replace
 from lossscale.common.overflow_tracker import unique_names
 from lossscale.common.private_names import private_name
+from lossscale.common.replaced_names import replace
 from lossscale.diagnosis.measurement import Pass, checked_loss, known_size
 from lossscale.errors import ArgumentError
 from lossscale.explain.origins import Watched, explain_pass, facts_in_float16

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossscale.checks import checked_count
-from lossscale.common.monkeypatch import kept_random_states
+from lossscale.common.random_states import kept_random_states
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError, first_line
 from lossscale.explain.text import LARGEST, Cause, Explanation
 from lossscale.framework_types import Array

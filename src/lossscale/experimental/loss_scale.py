@@ -123,12 +123,6 @@ class FixedLossScale(_RuleLossScale):
     def __init__(self, loss_scale_value: float) -> None:
         self._rule: FixedScale = FixedScale(checked_scale("loss_scale_value", loss_scale_value))
 
-    @property
-    def _loss_scale_value(self) -> float:
-        # tf_keras' own class reads it from the class under tf.compat.v1, which is this one under
-        # `lossscale.install()`.
-        return self._rule.scale
-
     def __call__(self) -> Tensor:
         """Returns the loss scale, a float32 scalar tensor."""
         return registry.default_keras().wrapper()._float32(self._rule.scale)

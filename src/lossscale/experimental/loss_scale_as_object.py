@@ -20,7 +20,6 @@ from lossscale.experimental.loss_scale import (
 )
 from lossscale.framework_types import Gradient, KerasOptimizer, Library, Scalar
 from lossscale.keras_common.state import ScaleVariables
-from lossscale.members import with_public_names
 from lossscale.rules import ScaleRule, ScaleState
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ else:
     _Wrapper = object
 
 
-@with_public_names
 class LossScaleAsObject(_Wrapper):
     """The older API of a wrapper, in which the loss scale is an object.
 
@@ -47,9 +45,8 @@ class LossScaleAsObject(_Wrapper):
         name: str | None = None,
     ) -> None:
         loss_scale = get(loss_scale)
-        # The wrapper's constructor needs it, and Keras rejects attributes before its own
-        # constructor has run.
-        self.__dict__["_loss_scale"] = loss_scale
+        # For `_first_state`: Keras rejects attributes before its own constructor has run.
+        self.__dict__["_given_loss_scale"] = loss_scale
         own = loss_scale._rule if _moves_by_its_rule(loss_scale) else UserLossScaleRule(loss_scale)
         super().__init__(optimizer, rule=own, name=name)
 
@@ -61,7 +58,7 @@ class LossScaleAsObject(_Wrapper):
         return loss_scale
 
     def _first_state(self) -> ScaleVariables:
-        loss_scale = self._loss_scale
+        loss_scale = self.__dict__["_loss_scale"] = self.__dict__.pop("_given_loss_scale")
         if isinstance(loss_scale, _RuleLossScale):
             state = loss_scale._bound_state(type(self))
         if isinstance(self._rule, UserLossScaleRule):

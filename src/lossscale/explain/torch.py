@@ -20,7 +20,8 @@ from torch.nn import Module, Parameter
 from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.checks import checked_parameters, checked_scale
-from lossscale.common.monkeypatch import kept_random_states, replace
+from lossscale.common.random_states import kept_random_states
+from lossscale.common.replaced_names import replace
 from lossscale.errors import ArgumentTypeError
 from lossscale.explain.origins import UnrepeatableError, Watched, explain_pass
 from lossscale.explain.text import Explanation, Facts, explained

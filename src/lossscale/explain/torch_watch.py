@@ -21,7 +21,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from lossscale.common.monkeypatch import replace
+from lossscale.common.replaced_names import replace
 from lossscale.explain.operations import TORCH
 from lossscale.explain.origins import Call, Evaluation, Flags, UnrepeatableError, line_of
 from lossscale.explain.text import Failure, Origin

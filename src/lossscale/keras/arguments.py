@@ -10,7 +10,7 @@ from keras import ops
 import lossscale.framework_types as ft
 from lossscale import registry
 from lossscale.arguments import check_described
-from lossscale.common.checks import check_not_wrapped
+from lossscale.common.wrapped import check_not_wrapped
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
 from lossscale.keras_common.state import deserialized
 from lossscale.old_formats import inner_config

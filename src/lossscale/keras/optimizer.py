@@ -16,7 +16,7 @@ import lossscale.framework_types as ft
 import lossscale.keras.backends as backends
 import lossscale.keras.saving as saving
 import lossscale.keras.slots as slots
-from lossscale.common.checks import check_some_gradient, with_gradient
+from lossscale.common.gradient_arguments import check_some_gradient, with_gradient
 from lossscale.common.private_names import do_not_convert, private_name
 from lossscale.errors import GradientsError, UnknownSettingError
 from lossscale.keras.arguments import check_inner, inner_from_config, refuse_factor

@@ -24,15 +24,10 @@ from lossscale.arguments import (
     config_from_rule,
     rule_from_arguments,
 )
-from lossscale.common.checks import (
-    check_named,
-    checked_pairs,
-    listed,
-    remember_wrapper,
-    warned_at_floor,
-    with_gradient,
-)
+from lossscale.common.gradient_arguments import check_named, checked_pairs, listed, with_gradient
 from lossscale.common.private_names import do_not_convert
+from lossscale.common.step_warnings import warned_at_floor
+from lossscale.common.wrapped import remember_wrapper
 from lossscale.errors import ArgumentError, GradientsError, UnknownSlotError, UnsupportedError
 from lossscale.keras_common.scaled_gradients import Location, ScaleLedger
 from lossscale.keras_common.state import ScaleVariables

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import lossscale.framework_types as ft
-from lossscale.common.checks import NOT_UNSCALED
 from lossscale.common.private_names import do_not_convert
+from lossscale.common.step_warnings import NOT_UNSCALED
 from lossscale.errors import GradientsError
 from lossscale.packages import warn
 

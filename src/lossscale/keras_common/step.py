@@ -84,12 +84,14 @@ class StepOperations:
     #   update_scale: updates the loss scale and the counters, given `finite`.
     # Returns the operation that does it in a graph of TensorFlow.
     apply_or_skip: Callable[..., ft.Operation]
-    # Runs the training step of a guarded model, and puts weights back if it was skipped. Takes
-    #   model, step, args: the model, its step, and the arguments of the step;
+    # Runs a step of guarded models, and puts weights back if it was skipped. Takes
+    #   models, step, args: the models, their step, and the arguments of the step;
     #   optimizers: the loss scale optimizers whose skips count;
-    #   weights_of: returns the weights of the model to put back.
+    #   weights: the weights of the models to put back.
     # Returns what the step returns.
     run_guarded: Callable[..., ft.Structure]
+    # Makes the weights of a model as a call with these inputs would.
+    trace_call: Callable[[ft.Model, ft.Structure], None]
 
     # Multiplies a loss by the scale, in float32 or wider.
     scaled: Callable[[ft.Array, ft.Scalar], ft.Tensor]

@@ -17,7 +17,6 @@ import tensorflow as tf
 import lossscale.framework_types as ft
 from lossscale import registry
 from lossscale.common.private_names import do_not_convert, private_name
-from lossscale.packages import warn
 from lossscale.tensorflow.replicas import current_location
 from lossscale.tensorflow.tracing import after, grouped, in_xla, translated
 
@@ -165,36 +164,29 @@ def _choosing_assignments(variable: tf.Variable, finite: ft.Tensor) -> dict[str,
 
 @do_not_convert
 def run_guarded(
-    model: ft.Model,
+    models: Sequence[ft.Model],
     step: ft.Function,
     args: tuple[ft.Structure, ...],
     optimizers: Sequence[ft.KerasOptimizer],
-    weights_of: Callable[[ft.Model], list[ft.Variable]],
+    guarded: ft.Variables,
 ) -> ft.Structure:
-    """Runs the training step of a guarded model, and puts weights back if it was skipped.
+    """Runs a step of guarded models, and puts weights back if it was skipped.
 
     Args:
-        model: The model.
-        step: Its step.
-        args: The arguments of the step; the batch is the first.
+        models: The models.
+        step: Their step.
+        args: The arguments of the step.
         optimizers: The loss scale optimizers whose skips count.
-        weights_of: Returns the weights of the model to put back.
+        guarded: The weights to put back.
 
     Returns:
         The result of the step.
     """
-    if not all(layer.built for layer in model._flatten_layers()):
-        _build(model, args)
-    weights = [_of_this_replica(weight) for weight in weights_of(model)]
-    counters = [_of_this_replica(optimizer._steps_skipped) for optimizer in optimizers]
+    weights = _seen_here(guarded)
+    counters = _seen_here([optimizer._steps_skipped for optimizer in optimizers])
     # A value that is read is not copied unless the variable is then written in place.
     before, counts = [tf.identity(w) for w in weights], [tf.identity(c) for c in counters]
     result = translated(step)(*args)
-    if len(weights_of(model)) > len(weights):
-        warn(
-            "A guarded model made weights in its first step, which is not guarded. Call the "
-            "model, or each of its parts, once before `fit`."
-        )
     skipped = tf.reduce_any([tf.not_equal(*each) for each in zip(counters, counts, strict=True)])
 
     def put_back() -> ft.Tensor:
@@ -211,24 +203,23 @@ def run_guarded(
     return result
 
 
-def _build(model: ft.Model, args: tuple[ft.Structure, ...]) -> None:
-    """Makes the weights of a model as its first step would; tf_keras makes them no earlier."""
-    batch = args[0] if args else None
-    inputs = batch[0] if isinstance(batch, tuple) and batch else batch
-    # A model may not be callable on its inputs alone: then the step makes the weights.
-    with contextlib.suppress(Exception):
-        tf.function(lambda: (model(inputs), None)[1], autograph=False).get_concrete_function()
+def trace_call(model: ft.Model, inputs: ft.Structure) -> None:
+    """Makes the weights of a model as a call would; tf_keras makes them no earlier."""
+    tf.function(lambda: (model(inputs), None)[1], autograph=False).get_concrete_function()
 
 
-def _of_this_replica(variable: ft.Variable) -> tf.Variable:
-    """The TensorFlow variable behind one of Keras 3 or tf_keras; of replicas, that of this one."""
-    variable = getattr(variable, "_value", getattr(variable, "_variable", variable))
-    if not tf.distribute.has_strategy():
-        return variable
-    parts = tf.distribute.get_strategy().experimental_local_results(variable)
-    # Replicas that assign together could not do so in a branch, and would average.
+def _seen_here(variables: ft.Variables) -> list[tf.Variable]:
+    """TensorFlow's variables behind those of Keras 3 or tf_keras, where replicas have copies each.
+
+    Within a replica its own copies: replicas that assign together could not do so in a branch, and
+    would average.
+    """
+    held = [getattr(each, "_value", getattr(each, "_variable", each)) for each in variables]
+    copies = [getattr(each, "values", (each,)) for each in held]
+    if tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy():
+        return [copy for each in copies for copy in each]
     _, [number] = current_location()
-    return parts[number % len(parts)]
+    return [each[number % len(each)] for each in copies]
 
 
 def _as_one_operation(branch: ft.Tensor) -> ft.Tensor:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from lossscale.common.checks import flat_list, scaled_value
+from lossscale.common.gradient_arguments import flat_list, scaled_value
 from lossscale.common.private_names import do_not_convert
 from lossscale.errors import GradientsError, UnsupportedError
 from lossscale.framework_types import Gradient, Loss, Structure, Tensor, Variable
 from lossscale.tensorflow import overflow_check, replicas, scaling
-from lossscale.tensorflow.apply_or_skip import apply_or_skip, run_guarded
+from lossscale.tensorflow.apply_or_skip import apply_or_skip, run_guarded, trace_call
 from lossscale.tensorflow.tracing import translated
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class TensorFlowOperations:
     all_replicas_finite = staticmethod(replicas.all_replicas_finite)
     apply_or_skip = staticmethod(apply_or_skip)
     run_guarded = staticmethod(run_guarded)
+    trace_call = staticmethod(trace_call)
     eager_scope = staticmethod(tf.init_scope)
     # Defined by a subclass: whether a value is a variable; the variables that the inner optimizer
     # may change, given the loss scale optimizer and the step.

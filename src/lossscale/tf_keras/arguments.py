@@ -9,8 +9,8 @@ import tf_keras
 
 import lossscale.framework_types as ft
 from lossscale.arguments import check_described
-from lossscale.common.checks import check_not_wrapped
 from lossscale.common.private_names import private_name
+from lossscale.common.wrapped import check_not_wrapped
 from lossscale.errors import AlreadyWrappedError
 from lossscale.keras_common.state import deserialized
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import tensorflow as tf
 import tf_keras
@@ -13,8 +13,9 @@ import tf_keras
 import lossscale.framework_types as ft
 import lossscale.tf_keras.saving as saving
 from lossscale import registry
-from lossscale.common.checks import scaled_value, takes, with_gradient
+from lossscale.common.gradient_arguments import scaled_value, with_gradient
 from lossscale.common.private_names import private_name
+from lossscale.common.signatures import takes
 from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots
 from lossscale.keras_common.scaled_gradients import ScaleLedger
@@ -25,7 +26,7 @@ from lossscale.rules import ScaleRule, ScaleState
 from lossscale.tensorflow import replicas, tracing
 from lossscale.tensorflow.operations import TensorFlowOperations, recorded
 from lossscale.tf_keras.arguments import check_inner, inner_from_config
-from lossscale.tf_keras.classes import class_for
+from lossscale.tf_keras.classes import join_family, written_class
 from lossscale.tf_keras.current import CurrentFamily
 from lossscale.tf_keras.legacy import LegacyFamily
 from lossscale.tf_keras.state import (
@@ -119,16 +120,11 @@ class LossScaleOptimizer(_Base):
 
     _is_legacy: bool = False
     _family: CurrentFamily | LegacyFamily
-    # The class that was called; `classes` makes one for each family of it.
-    _written: ClassVar[ft.Class]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        made: Self = super().__new__(class_for(cls, *args, *kwargs.values()))
-        return made
 
     def _construct(self, inner: ft.KerasOptimizer, rule: ScaleRule, name: str | None) -> None:
         check_inner(inner)
         replicas.check_strategy()
+        join_family(self, inner)
         # The constructors of tf_keras are not called: they would make a second counter and hide
         # the inner optimizer's settings. In a checkpoint both optimizers are one node.
         _DelegatingTrackableMixin.__init__(self, inner)
@@ -475,8 +471,7 @@ class LossScaleOptimizer(_Base):
     @classmethod
     def _made(cls, inner: ft.KerasOptimizer, **arguments: Any) -> Any:
         # A configuration may be of the other family than the object whose class was asked.
-        written = vars(cls).get("_written", cls)
-        return super(LossScaleOptimizer, written)._made(inner, **arguments)
+        return super(LossScaleOptimizer, written_class(cls))._made(inner, **arguments)
 
     # --- For loss scale objects without an optimizer ------------------------------------------
 

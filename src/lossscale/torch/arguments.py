@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lossscale.checks import checked_above_zero
-from lossscale.common.checks import check_not_wrapped
+from lossscale.common.wrapped import check_not_wrapped
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError, UnsupportedError
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.registry import not_an_optimizer

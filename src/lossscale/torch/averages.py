@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lossscale.common.checks import takes
+from lossscale.common.signatures import takes
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.master_weights import LIVING, MasterWeights

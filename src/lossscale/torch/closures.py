@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch.optim import Optimizer
 
-from lossscale.common.checks import signature_of
+from lossscale.common.signatures import signature_of
 from lossscale.errors import ArgumentTypeError, UnsupportedError
 
 Loss = TypeVar("Loss")

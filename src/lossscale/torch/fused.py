@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from lossscale.common.checks import signature_of
+from lossscale.common.signatures import signature_of
 from lossscale.torch import ranks
 from lossscale.torch.optimizer_list import OuterOptimizer
 

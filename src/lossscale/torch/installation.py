@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import distributed
 
-from lossscale.common.monkeypatch import Installation, replace
+from lossscale.common.replaced_names import Installation, replace
 from lossscale.torch import ranks
 from lossscale.torch.grad_scaler import DEFAULTS, GradScaler
 

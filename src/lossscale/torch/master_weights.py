@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lossscale.common.checks import check_not_wrapped, remember_wrapper
+from lossscale.common.wrapped import check_not_wrapped, remember_wrapper
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, CallOrderError
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.torch import fused, gradients, ranks

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lossscale.arguments import rule_from_arguments
-from lossscale.common.checks import living_wrapper, remember_wrapper
+from lossscale.common.wrapped import living_wrapper, remember_wrapper
 from lossscale.errors import CallOrderError, UnsupportedError
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lossscale.common.checks import takes
+from lossscale.common.signatures import takes
 from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.torch.closures import step_with_closure
 from lossscale.torch.scaling import uncompiled

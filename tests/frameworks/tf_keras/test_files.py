@@ -180,6 +180,24 @@ def test_configurations_of_older_releases_are_read(config, rule):
     assert config == before
 
 
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+@pytest.mark.parametrize("form", ["late.h5", "saved_model", "late.keras"])
+def test_a_class_that_is_registered_after_its_first_object_is_found(optimizers, tmp_path, form):
+    class Late(lossscale.tf_keras.LossScaleOptimizer):
+        pass
+
+    model = small_model()
+    model.compile(Late(momentum(optimizers), initial_scale=8), "mse")
+    # Under another name in each case, so that none finds the class of another.
+    tf_keras.saving.register_keras_serializable(form, optimizers.__name__)(Late)
+    model.fit(*data(), verbose=0)
+    model.save(tmp_path / form)
+    loaded = tf_keras.models.load_model(tmp_path / form).optimizer
+    assert loaded.__class__ is Late
+    assert isinstance(loaded, optimizers.Optimizer)
+    assert float(loaded.loss_scale) == float(model.optimizer.loss_scale)
+
+
 def test_the_learning_rate_of_old_programs_is_that_of_the_schedule():
     schedule = tf_keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
     optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(schedule))

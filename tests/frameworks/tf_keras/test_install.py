@@ -17,15 +17,13 @@ from lossscale import experimental
 X = np.linspace(-1, 1, 16, dtype="float32").reshape(8, 2)
 Y = X @ np.array([[1.0], [-2.0]], "float32")
 _PLACES = {
-    tf_keras.__internal__.optimizers: ["convert_to_legacy_optimizer"],
     tf_keras.optimizers: ["deserialize"],
     tf.keras.optimizers: ["deserialize"],
-    optimizers_module: ["convert_to_legacy_optimizer", "deserialize"],
+    optimizers_module: ["deserialize"],
     tf_keras.mixed_precision: ["LossScaleOptimizer", "experimental"],
     tf.keras.mixed_precision: ["LossScaleOptimizer", "experimental"],
     tf.compat.v1.keras.mixed_precision: ["LossScaleOptimizer", "experimental"],
     tf.compat.v2.keras.mixed_precision: ["LossScaleOptimizer", "experimental"],
-    tf.compat.v1.mixed_precision: ["LossScale", "FixedLossScale", "DynamicLossScale"],
     training: ["lso"],
     training_v1: ["loss_scale_optimizer"],
 }
@@ -80,80 +78,6 @@ def test_each_of_several_optimizers_is_wrapped_unless_it_has_loss_scaling(optimi
         first = model.optimizer
         model.compile(optimizer, "mae")
         assert model.optimizer is first
-
-
-@pytest.mark.parametrize(
-    ("make", "module"),
-    [
-        (lossscale.LossScaleOptimizer, lossscale),
-        (lambda inner: experimental.LossScaleOptimizer(inner, 8), experimental),
-        (lambda inner: lossscale.LossScaleOptimizer(inner, rule=lossscale.FixedScale(8)), None),
-    ],
-)
-def test_convert_to_legacy_optimizer_converts_what_is_inside(make, module):
-    schedule = tf_keras.optimizers.schedules.ExponentialDecay(0.25, 1, 0.5)
-    for rate, steps in ((0.25, [0.5, 0.25]), (schedule, [0.5, 0.375])):
-        optimizer = make(tf_keras.optimizers.SGD(rate, clipnorm=8.0))
-        with lossscale.install():
-            convert = tf_keras.__internal__.optimizers.convert_to_legacy_optimizer
-            assert convert is tf.keras.__internal__.optimizers.convert_to_legacy_optimizer
-            converted = convert(optimizer)
-        assert isinstance(converted, (module or lossscale).LossScaleOptimizer)
-        assert isinstance(converted.inner_optimizer, tf_keras.optimizers.legacy.SGD)
-        assert converted.rule == optimizer.rule
-        assert converted.clipnorm == 8.0
-        weight = tf.Variable(1.0)
-        for value in steps:
-            converted.minimize(lambda: weight**2, [weight])  # noqa: B023
-            assert weight.numpy() == value
-        assert int(optimizer.iterations) == 0
-
-
-def test_convert_to_legacy_optimizer_of_others_is_as_before():
-    with lossscale.install():
-        convert = tf_keras.__internal__.optimizers.convert_to_legacy_optimizer
-        converted = convert(tf_keras.optimizers.SGD(0.5))
-        assert type(converted) is tf_keras.optimizers.legacy.SGD
-        for refused in (converted, lossscale.LossScaleOptimizer(converted), None):
-            with pytest.raises(ValueError, match="should only be called"):
-                convert(refused)
-
-
-_GIVEN = {
-    "number": lambda names: 8,
-    "fixed": lambda names: names.FixedLossScale(8),
-    "dynamic": lambda names: names.DynamicLossScale(8),
-}
-
-
-@pytest.mark.parametrize("given", _GIVEN)
-def test_tensorflows_own_wrapper_takes_them(given):
-    with lossscale.install(), tf.Graph().as_default():
-        names = tf.compat.v1.mixed_precision
-        assert names.FixedLossScale is experimental.FixedLossScale
-        inner = tf.compat.v1.train.GradientDescentOptimizer(0.25)
-        optimizer = names.MixedPrecisionLossScaleOptimizer(inner, _GIVEN[given](names))
-        weight = tf.compat.v1.get_variable("weight", initializer=1.0)
-        step = optimizer.minimize(weight**2)
-        with tf.compat.v1.Session() as session:
-            session.run(tf.compat.v1.global_variables_initializer())
-            session.run(step)
-            assert session.run(weight) == 0.5
-            assert session.run(optimizer._loss_scale()) == 8.0
-
-
-@pytest.mark.parametrize("given", _GIVEN)
-def test_the_graph_rewrite_of_tf_keras_takes_them(given):
-    with lossscale.install():
-        tf_keras.mixed_precision.set_global_policy("float32")
-        names = tf.compat.v1.mixed_precision
-        inner = tf_keras.optimizers.legacy.SGD()
-        try:
-            made = names.enable_mixed_precision_graph_rewrite(inner, _GIVEN[given](names))
-        finally:
-            names.disable_mixed_precision_graph_rewrite()
-    assert made.initial_scale == 8.0
-    assert made.dynamic is (given == "dynamic")
 
 
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")

@@ -69,13 +69,3 @@ def test_it_sums_the_gradients_of_replicas_itself(two_replicas, inner):
     two_replicas.run(run, args=(tf.constant([1.0, INF]),))
     assert weight.numpy() == -0.5
     assert int(optimizer.steps_skipped) == 1
-
-
-@pytest.mark.parametrize("made", CLASSES)
-@pytest.mark.parametrize("verb", ["minimize", "apply_gradients", "get_unscaled_gradients", "build"])
-def test_the_error_about_an_unexpected_keyword_names_the_public_class(optimizers, made, verb):
-    optimizer = CLASSES[made](optimizers.SGD(0.5))
-    with pytest.raises(TypeError, match=rf"LossScaleOptimizer\.{verb}\(\) got an unexpected"):
-        getattr(optimizer, verb)([tf.constant(1.0)], decay_var_list=[])
-    with pytest.raises(TypeError, match=r"LossScaleOptimizer\.from_config\(\) got an unexpected"):
-        type(optimizer).from_config({}, other=1)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import keras
 
 import lossscale.framework_types as ft
-from lossscale.common.checks import flat_list
+from lossscale.common.gradient_arguments import flat_list
 from lossscale.common.private_names import private_name
 from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.keras_common.step import Step, StepOperations
@@ -89,6 +89,14 @@ class Backend(StepOperations):
             Whether it did; if not, the optimizer updates them with tensors.
         """
         return False
+
+    @staticmethod
+    def trace_call(model: ft.Model, inputs: ft.Structure) -> None:
+        """Makes the weights of a model as a call with these inputs would."""
+        dtype = keras.backend.standardize_dtype
+        model(
+            keras.tree.map_structure(lambda x: keras.KerasTensor(x.shape, dtype(x.dtype)), inputs)
+        )
 
     # --- Where calls are made -----------------------------------------------------------------
 

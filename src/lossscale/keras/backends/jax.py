@@ -11,7 +11,7 @@ import keras
 
 import lossscale.framework_types as ft
 from lossscale import registry
-from lossscale.common.checks import scaled_value
+from lossscale.common.gradient_arguments import scaled_value
 from lossscale.errors import UnsupportedError
 from lossscale.jax import gradients as jax_gradients
 from lossscale.jax.apply_or_skip import gated
@@ -61,15 +61,15 @@ class JaxBackend(Backend):
 
     def run_guarded(
         self,
-        model: ft.Model,
+        models: Sequence[ft.Model],
         step: ft.Function,
         args: tuple[ft.Structure, ...],
         optimizers: Sequence[Wrapper],
-        weights_of: Callable[[ft.Model], list[ft.Variable]],
+        weights: ft.Variables,
     ) -> ft.Structure:
         """Selects the weights in the state that a step returns."""
-        state = args[0]
-        kept = set(map(id, weights_of(model)))
+        [model], state = models, args[0]
+        kept = set(map(id, weights))
         counters = {id(optimizer._steps_skipped) for optimizer in optimizers}
         variables = getattr(model.optimizer, "variables", ())
         places = [place for place, each in enumerate(variables) if id(each) in counters]

@@ -7,7 +7,7 @@ long, one of two hundred 1.07.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 import lossscale.framework_types as ft
 from lossscale import registry
-from lossscale.common.checks import scaled_value
+from lossscale.common.gradient_arguments import scaled_value
 from lossscale.errors import GradientsError
 from lossscale.keras.backends import Backend, check_without_tape, in_stateless_scope
 from lossscale.keras_common.state import ScaleVariables
@@ -131,14 +131,14 @@ class TorchBackend(Backend):
 
     def run_guarded(
         self,
-        model: ft.Model,
+        models: Sequence[ft.Model],
         step: ft.Function,
         args: tuple[ft.Structure, ...],
         optimizers: Sequence[Wrapper],
-        weights_of: Callable[[ft.Model], list[ft.Variable]],
+        weights: ft.Variables,
     ) -> ft.Structure:
         """Copies the weights before the step."""
-        before = _copied(weights_of(model))
+        before = _copied(weights)
         counts = _copied([optimizer._steps_skipped for optimizer in optimizers])
         result = step(*args)
         _put_back_if_moved(counts, before)

@@ -1,4 +1,4 @@
-"""What is put back after a time: names in other modules, states of random generators.
+"""Names in other modules that are replaced for a time.
 
 `lossscale.install()` replaces the documented names in TensorFlow and tf_keras, and
 `lossscale.torch.install()` the scaler in PyTorch.
@@ -7,8 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
-from collections.abc import Iterator
 from typing import ClassVar, Self
 
 _ABSENT = object()
@@ -22,20 +20,6 @@ def replace(stack: contextlib.ExitStack, target: object, name: str, value: objec
         stack.callback(delattr, target, name)
     else:
         stack.callback(setattr, target, name, before)
-
-
-@contextlib.contextmanager
-def kept_random_states() -> Iterator[None]:
-    """After it, the generators of Python and NumPy have the states that they had before."""
-    # NumPy is imported with a framework, not with this library.
-    import numpy as np
-
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
 
 
 class Installation:
