@@ -96,7 +96,7 @@ class GuardedStep:
         if not found:
             return self.step(*args, **kwargs)
         step = functools.partial(self.step, **kwargs) if kwargs else self.step
-        return found[0]._backend.run_guarded(self.model, step, args, found, guarded_weights)
+        return found[0]._arrays.run_guarded(self.model, step, args, found, guarded_weights)
 
 
 def _wrappers_of(model: ft.Model) -> list[KerasCommonOptimizer]:
