@@ -19,7 +19,13 @@ from lossscale.torch import LossScaleOptimizer as TorchLossScaleOptimizer
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-DECLARED = [name for name in vars(KerasCommonOptimizer) if not name.startswith("_")]
+DECLARED = [
+    name
+    for cls in KerasCommonOptimizer.__mro__
+    if cls.__module__.startswith("lossscale.keras_common.")
+    for name in vars(cls)
+    if not name.startswith("_")
+]
 
 PUBLIC = {
     "lossscale": "DynamicScale FixedScale Installation LossScaleError LossScaleOptimizer "

@@ -1,7 +1,7 @@
 """The loss scale optimizer for Keras 3.
 
-`keras_common/optimizer.py` has the documented loop and its step, `backends` a file for each
-backend.
+`keras_common/optimizer.py` has the documented loop, `keras_common/step.py` the step, `backends` a
+file for each backend.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         values[0] = new[id(self.inner_optimizer._iterations)] + new[id(self._steps_skipped)]
         return trained, values
 
-    # --- The parts of a step; see `keras_common/optimizer.py` ---------------------------------
+    # --- The parts of a step; see `keras_common/step.py` --------------------------------------
 
     def _name_scope(self, name: str | None) -> Any:
         return keras.name_scope(name or self.name)

@@ -167,7 +167,7 @@ class LossScaleOptimizer(_Base):
         if new:
             self._built_groups = (*self._built_groups, new)
 
-    # --- The parts of a step; see `keras_common/optimizer.py` ---------------------------------
+    # --- The parts of a step; see `keras_common/step.py` --------------------------------------
 
     def _prepared(self, step: Step) -> Step:
         if not self._is_legacy and registry.is_graph_of_tensorflow_1():
