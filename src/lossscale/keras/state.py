@@ -22,8 +22,6 @@ class KerasScaleVariables(ScaleVariables):
         rule: The rule that moves the state.
     """
 
-    _tensor = staticmethod(ops.convert_to_tensor)
-
     def __init__(self, rule: ScaleRule) -> None:
         backend = backends.load()
         self.arrays, self.namespace = backend.arrays, backend.namespace
@@ -31,6 +29,10 @@ class KerasScaleVariables(ScaleVariables):
         fields = sorted(rule.init()._fields, key=lambda field: field != "good_steps")
         names = {field: _NAMES.get(field, f"loss_scale_{field}") for field in fields}
         super().__init__(rule, names, new_variable)
+
+    @staticmethod
+    def _tensor(value: bool) -> ft.Tensor:
+        return ops.convert_to_tensor(value)
 
 
 class OwnVariable(keras.Variable):
