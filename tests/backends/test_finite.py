@@ -71,7 +71,7 @@ def check(verdict, arrays, scale):
 
 
 def verdict_with(exact):
-    return lambda gradients, scale=None: backends.load().all_finite(gradients, scale, exact)
+    return lambda gradients, scale=None: backends.load().arrays.all_finite(gradients, scale, exact)
 
 
 @hypothesis.given(cases=cases, scale=st.sampled_from(SCALES))
@@ -101,7 +101,7 @@ def test_it_finds_the_same_in_compiled_functions(scales, dtype):
 
 
 def test_nothing_to_look_at_is_finite():
-    backend = backends.load()
+    backend = backends.load().arrays
     assert bool(number(backend.all_finite([])))
     assert bool(number(backend.all_finite([None])))
     assert bool(number(backend.all_finite(tensors([np.zeros((0, 3), np.float32)]))))
@@ -109,7 +109,7 @@ def test_nothing_to_look_at_is_finite():
 
 @pytest.mark.parametrize("value", [np.inf, np.nan, 1.0])
 def test_the_imaginary_part_counts(value):
-    backend = backends.load()
+    backend = backends.load().arrays
     spoiled = np.ones(3, np.complex64)
     spoiled[1] = complex(1.0, value)
     assert bool(number(backend.all_finite(tensors([spoiled])))) == np.isfinite(value)

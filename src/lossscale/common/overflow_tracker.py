@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from lossscale.framework_types import Array, Gradient, Scalar, Variable
 from lossscale.monitoring.record import NonfiniteTensor
@@ -75,6 +75,8 @@ class OverflowTracker:
     variables: Sequence[Variable] = ()
     """Variables that a compiled step must take and return; empty if there are none."""
 
+    # Whether it counts the steps itself.
+    counts_steps: ClassVar[bool] = False
     _rows: dict[int, int] | None = None
 
     # Defined by each framework. Makes the tensors; records a step.

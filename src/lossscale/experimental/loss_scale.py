@@ -211,10 +211,10 @@ class DynamicLossScale(_RuleLossScale):
             In a TensorFlow 1 graph a tensor that updates the scale, otherwise None; and whether all
             gradients are finite, a boolean scalar tensor.
         """
-        arrays = registry.default_keras().wrapper()._arrays()
-        gradients = arrays.flat_gradients(grads)
-        finite = arrays.all_finite(gradients)
-        moved = self._bound_state().update(finite) if gradients else None
+        state = self._bound_state()
+        gradients = state.arrays.flat_gradients(grads)
+        finite = state.arrays.all_finite(gradients)
+        moved = state.update(finite) if gradients else None
         return _operation(moved), finite
 
     def get_config(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class LossScaleAsObject(_Wrapper):
         if isinstance(loss_scale, _RuleLossScale):
             state = loss_scale._bound_state(type(self))
         if isinstance(self._rule, UserLossScaleRule):
-            state = VariablesOfUser(self._rule, self._backend.replica_count)
+            state = VariablesOfUser(self._rule, self._arrays.replica_count)
         of_rule = {id(variable) for variable in state.variables.values()}
         for variable in loss_scale._variables().values():
             if id(variable) not in of_rule:
@@ -136,8 +136,8 @@ class VariablesOfUser(ScaleVariables):
         self._loss_scale, self._replica_count = rule.written, replica_count
         super().__init__(rule, {}, lambda *_: None)
 
-    def read(self) -> ScaleState:
-        return ScaleState(scale=self._loss_scale(), good_steps=0)
+    def scale(self) -> Scalar:
+        return self._loss_scale()
 
     def write(self, state: ScaleState) -> None:
         """Does nothing: a file names its variables."""

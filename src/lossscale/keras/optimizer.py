@@ -1,7 +1,7 @@
 """The loss scale optimizer for Keras 3.
 
-`keras_common/optimizer.py` has the documented loop and its step, `backends` a file for each
-backend.
+`keras_common/optimizer.py` has the documented loop, `keras_common/step.py` the step, `backends` a
+file for each backend.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from lossscale.common.private_names import do_not_convert, private_name
 from lossscale.errors import GradientsError, UnknownSettingError
 from lossscale.keras.arguments import check_inner, inner_from_config, refuse_factor
 from lossscale.keras.state import KerasScaleVariables, StepCounter, new_variable
-from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots
+from lossscale.keras_common.optimizer import KerasCommonOptimizer
 from lossscale.keras_common.scaled_gradients import ScaleLedger
+from lossscale.keras_common.slots import Slots
 from lossscale.keras_common.step import Step
 from lossscale.members import VariableList
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
-from lossscale.rules import ScaleRule, ScaleState
+from lossscale.rules import ScaleRule
 
 _no_automatic_dependency_tracking: ft.Function = private_name(
     "keras.src.utils.tracking",
@@ -114,7 +115,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self._tracker = type(self._tracker)(
             {"variables": (lambda value: isinstance(value, keras.Variable), self._variables)}
         )
-        self._backend = backend
+        self._backend, self._arrays = backend, backend.arrays
         self.inner_optimizer = inner
         self._rule = rule
         self._ledger = ScaleLedger(not rule.is_dynamic)
@@ -181,7 +182,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
             >>> float(optimizer.scale_loss(tf.constant(0.5)))
             4.0
         """
-        location = self._backend.current_location()
+        location = self._arrays.location()
         self._ledger.record_scale_loss(location)
         # A subclass may override a verb and call this one.
         if not self._ledger.is_own_step(location) and self._is_overridden("get_scaled_loss"):
@@ -222,10 +223,10 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
                 )
         check_some_gradient(grads)
         variables = list(trainable_variables)
-        self._backend.check_context()
-        location = self._backend.current_location()
+        self._arrays.check_context()
+        location = self._arrays.location()
         self._ledger.check_apply(location)
-        self._step(Step(grads, variables), scaled=True)
+        self._step(Step(grads, variables), is_scaled=True)
         self._ledger.record_apply(location, with_gradient(grads, variables))
 
     def stateless_apply(
@@ -257,7 +258,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         values[0] = new[id(self.inner_optimizer._iterations)] + new[id(self._steps_skipped)]
         return trained, values
 
-    # --- The parts of a step; see `keras_common/optimizer.py` ---------------------------------
+    # --- The parts of a step; see `keras_common/step.py` --------------------------------------
 
     def _name_scope(self, name: str | None) -> Any:
         return keras.name_scope(name or self.name)
@@ -268,27 +269,19 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         return step
 
     def _apply_inner(self, step: Step) -> None:
-        inner, backend = self.inner_optimizer, self._backend
-        gradients, variables = backend.accumulable(inner, step), step.variables
-        own = type(inner).apply_gradients is not keras.optimizers.Optimizer.apply_gradients
-        with backend.applying(inner, step.aggregate):
-            if own and backend.calls_apply_gradients:
-                pairs = zip(gradients, variables, strict=True)
-                backend.translated(inner.apply_gradients)(list(pairs))
-            else:
-                backend.translated(inner.apply)(gradients, variables)
+        self._backend.apply(self.inner_optimizer, step)
 
-    def _update_scale(self, finite: ft.Scalar, state_on_host: ScaleState | None) -> None:
-        if self._backend.update_on_host(self, finite, state_on_host):
-            return
-        self._state.update(finite)
-        if self._rule.checks_gradients:
-            skipped = ops.logical_not(finite)
-            self._last_step_skipped.assign(skipped)
-            if finite is not True:
-                self._steps_skipped.assign_add(ops.cast(skipped, self._steps_skipped.dtype))
+    def _changed_by(self, step: Step) -> list[ft.Variable]:
+        inner = self.inner_optimizer
+        return [*inner.variables, *inner._trainable_variables, *step.variables]
 
     # --- Gradients of a loss ------------------------------------------------------------------
+
+    def _is_variable(self, value: object) -> bool:
+        return self._backend.is_variable(value)
+
+    def _flat_variables(self, variables: ft.Structure) -> list[ft.Variable]:
+        return self._backend.flat_variables(variables)
 
     def _differentiated(
         self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor | None, tape: ft.Tape
@@ -407,7 +400,6 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     # --- For loss scale objects without an optimizer ------------------------------------------
 
-    _arrays = staticmethod(backends.load)
     _new_variable = staticmethod(new_variable)
     _state_class = KerasScaleVariables
 

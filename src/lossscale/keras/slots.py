@@ -8,7 +8,8 @@ import keras
 
 import lossscale.framework_types as ft
 from lossscale.errors import ArgumentError
-from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots, slots_in
+from lossscale.keras_common.optimizer import KerasCommonOptimizer
+from lossscale.keras_common.slots import Slots, slots_in
 from lossscale.old_formats import kind_of, names_for
 
 

@@ -24,20 +24,15 @@ class KerasScaleVariables(ScaleVariables):
 
     def __init__(self, rule: ScaleRule) -> None:
         backend = backends.load()
-        self._read, self._namespace = backend.read, backend.namespace
+        self.arrays, self.namespace = backend.arrays, backend.namespace
         # Keras' order: the counter before the scale.
         fields = sorted(rule.init()._fields, key=lambda field: field != "good_steps")
         names = {field: _NAMES.get(field, f"loss_scale_{field}") for field in fields}
         super().__init__(rule, names, new_variable)
 
-    def write(self, state: ft.RuleState) -> None:
-        """Sets the state from tensors, arrays or Python numbers."""
-        for field, value in zip(state._fields, state, strict=True):
-            self.variables[field].assign(ops.cast(value, self.variables[field].dtype))
-
-    def update(self, finite: ft.Scalar) -> None:
-        """Updates the state after a step."""
-        super().update(ops.convert_to_tensor(finite) if isinstance(finite, bool) else finite)
+    @staticmethod
+    def _tensor(value: bool) -> ft.Tensor:
+        return ops.convert_to_tensor(value)
 
 
 class OwnVariable(keras.Variable):

@@ -132,7 +132,7 @@ class GuardedStep:
         found = [each for each in found if each._rule.checks_gradients]
         if not found:
             return self.step(*args, **kwargs)
-        run, step = found[0]._backend, functools.partial(self.step, **kwargs)
+        run, step = found[0]._arrays, functools.partial(self.step, **kwargs)
         is_built = all(layer.built for each in self.models for layer in each._flatten_layers())
         if args and len(self.models) == 1 and not is_built:
             # As its first step would, if that has the batch first. A model may not be callable on

@@ -1,8 +1,6 @@
-"""The base class of the loss scale optimizers of Keras 3 and tf_keras, and their step.
+"""The base class of the loss scale optimizers of Keras 3 and tf_keras: verbs and settings.
 
-The two differ in the hooks that are declared here, and in the `_backend` of an optimizer: for Keras
-3 in the file of its backend, for tf_keras in `tf_keras/optimizer.py`. On TensorFlow both branch in
-`tensorflow/apply_or_skip.py`.
+`step` has a step. `slots` and `configs` have the other members.
 """
 
 from __future__ import annotations
@@ -12,37 +10,26 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, NoReturn, ParamSpec, Self, TypeAlias
-
-import numpy as np
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, ParamSpec
 
 import lossscale.framework_types as ft
-from lossscale.arguments import (
-    arguments_from_config,
-    check_config,
-    config_from_rule,
-    rule_from_arguments,
-)
+from lossscale.arguments import rule_from_arguments
+from lossscale.common.arrays import Arrays, Location
 from lossscale.common.gradient_arguments import check_named, checked_pairs, listed, with_gradient
 from lossscale.common.private_names import do_not_convert
 from lossscale.common.step_warnings import warned_at_floor
 from lossscale.common.wrapped import remember_wrapper
-from lossscale.errors import ArgumentError, GradientsError, UnknownSlotError, UnsupportedError
-from lossscale.keras_common.scaled_gradients import Location, ScaleLedger
+from lossscale.errors import ArgumentError, GradientsError
+from lossscale.keras_common.configs import WithConfig
+from lossscale.keras_common.scaled_gradients import ScaleLedger
+from lossscale.keras_common.slots import WithSlots
 from lossscale.keras_common.state import ScaleVariables
-from lossscale.keras_common.step import OverflowCheck, Step, StepOperations
-from lossscale.members import VariableList, Wrapper
-from lossscale.old_formats import kind_of, names_for
+from lossscale.keras_common.step import Parts, Step, take, with_overwritten, without_overwritten
 from lossscale.packages import warn
-from lossscale.rules import DynamicScale, ScaleRule, ScaleState
+from lossscale.rules import DynamicScale, ScaleRule
 
 _P = ParamSpec("_P")
-
-Key: TypeAlias = Any
-"""What an optimizer knows a variable by."""
-Slots = Iterator[tuple[list[str], dict[Key, ft.Variable]]]
-"""The names of each kind of slot, and its variables by the key of the reference variable."""
 
 
 def _refuses_unknown(constructor: Callable[_P, None]) -> Callable[_P, None]:
@@ -67,7 +54,7 @@ def _refuses_unknown(constructor: Callable[_P, None]) -> Callable[_P, None]:
     return checked
 
 
-class KerasCommonOptimizer(Wrapper):
+class KerasCommonOptimizer(WithSlots, WithConfig):
     """The members that TensorFlow documented; the Keras 3 and Keras 2 wrappers have them.
 
     Attributes:
@@ -75,14 +62,12 @@ class KerasCommonOptimizer(Wrapper):
         name: The optimizer's name.
     """
 
-    # The constructor's argument for the inner optimizer.
-    _name_of_inner: ClassVar[str] = "inner_optimizer"
     # What dir() does not name. Keras saves what it names, TensorFlow asks it for get_slot_names,
     # and writes no checkpoint if slots are attributes as well.
     _hidden: ClassVar[frozenset[str]] = frozenset({"get_slot_names"})
 
-    # The operations on arrays and variables.
-    _backend: StepOperations
+    # The functions of its framework.
+    _arrays: Arrays
     # Whether the gradients that come are scaled.
     _ledger: ScaleLedger
     # The rule's state.
@@ -96,28 +81,23 @@ class KerasCommonOptimizer(Wrapper):
     # Scalar variables: a number of steps, and a boolean.
     _steps_skipped: ft.Variable
     _last_step_skipped: ft.Variable
-    # By the name of the slot and the key of its variable.
-    _added_slots: dict[tuple[str, Key], ft.Variable]
 
     # --- What a subclass for one Keras defines ------------------------------------------------
 
-    # The module `keras` or `tf_keras`.
-    _library: ClassVar[ft.Library]
-    # How to give the state of an optimizer `old` to a `new` one.
-    _lines_of_a_copy: ClassVar[tuple[str, str]]
     # The name of the framework, for `lossscale_migration`.
     _framework: ClassVar[str]
-    # The inner optimizer of a configuration, given classes by name.
-    _inner_from_config: Callable[[Any, dict[str, Any] | None], ft.KerasOptimizer]
     # Counts a variable as one of this optimizer's, so that it is saved.
     _track_variable: Callable[[ft.Variable], None]
     # For a `LossScale` of the older API, too, which may be used without an optimizer: the subclass
-    # of `ScaleVariables`, which takes a rule alone; a float32 scalar tensor; what others have as
-    # `_backend`; a new variable of a name, a dtype and a value.
+    # of `ScaleVariables`, which takes a rule alone; a float32 scalar tensor; a new variable of a
+    # name, a dtype and a value.
     _state_class: Callable[[ScaleRule], ScaleVariables]
     _float32: Callable[[ft.Scalar], ft.Tensor]
-    _arrays: Callable[[], StepOperations]
     _new_variable: Callable[[str, ft.DType, ft.Scalar], ft.Variable]
+
+    # Whether a value is a variable of this Keras; a list of variables from one or a nest of them.
+    _is_variable: Callable[[object], bool]
+    _flat_variables: Callable[[ft.Structure], list[ft.Variable]]
 
     @abc.abstractmethod
     def _construct(self, inner: ft.KerasOptimizer, rule: ScaleRule, name: str | None) -> None:
@@ -132,8 +112,8 @@ class KerasCommonOptimizer(Wrapper):
         """Has the inner optimizer apply unscaled gradients."""
 
     @abc.abstractmethod
-    def _update_scale(self, finite: ft.Scalar, state_on_host: ScaleState | None) -> object:
-        """Updates the loss scale and the counters."""
+    def _changed_by(self, step: Step) -> list[ft.Variable]:
+        """Returns the variables that the inner optimizer may change in a step."""
 
     @abc.abstractmethod
     def _differentiated(
@@ -144,14 +124,6 @@ class KerasCommonOptimizer(Wrapper):
     @abc.abstractmethod
     def _symbolic(self, loss: ft.Tensor, variables: ft.Variables) -> list[ft.Gradient]:
         """Returns the gradients of a scaled loss that is a tensor of the traced function."""
-
-    @abc.abstractmethod
-    def _inner_weights(self) -> list[ft.Variable]:
-        """The variables of the inner optimizer, as the documents list them."""
-
-    @abc.abstractmethod
-    def _assign(self, variables: ft.Variables, values: Sequence[ft.Array]) -> None:
-        """Sets variables."""
 
     # Documented members.
 
@@ -179,63 +151,6 @@ class KerasCommonOptimizer(Wrapper):
     @iterations.setter
     @abc.abstractmethod
     def iterations(self, value: ft.Scalar) -> None: ...
-
-    @property
-    @abc.abstractmethod
-    def variables(self) -> VariableList:
-        """The wrapper's variables, then the inner optimizer's: a list that can also be called.
-
-        On JAX a monitor adds variables, because a compiled step can change only those in this list.
-        """
-
-    @abc.abstractmethod
-    def get_weights(self) -> list[ft.Array]:
-        """Returns the values of `weights` as a list of NumPy arrays."""
-
-    @abc.abstractmethod
-    def get_slot_names(self) -> list[str]:
-        """Returns the names of the slots, such as `momentum`; empty before the first step."""
-
-    @abc.abstractmethod
-    def add_weight(
-        self,
-        name: str,
-        shape: Any,
-        dtype: ft.DType = None,
-        initializer: ft.Initializer = "zeros",
-        trainable: bool | None = None,
-        synchronization: Any = None,
-        aggregation: Any = "none",
-    ) -> ft.Variable:
-        """Adds a state variable that does not belong to a model variable, and returns it.
-
-        Args:
-            name: Its name.
-            shape: Its shape, a tuple.
-            dtype: Its dtype; None means Keras' float type.
-            initializer: A Keras initializer or its name, or a callable of shape and dtype.
-            trainable: The `trainable` flag of the variable.
-            synchronization: None or `tf.VariableSynchronization.AUTO`.
-            aggregation: A `tf.VariableAggregation`, or Keras' name of one.
-
-        Returns:
-            The new variable. It is saved with the optimizer.
-
-        Raises:
-            ValueError: If `synchronization` has another value, which Keras 3 does not support.
-
-        Examples:
-            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
-            >>> int(optimizer.add_weight("seen", (), dtype="int64"))
-            0
-        """
-
-    # Legacy optimizers have none of the rest: they keep slots and files themselves.
-
-    # Yields the inner optimizer's slots.
-    _slots_of_inner: Callable[[], Slots]
-    # Makes a slot of a variable, with a name and a first value.
-    _new_slot: Callable[[ft.Variable, str, ft.Initializer], ft.Variable]
 
     @_refuses_unknown
     def __init__(
@@ -290,16 +205,16 @@ class KerasCommonOptimizer(Wrapper):
             >>> float(optimizer.get_scaled_loss(tf.constant(0.5)))
             4.0
         """
-        self._ledger.record(self._backend.current_location(), "get_scaled_loss")
+        self._ledger.record(self._arrays.location(), "get_scaled_loss")
         return self._scaled(loss)
 
     def _scaled(self, loss: ft.Loss) -> ft.Loss:
         if callable(loss):
             return lambda: self._scaled(loss())
-        return self._backend.scaled(loss, self._current_scale())
+        return self._arrays.scaled(loss, self._current_scale())
 
     def _current_scale(self) -> ft.Scalar:
-        return self._state.read().scale
+        return self._state.scale()
 
     @do_not_convert
     def get_unscaled_gradients(self, grads: Iterable[ft.Gradient]) -> list[ft.Gradient]:
@@ -322,14 +237,14 @@ class KerasCommonOptimizer(Wrapper):
         """
         gradients = listed(grads)
         number = sum(gradient is not None for gradient in gradients)
-        self._ledger.record_unscaled(self._backend.current_location(), number)
+        self._ledger.record_unscaled(self._arrays.location(), number)
         scale = self._current_scale()
-        return list(self._backend.unscaled(gradients, scale, self._rule.powers_of_two))
+        return list(self._arrays.unscaled(gradients, scale, self._rule.powers_of_two))
 
     def _unscaled_by_verb(self, step: Step) -> list[ft.Gradient]:
         """Unscales gradients by `get_unscaled_gradients`, which a subclass may override."""
-        scaled = step.without_overwritten()
-        return step.with_overwritten(scaled, self.get_unscaled_gradients(scaled))
+        scaled = without_overwritten(step)
+        return with_overwritten(step, scaled, self.get_unscaled_gradients(scaled))
 
     @do_not_convert
     def apply_gradients(
@@ -375,9 +290,9 @@ class KerasCommonOptimizer(Wrapper):
             (array([1., 2.], dtype=float32), 1, 16384.0)
         """
         check_named(third[1:] if self._takes_third else third)
-        gradients, variables = checked_pairs(grads_and_vars, self._backend.is_variable)
-        self._backend.check_context()
-        location, updated = self._backend.current_location(), with_gradient(gradients, variables)
+        gradients, variables = checked_pairs(grads_and_vars, self._is_variable)
+        self._arrays.check_context()
+        location, updated = self._arrays.location(), with_gradient(gradients, variables)
         asked = (experimental_aggregate_gradients, not skip_gradients_aggregation, *third)
         aggregate = self._sums_replicas(all(asked))
         with self._ledger.applying(location, updated) as scaled:
@@ -387,59 +302,36 @@ class KerasCommonOptimizer(Wrapper):
         """Whether gradients are summed over the replicas before the inner optimizer gets them."""
         return asked
 
-    def _step(self, given: Step, scaled: bool) -> ft.Variable | ft.Operation:
-        """Takes a step: checks the gradients, applies them or skips, updates the loss scale.
-
-        Args:
-            given: The gradients, without the scale.
-            scaled: Whether they are those of the scaled loss.
-        """
-        backend, rule, state = self._backend, self._rule, self._state
-        tracker = self._overflow_tracker
-        if scaled and (state.decide is not None or self._is_overridden("get_unscaled_gradients")):
+    def _step(self, step: Step, is_scaled: bool) -> ft.Variable | ft.Operation:
+        """Takes a step, given its gradients and whether they are those of the scaled loss."""
+        decides = self._state.decide is not None
+        if is_scaled and (decides or self._is_overridden("get_unscaled_gradients")):
             # Code of the user's unscales them, or decides by unscaled ones.
-            with self._ledger.own_step(backend.current_location()):
-                unscaled = self._unscaled_by_verb(given)
-                given, scaled = given._replace(gradients=unscaled), False
-        with self._name_scope(given.name), backend.no_gradients():
-            step = self._prepared(given)
-            # A monitor warns itself.
-            warns = tracker is None and not self._warned_at_floor and isinstance(rule, DynamicScale)
-            warns = warns and backend.runs_now(step.gradients)
-            needs_scale = scaled or warns or tracker is not None
-            # None where nobody reads it.
-            scale: ft.Scalar = self._current_scale() if needs_scale else None
-            step = step._replace(scale=scale if scaled else None)
-
-            if state.decide is not None:
-                check = OverflowCheck(state.decide(step.gradients), step)
-            else:
-                check = backend.check(step, rule, self.inner_optimizer, state)
-            step, finite = check.step, backend.all_replicas_finite(check.all_finite)
-            if tracker is not None:
-                tracker.track(
-                    gradients=step.gradients,
-                    variables=step.variables,
-                    unscale=lambda each: backend.unscale(step._replace(gradients=list(each)), rule),
-                    finite=finite,
-                    scale=scale,
-                    number=backend.step_number(self.iterations),
-                    is_shared=backend.sums_before_check or not step.aggregate,
-                )
-
-            def apply(gradients: ft.Gradients, divisor: ft.Scalar | None) -> object:
-                # Each replica has its own gradients, and its own copy of the scale.
-                own = step._replace(gradients=list(gradients), scale=divisor)
-                unscaled = backend.unscale(own, rule)
-                return self._apply_inner(own._replace(gradients=unscaled, scale=None))
-
-            def update_scale(finite: ft.Scalar) -> object:
-                return self._update_scale(finite, check.state_on_host)
-
-            done = backend.apply_or_skip(self, finite, step, apply, update_scale)
-        if warns and not finite:
-            self._warned_at_floor = warned_at_floor(rule, float(scale))
+            with self._ledger.own_step(self._arrays.location()):
+                step = step._replace(gradients=self._unscaled_by_verb(step))
+            is_scaled = False
+        with self._name_scope(step.name), self._arrays.no_gradients():
+            done = take(self._prepared(step), is_scaled, self._parts_of_a_step())
         return self._result(done)
+
+    def _parts_of_a_step(self) -> Parts:
+        # A monitor warns itself.
+        warns = self._overflow_tracker is None and not self._warned_at_floor
+        return Parts(
+            arrays=self._arrays,
+            inner=self.inner_optimizer,
+            state=self._state,
+            steps=self.iterations,
+            steps_skipped=self._steps_skipped,
+            last_step_skipped=self._last_step_skipped,
+            apply=self._apply_inner,
+            written=self._changed_by,
+            warn=self._warn_at_floor if warns and isinstance(self._rule, DynamicScale) else None,
+            tracker=self._overflow_tracker,
+        )
+
+    def _warn_at_floor(self, scale: float) -> None:
+        self._warned_at_floor = warned_at_floor(self._rule, scale)
 
     def _name_scope(self, name: str | None) -> contextlib.AbstractContextManager[object]:
         """A context that names the operations of a step."""
@@ -488,7 +380,7 @@ class KerasCommonOptimizer(Wrapper):
             >>> float(weight), int(steps)
             (0.5, 1)
         """
-        location = self._backend.current_location()
+        location = self._arrays.location()
         with self._ledger.own_step(location):
             pairs = list(self._computed(loss, var_list, grad_loss, tape))
             if not pairs and var_list is not None:
@@ -521,8 +413,8 @@ class KerasCommonOptimizer(Wrapper):
             >>> float(optimizer.get_gradients(lambda: weight**2, [weight])[0])
             6.0
         """
-        location = self._backend.current_location()
-        params = self._backend.flat_variables(params)
+        location = self._arrays.location()
+        params = self._flat_variables(params)
         with self._ledger.own_step(location):
             if callable(loss):
                 gradients, _ = self._differentiated(loss, params, None, None)
@@ -560,10 +452,10 @@ class KerasCommonOptimizer(Wrapper):
             >>> float(weight)
             0.0
         """
-        location = self._backend.current_location()
+        location = self._arrays.location()
         with self._ledger.own_step(location):
             gradients = self.get_gradients(loss, params)
-            pairs = list(zip(gradients, self._backend.flat_variables(params), strict=True))
+            pairs = list(zip(gradients, self._flat_variables(params), strict=True))
             return [self._apply_unscaled(location, pairs, None)]
 
     def _apply_unscaled(
@@ -585,12 +477,12 @@ class KerasCommonOptimizer(Wrapper):
     @property
     def steps_skipped(self) -> ft.Tensor:
         """The number of steps skipped so far: an integer scalar tensor."""
-        return self._backend.read(self._steps_skipped)
+        return self._arrays.read(self._steps_skipped)
 
     @property
     def last_step_skipped(self) -> ft.Tensor:
         """Whether the last step was skipped: a boolean scalar tensor."""
-        return self._backend.read(self._last_step_skipped)
+        return self._arrays.read(self._last_step_skipped)
 
     # For `repr`, because a program that reads `loss_scale` may multiply by it. The second name is
     # called by programs for TensorFlow 2.4; of `experimental` it is the loss scale itself, which is
@@ -600,7 +492,7 @@ class KerasCommonOptimizer(Wrapper):
     def _is_on_host(self) -> bool:
         # Keras computes `iterations` if it accumulates, from a variable beside these.
         variables = [*self._state.variables.values(), self._steps_skipped]
-        return all(self._backend.is_on_host(each) for each in variables)
+        return all(self._arrays.is_on_host(each) for each in variables)
 
     def _track_overflows(self, variables: ft.Variables = ()) -> None:
         """Makes steps track overflows, in functions that are traced from now on.
@@ -609,15 +501,14 @@ class KerasCommonOptimizer(Wrapper):
             variables: Those that are trained, if they exist.
         """
         # Not tracked by Keras and TensorFlow.
-        self.__dict__["_overflow_tracker"] = self._backend.new_overflow_tracker()
+        self.__dict__["_overflow_tracker"] = self._arrays.new_overflow_tracker()
         if variables:
             self._build_overflow_tracker(variables)
 
     def _build_overflow_tracker(self, variables: ft.Variables) -> None:
         if self._overflow_tracker is not None:
             names = [getattr(v, "path", v.name).removesuffix(":0") for v in variables]
-            with self._backend.eager_scope():
-                self._overflow_tracker.build(variables, names)
+            self._overflow_tracker.build(variables, names)
 
     def _warn_of_float16(self, variables: ft.Variables) -> None:
         """Warns once if there are float16 variables to train."""
@@ -646,205 +537,6 @@ class KerasCommonOptimizer(Wrapper):
     lr = learning_rate
     """Another name of `learning_rate`."""
 
-    # --- Weights and slots --------------------------------------------------------------------
-
-    @property
-    def weights(self) -> VariableList:
-        """The inner optimizer's counter of applied steps, then its state variables.
-
-        As in TensorFlow, the loss scale and the learning rate are not among them. They are in the
-        order of creation.
-        """
-        return VariableList(self._inner_weights())
-
-    @property
-    def _lasting_variables(self) -> VariableList:
-        """All variables that are saved."""
-        return self.variables
-
-    def set_weights(self, weights: Sequence[ft.Array]) -> None:
-        """Sets the values of `weights`, or of `variables`.
-
-        Args:
-            weights: Arrays from `get_weights`; or one array for each of `variables`, in that order.
-
-        Raises:
-            ValueError: If their number or a shape does not match. Nothing is changed then.
-
-        Examples:
-            >>> inner = keras.optimizers.SGD(0.5, momentum=0.9)
-            >>> optimizer = lossscale.LossScaleOptimizer(inner)
-            >>> optimizer.build([keras.Variable([1.0, 2.0])])
-            >>> optimizer.set_weights([10, [0.5, 0.25]])
-            >>> optimizer.get_weights()
-            [array(10), array([0.5 , 0.25], dtype=float32)]
-        """
-        values = list(weights)
-        weights, everything = self.weights, self._lasting_variables
-        if len(values) not in (len(weights), len(everything)):
-            raise ArgumentError(
-                f"Expected {len(weights)} weights, or all {len(everything)} variables, with the "
-                f"loss scale. Received: {len(values)} arrays. An optimizer that is not built has "
-                "no state yet: call build(variables) first."
-            )
-        targets = weights if len(values) == len(weights) else everything
-        check_shapes(targets, values)
-        self._assign(targets, values)
-
-    def get_slot(self, var: ft.Variable, slot_name: str) -> ft.Variable:
-        """Returns the state variable that the inner optimizer keeps for a variable.
-
-        Args:
-            var: A variable that the optimizer was built with.
-            slot_name: `momentum`, `velocity`, ..., or TensorFlow's older names (`m` and `v` of
-                Adam, `rms` of RMSprop).
-
-        Returns:
-            The state variable; in most optimizers it has the shape of `var`.
-
-        Raises:
-            KeyError: If there is no such slot, or the optimizer does not know the variable.
-
-        Examples:
-            >>> inner = keras.optimizers.SGD(0.5, momentum=0.9)
-            >>> optimizer = lossscale.LossScaleOptimizer(inner)
-            >>> weight = tf.Variable(1.0)
-            >>> steps = optimizer.minimize(lambda: weight * 2.0, [weight])
-            >>> optimizer.get_slot_names(), float(optimizer.get_slot(weight, "momentum"))
-            (['momentum'], -1.0)
-        """
-        slot = self._find_slot(var, slot_name)
-        if slot is None:
-            raise UnknownSlotError(
-                f"{type(self.inner_optimizer).__name__} has no slot {slot_name!r} for the "
-                f"variable {var.name!r}. Its slots are {self.get_slot_names()}; they exist for "
-                "the variables it was built with."
-            )
-        return slot
-
-    def add_slot(
-        self, var: ft.Variable, slot_name: str, initializer: ft.Initializer = "zeros"
-    ) -> ft.Variable:
-        """Adds a state variable for a variable, and returns it.
-
-        Args:
-            var: The variable it belongs to. The new one has its shape and dtype.
-            slot_name: The name of the slot. If it exists, it is returned unchanged.
-            initializer: A Keras initializer or its name, or a callable of shape and dtype.
-
-        Returns:
-            The new state variable. It is saved with the optimizer.
-
-        Examples:
-            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
-            >>> optimizer.add_slot(tf.Variable([1.0, 2.0]), "average").shape.as_list()
-            [2]
-        """
-        slot = self._find_slot(var, slot_name)
-        if slot is None:
-            slot = self._new_slot(var, slot_name, initializer)
-            self._added_slots[slot_name, self.inner_optimizer._var_key(var)] = slot
-        return slot
-
-    def _find_slot(self, var: ft.Variable, slot_name: str) -> ft.Variable | None:
-        wanted = self._names_of_slot(var, slot_name)
-        key = self.inner_optimizer._var_key(var)
-        for names, slots in self._slots():
-            if wanted & set(names) and key in slots:
-                return slots[key]
-        return None
-
-    def _names_of_slot(self, var: ft.Variable, slot_name: str) -> set[str]:
-        """Returns all names of a kind of slot of a variable."""
-        return set(names_for(kind_of(self.inner_optimizer), [slot_name]))
-
-    def _slots(self) -> Slots:
-        yield from self._slots_of_inner()
-        by_name: dict[str, dict[Key, ft.Variable]] = {}
-        for (name, key), slot in self._added_slots.items():
-            by_name.setdefault(name, {})[key] = slot
-        for name, slots in by_name.items():
-            yield [name], slots
-
-    # --- Copies, configurations, and the library's registry of classes ------------------------
-
-    def __reduce__(self) -> NoReturn:
-        lines = ("new = type(old).from_config(old.get_config())", *self._lines_of_a_copy)
-        raise UnsupportedError(
-            "A LossScaleOptimizer cannot be copied or pickled; its model can. For a second "
-            "optimizer with the same state, write:\n    " + "\n    ".join(lines)
-        )
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        self.__reduce__()
-
-    def _constructor_arguments(self) -> dict[str, Any]:
-        """Returns the other arguments of the constructor, to recreate this optimizer."""
-        return {"rule": self._rule, "name": self.__dict__.get("_given_name", self.name)}
-
-    def get_config(self) -> ft.Config:
-        """Returns the configuration: a JSON-ready dictionary, without the state."""
-        name, described = self._constructor_arguments()["name"], config_from_rule(self._rule)
-        if "rule" in described:
-            described["rule"]["class_name"] = self._registered_name(type(self._rule))
-        return {
-            **({} if name is None else {"name": name}),
-            "inner_optimizer": self._library.optimizers.serialize(self.inner_optimizer),
-            **described,
-        }
-
-    @classmethod
-    def from_config(cls, config: ft.Config, custom_objects: dict[str, Any] | None = None) -> Self:
-        """Creates an optimizer from its configuration, without saved state.
-
-        Args:
-            config: A dictionary from `get_config`; it is not changed.
-            custom_objects: Classes in the configuration that are not part of the framework, by
-                class name.
-
-        Returns:
-            An optimizer instance.
-
-        Raises:
-            ValueError: If `config` does not describe a loss scale optimizer.
-
-        Examples:
-            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8)
-            >>> lossscale.LossScaleOptimizer.from_config(optimizer.get_config()).initial_scale
-            8.0
-        """
-        check_config(config)
-        rules = cls._with_class_named(config.get("rule"), custom_objects)
-        inner, arguments = arguments_from_config(config, rules)
-        return cls._made(cls._inner_from_config(inner, custom_objects), **arguments)
-
-    @classmethod
-    def _made(cls, inner: ft.KerasOptimizer, **arguments: Any) -> Self:
-        """Returns an object of this class, or of a user's subclass with another constructor."""
-        by_name = {cls._name_of_inner: inner, **arguments}
-        try:
-            inspect.signature(cls.__init__).bind(None, **by_name)
-        except TypeError:
-            # A subclass may have another name for it.
-            return cls(inner, **arguments)
-        # As every optimizer of Keras is made of its configuration.
-        return cls(**by_name)
-
-    @classmethod
-    def _registered_name(cls, named: ft.Class) -> str:
-        """Returns the name by which a configuration can name a class."""
-        return str(cls._library.saving.get_registered_name(named))
-
-    @classmethod
-    def _with_class_named(cls, described: Any, custom_objects: Any) -> dict[str, Any]:
-        """Returns `custom_objects` with the class that `described` names, if it is registered.
-
-        Keras does not pass its registry and the `custom_objects` of `load_model` on.
-        """
-        name = described.get("class_name") if isinstance(described, dict) else None
-        registered = cls._library.saving.get_registered_object(name, custom_objects)
-        return {**(custom_objects or {}), **({} if registered is None else {name: registered})}
-
 
 _VERBS_OF_A_LOSS = ("get_scaled_loss", "get_unscaled_gradients")
 
@@ -858,7 +550,7 @@ def _recording(cls: ft.Class, name: str) -> Callable[..., ft.Loss | ft.Gradients
     def noted(self: KerasCommonOptimizer, *args: Any, **kwargs: Any) -> ft.Loss | ft.Gradients:
         # A base class may replace its verb after this class was made.
         verb = getattr(super(cls, self), name) if is_inherited else rewritten.__get__(self)
-        location = self._backend.current_location()
+        location = self._arrays.location()
         with self._ledger.own_step(location):
             result = verb(*args, **kwargs)
         if name == "get_scaled_loss":
@@ -870,40 +562,3 @@ def _recording(cls: ft.Class, name: str) -> Callable[..., ft.Loss | ft.Gradients
 
     noted.is_recording = True  # type: ignore[attr-defined]  # of a function
     return noted
-
-
-def slots_in(
-    optimizer: ft.KerasOptimizer, keys: Sequence[Key], kind: ft.Class
-) -> Iterator[tuple[str, dict[Key, ft.Variable]]]:
-    """Yields the attributes that hold a kind of slot, and its variables by the given keys.
-
-    Keras' optimizers keep each kind in a list, with one variable (or None) for every variable they
-    were built with. Two lists of the base class can be as long, by chance.
-
-    Args:
-        optimizer: The optimizer.
-        keys: A key for each variable that it was built with.
-        kind: The class of its variables.
-    """
-    for attribute, values in vars(optimizer).items():
-        if attribute in ("_trainable_variables", "_variables"):
-            continue
-        if isinstance(values, (list, tuple)) and len(values) == len(keys):
-            pairs = zip(keys, values, strict=True)
-            if slots := {key: value for key, value in pairs if isinstance(value, kind)}:
-                yield attribute, slots
-
-
-def check_shapes(variables: ft.Variables, values: Iterable[ft.Array]) -> None:
-    """Checks that arrays fit variables, before any is set.
-
-    Raises:
-        ArgumentError: If one does not.
-    """
-    for variable, value in zip(variables, values, strict=True):
-        shape = tuple(np.shape(value))
-        if tuple(variable.shape) != shape:
-            raise ArgumentError(
-                f"The weight {variable.name!r} has the shape {tuple(variable.shape)}. "
-                f"Received: an array of shape {shape}. Nothing was changed."
-            )

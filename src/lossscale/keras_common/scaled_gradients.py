@@ -16,17 +16,15 @@ import contextlib
 import dataclasses
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar
 
 import lossscale.framework_types as ft
+from lossscale.common.arrays import Location
 from lossscale.common.private_names import do_not_convert
 from lossscale.common.step_warnings import NOT_UNSCALED
 from lossscale.errors import GradientsError
 from lossscale.packages import warn
-
-Location = tuple[object, Sequence[int]]
-"""Where a call is made: the graph being traced or None, and the numbers of the replicas."""
 
 _NOTHING_SCALED = (
     "apply_gradients() was called, and the loss was never scaled. The gradients are applied as "

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 import lossscale.framework_types as ft
+from lossscale.common.arrays import Arrays
 from lossscale.errors import ArgumentError
 from lossscale.packages import warn
-from lossscale.rules import ScaleRule
+from lossscale.rules import ScaleRule, changed_fields
 
 
 class ScaleVariables:
@@ -22,18 +23,18 @@ class ScaleVariables:
         new_variable: Makes a scalar variable of a name, a kind of number and a first value.
 
     Attributes:
+        arrays: The functions of the framework.
+        namespace: The array functions for `ScaleRule.update`.
         first: The first state, as Python numbers.
         variables: A variable for each field that is kept.
     """
 
     # Whether to apply the gradients of a step; None where they need only be finite.
     decide: Callable[[list[ft.Gradient]], ft.Scalar] | None = None
-    # Returns the value of a variable as a tensor that does not change with it.
-    _read: Callable[[ft.Variable], ft.Tensor]
-    # Sets the state; returns the operation that does it in a graph of TensorFlow.
-    write: Callable[[ft.RuleState], ft.Operation]
-    # The array functions for `ScaleRule.update`.
-    _namespace: object
+    arrays: Arrays
+    namespace: Any
+    # Makes a tensor of a bool.
+    _tensor: Callable[[bool], ft.Tensor]
 
     def __init__(
         self, rule: ScaleRule, names: dict[str, str], new_variable: Callable[..., ft.Variable]
@@ -51,16 +52,34 @@ class ScaleVariables:
         if not self.rule.is_dynamic:
             # A restored file must not override the number in the program.
             return self.first
-        return self.read_by(self._read)
+        return self.read_by(self.arrays.read)
+
+    def scale(self) -> ft.Scalar:
+        """Returns the loss scale as `read` does."""
+        if not self.rule.is_dynamic:
+            return self.first.scale
+        return self.arrays.read(self.variables["scale"])
 
     def read_by(self, read: Callable[[ft.Variable], ft.Scalar]) -> ft.RuleState:
         """Returns the state with the values that a function reads of its variables."""
         return self.first._replace(**{field: read(v) for field, v in self.variables.items()})
 
+    def write(self, state: ft.RuleState) -> ft.Operation:
+        """Sets the state from tensors, arrays or Python numbers; returns what `assign` does."""
+        values = state._asdict()
+        return [self.arrays.assign(each, values[f]) for f, each in self.variables.items()]
+
     def update(self, finite: ft.Scalar) -> ft.Operation:
-        """Updates the state after a step; returns what `write` does, None if nothing changes."""
+        """Updates the state after a step; returns what `assign` does, None if nothing changes."""
+        if not self.rule.is_dynamic:
+            return None
+        read_number = self.arrays.host_reader()
+        if self.rule.exact_on_host and read_number is not None:
+            changed = changed_fields(self.rule, self.read_by(read_number), bool(finite))
+            return [self.arrays.assign(self.variables[f], value) for f, value in changed.items()]
         before = self.read()
-        after = self.rule.update(before, finite, xp=self._namespace)
+        known = self._tensor(finite) if isinstance(finite, bool) else finite
+        after = self.rule.update(before, known, xp=self.namespace)
         return None if after is before else self.write(after)
 
     @property

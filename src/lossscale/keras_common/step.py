@@ -1,19 +1,15 @@
-"""The gradients of a step of Keras 3 or tf_keras, and the operations that it needs.
-
-The step itself is in `optimizer`.
-"""
+"""A step of Keras 3 and of tf_keras: check the gradients, apply them or skip, update the scale."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import lossscale.framework_types as ft
+from lossscale.common.arrays import Arrays
 from lossscale.common.private_names import do_not_convert
-from lossscale.keras_common.scaled_gradients import Location
 from lossscale.keras_common.state import ScaleVariables
-from lossscale.rules import ScaleRule, ScaleState
+from lossscale.rules import ScaleRule
 
 
 class Step(NamedTuple):
@@ -24,7 +20,7 @@ class Step(NamedTuple):
         variables: Their variables.
         scale: Multiplies them: a float32 scalar tensor or a Python number; None if they are
             unscaled.
-        aggregate: Whether the gradients of the replicas are summed.
+        aggregate: Whether the gradients of the replicas are still to be summed.
         name: Name of the operations, or None.
     """
 
@@ -34,150 +30,135 @@ class Step(NamedTuple):
     aggregate: bool = True
     name: str | None = None
 
-    @do_not_convert
-    def without_overwritten(self) -> list[ft.Gradient]:
-        """Returns the gradients that the loss scale multiplied, None for others.
 
-        A variable that Keras overwrites with its gradient (float8 statistics) has no gradient of
-        the loss, so nothing multiplied it.
-        """
-        return [
-            None if getattr(variable, "overwrite_with_gradient", False) else gradient
-            for gradient, variable in zip(self.gradients, self.variables, strict=True)
-        ]
-
-    def with_overwritten(self, scaled: ft.Gradients, unscaled: ft.Gradients) -> list[ft.Gradient]:
-        """Joins the unscaled gradients and those that the loss scale did not multiply."""
-        return [
-            gradient if multiplied is None else divided
-            for multiplied, divided, gradient in zip(scaled, unscaled, self.gradients, strict=True)
-        ]
-
-
-class OverflowCheck(NamedTuple):
-    """The result of checking the gradients of a step.
+class Parts(NamedTuple):
+    """What an optimizer's steps work with.
 
     Attributes:
-        all_finite: Whether all are once they are unscaled: a boolean scalar tensor, or a bool where
-            the host knows; True if nobody looked.
-        step: The step; unscaled, where that was done on the way.
-        state_on_host: The rule's state before the step as Python numbers, where the host has read
-            it.
+        arrays: The functions of its framework.
+        inner: The inner optimizer.
+        state: The rule and its state.
+        steps: The number of steps, an integer scalar variable.
+        steps_skipped: The number of skipped ones, an integer scalar variable.
+        last_step_skipped: Whether the last step was skipped, a boolean scalar variable.
+        apply: Has the inner optimizer apply the unscaled gradients of a step.
+        written: Returns the variables that it may change in a step.
+        warn: Takes the scale of a skipped step, to warn at the minimum; None if that is not needed.
+        tracker: The `OverflowTracker` of a monitor, or None.
     """
 
-    all_finite: ft.Scalar
-    step: Step
-    state_on_host: ScaleState | None = None
+    arrays: Arrays
+    inner: ft.KerasOptimizer
+    state: ScaleVariables
+    steps: ft.Variable
+    steps_skipped: ft.Variable
+    last_step_skipped: ft.Variable
+    apply: Callable[[Step], object]
+    written: Callable[[Step], list[ft.Variable]]
+    warn: Callable[[float], None] | None
+    tracker: Any
 
 
-class StepOperations:
-    """The operations of a step on arrays; the defaults are those of a single device.
+def take(step: Step, is_scaled: bool, parts: Parts) -> ft.Operation:
+    """Takes a step: checks the gradients, applies them or skips, updates the loss scale.
 
-    The attributes that each framework must define are declared first.
+    Args:
+        step: The gradients, without the scale.
+        is_scaled: Whether they are those of the scaled loss.
+        parts: What the optimizer's steps work with.
+
+    Returns:
+        The operation that does it in a graph of TensorFlow.
     """
+    arrays, state, tracker, rule = parts.arrays, parts.state, parts.tracker, parts.state.rule
+    warn = parts.warn if parts.warn is not None and arrays.runs_now(step.gradients) else None
+    is_scale_used = is_scaled or warn is not None or tracker is not None
+    scale: ft.Scalar = state.scale() if is_scale_used else None
+    step = step._replace(scale=scale if is_scaled else None)
 
-    # Applies gradients or skips, then updates the loss scale. Takes
-    #   optimizer: the loss scale optimizer;
-    #   finite: whether the gradients are finite on all replicas;
-    #   step: the step;
-    #   apply: divides a list of gradients by the scale and applies it;
-    #   update_scale: updates the loss scale and the counters, given `finite`.
-    # Returns the operation that does it in a graph of TensorFlow.
-    apply_or_skip: Callable[..., ft.Operation]
-    # Runs a step of guarded models, and puts weights back if it was skipped. Takes
-    #   models, step, args: the models, their step, and the arguments of the step;
-    #   optimizers: the loss scale optimizers whose skips count;
-    #   weights: the weights of the models to put back.
-    # Returns what the step returns.
-    run_guarded: Callable[..., ft.Structure]
-    # Makes the weights of a model as a call with these inputs would.
-    trace_call: Callable[[ft.Model, ft.Structure], None]
+    if state.decide is not None:
+        finite = state.decide(step.gradients)
+    else:
+        finite, step = (arrays.check or check)(step, rule, arrays)
+    finite = arrays.on_all_replicas(finite)
 
-    # Multiplies a loss by the scale, in float32 or wider.
-    scaled: Callable[[ft.Array, ft.Scalar], ft.Tensor]
-    # Divides gradients by the scale, in float32 or wider; sparse stays sparse. The last argument
-    # says whether the scale is a power of two.
-    unscaled: Callable[[ft.Gradients, ft.Scalar, bool], ft.Gradients]
-    # Returns whether gradients are finite when they are unscaled, a boolean scalar tensor. Takes
-    # the same arguments; without a scale they are unscaled already.
-    all_finite: Callable[..., ft.Scalar]
-    # Returns the current value of a variable, a tensor that does not change with it.
-    read: Callable[[ft.Variable], ft.Tensor]
-    # Whether a variable is in the memory of the host, so that nothing waits to read it.
-    is_on_host: Callable[[ft.Variable], bool]
-    # Returns the gradients in a nest, without None.
-    flat_gradients: Callable[[ft.Structure], list[ft.Gradient]]
-    # Whether a value is a variable; a list of variables from one variable or a nest of them.
-    is_variable: Callable[[object], bool]
-    flat_variables: Callable[[ft.Structure], list[ft.Variable]]
-    # Returns the `OverflowTracker` of the framework.
-    new_overflow_tracker: Callable[[], Any]
+    def unscaled(gradients: ft.Gradients, scale: ft.Scalar | None) -> list[ft.Gradient]:
+        # Each replica has its own gradients, and its own copy of the scale.
+        return unscale(step._replace(gradients=list(gradients), scale=scale), rule, arrays)
 
-    # Whether the gradients of the replicas are summed before the check, or in the inner optimizer.
-    sums_before_check = False
+    if tracker is not None:
+        tracker.track(
+            gradients=step.gradients,
+            variables=step.variables,
+            unscale=lambda gradients: unscaled(gradients, step.scale),
+            finite=finite,
+            scale=scale,
+            number=None if tracker.counts_steps else arrays.read(parts.steps) + 1,
+            is_shared=not step.aggregate,
+        )
 
-    def current_location(self) -> Location:
-        """The function being traced, or None, and the numbers of the replicas."""
-        return None, (0,)
+    def apply(gradients: ft.Gradients, scale: ft.Scalar | None) -> object:
+        return parts.apply(step._replace(gradients=unscaled(gradients, scale), scale=None))
 
-    def replica_count(self) -> int:
-        """The number of replicas."""
-        return 1
+    def update(finite: ft.Scalar) -> list[ft.Operation]:
+        return [state.update(finite), *_counted(finite, parts)]
 
-    def eager_scope(self) -> contextlib.AbstractContextManager[object]:
-        """A context in which variables are set immediately, even if a function is being traced."""
-        return contextlib.nullcontext()
+    done = arrays.branch(finite, step, parts.inner, lambda: parts.written(step), apply, update)
+    if warn is not None and not finite:
+        warn(float(scale))
+    return done
 
-    def check_context(self) -> None:
-        """Raises an error if no step can be taken here."""
 
-    def no_gradients(self) -> contextlib.AbstractContextManager[object]:
-        """A context in which no gradient is recorded."""
-        return contextlib.nullcontext()
+def check(step: Step, rule: ScaleRule, arrays: Arrays) -> tuple[ft.Scalar, Step]:
+    """Returns whether the gradients of a step are finite when they are unscaled, and the step."""
+    if not rule.checks_gradients:
+        return True, step
+    if step.scale is None:
+        return arrays.all_finite(step.gradients), step
+    scaled = without_overwritten(step)
+    finite = arrays.all_finite(scaled, step.scale, rule.powers_of_two)
+    pairs = zip(step.gradients, scaled, strict=True)
+    if others := [each for each, multiplied in pairs if multiplied is None and each is not None]:
+        finite = finite & arrays.all_finite(others)
+    return finite, step
 
-    def runs_now(self, gradients: ft.Gradients) -> bool:
-        """Whether the host sees the result of a step while it is taken."""
-        return True
 
-    def check(
-        self, step: Step, rule: ScaleRule, inner: ft.KerasOptimizer, scale_variables: ScaleVariables
-    ) -> OverflowCheck:
-        """Checks whether the gradients of a step are finite when they are unscaled.
+def unscale(step: Step, rule: ScaleRule, arrays: Arrays) -> list[ft.Gradient]:
+    """Returns the gradients of a step, divided by the loss scale if they are scaled."""
+    if step.scale is None:
+        return step.gradients
+    scaled = without_overwritten(step)
+    return with_overwritten(step, scaled, arrays.unscaled(scaled, step.scale, rule.powers_of_two))
 
-        Args:
-            step: The step of this replica.
-            rule: What says whether anybody looks, and whether the scale is a power of two.
-            inner: The inner optimizer.
-            scale_variables: The rule's state.
-        """
-        if not rule.checks_gradients:
-            finite: ft.Scalar = True
-        elif step.scale is None:
-            finite = self.all_finite(step.gradients)
-        else:
-            scaled = step.without_overwritten()
-            finite = self.all_finite(scaled, step.scale, rule.powers_of_two)
-            others = [
-                gradient
-                for gradient, multiplied in zip(step.gradients, scaled, strict=True)
-                if multiplied is None and gradient is not None
-            ]
-            if others:
-                finite = finite & self.all_finite(others)
-        return OverflowCheck(finite, step)
 
-    def all_replicas_finite(self, finite: ft.Scalar) -> ft.Scalar:
-        """Whether the gradients are finite on every replica."""
-        return finite
+@do_not_convert
+def without_overwritten(step: Step) -> list[ft.Gradient]:
+    """Returns the gradients that the loss scale multiplied, None for others.
 
-    def unscale(self, step: Step, rule: ScaleRule) -> list[ft.Gradient]:
-        """Returns the gradients of a step, divided by the loss scale if they are scaled."""
-        if step.scale is None:
-            return step.gradients
-        scaled = step.without_overwritten()
-        unscaled = self.unscaled(scaled, step.scale, rule.powers_of_two)
-        return step.with_overwritten(scaled, unscaled)
+    A variable that Keras overwrites with its gradient (float8 statistics) has no gradient of the
+    loss, so nothing multiplied it.
+    """
+    return [
+        None if getattr(variable, "overwrite_with_gradient", False) else gradient
+        for gradient, variable in zip(step.gradients, step.variables, strict=True)
+    ]
 
-    def step_number(self, iterations: ft.Variable) -> ft.Scalar | None:
-        """The number of the current step, counted from 1; None if no tracker needs it."""
-        return self.read(iterations) + 1
+
+def with_overwritten(step: Step, scaled: ft.Gradients, unscaled: ft.Gradients) -> list[ft.Gradient]:
+    """Joins the unscaled gradients and those that the loss scale did not multiply."""
+    return [
+        gradient if multiplied is None else divided
+        for multiplied, divided, gradient in zip(scaled, unscaled, step.gradients, strict=True)
+    ]
+
+
+def _counted(finite: ft.Scalar, parts: Parts) -> list[ft.Operation]:
+    """Counts a step, if it can be skipped; returns what `assign` does."""
+    arrays = parts.arrays
+    if not parts.state.rule.checks_gradients:
+        return []
+    if arrays.host_reader() is not None:
+        finite = bool(finite)
+    skipped = not finite if isinstance(finite, bool) else ~finite
+    done = [arrays.assign(parts.last_step_skipped, skipped)]
+    return done if skipped is False else [*done, arrays.add(parts.steps_skipped, skipped)]

@@ -17,7 +17,7 @@ import tensorflow as tf
 import lossscale.framework_types as ft
 from lossscale import registry
 from lossscale.common.private_names import do_not_convert, private_name
-from lossscale.tensorflow.replicas import current_location
+from lossscale.tensorflow.replicas import current_location, native
 from lossscale.tensorflow.tracing import after, grouped, in_xla, translated
 
 _strategy_supports_no_merge_call: Callable[[], bool] = private_name(
@@ -31,69 +31,62 @@ _KERASES = tuple(framework.root for framework in registry.KERASES)
 
 
 def apply_or_skip(
-    optimizer: ft.KerasOptimizer,
     finite: ft.Scalar,
     step: Any,
+    inner: ft.KerasOptimizer,
+    written: Callable[[], Sequence[tf.Variable]],
     apply: Callable[[ft.Gradients, ft.Scalar | None], object],
-    update_scale: Callable[[ft.Scalar], object],
+    update: Callable[[ft.Scalar], object],
 ) -> ft.Operation:
     """Applies or skips a step on all replicas alike, then updates the loss scale once.
 
     Args:
-        optimizer: The loss scale optimizer.
         finite: The common decision of the replicas, a boolean scalar tensor; or True, to apply
             always.
         step: The step, with the gradients of this replica and the scale as it reads that.
+        inner: The inner optimizer.
+        written: Returns the variables that it may change.
         apply: Divides a list of gradients by the scale and applies it; called in a replica context.
-        update_scale: Updates the loss scale, given `finite`. In a branch it is True or False, so
-            that most of the update is decided when the step is traced.
+        update: Updates the loss scale, given `finite`. In a branch it is True or False, so that
+            most of the update is decided when the step is traced.
 
     Returns:
         The operation that runs the step in a graph; None in eager mode.
     """
     gradients, scale = step.gradients, step.scale
-    if finite is not True and _can_keep_old_values(optimizer.inner_optimizer, gradients):
-        written = optimizer._backend.variables_written(optimizer, step)
-        with _keeping_old_values(written, finite):
+    if finite is not True and _can_keep_old_values(inner, gradients):
+        with _keeping_old_values(written(), finite):
             applied = apply(gradients, scale)
-        return grouped(applied, update_scale(finite))
+        return grouped(applied, update(finite))
     if not tf.distribute.has_strategy():
-        return _branch(finite, lambda: apply(gradients, scale), update_scale)
+        return _branch(finite, lambda: apply(gradients, scale), update)
     if _strategy_supports_no_merge_call():
         # Replicas synchronize to write the counters, which they cannot do inside a branch.
         applied = _branch(finite, lambda: apply(gradients, scale), lambda _: None)
-        return grouped(applied, update_scale(finite))
+        return grouped(applied, update(finite))
 
     @do_not_convert
-    def in_cross_replica(
-        strategy: tf.distribute.Strategy,
-        finite: ft.Scalar,
-        gradients: ft.Gradients,
-        scale: ft.Scalar | None,
-    ) -> ft.Operation:
-        # It is the same on all replicas.
+    def in_cross_replica(strategy: Any, finite: ft.Scalar, *own: Any) -> ft.Operation:
+        # It is the same on all replicas; their gradients and their scale are their own.
         finite = strategy.experimental_local_results(finite)[0]
         # The branch must be outside the replicas: inside a branch they could not synchronize to
         # sum their gradients.
-        return _branch(
-            finite,
-            lambda: strategy.extended.call_for_each_replica(apply, args=(gradients, scale)),
-            update_scale,
-        )
+        run = strategy.extended.call_for_each_replica
+        return _branch(finite, lambda: run(apply, args=own), update)
 
     replica = tf.distribute.get_replica_context()
     return replica.merge_call(in_cross_replica, args=(finite, list(gradients), scale))
 
 
 def _branch(
-    finite: ft.Scalar, apply: Callable[[], object], update_scale: Callable[[ft.Scalar], object]
+    finite: ft.Scalar, apply: Callable[[], object], update: Callable[[ft.Scalar], object]
 ) -> ft.Operation:
     """Applies or skips, and updates the loss scale; in the branch that takes the step, if any."""
     if finite is True:
-        return grouped(apply(), update_scale(True))
+        return grouped(apply(), update(True))
 
     def finished(applied: object, is_applied: bool) -> ft.Tensor:
-        results = [applied, update_scale(is_applied)]
+        results = [applied, update(is_applied)]
         return after(results, lambda: tf.constant(True))
 
     branch = tf.cond(finite, lambda: finished(apply(), True), lambda: finished(None, False))
@@ -131,7 +124,8 @@ def _keeping_old_values(variables: Sequence[tf.Variable], finite: ft.Tensor) -> 
         finite: A boolean scalar tensor of the function being traced.
     """
     # A mixed precision variable of tf_keras passes assignments on to the one it holds.
-    targets = list({id(v): v for v in (getattr(v, "_variable", v) for v in variables)}.values())
+    held = [getattr(variable, "_variable", variable) for variable in map(native, variables)]
+    targets = list({id(variable): variable for variable in held}.values())
     for target in targets:
         target.__dict__.update(_choosing_assignments(target, finite))
     try:

@@ -22,10 +22,12 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
     _is_shared = True
 
     def _create(self) -> None:
-        self._scale = _variable("scale", tf.float32, ())
-        self._skip_step = _variable("skip_step", tf.int64, ())
-        self._skip_scale = _variable("skip_scale", tf.float32, ())
-        self._nonfinite = _variable("nonfinite", tf.int64, (len(self.names), 2))
+        # Maybe in a function that is being traced.
+        with tf.init_scope():
+            self._scale = _variable("scale", tf.float32, ())
+            self._skip_step = _variable("skip_step", tf.int64, ())
+            self._skip_scale = _variable("skip_scale", tf.float32, ())
+            self._nonfinite = _variable("nonfinite", tf.int64, (len(self.names), 2))
 
     def _track(self, step: CheckedStep) -> None:
         # In a replica context.

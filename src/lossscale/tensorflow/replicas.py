@@ -52,11 +52,14 @@ def replica_count() -> int:
 
 
 def check_replica_context() -> None:
-    """Checks that the call is made in a context where each replica has its own gradients.
+    """Checks that a step can be taken: each replica has its own gradients.
 
     Raises:
-        GradientsError: If it is not.
+        ArgumentError: If loss scaling does not work under the current strategy.
+        GradientsError: If the call is made outside of the replicas.
     """
+    # An optimizer is often made outside of the strategy that it is used under.
+    check_strategy()
     if tf.distribute.in_cross_replica_context():
         raise GradientsError(
             "Gradients must be applied in a replica context. Received a call in a cross-replica "
@@ -87,5 +90,11 @@ def all_replicas_finite(finite: Scalar) -> Scalar:
 def is_on_host(variable: Variable) -> bool:
     """Whether the host reads a variable without waiting for a device."""
     # That of a graph may be placed nowhere yet.
-    kind = variable.device.rpartition("device:")[2]
+    kind = native(variable).device.rpartition("device:")[2]
     return not kind or kind.upper().startswith("CPU")
+
+
+def native(variable: Variable) -> Variable:
+    """The TensorFlow variable behind a variable of Keras 3; others as they are."""
+    stored = getattr(variable, "value", variable)
+    return variable if callable(stored) else stored

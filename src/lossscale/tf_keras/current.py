@@ -10,7 +10,8 @@ import tensorflow as tf
 import tf_keras
 
 import lossscale.framework_types as ft
-from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots, slots_in
+from lossscale.keras_common.optimizer import KerasCommonOptimizer
+from lossscale.keras_common.slots import Slots, slots_in
 from lossscale.keras_common.state import parts_of
 from lossscale.old_formats import documented_name, kind_of
 from lossscale.tensorflow.tracing import in_xla, translated

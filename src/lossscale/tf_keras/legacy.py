@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 import lossscale.framework_types as ft
-from lossscale.keras_common.optimizer import Slots
+from lossscale.keras_common.slots import Slots
 
 
 class LegacyFamily:

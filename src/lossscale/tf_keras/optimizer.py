@@ -13,18 +13,19 @@ import tf_keras
 import lossscale.framework_types as ft
 import lossscale.tf_keras.saving as saving
 from lossscale import registry
-from lossscale.common.gradient_arguments import scaled_value, with_gradient
-from lossscale.common.private_names import private_name
+from lossscale.common.gradient_arguments import flat_list, scaled_value, with_gradient
+from lossscale.common.private_names import do_not_convert, private_name
 from lossscale.common.signatures import takes
 from lossscale.errors import ArgumentError, UnsupportedError
-from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots
+from lossscale.keras_common.optimizer import KerasCommonOptimizer
 from lossscale.keras_common.scaled_gradients import ScaleLedger
-from lossscale.keras_common.step import Step, StepOperations
-from lossscale.members import VariableList, Wrapper
+from lossscale.keras_common.slots import Slots
+from lossscale.keras_common.step import Step
+from lossscale.members import VariableList
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
-from lossscale.rules import ScaleRule, ScaleState
+from lossscale.rules import ScaleRule
 from lossscale.tensorflow import replicas, tracing
-from lossscale.tensorflow.operations import TensorFlowOperations, recorded
+from lossscale.tensorflow.arrays import ARRAYS, recorded
 from lossscale.tf_keras.arguments import check_inner, inner_from_config
 from lossscale.tf_keras.classes import join_family, written_class
 from lossscale.tf_keras.current import CurrentFamily
@@ -48,23 +49,6 @@ _DelegatingTrackableMixin: ft.Class = private_name(
 def _of_inner(name: str) -> property:
     """A member of a base class that is the inner optimizer's, if that has it."""
     return property(lambda self: getattr(self._optimizer, name), doc=f"The optimizer's `{name}`.")
-
-
-class TFKerasOperations(TensorFlowOperations, StepOperations):
-    """The operations that loss scaling needs on TensorFlow's arrays and variables."""
-
-    sums_before_check = True
-    is_on_host = staticmethod(replicas.is_on_host)
-    read = staticmethod(tf.convert_to_tensor)
-
-    def is_variable(self, value: object) -> bool:
-        """Whether a gradient can be applied to a value."""
-        return isinstance(value, tf.Variable)
-
-    def variables_written(self, optimizer: Wrapper, step: Step) -> list[ft.Variable]:
-        """The variables that a new inner optimizer may change in a step."""
-        inner, unlisted = optimizer._optimizer, optimizer._unlisted_variables().values()
-        return [*inner.variables, inner.iterations, *unlisted, *step.variables]
 
 
 if TYPE_CHECKING:
@@ -116,7 +100,7 @@ class LossScaleOptimizer(_Base):
     _inner_attribute = "_optimizer"
     # TensorFlow keeps the inner optimizer under the second name.
     _hidden = frozenset({"_optimizer", "_trackable"})
-    _backend = TFKerasOperations()
+    _arrays = ARRAYS
 
     _is_legacy: bool = False
     _family: CurrentFamily | LegacyFamily
@@ -179,7 +163,7 @@ class LossScaleOptimizer(_Base):
         if new:
             self._built_groups = (*self._built_groups, new)
 
-    # --- The parts of a step; see `keras_common/optimizer.py` ---------------------------------
+    # --- The parts of a step; see `keras_common/step.py` --------------------------------------
 
     def _prepared(self, step: Step) -> Step:
         if not self._is_legacy and registry.is_graph_of_tensorflow_1():
@@ -199,7 +183,9 @@ class LossScaleOptimizer(_Base):
             pairs = self._family.aggregated(pairs)
         # Before the check, because the cast can overflow.
         narrowed = [_narrowed(gradient, variable) for gradient, variable, *_ in pairs]
-        return step._replace(gradients=narrowed, variables=[pair[1] for pair in pairs])
+        variables = [pair[1] for pair in pairs]
+        # They are summed now.
+        return step._replace(gradients=narrowed, variables=variables, aggregate=False)
 
     def _sums_replicas(self, asked: bool) -> bool:
         argument, _ = self._family.are_summed
@@ -223,15 +209,9 @@ class LossScaleOptimizer(_Base):
         with self._family.while_applying():
             return tracing.translated(self._optimizer.apply_gradients)(pairs, **given)
 
-    def _update_scale(self, finite: ft.Scalar, state_on_host: ScaleState | None) -> list[Any]:
-        results = [self._state.update(finite)]
-        if self._rule.checks_gradients:
-            skipped = tf.logical_not(finite)
-            results.append(self._last_step_skipped.assign(skipped, read_value=False))
-            if finite is not True:
-                count = tf.cast(skipped, tf.int64)
-                results.append(self._steps_skipped.assign_add(count, read_value=False))
-        return results
+    def _changed_by(self, step: Step) -> list[ft.Variable]:
+        inner, unlisted = self._optimizer, self._unlisted_variables().values()
+        return [*inner.variables, inner.iterations, *unlisted, *step.variables]
 
     def _result(self, operation: ft.Operation) -> ft.Variable | ft.Operation:
         if tf.executing_eagerly():
@@ -241,6 +221,14 @@ class LossScaleOptimizer(_Base):
         return tracing.grouped(operation)
 
     # --- Gradients of a loss ------------------------------------------------------------------
+
+    @staticmethod
+    def _is_variable(value: object) -> bool:
+        return isinstance(value, tf.Variable)
+
+    @do_not_convert
+    def _flat_variables(self, variables: ft.Structure) -> list[ft.Variable]:
+        return flat_list(variables, tf.nest.flatten, self._is_variable)
 
     def compute_gradients(
         self, loss: ft.Loss, var_list: ft.VarList = None, tape: Any = None, grad_loss: Any = None
@@ -304,9 +292,9 @@ class LossScaleOptimizer(_Base):
             return tf.reduce_sum(scaled * tf.stop_gradient(tf.cast(grad_loss, scaled.dtype)))
 
         given = var_list is not None and not callable(var_list)
-        watch = self._backend.flat_variables(var_list) if given else []
+        watch = self._flat_variables(var_list) if given else []
         tape, scaled, variables = recorded(loss, var_list, scale, tape=tape, watch=watch)
-        variables = self._backend.flat_variables(variables)
+        variables = self._flat_variables(variables)
         pairs = self._family.pairs_of(scaled, variables, tape)
         return [gradient for gradient, _ in pairs], variables
 
@@ -473,9 +461,16 @@ class LossScaleOptimizer(_Base):
         # A configuration may be of the other family than the object whose class was asked.
         return super(LossScaleOptimizer, written_class(cls))._made(inner, **arguments)
 
+    def _track_overflows(self, variables: ft.Variables = ()) -> None:
+        if not tf.executing_eagerly():
+            raise UnsupportedError(
+                "LossScaleMonitor does not work in graphs of TensorFlow 1. Leave out "
+                "tf.compat.v1.disable_eager_execution(), or the monitor."
+            )
+        super()._track_overflows(variables)
+
     # --- For loss scale objects without an optimizer ------------------------------------------
 
-    _arrays = staticmethod(TFKerasOperations)
     _new_variable = staticmethod(new_variable)
     _state_class = TFKerasScaleVariables
 

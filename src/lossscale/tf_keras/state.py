@@ -13,7 +13,8 @@ import lossscale.framework_types as ft
 from lossscale.common.private_names import private_name
 from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.keras_common.state import ScaleVariables
-from lossscale.rules import ScaleRule, changed_fields
+from lossscale.rules import ScaleRule
+from lossscale.tensorflow.arrays import ARRAYS
 from lossscale.tensorflow.tracing import grouped, where
 
 _Trackable: ft.Class = private_name(
@@ -39,8 +40,9 @@ _DTYPES = {"bool": tf.bool, "int": tf.int64, "float32": tf.float32}
 class TFKerasScaleVariables(ScaleVariables):
     """A rule and the variables that hold its state; a fixed scale has none."""
 
-    _read = staticmethod(tf.convert_to_tensor)
-    _namespace = types.SimpleNamespace(**{**vars(tf), "where": where})
+    arrays = ARRAYS
+    namespace = types.SimpleNamespace(**{**vars(tf), "where": where})
+    _tensor = staticmethod(tf.convert_to_tensor)
 
     def __init__(self, rule: ScaleRule) -> None:
         fields = rule.init()._fields if rule.is_dynamic else ()
@@ -48,37 +50,6 @@ class TFKerasScaleVariables(ScaleVariables):
         super().__init__(
             rule, names, lambda name, kind, value: new_variable(name, _DTYPES[kind], value)
         )
-
-    def write(self, state: ft.RuleState) -> ft.Operation:
-        """Sets the state from tensors, arrays or Python numbers.
-
-        Returns:
-            The operation that does it in a graph; None in eager mode.
-        """
-        values = state._asdict()
-        return grouped(
-            [
-                variable.assign(tf.cast(values[field], variable.dtype), read_value=False)
-                for field, variable in self.variables.items()
-            ]
-        )
-
-    def update(self, finite: ft.Scalar) -> ft.Operation:
-        """Moves the state after a step.
-
-        Args:
-            finite: Whether the step is applied, a bool or a boolean scalar tensor.
-
-        Returns:
-            The operation that does it in a graph; None in eager mode.
-        """
-        in_graph = not tf.executing_eagerly() or tf.distribute.has_strategy()
-        if not in_graph and self.rule.exact_on_host:
-            before = self.read_by(lambda variable: variable.numpy().item())
-            for field, value in changed_fields(self.rule, before, bool(finite)).items():
-                self.variables[field].assign(value, read_value=False)
-            return None
-        return super().update(tf.convert_to_tensor(finite))
 
 
 class LossScaleNode(_Trackable):

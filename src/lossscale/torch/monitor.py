@@ -216,6 +216,8 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
         last_step: The number of the last step that was tracked; 0 before the first one.
     """
 
+    counts_steps = True
+
     def _create(self) -> None:
         self.last_step, self._scale = 0, 0.0
         # The number of the step, its scale, and the counts by parameter of each optimizer.

@@ -11,165 +11,146 @@ import keras
 
 import lossscale.framework_types as ft
 from lossscale import registry
+from lossscale.common.arrays import Arrays
 from lossscale.common.gradient_arguments import scaled_value
 from lossscale.errors import UnsupportedError
 from lossscale.jax import gradients as jax_gradients
 from lossscale.jax.apply_or_skip import gated
-from lossscale.keras.backends import Backend, check_without_tape
-from lossscale.keras_common.scaled_gradients import Location
-from lossscale.keras_common.state import ScaleVariables
-from lossscale.keras_common.step import OverflowCheck, Step
+from lossscale.keras.backends import (
+    Backend,
+    add,
+    assign,
+    check_without_tape,
+    flat_variables,
+    trace_call,
+)
+from lossscale.keras_common.step import Step
 from lossscale.members import Wrapper
-from lossscale.rules import ScaleRule
 
 
-class JaxBackend(Backend):
-    """Keras on JAX."""
+def _all_finite(
+    gradients: ft.Gradients, scale: ft.Scalar = None, powers_of_two: bool = True
+) -> jax.Array:
+    _check_not_baked_in(scale)
+    return jax_gradients.all_finite(gradients, scale, powers_of_two)
 
-    namespace = keras.ops
-    all_finite = staticmethod(jax_gradients.all_finite)
-    flat_gradients = staticmethod(jax_gradients.flat_gradients)
 
-    @staticmethod
-    def new_overflow_tracker() -> Any:
-        """Returns what tracks overflows for a monitor."""
-        tracker = registry.package("lossscale.jax.overflow_tracker").OverflowTracker
-        return tracker(_new_variable)
+def _scaled(loss: ft.Array, scale: ft.Scalar) -> jax.Array:
+    _check_not_baked_in(scale)
+    return jax_gradients.scaled(loss, scale)
 
-    # --- One step -----------------------------------------------------------------------------
 
-    def check(
-        self, step: Step, rule: ScaleRule, inner: ft.KerasOptimizer, scale_variables: ScaleVariables
-    ) -> OverflowCheck:
-        """Checks whether the gradients are finite, with a scale that was passed in."""
-        _check_not_baked_in(step.scale)
-        return super().check(step, rule, inner, scale_variables)
+def _unscaled(gradients: ft.Gradients, scale: ft.Scalar, powers_of_two: bool) -> list[Any]:
+    _check_not_baked_in(scale)
+    if _any_traced(gradients):
+        # XLA would fold a fixed scale and the learning rate into one factor, which may be 0.
+        scale = jax.lax.optimization_barrier(scale)
+    return jax_gradients.unscaled(gradients, scale, powers_of_two)
 
-    def runs_now(self, gradients: ft.Gradients) -> bool:
-        """Whether the step is not compiled."""
-        return not _any_traced(gradients)
 
-    def apply_or_skip(
-        self, optimizer: Wrapper, finite: ft.Scalar, step: Step, apply: Any, update_scale: Any
-    ) -> None:
-        """Selects each variable's new value in a compiled function; otherwise the host decides."""
-        if jax_gradients.is_traced([finite]):
-            _apply_gated(finite, step, optimizer.inner_optimizer, apply)
-        elif bool(finite):
-            apply(step.gradients, step.scale)
-        update_scale(finite)
+def _branch(
+    finite: ft.Scalar,
+    step: Step,
+    inner: ft.KerasOptimizer,
+    written: Callable[[], list[ft.Variable]],
+    apply: Callable[..., object],
+    update: Callable[[ft.Scalar], object],
+) -> None:
+    """Selects each variable's new value in a compiled function; otherwise the host decides."""
+    if jax_gradients.is_traced([finite]):
+        _apply_gated(finite, step, written(), apply)
+    elif bool(finite):
+        apply(step.gradients, step.scale)
+    update(finite)
 
-    def run_guarded(
-        self,
-        models: Sequence[ft.Model],
-        step: ft.Function,
-        args: tuple[ft.Structure, ...],
-        optimizers: Sequence[Wrapper],
-        weights: ft.Variables,
-    ) -> ft.Structure:
-        """Selects the weights in the state that a step returns."""
-        [model], state = models, args[0]
-        kept = set(map(id, weights))
-        counters = {id(optimizer._steps_skipped) for optimizer in optimizers}
-        variables = getattr(model.optimizer, "variables", ())
-        places = [place for place, each in enumerate(variables) if id(each) in counters]
-        if not places:
-            raise UnsupportedError(
-                "On JAX, a guarded model must be compiled with the optimizer whose skips count. "
-                "`fit` passes the variables of no other optimizer to `train_step`."
-            )
-        logs, after = step(*args)
-        moved = [state[2][place] != after[2][place] for place in places]
-        skipped = jnp.any(jnp.stack(moved))
-        chosen = [
-            jnp.where(skipped, old, new) if id(each) in kept else new
-            for each, old, new in zip(
-                model.non_trainable_variables, state[1], after[1], strict=True
-            )
-        ]
-        return logs, (after[0], chosen, *after[2:])
 
-    # --- Where calls are made, variables and arrays -------------------------------------------
-
-    def current_location(self) -> Location:
-        """A key of the function that is being compiled, or None."""
-        return getattr(_traced_zero(), "_trace", None), (0,)
-
-    def read(self, variable: ft.Variable) -> jax.Array:
-        """The current value of a Keras variable, an array."""
-        return jnp.asarray(variable.value)
-
-    def is_on_host(self, variable: ft.Variable) -> bool:
-        """Whether nothing waits to read a variable."""
-        return {device.platform for device in variable._value.devices()} == {"cpu"}
-
-    def prepare_own_variable(self, variable: ft.Variable) -> None:
-        """Makes a variable raise a clear error if Keras' trainer has taken its value."""
-        if variable._value is not None:
-            # Keras asks it for a value then; used once, it is None otherwise.
-            variable._initializer = _no_value
-
-    def scaled(self, loss: ft.Array, scale: ft.Scalar) -> jax.Array:
-        """Multiplies a loss by the scale, in float32 or wider."""
-        _check_not_baked_in(scale)
-        return jax_gradients.scaled(loss, scale)
-
-    def unscaled(self, gradients: ft.Gradients, scale: ft.Scalar, powers_of_two: bool) -> list[Any]:
-        """Divides gradients by the scale; see `jax.gradients.unscaled`."""
-        _check_not_baked_in(scale)
-        if _any_traced(gradients):
-            # XLA would fold a fixed scale and the learning rate into one factor, which may be 0.
-            scale = jax.lax.optimization_barrier(scale)
-        return jax_gradients.unscaled(gradients, scale, powers_of_two)
-
-    def cast(self, gradient: ft.Gradient, dtype: str) -> ft.Gradient:
-        """Returns a gradient, dense or sparse, in another dtype."""
-        return gradient.astype(dtype)
-
-    # --- Gradients of a loss ------------------------------------------------------------------
-
-    def differentiate(
-        self, loss: ft.Loss, var_list: ft.VarList, scale: ft.Function, tape: ft.Tape, grad_loss: Any
-    ) -> tuple[list[ft.Gradient], list[ft.Variable]]:
-        """Returns the gradients of a scaled loss, a callable, and the variables they belong to.
-
-        What the loss assigns to other variables (averages of a batch normalization, seeds) is kept.
-        """
-        check_without_tape("JAX", var_list, tape)
-        if not callable(loss):
-            self.symbolic_gradients(loss, var_list)
-        variables = self.flat_variables(var_list() if callable(var_list) else var_list)
-        if callable(var_list) and not variables:
-            # A model that was never called makes its variables now.
-            with keras.StatelessScope():
-                loss()
-            variables = self.flat_variables(var_list())
-        scope = _LossScope()
-
-        def scaled(values: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-            scope.begin(variables, values)
-            with scope:
-                value = jnp.asarray(scaled_value(loss, scale))
-                return value, [scope.get_current_value(each) for each in scope.assigned.values()]
-
-        value, pull, assigned = jax.vjp(scaled, [each.value for each in variables], has_aux=True)
-        cotangent = jnp.ones_like(value) if grad_loss is None else grad_loss
-        [gradients] = pull(jnp.broadcast_to(jnp.asarray(cotangent, value.dtype), value.shape))
-        for variable, new in zip(scope.assigned.values(), assigned, strict=True):
-            variable.assign(new)
-        return [
-            gradient if id(variable) in scope.read else None
-            for variable, gradient in zip(variables, gradients, strict=True)
-        ], variables
-
-    def symbolic_gradients(self, loss: ft.Tensor, variables: ft.Variables) -> NoReturn:
-        """Raises: an array does not know how it was computed."""
+def _run_guarded(
+    models: Sequence[ft.Model],
+    step: ft.Function,
+    args: tuple[ft.Structure, ...],
+    optimizers: Sequence[Wrapper],
+    weights: ft.Variables,
+) -> ft.Structure:
+    """Selects the weights in the state that a step returns."""
+    [model], state = models, args[0]
+    kept = set(map(id, weights))
+    counters = {id(optimizer._steps_skipped) for optimizer in optimizers}
+    variables = getattr(model.optimizer, "variables", ())
+    places = [place for place, each in enumerate(variables) if id(each) in counters]
+    if not places:
         raise UnsupportedError(
-            "On the JAX backend `loss` must be a callable without arguments. "
-            f"Received: {loss!r}. Pass lambda: loss_fn(y, model(x)). In a "
-            "function that jax.jit compiles, take gradients with jax.grad, and apply them with "
-            "stateless_apply()."
+            "On JAX, a guarded model must be compiled with the optimizer whose skips count. "
+            "`fit` passes the variables of no other optimizer to `train_step`."
         )
+    logs, after = step(*args)
+    moved = [state[2][place] != after[2][place] for place in places]
+    skipped = jnp.any(jnp.stack(moved))
+    chosen = [
+        jnp.where(skipped, old, new) if id(each) in kept else new
+        for each, old, new in zip(model.non_trainable_variables, state[1], after[1], strict=True)
+    ]
+    return logs, (after[0], chosen, *after[2:])
+
+
+def _new_overflow_tracker() -> Any:
+    tracker = registry.package("lossscale.jax.overflow_tracker").OverflowTracker
+    return tracker(_new_variable)
+
+
+def _is_on_host(variable: ft.Variable) -> bool:
+    return {device.platform for device in variable._value.devices()} == {"cpu"}
+
+
+def _prepare_own_variable(variable: ft.Variable) -> None:
+    """Makes a variable raise a clear error if Keras' trainer has taken its value."""
+    if variable._value is not None:
+        # Keras asks it for a value then; used once, it is None otherwise.
+        variable._initializer = _no_value
+
+
+def _differentiate(
+    loss: ft.Loss, var_list: ft.VarList, scale: ft.Function, tape: ft.Tape, grad_loss: Any
+) -> tuple[list[ft.Gradient], list[ft.Variable]]:
+    """Returns the gradients of a scaled loss, a callable, and the variables they belong to.
+
+    What the loss assigns to other variables (averages of a batch normalization, seeds) is kept.
+    """
+    check_without_tape("JAX", var_list, tape)
+    if not callable(loss):
+        _symbolic_gradients(loss, var_list)
+    variables = flat_variables(var_list() if callable(var_list) else var_list)
+    if callable(var_list) and not variables:
+        # A model that was never called makes its variables now.
+        with keras.StatelessScope():
+            loss()
+        variables = flat_variables(var_list())
+    scope = _LossScope()
+
+    def scaled(values: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+        scope.begin(variables, values)
+        with scope:
+            value = jnp.asarray(scaled_value(loss, scale))
+            return value, [scope.get_current_value(each) for each in scope.assigned.values()]
+
+    value, pull, assigned = jax.vjp(scaled, [each.value for each in variables], has_aux=True)
+    cotangent = jnp.ones_like(value) if grad_loss is None else grad_loss
+    [gradients] = pull(jnp.broadcast_to(jnp.asarray(cotangent, value.dtype), value.shape))
+    for variable, new in zip(scope.assigned.values(), assigned, strict=True):
+        variable.assign(new)
+    return [
+        gradient if id(variable) in scope.read else None
+        for variable, gradient in zip(variables, gradients, strict=True)
+    ], variables
+
+
+def _symbolic_gradients(loss: ft.Tensor, variables: ft.Variables) -> NoReturn:
+    """Raises: an array does not know how it was computed."""
+    raise UnsupportedError(
+        "On the JAX backend `loss` must be a callable without arguments. "
+        f"Received: {loss!r}. Pass lambda: loss_fn(y, model(x)). In a "
+        "function that jax.jit compiles, take gradients with jax.grad, and apply them with "
+        "stateless_apply()."
+    )
 
 
 class _LossScope(keras.StatelessScope):
@@ -195,11 +176,10 @@ class _LossScope(keras.StatelessScope):
 
 
 def _apply_gated(
-    finite: jax.Array, step: Step, inner: ft.KerasOptimizer, apply: Callable[..., object]
+    finite: jax.Array, step: Step, written: list[ft.Variable], apply: Callable[..., object]
 ) -> None:
     """Applies gradients, with the old value of each variable unless `finite`."""
-    everything = (*inner.variables, *inner._trainable_variables, *step.variables)
-    targets = list({id(variable): variable for variable in everything}.values())
+    targets = list({id(variable): variable for variable in written}.values())
     old = [target.value for target in targets]
     leaves, structure = jax.tree.flatten(step.gradients)
     # Nothing inside sees a number that is not finite.
@@ -253,4 +233,26 @@ def _check_not_baked_in(scale: ft.Scalar) -> None:
         )
 
 
-BACKEND = JaxBackend()
+BACKEND = Backend(
+    arrays=Arrays(
+        scaled=_scaled,
+        unscaled=_unscaled,
+        all_finite=_all_finite,
+        flat_gradients=jax_gradients.flat_gradients,
+        read=lambda variable: jnp.asarray(variable.value),
+        assign=assign,
+        add=add,
+        is_on_host=_is_on_host,
+        branch=_branch,
+        run_guarded=_run_guarded,
+        trace_call=trace_call,
+        new_overflow_tracker=_new_overflow_tracker,
+        runs_now=lambda gradients: not _any_traced(gradients),
+        # A key of the function that is being compiled, or None.
+        location=lambda: (getattr(_traced_zero(), "_trace", None), (0,)),
+    ),
+    namespace=keras.ops,
+    differentiate=_differentiate,
+    symbolic_gradients=_symbolic_gradients,
+    prepare_own_variable=_prepare_own_variable,
+)

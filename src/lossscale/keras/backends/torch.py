@@ -7,194 +7,110 @@ long, one of two hundred 1.07.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import torch
 from torch import Tensor
 
 import lossscale.framework_types as ft
 from lossscale import registry
+from lossscale.common.arrays import Arrays
 from lossscale.common.gradient_arguments import scaled_value
 from lossscale.errors import GradientsError
-from lossscale.keras.backends import Backend, check_without_tape, in_stateless_scope
-from lossscale.keras_common.state import ScaleVariables
-from lossscale.keras_common.step import OverflowCheck, Step
+from lossscale.keras.backends import (
+    Backend,
+    add,
+    assign,
+    check_without_tape,
+    flat_variables,
+    in_stateless_scope,
+    trace_call,
+)
+from lossscale.keras_common.step import Step, check, without_overwritten
 from lossscale.members import Wrapper
-from lossscale.rules import ScaleRule, ScaleState, changed_fields
+from lossscale.rules import ScaleRule
 from lossscale.torch import gradients as torch_gradients
 from lossscale.torch import scaling
 
+_LARGEST = torch.finfo(torch.float32).max
 _Saved = list[tuple[ft.Variable, Tensor]]
 """Variables, and their values at a time."""
 
+# --- A step ---------------------------------------------------------------------------------------
 
-class TorchBackend(Backend):
-    """Keras on PyTorch."""
 
-    # Functions of Keras take a few times as long in eager mode.
-    namespace = torch
-    scaled = staticmethod(scaling.scaled)
-    unscaled = staticmethod(scaling.unscaled)
-    all_finite = staticmethod(torch_gradients.all_finite)
-    no_gradients = staticmethod(torch.no_grad)
-
-    @staticmethod
-    def new_overflow_tracker() -> Any:
-        """Returns what tracks overflows for a monitor."""
-        return registry.package("lossscale.torch.monitor").OverflowTracker()
-
-    # --- One step -----------------------------------------------------------------------------
-
-    def check(
-        self, step: Step, rule: ScaleRule, inner: ft.KerasOptimizer, scale_variables: ScaleVariables
-    ) -> OverflowCheck:
-        """Unscales dense gradients in the pass that checks them, and waits for the decision."""
-        # In two passes a step takes 1.3 (100 large variables) to 1.5 times (one) as long.
-        if step.scale is None or not rule.powers_of_two or torch.compiler.is_compiling():
-            check = super().check(step, rule, inner, scale_variables)
-            return check._replace(all_finite=bool(check.all_finite))
-        gradients, dense, others = list(step.gradients), [], []
-        # With the list `gradients` itself, which is filled in below.
-        unscaled = step._replace(gradients=gradients, scale=None)
-        for index, gradient in enumerate(step.without_overwritten()):
-            if gradient is None:
-                if gradients[index] is not None:
-                    others.append(gradients[index])
-            elif gradient.dtype in scaling.WIDE and not gradient.is_sparse:
-                dense.append(index)
-            else:
-                [gradients[index]] = self.unscaled([gradient], step.scale, True)
+def _check(step: Step, rule: ScaleRule, arrays: Arrays) -> tuple[bool, Step]:
+    """Unscales dense gradients in the pass that checks them, and waits for the decision."""
+    # In two passes a step takes 1.3 (100 large variables) to 1.5 times (one) as long.
+    if step.scale is None or not rule.powers_of_two or torch.compiler.is_compiling():
+        finite, step = check(step, rule, arrays)
+        return bool(finite), step
+    gradients, dense, others = list(step.gradients), [], []
+    # With the list `gradients` itself, which is filled in below.
+    unscaled = step._replace(gradients=gradients, scale=None)
+    for index, gradient in enumerate(without_overwritten(step)):
+        if gradient is None:
+            if gradients[index] is not None:
                 others.append(gradients[index])
-        if not dense:
-            finite = not rule.checks_gradients or bool(self.all_finite(gradients))
-            return OverflowCheck(finite, unscaled)
-        # `.grad` belongs to the user.
-        scaled = [gradients[index] for index in dense]
-        copies = [torch.empty_like(each) for each in scaled]
-        torch._foreach_copy_(copies, scaled)
-        for index, copy in zip(dense, copies, strict=True):
-            gradients[index] = copy
-        scale = torch.as_tensor(step.scale, dtype=torch.float32, device=copies[0].device)
-        given, reciprocal = torch_gradients.of_tensors(copies), scale.reciprocal()
-        if not rule.checks_gradients:
-            torch_gradients.unscale_(given, reciprocal.to)
-            return OverflowCheck(True, unscaled)
-        found = torch_gradients.unscale_and_check_(given, reciprocal.to)
-        found_inf = torch_gradients.any_overflow(found.values(), scale.device)
-        if others:
-            found_inf = found_inf + torch.logical_not(self.all_finite(others)).to(found_inf)
-        state = None
-        if _host_can_update(scale_variables):
-            overflowed = found_inf.item() != 0
-            state = scale_variables.read_by(lambda variable: variable._value.item())
-            may_grow = not state.scale >= 1.0
+        elif gradient.dtype in scaling.WIDE and not gradient.is_sparse:
+            dense.append(index)
         else:
-            # One number is read by the host.
-            answer = int((found_inf > 0) + 2 * torch.logical_not(scale >= 1.0))
-            overflowed, may_grow = bool(answer & 1), bool(answer & 2)
-        if may_grow and not overflowed:
-            # Dividing by a scale below 1 can overflow.
-            overflowed = not bool(self.all_finite(copies))
-        return OverflowCheck(not overflowed, unscaled, state)
-
-    def apply_or_skip(
-        self, optimizer: Wrapper, finite: ft.Scalar, step: Step, apply: Any, update_scale: Any
-    ) -> None:
-        """A Python `if`."""
-        if bool(finite):
-            apply(step.gradients, step.scale)
-        update_scale(finite)
-
-    def runs_now(self, gradients: ft.Gradients) -> bool:
-        """Whether the step is not compiled."""
-        return not torch.compiler.is_compiling()
-
-    def update_on_host(
-        self, optimizer: Wrapper, finite: ft.Scalar, state_on_host: ScaleState | None
-    ) -> bool:
-        """Updates the loss scale and the counters, on the host if it knows the decision."""
-        state, skipped = optimizer._state, optimizer._steps_skipped._value
-        if not _host_can_update(state):
-            return False
-        if state_on_host is None:
-            if state.rule.checks_gradients:
-                return False
-        else:
-            updates = changed_fields(state.rule, state_on_host, finite)
-            for field, value in updates.items():
-                state.variables[field]._value.fill_(value)
-            optimizer._last_step_skipped._value.fill_(not finite)
-            if not finite:
-                skipped.add_(1)
-        return True
-
-    def run_guarded(
-        self,
-        models: Sequence[ft.Model],
-        step: ft.Function,
-        args: tuple[ft.Structure, ...],
-        optimizers: Sequence[Wrapper],
-        weights: ft.Variables,
-    ) -> ft.Structure:
-        """Copies the weights before the step."""
-        before = _copied(weights)
-        counts = _copied([optimizer._steps_skipped for optimizer in optimizers])
-        result = step(*args)
-        _put_back_if_moved(counts, before)
-        return result
-
-    def step_number(self, iterations: ft.Variable) -> None:
-        """Returns None: the overflow tracker of PyTorch counts by itself."""
-
-    # --- Variables and arrays -----------------------------------------------------------------
-
-    def read(self, variable: ft.Variable) -> ft.Tensor:
-        """A copy of a Keras variable's current value, because variables change in place."""
-        return variable.value.detach().clone()
-
-    def is_on_host(self, variable: ft.Variable) -> bool:
-        """Whether nothing waits to read a variable."""
-        return bool(variable.value.device.type == "cpu")
-
-    def cast(self, gradient: Tensor, dtype: str) -> Tensor:
-        """Returns a gradient, dense or sparse, in another dtype."""
-        return gradient.to(getattr(torch, dtype))
-
-    # --- Gradients of a loss ------------------------------------------------------------------
-
-    def differentiate(
-        self, loss: ft.Loss, var_list: ft.VarList, scale: ft.Function, tape: ft.Tape, grad_loss: Any
-    ) -> tuple[list[ft.Gradient], list[ft.Variable]]:
-        """Returns the gradients of a scaled loss, and the variables they belong to."""
-        check_without_tape("PyTorch", var_list, tape)
-        scaled_loss = scaled_value(loss, scale)
-        variables = self.flat_variables(var_list() if callable(var_list) else var_list)
-        if not scaled_loss.requires_grad:
-            raise GradientsError(
-                "The loss does not depend on any variable, so that it has no gradient."
-            )
-        if grad_loss is None and scaled_loss.ndim:
-            grad_loss = torch.ones_like(scaled_loss)
-        gradients = torch.autograd.grad(
-            scaled_loss, [v.value for v in variables], grad_loss, allow_unused=True
-        )
-        return list(gradients), variables
-
-    def symbolic_gradients(self, loss: Tensor, variables: ft.Variables) -> list[ft.Gradient]:
-        """Returns the gradients of a tensor, which knows how it was computed."""
-        gradients, _ = self.differentiate(loss, list(variables), lambda value: value, None, None)
-        return gradients
+            [gradients[index]] = scaling.unscaled([gradient], step.scale, True)
+            others.append(gradients[index])
+    if not dense:
+        finite = not rule.checks_gradients or torch_gradients.all_finite(gradients)
+        return bool(finite), unscaled
+    # `.grad` belongs to the user.
+    scaled = [gradients[index] for index in dense]
+    copies = [torch.empty_like(each) for each in scaled]
+    torch._foreach_copy_(copies, scaled)
+    for index, copy in zip(dense, copies, strict=True):
+        gradients[index] = copy
+    scale = torch.as_tensor(step.scale, dtype=torch.float32, device=copies[0].device)
+    given, reciprocal = torch_gradients.of_tensors(copies), scale.reciprocal()
+    if not rule.checks_gradients:
+        torch_gradients.unscale_(given, reciprocal.to)
+        return True, unscaled
+    found = torch_gradients.unscale_and_check_(given, reciprocal.to)
+    found_inf = torch_gradients.any_overflow(found.values(), scale.device)
+    if others:
+        found_inf = found_inf + torch.logical_not(torch_gradients.all_finite(others)).to(found_inf)
+    # The host reads one number: the scale, or one below 0 after an overflow.
+    if 1.0 <= torch.sub(scale, found_inf, alpha=_LARGEST).item() < math.inf:
+        return True, unscaled
+    # Dividing by a scale below 1 can overflow, and an infinite one hides an overflow.
+    return bool(torch_gradients.all_finite(gradients)), unscaled
 
 
-def _host_can_update(state: ScaleVariables) -> bool:
-    """Whether the host updates the rule's state as the rule does on the device."""
-    return (
-        state.rule.exact_on_host
-        # In a stateless scope, variables do not hold their values.
-        and not in_stateless_scope()
-        and not torch.compiler.is_compiling()
-    )
+def _branch(
+    finite: ft.Scalar,
+    step: Step,
+    inner: ft.KerasOptimizer,
+    written: object,
+    apply: Callable[..., object],
+    update: Callable[[bool], object],
+) -> None:
+    if finite := bool(finite):
+        apply(step.gradients, step.scale)
+    update(finite)
+
+
+def _run_guarded(
+    models: Sequence[ft.Model],
+    step: ft.Function,
+    args: tuple[ft.Structure, ...],
+    optimizers: Sequence[Wrapper],
+    weights: ft.Variables,
+) -> ft.Structure:
+    """Copies the weights before the step."""
+    before = _copied(weights)
+    counts = _copied([optimizer._steps_skipped for optimizer in optimizers])
+    result = step(*args)
+    _put_back_if_moved(counts, before)
+    return result
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # of PyTorch
@@ -209,4 +125,89 @@ def _put_back_if_moved(counts: _Saved, before: _Saved) -> None:
             weight.assign(value)
 
 
-BACKEND = TorchBackend()
+def _new_overflow_tracker() -> Any:
+    return registry.package("lossscale.torch.monitor").OverflowTracker()
+
+
+# --- Scalar variables -----------------------------------------------------------------------------
+
+
+def _holds_values() -> bool:
+    """Whether variables hold their values, which the host may read and set."""
+    return not in_stateless_scope() and not torch.compiler.is_compiling()
+
+
+def _host_reader() -> Callable[[ft.Variable], Any] | None:
+    return (lambda variable: variable._value.item()) if _holds_values() else None
+
+
+def _assign(variable: ft.Variable, value: ft.Scalar) -> None:
+    if isinstance(value, Tensor) or not _holds_values():
+        assign(variable, value)
+    else:
+        variable._value.fill_(value)
+
+
+def _add(variable: ft.Variable, value: ft.Scalar) -> None:
+    if _holds_values():
+        variable._value.add_(value)
+    else:
+        add(variable, value)
+
+
+# --- Gradients of a loss --------------------------------------------------------------------------
+
+
+def _differentiate(
+    loss: ft.Loss, var_list: ft.VarList, scale: ft.Function, tape: ft.Tape, grad_loss: Any
+) -> tuple[list[ft.Gradient], list[ft.Variable]]:
+    check_without_tape("PyTorch", var_list, tape)
+    scaled_loss = scaled_value(loss, scale)
+    variables = flat_variables(var_list() if callable(var_list) else var_list)
+    if not scaled_loss.requires_grad:
+        raise GradientsError(
+            "The loss does not depend on any variable, so that it has no gradient."
+        )
+    if grad_loss is None and scaled_loss.ndim:
+        grad_loss = torch.ones_like(scaled_loss)
+    gradients = torch.autograd.grad(
+        scaled_loss, [v.value for v in variables], grad_loss, allow_unused=True
+    )
+    return list(gradients), variables
+
+
+def _symbolic_gradients(loss: Tensor, variables: ft.Variables) -> list[ft.Gradient]:
+    # A tensor knows how it was computed.
+    gradients, _ = _differentiate(loss, list(variables), lambda value: value, None, None)
+    return gradients
+
+
+def _flat_gradients(gradients: ft.Structure) -> list[ft.Gradient]:
+    return [gradient for gradient in keras.tree.flatten(gradients) if gradient is not None]
+
+
+BACKEND = Backend(
+    arrays=Arrays(
+        scaled=scaling.scaled,
+        unscaled=scaling.unscaled,
+        all_finite=torch_gradients.all_finite,
+        flat_gradients=_flat_gradients,
+        # A copy, because variables change in place.
+        read=lambda variable: variable.value.detach().clone(),
+        assign=_assign,
+        add=_add,
+        is_on_host=lambda variable: bool(variable.value.device.type == "cpu"),
+        branch=_branch,
+        run_guarded=_run_guarded,
+        trace_call=trace_call,
+        new_overflow_tracker=_new_overflow_tracker,
+        check=_check,
+        runs_now=lambda gradients: not torch.compiler.is_compiling(),
+        host_reader=_host_reader,
+        no_gradients=torch.no_grad,
+    ),
+    # Functions of Keras take a few times as long in eager mode.
+    namespace=torch,
+    differentiate=_differentiate,
+    symbolic_gradients=_symbolic_gradients,
+)
