@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lossscale.torch.scale import Multiplier
 
 _DTYPE, _GRAD = operator.attrgetter("dtype"), operator.attrgetter("grad")
+_IS_NEGATED = Tensor.is_neg
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _PLAIN_TYPES = frozenset({Tensor, Parameter})
 _ONE = functools.partial(scalar, 1.0)
@@ -89,7 +90,8 @@ def collect(
         # One loop in C for each property: a loop over tuples takes twice the time.
         with ranks.UNSEEN():
             dtypes = set(map(_DTYPE, grads))
-        if len(dtypes) == 1 and dtypes <= _IN_PLACE and not share_memory(grads, info):
+            are_real = len(dtypes) == 1 and dtypes <= _IN_PLACE and not any(map(_IS_NEGATED, grads))
+        if are_real and not share_memory(grads, info):
             return Gradients(grads, [grads], [grads])
     if not allow_float16:
         check_can_be_divided(info)
@@ -104,10 +106,12 @@ def collect(
 
 
 def lie_as_before(info: ParameterInfo) -> bool:
-    """Whether all gradients lie where they were found to share no memory."""
+    """Whether a kernel may divide: all lie where they shared no memory, none lazily negated."""
     try:
         with ranks.UNSEEN():
-            return info.places == list(map(Tensor.data_ptr, map(_GRAD, info.parameters)))
+            grads = list(map(_GRAD, info.parameters))
+            places = list(map(Tensor.data_ptr, grads))
+            return info.places == places and not any(map(_IS_NEGATED, grads))
     except (RuntimeError, TypeError):
         # One is sparse, or None.
         return False
