@@ -24,7 +24,7 @@ from lossscale.torch.scaling import CPU, real_parts, scalar, unscaled, widened
 if TYPE_CHECKING:
     from lossscale.torch.scale import Multiplier
 
-_DTYPE, _GRAD = operator.attrgetter("dtype"), operator.attrgetter("grad")
+_DTYPE = operator.attrgetter("dtype")
 _IS_NEGATED = Tensor.is_neg
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _PLAIN_TYPES = frozenset({Tensor, Parameter})
@@ -90,8 +90,9 @@ def collect(
         # One loop in C for each property: a loop over tuples takes twice the time.
         with ranks.UNSEEN():
             dtypes = set(map(_DTYPE, grads))
-            are_real = len(dtypes) == 1 and dtypes <= _IN_PLACE and not any(map(_IS_NEGATED, grads))
-        if are_real and not share_memory(grads, info):
+            fit = _IN_PLACE | {torch.float16} if allow_float16 else _IN_PLACE
+            are_ready = len(dtypes) == 1 and dtypes <= fit and not any(map(_IS_NEGATED, grads))
+        if are_ready and not share_memory(grads, info):
             return Gradients(grads, [grads], [grads])
     if not allow_float16:
         check_can_be_divided(info)
@@ -103,18 +104,6 @@ def collect(
                     parameter.grad = parameter.grad.clone()
         given = _all_dense(info, allow_float16, sums)
     return given
-
-
-def lie_as_before(info: ParameterInfo) -> bool:
-    """Whether a kernel may divide: all lie where they shared no memory, none lazily negated."""
-    try:
-        with ranks.UNSEEN():
-            grads = list(map(_GRAD, info.parameters))
-            places = list(map(Tensor.data_ptr, grads))
-            return info.places == places and not any(map(_IS_NEGATED, grads))
-    except (RuntimeError, TypeError):
-        # One is sparse, or None.
-        return False
 
 
 def share_memory(tensors: Sequence[Tensor], info: ParameterInfo) -> bool:
