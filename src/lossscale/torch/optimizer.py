@@ -603,8 +603,8 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
             state_dicts.restore(scale, numbers)
         else:
             warn(
-                f"load_state_dict() of {type(inner).__name__} calls no hooks, so the loss scale in "
-                "the state was not loaded. Call load_state_dict() of the LossScaleOptimizer."
+                "The loss scale in the state was not loaded: load_state_dict() of "
+                f"{type(inner).__name__} calls no hooks. Call that of the LossScaleOptimizer."
             )
 
     @property
