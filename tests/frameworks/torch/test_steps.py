@@ -10,7 +10,10 @@ import warnings
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import lossscale
 from frameworks.torch.support import (
@@ -221,6 +224,40 @@ def test_a_kernel_does_not_divide_a_gradient_that_has_a_graph():
     gradient = weight.grad
     optimizer.step()
     assert (gradient.tolist(), weight.tolist()) == ([16.0, 16.0], [0.0, 0.0])
+
+
+HOOKED = {
+    "wrapper": lambda optimizer: optimizer,
+    "inner": lambda optimizer: optimizer.inner_optimizer,
+    "part": lambda optimizer: optimizer.inner_optimizer.optimizers[0],
+    "global": lambda optimizer: None,
+}
+
+
+@pytest.mark.parametrize("hooked", HOOKED)
+@pytest.mark.parametrize("kind", ["fixed", "float16", "masters"])
+def test_a_pre_hook_of_a_fused_optimizer_finds_unscaled_gradients(kind, hooked):
+    """So no kernel may divide them. Those of float16 parameters nothing else divides."""
+    dtype = torch.float32 if kind == "fixed" else torch.float16
+    weight, found = torch.nn.Parameter(torch.ones(2, dtype=dtype)), []
+    inner = torch.optim.SGD([weight], lr=0.5, fused=True)
+    inner = lossscale.torch.MasterWeights(inner) if kind == "masters" else inner
+    inner = [inner] if hooked == "part" else inner
+    optimizer = wrapped(inner, rule=FixedScale(8.0))
+    by = HOOKED[hooked](optimizer)
+    register = register_optimizer_step_pre_hook if by is None else by.register_step_pre_hook
+    handle = register(lambda *_: found.append(weight.grad.tolist()))
+    try:
+        optimizer.scale_loss(weight.float().sum()).backward()
+        if kind == "float16":
+            with pytest.raises(ValueError, match="MasterWeights"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    finally:
+        handle.remove()
+    assert found == ([] if kind == "float16" else [[1.0, 1.0]])
+    assert weight.tolist() == ([1.0, 1.0] if kind == "float16" else [0.5, 0.5])
 
 
 class Raises(torch.optim.SGD):
