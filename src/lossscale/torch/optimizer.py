@@ -326,7 +326,7 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
     def _take_step(self, **more: Any) -> Any:
         """Decides on the gradients as they are now, applies or skips them, moves the scale."""
         record, engine = self._record, self._engine
-        self._take_loaded(by_hook=False)
+        self._take_loaded(self._inner, by_hook=False)
         record.see_parameters()
         record.account_for_unseen_backward()
         known = record.decision
@@ -554,7 +554,7 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
             >>> optimizer.state_dict()["param_groups"][0]["loss_scale"]
             32768.0
         """
-        self._take_loaded(by_hook=False)
+        self._take_loaded(self._inner, by_hook=False)
         self._record.check_can_be_saved()
         return state_dicts.with_numbers(self.inner_optimizer.state_dict(), self._engine.scale)
 
@@ -588,13 +588,14 @@ class LossScaleOptimizer(InnerSettings, Optimizer):
                 "load_state_dict() of the LossScaleOptimizer."
             )
 
-    def _take_loaded(self, *, by_hook: bool = True) -> None:
-        """Takes over a loss scale that the inner optimizer itself has loaded.
+    def _take_loaded(self, inner: Optimizer, *, by_hook: bool) -> None:
+        """Takes over a loss scale that an inner optimizer itself has loaded.
 
         Args:
+            inner: The optimizer.
             by_hook: Whether a hook of the load calls this. Some optimizers call none.
         """
-        scale, inner = self._engine.scale, self._engine.inner
+        scale = self._engine.scale
         if not state_dicts.has_numbers(inner.param_groups):
             return
         numbers = state_dicts.take_numbers(scale, inner)

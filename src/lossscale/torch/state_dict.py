@@ -118,9 +118,10 @@ def watch_loads(inner: Optimizer, wrapper: LossScaleOptimizer) -> None:
         if (owner := reference()) is not None:
             owner._check_load(state_dict)
 
-    def take(_: Optimizer) -> None:
+    def take(optimizer: Optimizer) -> None:
+        # The one that has loaded: a `MasterWeights` around it is in the middle of its own load.
         if (owner := reference()) is not None:
-            owner._take_loaded()
+            owner._take_loaded(optimizer, by_hook=True)
 
     inner.register_load_state_dict_pre_hook(check)
     inner.register_load_state_dict_post_hook(take)
