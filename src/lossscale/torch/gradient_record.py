@@ -57,8 +57,7 @@ def all_records() -> list[GradientRecord]:
 
 def owning(ids: Iterable[int]) -> list[GradientRecord]:
     """The records that have one of these parameters."""
-    found = (record for each in ids for record in _living(_owners.get(each, ())))
-    return list(dict.fromkeys(found))
+    return _living(dict.fromkeys(ref for each in ids for ref in _owners.get(each, ())))
 
 
 def sharing(records: Iterable[GradientRecord]) -> list[GradientRecord]:
@@ -377,9 +376,10 @@ class GradientRecord:
         unseen, own = self.has_unseen_loss, self.has_own_loss
         is_cleared = own and self.last_check is not None
         is_lost = self.is_lost or (own and not is_counted)
+        partners = sharing([self]) if self.multiplier is not None else []
         self.multiplier = None
         self.reset()
-        for record in sharing([self]):
+        for record in partners:
             record.settle()
         self.has_unseen_loss = self.has_own_loss = unseen
         self.is_cleared, self.is_lost = is_cleared, is_lost
@@ -480,7 +480,7 @@ class GradientRecord:
 
     def check_can_clear(self) -> None:
         """Checks that no backward pass is still to add to the gradients."""
-        for record in sharing([self]):
+        for record in sharing([self]) if self.multiplier is not None else ():
             record.check_no_pass()
 
     def check_no_pass(self) -> None:
