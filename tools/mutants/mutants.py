@@ -320,7 +320,6 @@ tests/frameworks/torch/test_scaled_gradients.py
         -k wrong_once
     torch GradientRecord._unscale: info.without(divided) -> info  -k random_programs
     torch GradientRecord.note_zero_grad: record.settle() -> pass  -k random_programs
-    torch GradientRecord._take: record.settle() -> pass  -k random_programs
     torch sharing: rest += owning(record.info.ids & _shared) -> pass  -k random_programs
     torch GradientRecord._check_no_new_gradients: id(p) not in _owners -> False  -k next_call
     torch GradientRecord.__del__: _divide(info, multiplier, checks=False) -> pass
@@ -336,6 +335,7 @@ tests/frameworks/torch/test_several_wrappers.py
     torch GradientRecord.check_can_receive: -1 not in (task, running.task) -> True
         -k within_the_backward
     torch GradientRecord._unscale: checks and rest is not info -> False  -k left_behind
+    torch GradientRecord._take: record.settle() -> pass  -k different_scales
     torch GradientRecord.account_for_last_step: key == [id(last), last._version] -> True
         -k the_scale_falls
     torch GradientRecord.account_for_last_step: leave_out() -> pass  -k left_out

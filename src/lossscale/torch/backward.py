@@ -19,6 +19,7 @@ from lossscale.torch.gradient_record import (
     is_only_one,
     owning,
     put_on,
+    sharded_records,
     sharing,
 )
 from lossscale.torch.ranks import ParameterInfo
@@ -140,12 +141,10 @@ def _reached(
     unowned = [t for t in tensors if id(t) not in owned]
     if task == -1 and inputs is None and not hidden and len(unowned) == len(tensors):
         _check_not_half(unowned)
-    if any(isinstance(t, Parameter) for t in unowned):
+    if any(isinstance(t, Parameter) for t in unowned) and (sharded := sharded_records()):
         # `fully_shard` computes with its own parameters, and moves their gradients.
-        sharded = [r for r in all_records() if r.info.is_sharded]
-        if sharded:
-            reached = sharing([*reached, *sharded])
-            unowned = [t for t in unowned if not isinstance(t, Parameter)]
+        reached = sharing([*reached, *sharded])
+        unowned = [t for t in unowned if not isinstance(t, Parameter)]
     return reached, unowned
 
 

@@ -112,10 +112,13 @@ class Engine:
         self._first_steps.check(info.parameters)
         first = info.first_gradient()
         if first is None and not info.groups:
+            # Other code may have cleared gradients that have overflowed.
             record.settle()
-            return self._decide_without_gradients()
+            left_out = self.decision_if_left_out()
+            is_skipped = left_out is not None and bool(left_out.skipped)
+            return StepDecision(not is_skipped, is_skipped, empty=not is_skipped)
         clips = bool(self.clip_norm) and not in_place
-        # It may be the last one to multiply the gradients.
+        # The number is forgotten when the gradients are unscaled.
         is_alone, multiplier = record.is_alone(), record.multiplier or self.scale.multiplier
         divisor = None
         if first is not None and is_alone and not in_place and self._kernel_can_divide():
@@ -199,13 +202,6 @@ class Engine:
         record.hold(multiplier)
         record.settle()
         return overflow, True
-
-    def _decide_without_gradients(self) -> StepDecision:
-        """No parameter has a gradient: other code may have cleared what has overflowed."""
-        left_out = self.decision_if_left_out()
-        if left_out is None or not bool(left_out.skipped):
-            return StepDecision(True, empty=True)
-        return StepDecision(False, is_scaled=True)
 
     def _decide_on_host(self, found: _Found) -> StepDecision:
         """By a number, for which the host waits once."""

@@ -36,6 +36,7 @@ _lock = threading.RLock()
 _records: set[weakref.ref[GradientRecord]] = set()
 _owners: dict[int, set[weakref.ref[GradientRecord]]] = {}
 """By the id of each parameter, the records that have it."""
+_sharded: set[weakref.ref[GradientRecord]] = set()
 _shared: set[int] = set()
 """The ids of parameters that more than one record has."""
 
@@ -53,6 +54,11 @@ def is_only_one() -> bool:
 def all_records() -> list[GradientRecord]:
     """The records of all optimizers."""
     return _living(_records)
+
+
+def sharded_records() -> list[GradientRecord]:
+    """The records of parameters that a model does not compute with itself, as of FSDP."""
+    return _living(_sharded)
 
 
 def owning(ids: Iterable[int]) -> list[GradientRecord]:
@@ -210,6 +216,8 @@ class GradientRecord:
                 record.settle()
         self._own(info.ids)
         self.info = info
+        if info.is_sharded:
+            _sharded.add(self._reference)
 
     def _own(self, ids: frozenset[int]) -> None:
         """Enters the record for its new parameters, and removes it from its old ones."""
@@ -225,6 +233,7 @@ class GradientRecord:
         self.multiplier = multiplier
         if multiplier is not None:
             multiplier.records.add(self._reference)
+            multiplier.divided -= self.info.ids
 
     def reset(self) -> None:
         """Starts again, after a step or when the gradients were cleared."""

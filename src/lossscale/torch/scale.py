@@ -42,7 +42,7 @@ class Multiplier:
 
     Attributes:
         records: References to the records whose gradients it has multiplied.
-        divided: The ids of parameters whose gradients were divided by it when their record died.
+        divided: The ids of parameters whose gradients were divided by it when a record died.
     """
 
     def __init__(self, scale: Tensor, rule: ScaleRule, number: float | None) -> None:

@@ -329,6 +329,19 @@ def test_a_wrapper_made_over_gradients_of_different_scales_takes_each_as_it_is(o
     assert [each.tolist() for each in given] == [[0.5, 0.5]] * 2
 
 
+def test_each_wrapper_of_a_parameter_that_is_deleted_divides_what_another_has_scaled():
+    """By the same number, which lasts from one step of the other to the next."""
+    given = [parameter(), parameter()]
+    first = wrapped(sgd(given[0]))
+    for _ in range(2):
+        second = wrapped(sgd(given[1]))
+        derive(first, sum(p.sum() for p in given), "scale_loss")
+        del second
+        assert given[1].grad.tolist() == [1.0, 1.0]
+        first.step()
+        given[1].grad = None
+
+
 def test_wrappers_that_are_deleted_at_the_same_time_divide_once():
     given, made = three("host")
     made[0].scale_loss(sum(p.sum() for p in given)).backward()
@@ -414,9 +427,9 @@ def test_a_step_visits_no_record_of_wrappers_that_its_loss_does_not_reach(way, m
 
     for each in (*others, partner):
         each._record.__class__ = Seen
-    for loss in (weight.sum(), (weight * unowned.detach()).sum()):
+    for factor in (1.0, unowned):
         optimizer.zero_grad()
-        derive(optimizer, loss, way)
+        derive(optimizer, (weight * factor).sum(), way)
         optimizer.step()
     assert weight.tolist() == [0.0, 0.0]
     assert set(map(id, visited)) == {id(partner._record)}
