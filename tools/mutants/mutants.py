@@ -376,6 +376,7 @@ tests/frameworks/torch/test_guard.py
     torch GuardedScheduler._holds: now[0] > made and now[1] == applied -> False
     torch GuardedScheduler._holds: now >= self._seen -> True
 tests/frameworks/torch/test_processes.py
+    torch Engine._overflow: not self.record.has_own_loss -> False  -k were_cleared
     torch GradScaler._unscale_grads_: overflow.item() >= 0 -> False
         -k orders_of_scalers
     torch GradScaler._share_overflows: any(len(own) < len(union) for own in groups) -> False
@@ -396,7 +397,6 @@ tests/frameworks/torch/test_wrong_calls.py
     torch InnerSettings.__getattr__: name in _INSTEAD -> False  -k mistakes
     torch _dense: not gradient.is_coalesced() -> False  -k one_index
     torch collect: any(map(_IS_NEGATED, grads)) -> False  -k share_memory
-    torch Engine._overflow: not self.record.has_own_loss -> False  -k another_losses
     torch LossScaleOptimizer._unscale_: if decision.empty: return decision
         -> pass  -k before_there_are_gradients
 lossscale-migration/tests/test_checkpoints.py -k what_the_rule_has

@@ -461,3 +461,10 @@ def test_the_next_call_refuses_a_group_with_gradients_of_a_loss(way, call, decid
     """The second of three tensors belongs to no wrapper."""
     program = [("loss", 0, way, FIRST), ("group", 0), call, ("loss", 0, way, FIRST), ("step", 0)]
     assert outcome(written(program, decide=decide, owned=[[0], [2]])) == "refused"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_zero_grad_takes_a_group_whose_gradients_it_fills_with_zeros(way):
+    loss = ("loss", 0, way, FIRST)
+    program = [loss, ("group", 0), ("clear_in_place", 0), loss, ("step", 0)]
+    assert outcome(written(program, owned=[[0], [2]])) == "right"
