@@ -111,9 +111,7 @@ tests/conformance/test_promises.py -k 'reciprocal and keras-jax-jit'
 tests/conformance/test_promises.py -k 'floor and torch-native-host'
     common on torch warned_at_floor: scale > rule.min_scale -> scale >= rule.min_scale
 tests/conformance/test_promises.py -k torch-native-host
-    torch Engine._read:
-        StepDecision(not number > 0, True, divisor=..., empty=bool(number < 0))
-        -> StepDecision(True, True, divisor=..., empty=bool(number < 0))
+    torch Engine._decide_on_host: not number > 0 -> True
     torch Engine.apply: decision.apply is False -> False
     torch Multiplier.may_be_below_one: lowest < 1.0 -> False
     torch LossScaleOptimizer.load_state_dict: state_dicts.restore(scale, numbers) -> pass
@@ -312,49 +310,39 @@ tests/frameworks/torch/test_scaled_gradients.py
     torch put_on: info.first_gradient() is not None -> False  -k all_sequences_of
     torch GradientRecord.receive: self.decision, self.is_cleared = (None, False) -> pass
         -k wrong_once
-    torch LossScaleOptimizer.__setstate__:
-        Engine(inner, scale, clip_norm, process_group, factor)
-        -> Engine(inner, scale, clip_norm, process_group)  -k random_programs
-    torch GradientRecord.restart: self.hold(...) -> pass  -k random_programs
     torch GradientRecord._unscale: info.without(divided) -> info  -k random_programs
-    torch GradientRecord.clear: record.settle() -> pass  -k random_programs
-    torch GradientRecord._take: record.settle() -> pass  -k different_scales
-    torch sharing: ids.union(...) -> ids  -k random_programs
-    torch Engine.decide: first is None or not is_alone -> not is_alone  -k wrong_once
-    torch GradientRecord._take: self.strays or self.decision -> False  -k random_programs
+    torch GradientRecord.note_zero_grad: record.settle() -> pass  -k random_programs
+    torch sharing: rest += owning(record.info.ids & _shared) -> pass  -k random_programs
+    torch GradientRecord._check_no_new_gradients: id(p) not in _owners -> False  -k next_call
+    torch GradientRecord.__del__: _divide(info, multiplier, checks=False) -> pass
+        -k random_programs
+    torch GradientRecord.__del__: r is not self -> False  -k random_programs
+    torch GradientRecord.check_can_be_saved: r.is_scaled and ... -> False  -k random_programs
 tests/frameworks/torch/test_several_wrappers.py
     torch GradientRecord.receive: self.has_own_loss |= own -> self.has_own_loss = own
         -k left_out_counts
-    torch GradientRecord.settle: r.multiplier is multiplier -> r is self  -k the_scale_falls
+    torch GradientRecord.settle: _multiplied_by(multiplier) -> [self]  -k the_scale_falls
     torch GradientRecord._fresh: overflow * (...) -> overflow  -k critics_loss
     torch Engine.decision_if_left_out: not record.has_own_loss -> False  -k no_step
-    torch _see_added_groups: record.info() -> pass  -k group
     torch GradientRecord.check_can_receive: -1 not in (task, running.task) -> True
         -k within_the_backward
     torch GradientRecord._unscale: checks and rest is not info -> False  -k left_behind
+    torch GradientRecord._take: record.settle() -> pass  -k different_scales
     torch GradientRecord.account_for_last_step: key == [id(last), last._version] -> True
         -k the_scale_falls
     torch GradientRecord.account_for_last_step: leave_out() -> pass  -k left_out
-    torch GradientRecord.__del__: _divide(info, multiplier, checks=False) -> pass  -k deleted
-    torch GradientRecord.__del__: known | divided -> known  -k same_time
-    torch GradientRecord.__del__: known | divided -> divided  -k deleted_between
-    torch GradientRecord.restart: any(map(_was_divided, info.gradients())) -> False
-        -k deleted_between
-    torch GradientRecord.check_arrived: self.before_pass not in (None, stamps(...)) -> True
-        -k before_all
-    torch LossScaleOptimizer.zero_grad: self._record.check_can_clear() -> pass  -k before_all
+    torch GradientRecord.__del__: multiplier.divided |= info.ids -> pass  -k same_time
+    torch GradientRecord.check_no_pass: self.pass_now() is not None -> False  -k in_a_backward_pass
+    torch LossScaleOptimizer.zero_grad: record.check_can_clear() -> pass  -k in_a_backward_pass
     torch GradientRecord.pass_now: found is not None and found.runs -> False  -k before_the_pass
     torch GradientRecord.settle: any(...) -> False  -k earlier_pass
     torch GradientRecord._adopt_unseen_loss: now.number != scale.number -> False  -k unseen
 tests/frameworks/torch/test_state.py
-    torch GradientRecord.check_restart: factor != self.gradient_factor() -> False
-        -k of_another_scale
-    torch GradientRecord.gradient_factor: self.no_loss_scaled() -> False  -k changes_none
-    torch has_loaded: any(...) -> False  -k taken_over
+    torch GradientRecord.check_can_be_saved: [self, *others] -> [self]  -k right_after_a_group
+    torch has_numbers: any(...) -> False  -k taken_over
     torch take_numbers: group.pop(name, None) -> pass  -k taken_over
-    torch LossScaleOptimizer._adopt_loaded: not self._record.no_loss_scaled() -> False
+    torch LossScaleOptimizer._check_load: not self._record.no_loss_scaled() -> False
         -k taken_over
-    torch LossScaleOptimizer._start_from: self._record.restart(...) -> pass  -k within_a_step_itself
     torch checked_scaler_state: 'growth_tracker' in saved -> False  -k another_scaler
 tests/frameworks/torch/test_beside_torch.py
     torch GradScaler._move: super().update() -> pass  -k four_calls
@@ -380,6 +368,7 @@ tests/frameworks/torch/test_guard.py
     torch GuardedScheduler._holds: now[0] > made and now[1] == applied -> False
     torch GuardedScheduler._holds: now >= self._seen -> True
 tests/frameworks/torch/test_processes.py
+    torch Engine._overflow: not self.record.has_own_loss -> False  -k were_cleared
     torch GradScaler._unscale_grads_: overflow.item() >= 0 -> False
         -k orders_of_scalers
     torch GradScaler._share_overflows: any(len(own) < len(union) for own in groups) -> False
@@ -402,6 +391,7 @@ tests/frameworks/torch/test_wrong_calls.py
     torch InnerAttributes.__setattr__: self._check_no_setting(name) -> pass  -k mistakes
     torch InnerAttributes.__getattr__: name in _INSTEAD -> False  -k mistakes
     torch _dense: not gradient.is_coalesced() -> False  -k one_index
+    torch collect: any(map(_IS_NEGATED, grads)) -> False  -k share_memory
     torch LossScaleOptimizer._unscale_: if decision.empty: return decision
         -> pass  -k before_there_are_gradients
 lossscale-migration/tests/test_checkpoints.py -k what_the_rule_has

@@ -16,7 +16,10 @@ from lossscale.torch.gradient_record import (
     BackwardPass,
     GradientRecord,
     all_records,
+    is_only_one,
+    owning,
     put_on,
+    sharded_records,
     sharing,
 )
 from lossscale.torch.ranks import ParameterInfo
@@ -61,6 +64,7 @@ def watch(scaled: Tensor, loss: Tensor, multiplier: Multiplier, of_loss: Gradien
                 "A part of this loss is already scaled. Pass the "
                 "unscaled losses to optimizer.backward(loss)."
             )
+        of_loss.see_parameters()
         backward_pass = BackwardPass(torch._C._current_graph_task_id())
         prepare_backward(loss, multiplier, of_loss, backward_pass)
         # Autograd holds the pass until then.
@@ -90,15 +94,13 @@ def prepare_backward(
     Returns:
         A function that ends the pass and unscales all that it has added to, for `backward`.
     """
-    of_loss.info()
     task = backward_pass.task
-    if task != -1 and len(all_records()) == 1:
+    if task != -1 and is_only_one():
         # All gradients that this pass leaves scaled belong to this wrapper, or to no wrapper.
         records, unowned = [of_loss], list[Tensor]()
     else:
         records, unowned = _reached(loss, of_loss, inputs, task)
     for record in records:
-        record.check_no_new_group()
         record.check_can_receive(multiplier, task)
     for record in records:
         record.account_for_last_step(multiplier)
@@ -132,30 +134,20 @@ def _reached(
         tensors, hidden = leaves_of(loss)
     else:
         tensors, hidden = [inputs] if isinstance(inputs, Tensor) else list(inputs), False
-    ids, mine = frozenset(map(id, tensors)), of_loss.last_info.ids
-    if not ids <= mine:
-        for record in all_records():
-            _see_added_groups(record)
-    records = all_records() if hidden else sharing(ids)
-    owned = frozenset().union(*(r.last_info.ids for r in records))
+    mine = of_loss.info.ids
+    records = [of_loss, *owning([id(t) for t in tensors if id(t) not in mine])]
+    reached = sharing(all_records() if hidden else records)
+    owned = mine.union(*(r.info.ids for r in reached))
     unowned = [t for t in tensors if id(t) not in owned]
     # `fully_shard` may compute with float16 copies of float32 parameters.
-    if task == -1 and inputs is None and not (records or of_loss.last_info.is_sharded):
+    is_alone = len(unowned) == len(tensors) and not (hidden or of_loss.info.is_sharded)
+    if task == -1 and inputs is None and is_alone:
         _check_not_half(unowned)
-    if any(isinstance(t, Parameter) for t in unowned):
+    if any(isinstance(t, Parameter) for t in unowned) and (sharded := sharded_records()):
         # `fully_shard` computes with its own parameters, and moves their gradients.
-        sharded = [r.last_info.ids for r in all_records() if r.last_info.is_sharded]
-        mine = mine.union(*sharded)
-        if sharded:
-            unowned = [t for t in unowned if not isinstance(t, Parameter)]
-    return list(dict.fromkeys([of_loss, *records, *sharing(mine)])), unowned
-
-
-def _see_added_groups(record: GradientRecord) -> None:
-    """Has a record know the groups that were added since its last verb."""
-    count = sum(len(group["params"]) for group in record.inner.param_groups)
-    if count != len(record.last_info.parameters):
-        record.info()
+        reached = sharing([*reached, *sharded])
+        unowned = [t for t in unowned if not isinstance(t, Parameter)]
+    return reached, unowned
 
 
 def _check_not_half(unowned: Iterable[Tensor]) -> None:

@@ -350,6 +350,9 @@ class GradScaler(torch.amp.GradScaler):
         # An entry is made for what is asked for by index.
         if self._per_optimizer_states.get(id(optimizer), {}).get("stage") is OptState.UNSCALED:
             self._share_overflows()
+        record = self._record_of(optimizer)
+        # Hooks of the step may clear them.
+        is_gone = not record.info.groups and record.info.first_gradient() is None
         alone = _skips_by_itself(optimizer) and not fused.takes_a_scaler(optimizer.step)
         step = self._step_that_skips_by_itself if alone else super().step
         result: float | None = step(optimizer, *args, **kwargs)
@@ -359,8 +362,8 @@ class GradScaler(torch.amp.GradScaler):
             self._count(optimizer, entry, found)
         # After the step, whose hooks may write what observers save.
         self._notify(entry["skipped"], optimizer)
-        is_empty, first_steps = entry.get("is_empty", False), self._record_of(optimizer).first_steps
-        first_steps.made(optimizer, is_empty, self._scaled_since_update)
+        is_empty = entry.get("is_empty", False) or (is_gone and not bool(entry["skipped"]))
+        record.first_steps.made(optimizer, is_empty, self._scaled_since_update)
         return result
 
     def _step_that_skips_by_itself(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -25,35 +25,56 @@ from lossscale.torch.gradients import OverflowCheck, stamps
 from lossscale.torch.optimizer_list import watch_step
 from lossscale.torch.ranks import ParameterInfo
 from lossscale.torch.scale import Flag, LossScale, Multiplier
-from lossscale.torch.scaling import CPU, scalar
 
 if TYPE_CHECKING:
     from lossscale.torch.engine import StepDecision
 
-_DIVIDED = "_divided_by_lossscale"
-"""The mark of a gradient that a deleted wrapper divided: its id, and its version since then."""
 ONE_FOR_SEVERAL = "Make one for both: LossScaleOptimizer([optimizer, other])."
 
 _lock = threading.RLock()
 """Held while numbers change: autograd runs hooks in a thread for each device."""
 _records: set[weakref.ref[GradientRecord]] = set()
+_owners: dict[int, set[weakref.ref[GradientRecord]]] = {}
+"""By the id of each parameter, the records that have it."""
+_sharded: set[weakref.ref[GradientRecord]] = set()
+_shared: set[int] = set()
+"""The ids of parameters that more than one record has."""
+
+
+def _living(references: Iterable[weakref.ref[GradientRecord]]) -> list[GradientRecord]:
+    # A list of the references first: other threads make optimizers meanwhile.
+    return [record for each in list(references) if (record := each()) is not None]
+
+
+def is_only_one() -> bool:
+    """Whether there is one record."""
+    return len(_records) == 1
 
 
 def all_records() -> list[GradientRecord]:
     """The records of all optimizers."""
-    # A list of the references first: other threads make optimizers meanwhile.
-    return [record for each in list(_records) if (record := each()) is not None]
+    return _living(_records)
 
 
-def sharing(ids: frozenset[int]) -> list[GradientRecord]:
-    """The records that have one of these parameters, share one with such a record, and so on."""
-    found: list[GradientRecord] = []
-    rest = all_records()
-    while more := [r for r in rest if not r.last_info.ids.isdisjoint(ids)]:
-        rest = [r for r in rest if r.last_info.ids.isdisjoint(ids)]
-        found += more
-        ids = ids.union(*(r.last_info.ids for r in more))
-    return found
+def sharded_records() -> list[GradientRecord]:
+    """The records of parameters that a model does not compute with itself, as of FSDP."""
+    return _living(_sharded)
+
+
+def owning(ids: Iterable[int]) -> list[GradientRecord]:
+    """The records that have one of these parameters."""
+    return _living(dict.fromkeys(ref for each in ids for ref in _owners.get(each, ())))
+
+
+def sharing(records: Iterable[GradientRecord]) -> list[GradientRecord]:
+    """These records, those that have a parameter in common with one of them, and so on."""
+    found: dict[GradientRecord, None] = {}
+    rest = list(records)
+    for record in rest:
+        if record not in found:
+            found[record] = None
+            rest += owning(record.info.ids & _shared)
+    return list(found)
 
 
 class BackwardPass:
@@ -83,8 +104,8 @@ class GradientRecord:
 
     | event | method | sets | clears |
     |---|---|---|---|
-    | a loss is about to add | `receive` | `has_own_loss` if own, `strays` unless unscaled after | |
-    | | | the pass, `running` | `decision`, `is_cleared` |
+    | a loss is about to add | `receive` | `has_own_loss` if own, `running` | `decision`, |
+    | | | | `is_cleared` |
     | | `put_on` | `multiplier` | |
     | a loss is not seen | `note_unseen_loss` | `has_unseen_loss`, `has_own_loss` | `is_cleared` |
     | | its first use | `multiplier` | `has_unseen_loss` |
@@ -93,29 +114,26 @@ class GradientRecord:
     | all processes have decided | `note_decision` | `decision`, `last_check` | `has_unseen_loss` |
     | a step is over | `note_step` | `after_skip`, if gradients stay that it may have skipped | as |
     | | | | `reset`, and `multiplier` |
-    | `zero_grad` | `note_zero_grad` | `is_cleared` if own losses were checked, | as `clear`, but |
-    | | | else `is_lost` | an unseen loss stays |
+    | `zero_grad` | `note_zero_grad` | `is_cleared` if own losses were checked, | `multiplier`; |
+    | | | `is_lost` if no skip was counted | as `reset`, but an unseen loss stays |
     | another process has scaled | `hold`, of all that share | `multiplier` | `decision` |
-    | a state is loaded | `restart` | `has_own_loss`; as `hold` | as `reset` |
-    | a group is added | `info` | `unknown`, or `last_check` | `multiplier` |
+    | a state is loaded | `restart` | | as `settle` and `reset` |
+    | a group is added | `see_parameters` | `info`, or `last_check` | `multiplier` |
 
-    `reset` clears what is known of one step: `last_check`, `decision`, `running` and all flags but
-    `strays`. `clear` clears `multiplier`, `after_skip` and `unknown` as well.
+    `reset` clears what is known of one step: `last_check`, `decision`, `running` and all flags.
 
     Args:
         inner: The optimizer.
         scale: The loss scale.
         process_group: As `ranks.groups_of` takes it.
-        factor: What multiplies the gradients of a copy; 0 if there are none.
 
     Attributes:
         rule: The rule that moves the loss scale.
         leave_out: A weak reference to what counts a step that was left out.
-        last_info: What `info` returned last. A verb calls `info` once, and then reads this.
+        info: Facts about the parameters that the last verb has seen.
         multiplier: What multiplies all gradients, those that are assigned later included; None if
             they are unscaled.
         running: A weak reference to the backward pass that adds to them; None if none began.
-        before_pass: The stamp of a single parameter's gradient before that pass.
         last_check: The result of checking unscaled gradients; None if they were not checked.
         decision: The decision of all processes, if `unscale_` or a step made one.
         has_unseen_loss: Whether a loss was scaled whose `backward` cannot be seen, in compiled code
@@ -123,72 +141,99 @@ class GradientRecord:
         has_own_loss: Whether the optimizer itself scaled a loss; other optimizers' losses may
             reach its parameters too.
         is_cleared: Whether `zero_grad` was called after gradients of its own losses were checked.
-        is_lost: Whether it was called before they were, since the last step.
+        is_lost: Whether `zero_grad` cleared those of its own losses since the last step, and that
+            was no skip.
         after_skip: If gradients stay after a step that may have been skipped: the id and the
             version of the last one, and whether the step was skipped.
         left_behind: Whether the next loss began with gradients of a skipped step.
-        strays: Whether a pass may have left gradients of no optimizer scaled.
-        unknown: Parameters of a new group that may have brought such gradients.
         warned: Whether the user was warned of a step without a scaled loss.
     """
 
-    leave_out: weakref.WeakMethod[Callable[[], None]]
+    leave_out: weakref.WeakMethod[Callable[[], bool]]
 
-    def __init__(
-        self, inner: Optimizer, scale: LossScale, process_group: ranks.Groups, factor: float = 0.0
-    ) -> None:
+    def __init__(self, inner: Optimizer, scale: LossScale, process_group: ranks.Groups) -> None:
         self.inner, self.scale, self.rule = inner, scale, scale.rule
-        self.process_group = process_group
-        self.warned = self.strays = False
+        self.process_group, self.warned = process_group, False
         self.multiplier: Multiplier | None = None
-        self.unknown: ParameterInfo | None = None
-        self.last_info = ParameterInfo([], [])
+        self.info = ParameterInfo([], [])
         self.reset()
         info = ParameterInfo(ranks.parameters_of(inner), process_group)
-        _records.add(weakref.ref(self, _records.discard))
-        if factor:
-            self.last_info = info
-            self.restart(factor)
-        else:
-            self._take(info)
+        self._reference = weakref.ref(self, _records.discard)
+        _records.add(self._reference)
+        others = owning(info.ids)
+        if others:
+            self._put(others[0].multiplier)
+        unowned = info.without(frozenset().union(*(r.info.ids for r in sharing(others))))
+        self._take(info, are_unscaled=unowned.first_gradient() is not None)
 
     def __del__(self) -> None:
         """Divides gradients that no other record knows of."""
         multiplier = getattr(self, "multiplier", None)
-        if multiplier is None or sys.is_finalizing():
+        if sys.is_finalizing() or not hasattr(self, "_reference"):
             return
-        others = [r for r in all_records() if r.multiplier is multiplier and r is not self]
-        known = frozenset().union(*(r.last_info.ids for r in others))
+        self._own(frozenset())
+        if multiplier is None:
+            return
+        others = [r for r in _multiplied_by(multiplier) if r is not self]
         # A record that shares some may be deleted at the same time.
-        divided = {id(p) for p in self.last_info.parameters if _was_divided(p.grad)}
-        info = self.last_info.without(known | divided)
+        info = self.info.without(multiplier.divided.union(*(r.info.ids for r in others)))
+        multiplier.divided |= info.ids
         # Gradients in float16 stay: no wrapper divides them.
         with contextlib.suppress(GradientsError):
             _divide(info, multiplier, checks=False)
-            for gradient in info.gradients():
-                setattr(gradient, _DIVIDED, (id(gradient), gradient._version))
 
-    def info(self) -> ParameterInfo:
-        """Facts about the parameters that the optimizer has now."""
+    # --- The parameters -----------------------------------------------------------------------
+
+    def see_parameters(self, *, are_cleared: bool = False) -> None:
+        """Sees the parameters that the optimizer has now; called once in each verb.
+
+        Args:
+            are_cleared: Whether no gradient is left.
+
+        Raises:
+            CallOrderError: If a new group brings gradients. Then nothing is changed.
+        """
         parameters = ranks.parameters_of(self.inner)
-        if not self.last_info.is_of(parameters):
+        if not self.info.is_of(parameters):
+            if not are_cleared:
+                self._check_no_new_gradients(parameters)
             self._take(ParameterInfo(parameters, self.process_group))
-        return self.last_info
 
-    def _take(self, info: ParameterInfo) -> None:
+    def note_added_group(self) -> None:
+        """Sees an added group, unless it changes what gradients are: then the next verb does."""
+        ids = frozenset(map(id, ranks.parameters_of(self.inner)))
+        others = owning(ids - self.info.ids)
+        if all(record.multiplier is self.multiplier for record in others):
+            # Gradients that it brings can still be cleared.
+            with contextlib.suppress(CallOrderError):
+                self.see_parameters()
+
+    def _take(self, info: ParameterInfo, *, are_unscaled: bool = False) -> None:
         """Has other parameters from now on, whose gradients have the same number as its own."""
-        before = self.last_info.ids
-        others = [r for r in sharing(info.ids - before) if r is not self]
-        if others and not before:
-            self.multiplier = others[0].multiplier
-        new = info.without(before.union(*(r.last_info.ids for r in others)))
-        are_unscaled = info.ids != before and new.first_gradient() is not None
-        if are_unscaled and (self.strays or self.decision):
-            self.unknown, are_unscaled = new, False
+        others = [r for r in sharing(owning(info.ids - self.info.ids)) if r is not self]
         if are_unscaled or any(r.multiplier is not self.multiplier for r in others):
             for record in [self, *others]:
                 record.settle()
-        self.last_info = info
+        self._own(info.ids)
+        self.info = info
+        if info.is_sharded:
+            _sharded.add(self._reference)
+
+    def _own(self, ids: frozenset[int]) -> None:
+        """Enters the record for its new parameters, and removes it from its old ones."""
+        with _lock:
+            for each in self.info.ids ^ ids:
+                owners = _owners.setdefault(each, set())
+                (owners.add if each in ids else owners.discard)(self._reference)
+                (_shared.add if len(owners) > 1 else _shared.discard)(each)
+                if not owners:
+                    del _owners[each]
+
+    def _put(self, multiplier: Multiplier | None) -> None:
+        self.multiplier = multiplier
+        if multiplier is not None:
+            multiplier.records.add(self._reference)
+            multiplier.divided -= self.info.ids
 
     def reset(self) -> None:
         """Starts again, after a step or when the gradients were cleared."""
@@ -196,21 +241,8 @@ class GradientRecord:
         self.decision: StepDecision | None = None
         self.has_unseen_loss = self.has_own_loss = self.is_cleared = self.is_lost = False
         self.running: weakref.ref[BackwardPass] | None = None
-        self.before_pass: gradients.Stamps | None = None
         self.after_skip: tuple[int, int, Flag] | None = None
         self.left_behind: Flag = False
-
-    def clear(self) -> None:
-        """The gradients of all parameters were cleared: none is scaled any more."""
-        partners = self._partners()
-        self.unknown = self.multiplier = None
-        self.reset()
-        for record in partners:
-            record.settle()
-
-    def _partners(self) -> list[GradientRecord]:
-        """The records of scaled gradients that share parameters with this one, itself included."""
-        return [] if self.multiplier is None else sharing(self.info().ids)
 
     # --- What the gradients are ---------------------------------------------------------------
 
@@ -226,10 +258,10 @@ class GradientRecord:
     def is_alone(self) -> bool:
         """Whether the gradients are scaled and unchecked, and no other record has their number."""
         self._adopt_unseen_loss()
-        self.check_arrived()
+        self.check_no_pass()
         if self.multiplier is None or self.last_check is not None:
             return False
-        return all(r is self or r.multiplier is not self.multiplier for r in all_records())
+        return _multiplied_by(self.multiplier) == [self]
 
     def pass_now(self) -> BackwardPass | None:
         """The backward pass that adds to the gradients now."""
@@ -242,12 +274,9 @@ class GradientRecord:
         """A pass is about to add to the gradients, of an own loss or another optimizer's."""
         self.decision, self.is_cleared = None, False
         self.has_own_loss |= own
-        self.strays |= backward_pass.task != -1
         # A pass within another one may add to what the other one adds to.
         if self.pass_now() is None:
             self.running = weakref.ref(backward_pass)
-            is_single = len(self.last_info.parameters) == 1
-            self.before_pass = stamps(self.last_info) if is_single else None
 
     def settle(self) -> None:
         """Divides and checks the gradients, with all that the same number multiplies."""
@@ -256,19 +285,19 @@ class GradientRecord:
             multiplier = self.multiplier
             if multiplier is None:
                 return
-            records = [r for r in all_records() if r.multiplier is multiplier]
+            records = _multiplied_by(multiplier)
             if any(r.pass_now() for r in records):
                 # The gradients of the other records are not complete.
-                records = sharing(self.last_info.ids)
+                records = sharing([self])
             for record in records:
-                record.check_arrived()
-                if record.last_info.has_half:
-                    gradients.check_can_be_divided(record.last_info, record.inner)
+                record.check_no_pass()
+                if record.info.has_half:
+                    gradients.check_can_be_divided(record.info, record.inner)
             divided: frozenset[int] = frozenset()
             flags = []
             for record in records:
                 flags.append(record._unscale(multiplier, divided))
-                divided |= record.last_info.ids
+                divided |= record.info.ids
             for record in records:
                 record.multiplier = None
             pairs = list(zip(records, flags, strict=True))
@@ -278,7 +307,7 @@ class GradientRecord:
 
     def _unscale(self, multiplier: Multiplier, divided: frozenset[int]) -> Tensor:
         """Divides gradients that are not divided yet; whether any of the record's overflowed."""
-        info, checks = self.last_info, self.rule.checks_gradients
+        info, checks = self.info, self.rule.checks_gradients
         rest = info.without(divided)
         found = _divide(rest, multiplier, checks=checks)
         if checks and rest is not info:
@@ -298,15 +327,16 @@ class GradientRecord:
         self.has_unseen_loss, self.multiplier = False, None
 
     def hold(self, multiplier: Multiplier) -> None:
-        """Another process has scaled the loss, or a state says what multiplies the gradients."""
-        for record in sharing(self.last_info.ids):
-            record.multiplier, record.decision = multiplier, None
+        """Another process has scaled the loss."""
+        for record in sharing([self]):
+            record._put(multiplier)
+            record.decision = None
 
     def note_check(self, overflow: Tensor) -> None:
         """Gradients were checked; an overflow stays until the next step."""
         if self.last_check is not None:
             overflow = gradients.any_overflow([self.last_check.overflow, overflow])
-        self.last_check = OverflowCheck.of(overflow, stamps(self.last_info), self.last_info)
+        self.last_check = OverflowCheck.of(overflow, stamps(self.info), self.info)
 
     def note_unseen_loss(self) -> None:
         """A loss was scaled whose `backward` cannot be seen."""
@@ -314,13 +344,14 @@ class GradientRecord:
         self.is_cleared = False
 
     def _adopt_unseen_loss(self) -> None:
-        if not self.has_unseen_loss or self.last_info.first_gradient() is None:
+        if not self.has_unseen_loss or self.info.first_gradient() is None:
             return
         self.has_unseen_loss, scale, now = False, self.scale, self.multiplier
         if now is None:
             # A new one, which a CUDA graph reads in each replay.
-            self.multiplier = Multiplier(scale.scale_on(scale.home), self.rule, scale.number)
-            put_on(sharing(self.last_info.ids), self.multiplier)
+            multiplier = Multiplier(scale.scale_on(scale.home), self.rule, scale.number)
+            self._put(multiplier)
+            put_on(sharing([self]), multiplier)
         elif now is not scale.multiplier and (now.number is None or now.number != scale.number):
             raise GradientsError(
                 "Compiled code scaled a loss by another number than multiplies the gradients. "
@@ -337,26 +368,37 @@ class GradientRecord:
         self.has_unseen_loss = False
         self.decision = decision
         if overflow is not None:
-            self.last_check = OverflowCheck.of(overflow, None, self.last_info)
+            self.last_check = OverflowCheck.of(overflow, None, self.info)
 
     def note_step(self, decision: StepDecision) -> None:
         """A step is over."""
         self.reset()
         self.multiplier = None
-        last = None if decision.apply is True else self.last_info.last_gradient()
+        last = None if decision.apply is True else self.info.last_gradient()
         if last is not None:
             # By the id: nothing keeps a gradient between steps.
             self.after_skip = id(last), last._version, decision.skipped
 
-    def note_zero_grad(self) -> None:
-        """`zero_grad` was called."""
+    def note_zero_grad(self, is_counted: bool) -> None:
+        """`zero_grad` was called, and a skipped step was counted or not."""
         # The `backward` of a loss that nobody sees is still to come.
-        unseen = self.has_unseen_loss
-        own, was_checked = self.has_own_loss, self.last_check is not None
-        is_lost = self.is_lost or (own and not was_checked)
-        self.clear()
+        unseen, own = self.has_unseen_loss, self.has_own_loss
+        is_cleared = own and self.last_check is not None
+        is_lost = self.is_lost or (own and not is_counted)
+        partners = sharing([self]) if self.multiplier is not None else []
+        self.multiplier = None
+        self.reset()
+        for record in partners:
+            record.settle()
         self.has_unseen_loss = self.has_own_loss = unseen
-        self.is_cleared, self.is_lost = was_checked and own, is_lost
+        self.is_cleared, self.is_lost = is_cleared, is_lost
+        self.see_parameters(are_cleared=True)
+
+    def restart(self) -> None:
+        """A state was loaded: what was known of the step is forgotten."""
+        if self.info.first_gradient() is not None:
+            self.settle()
+        self.reset()
 
     # --- Steps that are left out --------------------------------------------------------------
 
@@ -371,11 +413,11 @@ class GradientRecord:
         """
         if self.after_skip is not None:
             # Infinite gradients that stay are no overflow of this loss.
-            last, (*key, skipped) = self.last_info.last_gradient(), self.after_skip
+            last, (*key, skipped) = self.info.last_gradient(), self.after_skip
             stay = last is not None and key == [id(last), last._version]
             self.after_skip, self.left_behind = None, skipped if stay else False
         adds_up = self.multiplier is not None and self.multiplier is multiplier
-        if self.last_check is None or adds_up or not self.last_check.is_gone(self.last_info):
+        if self.last_check is None or adds_up or not self.last_check.is_gone(self.info):
             return False
         leave_out = self.leave_out()
         if leave_out is not None:
@@ -389,7 +431,7 @@ class GradientRecord:
             return
         if self.account_for_last_step():
             self.has_unseen_loss = self.has_own_loss = True
-        elif self.last_check.stamps in (None, stamps(self.info())):
+        elif self.last_check.stamps in (None, stamps(self.info)):
             self.has_unseen_loss = False
         else:
             raise CallOrderError(
@@ -413,7 +455,7 @@ class GradientRecord:
 
     def check_unscaled(self, name: str, optimizer: Optimizer) -> None:
         """Checks that a method of an inner optimizer finds no scaled gradients."""
-        if not self.is_scaled or self.info().first_gradient() is None:
+        if not self.is_scaled or self.info.first_gradient() is None:
             return
         raise CallOrderError(
             f"{name}() of {type(optimizer).__name__} would use gradients that are multiplied "
@@ -422,30 +464,41 @@ class GradientRecord:
             "LossScaleOptimizer."
         )
 
-    def check_no_new_group(self) -> None:
-        """Checks that no gradient came with a group that was added after the last loss."""
-        if self.unknown is None or self.unknown.first_gradient() is None:
-            self.unknown = None
-            return
-        raise CallOrderError(
-            "A parameter group with gradients was added after a loss was scaled. It is unknown "
-            "whether these gradients are scaled. Clear them before you add the group, for example "
-            "by model.zero_grad()."
-        )
+    def check_can_be_saved(self) -> None:
+        """Checks, before a state is saved or copied, that no gradients are scaled.
+
+        Raises:
+            CallOrderError: If some are, or a new group has brought gradients.
+        """
+        parameters = ranks.parameters_of(self.inner)
+        self._check_no_new_gradients(parameters)
+        # Those of a group that no verb has seen may belong to another wrapper.
+        others = owning(set(map(id, parameters)) - self.info.ids)
+        if any(r.is_scaled and r.info.first_gradient() is not None for r in [self, *others]):
+            raise CallOrderError(
+                "Gradients that are multiplied by the loss scale are not saved. Call unscale_() "
+                "first, or save or copy the optimizer after step()."
+            )
+
+    def _check_no_new_gradients(self, parameters: Iterable[Tensor]) -> None:
+        if any(p.grad is not None and id(p) not in _owners for p in parameters):
+            raise CallOrderError(
+                "A parameter group was added whose parameters have gradients. It is unknown "
+                "whether these are scaled. Clear them, for example by model.zero_grad()."
+            )
 
     def check_can_clear(self) -> None:
         """Checks that no backward pass is still to add to the gradients."""
-        for record in self._partners():
-            record.check_arrived()
+        for record in sharing([self]) if self.multiplier is not None else ():
+            record.check_no_pass()
 
-    def check_arrived(self) -> None:
-        """Checks, within a backward pass, that it has added the gradient of the one parameter."""
-        if self.pass_now() is None or self.before_pass not in (None, stamps(self.last_info)):
-            return
-        raise CallOrderError(
-            "step() was called in a backward pass before all gradients have arrived. Call "
-            "it after the backward pass, or make an optimizer for each parameter."
-        )
+    def check_no_pass(self) -> None:
+        """Checks that no backward pass is still to add to the gradients."""
+        if self.pass_now() is not None:
+            raise CallOrderError(
+                "step() was called in a backward pass, before all gradients have arrived. Call it "
+                "after the backward pass."
+            )
 
     def check_can_receive(self, multiplier: Multiplier, task: int) -> None:
         """Checks that no other pass is still adding to the gradients, which a loss reaches."""
@@ -464,45 +517,10 @@ class GradientRecord:
             "Call backward() of this loss after that pass."
         )
 
-    # --- Saved between `backward` and `step` --------------------------------------------------
 
-    def gradient_factor(self) -> float:
-        """What multiplies the gradients, for a state: 1 if unscaled, 0 if no loss made any."""
-        if self.info().first_gradient() is None or self.no_loss_scaled():
-            return 0.0
-        unseen = self.scale.multiplier if self.has_unseen_loss else None
-        multiplier = self.multiplier or unseen
-        return 1.0 if multiplier is None else multiplier.value()
-
-    def check_restart(self, factor: float) -> None:
-        """Checks, before a state is loaded, that it says what multiplies the gradients.
-
-        Raises:
-            CallOrderError: If those that are there are multiplied by another number.
-        """
-        is_scaled = self.multiplier is not None and self.info().first_gradient() is not None
-        if factor and is_scaled and factor != self.gradient_factor():
-            raise CallOrderError(
-                f"{factor:g} multiplied the gradients when this state was saved, and another "
-                "number multiplies them now. Call optimizer.zero_grad() before "
-                "load_state_dict(), and restore the gradients after it."
-            )
-
-    def restart(self, factor: float) -> None:
-        """Starts with the gradients of a state, which a factor multiplies; 0 if there are none.
-
-        They may be assigned before or after this.
-        """
-        info, now = self.info(), self.multiplier
-        if not factor and info.first_gradient() is not None:
-            self.settle()
-        elif factor and (now is None or factor != now.value()):
-            if any(map(_was_divided, info.gradients())):
-                # By a wrapper that was deleted since.
-                factor = 1.0
-            self.hold(Multiplier(scalar(factor, CPU), self.rule, factor))
-        self.reset()
-        self.has_own_loss = bool(factor)
+def _multiplied_by(multiplier: Multiplier) -> list[GradientRecord]:
+    """The records whose gradients a number multiplies."""
+    return [r for r in _living(multiplier.records) if r.multiplier is multiplier]
 
 
 def put_on(records: Iterable[GradientRecord], multiplier: Multiplier) -> None:
@@ -511,14 +529,14 @@ def put_on(records: Iterable[GradientRecord], multiplier: Multiplier) -> None:
         records = [r for r in records if r.multiplier is not multiplier]
         for record in records:
             record.settle()
-        there = [r.last_info.ids for r in all_records() if r.multiplier is multiplier]
+        there = [r.info.ids for r in _multiplied_by(multiplier)]
         multiplied: frozenset[int] = frozenset().union(*there)
         for record in records:
-            info = record.last_info.without(multiplied)
+            info = record.info.without(multiplied)
             if info.first_gradient() is not None:
                 gradients.multiply(info, multiplier)
-            multiplied |= record.last_info.ids
-            record.multiplier = multiplier
+            multiplied |= record.info.ids
+            record._put(multiplier)
 
 
 def _divide(
@@ -533,10 +551,3 @@ def _divide(
         checks=checks,
         recheck=multiplier.may_be_below_one(),
     )
-
-
-def _was_divided(gradient: Tensor | None) -> bool:
-    """Whether a wrapper divided a gradient when it was deleted, and nothing changed it since."""
-    # A copy has the mark, too, and another id.
-    mark = getattr(gradient, _DIVIDED, None)
-    return gradient is not None and mark == (id(gradient), gradient._version)

@@ -25,7 +25,8 @@ from lossscale.torch.scaling import CPU, real_parts, scalar, unscaled, widened
 if TYPE_CHECKING:
     from lossscale.torch.scale import Multiplier
 
-_DTYPE, _GRAD = operator.attrgetter("dtype"), operator.attrgetter("grad")
+_DTYPE = operator.attrgetter("dtype")
+_IS_NEGATED = Tensor.is_neg
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _PLAIN_TYPES = frozenset({Tensor, Parameter})
 _ONE = functools.partial(scalar, 1.0)
@@ -83,10 +84,11 @@ def collect(
         # One loop in C for each property: a loop over tuples takes twice the time.
         with ranks.UNSEEN():
             dtypes = set(map(_DTYPE, grads))
-        fits = len(dtypes) == 1 and dtypes <= _IN_PLACE
-        if dtypes == _BFLOAT16:
-            fits = not any(map(ranks.is_widened, info.parameters))
-        if fits and not share_memory(grads, info):
+            fit = _IN_PLACE | {torch.float16} if allow_float16 else _IN_PLACE
+            are_ready = len(dtypes) == 1 and dtypes <= fit and not any(map(_IS_NEGATED, grads))
+        if dtypes == _BFLOAT16 and not allow_float16:
+            are_ready = are_ready and not any(map(ranks.is_widened, info.parameters))
+        if are_ready and not share_memory(grads, info):
             return Gradients(grads, [grads], [grads])
     if not allow_float16:
         check_can_be_divided(info)
@@ -98,16 +100,6 @@ def collect(
                     parameter.grad = parameter.grad.clone()
         given = _all_dense(info, allow_float16, sums)
     return given
-
-
-def lie_as_before(info: ParameterInfo) -> bool:
-    """Whether all gradients lie where they were found to share no memory."""
-    try:
-        with ranks.UNSEEN():
-            return info.places == list(map(Tensor.data_ptr, map(_GRAD, info.parameters)))
-    except (RuntimeError, TypeError):
-        # One is sparse, or None.
-        return False
 
 
 def share_memory(tensors: Sequence[Tensor], info: ParameterInfo) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar, cast, overload
 
 import torch
@@ -140,10 +140,8 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
         clip_norm = checked_clip_norm(clip_norm)
         check_decide(decide, inner)
         scale = _new_scale(rule, inner, decide)
-        numbers = state_dicts.take_numbers(scale, inner)
-        engine = Engine(inner, scale, clip_norm, process_group)
-        self._start(engine, name or "loss_scale_optimizer")
-        self._start_from(numbers)
+        state_dicts.restore(scale, state_dicts.take_numbers(scale, inner))
+        self._start(Engine(inner, scale, clip_norm, process_group), name or "loss_scale_optimizer")
 
     def _start(self, engine: Engine, name: str) -> None:
         self.name, self._rule, self._inner, self._engine = name, engine.rule, engine.inner, engine
@@ -156,6 +154,8 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
             if living_wrapper(each) is None:
                 remember_wrapper(each, self)
         engine.record.watch_steps()
+        for each in parts_of(engine.inner):
+            state_dicts.watch_loads(each, self)
 
     @property
     def inner_optimizer(self) -> Optimizer:
@@ -172,6 +172,15 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
     def __bool__(self) -> bool:
         # An optimizer is true, also one without a length.
         return True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group to the inner optimizer.
+
+        Args:
+            param_group: A dictionary with `params`, and settings for them.
+        """
+        self.inner_optimizer.add_param_group(param_group)
+        self._record.note_added_group()
 
     # --- Backward -----------------------------------------------------------------------------
 
@@ -216,8 +225,8 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
             >>> optimizer.step()
         """
         record = self._record
-        check_backpropagated(loss, record.inner, record.info().has_half)
-        self._adopt_loaded()
+        record.see_parameters()
+        check_backpropagated(loss, record.inner, record.info.has_half)
         multiplier = self._engine.scale.multiplier
         finish = prepare_backward(loss, multiplier, record, BackwardPass(-1), inputs)
         try:
@@ -251,7 +260,6 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
             check_not_scaled(loss)
-            self._adopt_loaded()
         if not is_compiling and is_seen(loss):
             multiplier = scale.multiplier
             scaled = widened(loss) * multiplier.scale_on(loss.device)
@@ -270,7 +278,7 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
         record = self._record
         record.check_unscaled(name, self.inner_optimizer)
         check = record.last_check
-        if check is not None and not check.is_gone(record.info()) and bool(check.overflow > 0):
+        if check is not None and not check.is_gone(record.info) and bool(check.overflow > 0):
             raise CallOrderError(
                 f"{name}() of {type(self.inner_optimizer).__name__} would use gradients that "
                 "overflowed. Call it only if optimizer.backward(loss) returned true. Otherwise "
@@ -325,14 +333,11 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
     def _take_step(self, **more: Any) -> Any:
         """Decides on the gradients as they are now, applies or skips them, moves the scale."""
         record, engine = self._record, self._engine
-        self._adopt_loaded()
+        self._take_loaded(self._inner, by_hook=False)
+        record.see_parameters()
         record.account_for_unseen_backward()
-        if record.decision is None:
-            decision = engine.decide()
-        else:
-            record.info()
-            record.check_no_new_group()
-            decision = engine.clipped(record.decision)
+        known = record.decision
+        decision = engine.decide() if known is None else engine.clipped(known)
         if decision.nobody_scaled:
             self._check_scaled()
             if decision.apply is not False and fused.is_dummy_step(self.inner_optimizer):
@@ -361,27 +366,29 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
         """Warns of a step with gradients that nobody has scaled."""
         # After `backward` and `zero_grad` they may be a combination of gradients that were kept.
         if not (self._record.warned or self._record.is_cleared):
-            given = gradients.collect(self._record.info())
+            given = gradients.collect(self._record.info)
             if any(t.any() for group in given.dense_groups for t in group):
                 self._warn(_NOTHING_SCALED)
 
-    def _leave_out(self) -> None:
-        """Accounts for a step that is left out: it counts if it would have been skipped."""
+    def _leave_out(self) -> bool:
+        """Accounts for a step that is left out: counts it, if it would have been skipped."""
         decision = self._engine.decision_if_left_out()
-        if decision is not None and bool(decision.skipped):
-            self._notify_decided(decision)
-            self._finish(decision._replace(apply=False), keep=True)
+        if decision is None or not bool(decision.skipped):
+            return False
+        self._notify_decided(decision)
+        self._finish(decision._replace(apply=False), keep=True)
+        return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all parameters, as the inner optimizer does it.
 
         After a `backward` or an `unscale_` that found an overflow, the step is skipped by that.
         """
-        self._record.check_can_clear()
-        if self._record.last_check is not None:
-            self._leave_out()
+        record = self._record
+        record.check_can_clear()
+        is_counted = record.last_check is not None and self._leave_out()
         zero_grad(self.inner_optimizer, set_to_none)
-        self._record.note_zero_grad()
+        record.note_zero_grad(is_counted)
 
     def register_step_skipped_hook(
         self, hook: Callable[[LossScaleOptimizer], object]
@@ -440,7 +447,7 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
     def _unscale_(self) -> StepDecision:
         """Unscales the gradients before the step, for code that reads or changes them."""
         record, engine = self._record, self._engine
-        self._adopt_loaded()
+        record.see_parameters()
         record.account_for_unseen_backward()
         if record.decision is not None:
             return record.decision
@@ -448,7 +455,7 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
         if decision.empty:
             # Gradients of a later `backward` still have to be divided.
             return decision
-        info = record.last_info
+        info = record.info
         if decision.nobody_scaled:
             self._warn(_NOTHING_SCALED)
             if not info.is_given:
@@ -540,10 +547,12 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
 
         Returns:
             The dictionary of the inner optimizer. Its first parameter group also holds
-            `loss_scale`, `loss_scale_good_steps`, `loss_scale_steps_skipped`,
-            `loss_scale_iterations` and `loss_scale_of_gradients`, Python numbers. The last one
-            says what multiplies the gradients between `backward` and `step`, and is 0 at other
-            times. The inner optimizer can load it.
+            `loss_scale`, `loss_scale_good_steps`, `loss_scale_steps_skipped` and
+            `loss_scale_iterations`, Python numbers. The inner optimizer can load it.
+
+        Raises:
+            CallOrderError: If gradients are scaled, between `scale_loss(loss).backward()` and
+                `unscale_` or `step`.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -551,9 +560,9 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
             >>> optimizer.state_dict()["param_groups"][0]["loss_scale"]
             32768.0
         """
-        self._adopt_loaded()
-        saved = self.inner_optimizer.state_dict()
-        return state_dicts.with_numbers(saved, self._engine.scale, self._record.gradient_factor())
+        self._take_loaded(self._inner, by_hook=False)
+        self._record.check_can_be_saved()
+        return state_dicts.with_numbers(self.inner_optimizer.state_dict(), self._engine.scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` of a LossScaleOptimizer or of a plain optimizer returned.
@@ -568,38 +577,42 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
             ValueError: If it does not match the parameter groups, or a value of the loss scale is
                 not a number. Then nothing is changed.
             StateDictError: If it is not the state of an optimizer.
-            CallOrderError: If it was saved between `backward` and `step`, and the gradients that
-                are here now are multiplied by another scale.
         """
         scale, inner = self._engine.scale, self.inner_optimizer
         rest, numbers = state_dicts.without_numbers(state_dict, scale, inner)
-        factor = numbers.pop("of_gradients", 0.0)
-        self._record.check_restart(factor)
+        self._record.see_parameters()
         inner.load_state_dict(rest)
-        self._record.restart(factor)
+        self._record.restart()
         state_dicts.restore(scale, numbers)
 
-    def _start_from(self, numbers: dict[str, float]) -> None:
-        """Starts from numbers that an optimizer has loaded beside its own state."""
-        if numbers:
-            self._record.restart(numbers.pop("of_gradients", 0.0))
-            state_dicts.restore(self._engine.scale, numbers)
-
-    def _adopt_loaded(self) -> None:
-        """Adopts the loss scale, if `inner_optimizer.load_state_dict` has loaded one.
-
-        Raises:
-            CallOrderError: If it was called between `backward` and `step`.
-        """
-        engine = self._engine
-        if not state_dicts.has_loaded(engine.inner):
-            return
-        if not self._record.no_loss_scaled():
+    def _check_load(self, state_dict: Mapping[str, Any]) -> None:
+        """Checks, before the inner optimizer itself loads a state, a loss scale in it."""
+        numbers = state_dicts.loaded_numbers(state_dict, self._engine.scale)
+        if numbers and not self._record.no_loss_scaled():
             raise CallOrderError(
-                "The inner optimizer loaded a loss scale between backward() and step(). Call "
-                "load_state_dict() of the LossScaleOptimizer, which knows of the gradients."
+                "The inner optimizer was to load a loss scale between backward() and step(). Call "
+                "load_state_dict() of the LossScaleOptimizer."
             )
-        self._start_from(state_dicts.take_numbers(engine.scale, engine.inner))
+
+    def _take_loaded(self, inner: Optimizer, *, by_hook: bool) -> None:
+        """Takes over a loss scale that an inner optimizer itself has loaded.
+
+        Args:
+            inner: The optimizer.
+            by_hook: Whether a hook of the load calls this. Some optimizers call none.
+        """
+        scale = self._engine.scale
+        if not state_dicts.has_numbers(inner.param_groups):
+            return
+        numbers = state_dicts.take_numbers(scale, inner)
+        if by_hook:
+            self._record.restart()
+            state_dicts.restore(scale, numbers)
+        else:
+            warn(
+                "The loss scale in the state was not loaded: load_state_dict() of "
+                f"{type(inner).__name__} calls no hooks. Call that of the LossScaleOptimizer."
+            )
 
     @property
     def loss_scale_state(self) -> state_dicts.LossScaleState:
@@ -608,30 +621,27 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
         `StateDictOptions(flatten_optimizer_state_dict=True)` drops the loss scale from the
         optimizer's dictionary. Save `{"loss_scale": optimizer.loss_scale_state}` as well.
         """
-        self._adopt_loaded()
         return state_dicts.LossScaleState(self._engine.scale)
 
     def __getstate__(self) -> dict[str, Any]:
         # Attributes that users have set as well; but not the methods that schedulers and trainers
         # have replaced, which refer to this optimizer.
-        self._adopt_loaded()
-        engine, numbers = self._engine, self._engine.scale.numbers()
+        self._record.check_can_be_saved()
+        engine = self._engine
         own = {
             name: value
             for name, value in self.__dict__.items()
             if not (name in _NOT_COPIED or hasattr(type(self), name))
         }
         made_of = engine.inner, engine.rule, engine.clip_norm, self.process_group, self.decide
-        numbers["of_gradients"] = self._record.gradient_factor()
-        return {**own, "made_of": made_of, "numbers": numbers}
+        return {**own, "made_of": made_of, "numbers": engine.scale.numbers()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = dict(state)
         inner, rule, clip_norm, process_group, decide = own.pop("made_of")
-        numbers = own.pop("numbers")
-        scale, factor = _new_scale(rule, inner, decide), numbers["of_gradients"]
-        state_dicts.restore(scale, numbers)
-        self._start(Engine(inner, scale, clip_norm, process_group, factor), own["name"])
+        scale = _new_scale(rule, inner, decide)
+        state_dicts.restore(scale, own.pop("numbers"))
+        self._start(Engine(inner, scale, clip_norm, process_group), own["name"])
         self.__dict__.update(own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LossScaleOptimizer:

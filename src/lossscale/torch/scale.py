@@ -7,6 +7,7 @@ graphs keep a reference to it, and stay valid when the scale changes.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
 
@@ -35,10 +36,16 @@ class Multiplier:
         scale: float32 scalar tensor that is never changed.
         rule: The rule of the loss scale.
         number: The scale as a Python float; None if only the device knows it.
+
+    Attributes:
+        records: References to the records whose gradients it has multiplied.
+        divided: The ids of parameters whose gradients were divided by it when a record died.
     """
 
     def __init__(self, scale: Tensor, rule: ScaleRule, number: float | None) -> None:
         self._scale, self.rule, self.number = scale, rule, number
+        self.records: set[weakref.ref[Any]] = set()
+        self.divided: frozenset[int] = frozenset()
         self._scales: dict[torch.device, Tensor] = {}
         self._reciprocals: dict[torch.device, Tensor] = {}
 
@@ -56,10 +63,6 @@ class Multiplier:
         if device not in self._reciprocals:
             self._reciprocals[device] = self.scale_on(device).reciprocal()
         return self._reciprocals[device]
-
-    def value(self) -> float:
-        """The scale as a Python float, for which the host may wait."""
-        return float(self._scale) if self.number is None else self.number
 
     def may_be_below_one(self) -> bool:
         """Whether the scale may be below 1, so that dividing by it can overflow."""
@@ -295,7 +298,7 @@ class FirstSteps:
     """Warns of an optimizer without any gradient, and refuses one that reads others."""
 
     def __init__(self) -> None:
-        self.without, self._is_first, self._is_silent = 0, True, False
+        self.without, self._is_first = 0, True
 
     def check(self, parameters: Iterable[Tensor]) -> None:
         """Checks, before a first step, that the optimizer reads `.grad`.
@@ -309,18 +312,23 @@ class FirstSteps:
                 "scale. Use it without a LossScaleOptimizer, in float32 or bfloat16."
             )
 
-    def made(self, inner: Optimizer, empty: bool, is_scaled: bool) -> None:
-        """Counts scaled losses in a row that left no gradient, and warns of the third, once."""
-        self._is_first &= empty
-        if not empty:
-            self.without = 0
+    def made(self, inner: Optimizer, is_empty: bool, is_scaled: bool) -> None:
+        """Counts steps of scaled losses in a row without a gradient, and warns of the third.
+
+        Args:
+            inner: The optimizer.
+            is_empty: Whether no parameter has a gradient.
+            is_scaled: Whether the optimizer scaled a loss since the last step.
+        """
+        if not is_empty:
+            self.without, self._is_first = 0, False
         elif is_scaled and any(p.requires_grad for p in parameters_of(inner)):
             self.without += 1
-        if self.without == _NO_GRADIENTS and not self._is_silent:
-            self._is_silent = True
-            warn(
-                f"No parameter of {type(inner).__name__} got a gradient from the last "
-                f"{_NO_GRADIENTS} losses, so nothing trains. Make the optimizer with parameters of "
-                "the model that computes the loss, after it is moved, wrapped or replaced. Do not "
-                "clear gradients that are not finite: step() skips them and lowers the scale."
-            )
+            if self.without == _NO_GRADIENTS:
+                warn(
+                    f"No parameter of {type(inner).__name__} had a gradient after the last "
+                    f"{_NO_GRADIENTS} losses, so nothing trains. Either the model computes with "
+                    "other parameters: make the optimizer after the model is moved, wrapped or "
+                    "replaced. Or gradients were cleared before step(): leave those that are not "
+                    "finite to step(), which skips them and lowers the scale."
+                )

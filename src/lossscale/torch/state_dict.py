@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import reprlib
-from collections.abc import Mapping
-from typing import Any
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
@@ -21,11 +22,12 @@ from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule, ScaleState
 from lossscale.torch.scale import Counts, LossScale
 
+if TYPE_CHECKING:
+    from lossscale.torch.optimizer import LossScaleOptimizer
+
 _PREFIX = "loss_scale"
 _OVERFLOWS = f"{_PREFIX}_overflows"
 """The key of a count that only some rules save. The others ignore it in a dictionary."""
-_OF_GRADIENTS = f"{_PREFIX}_of_gradients"
-"""The key of what multiplies the gradients: not 0 if a state was saved before their step."""
 _OF_A_SCALER = {
     "scale": _PREFIX,
     "_growth_tracker": f"{_PREFIX}_good_steps",
@@ -47,18 +49,17 @@ def numbers_of(scale: LossScale) -> dict[str, Any]:
 
 def _names(scale: LossScale) -> set[str]:
     """The keys in a saved parameter group that may hold a value of the loss scale."""
-    return {*scale.names, _OVERFLOWS, _OF_GRADIENTS}
+    return {*scale.names, _OVERFLOWS}
 
 
-def with_numbers(saved: Mapping[str, Any], scale: LossScale, factor: float) -> dict[str, Any]:
+def with_numbers(saved: Mapping[str, Any], scale: LossScale) -> dict[str, Any]:
     """Adds the values of a loss scale to the state dictionary of its optimizer.
 
     Args:
         saved: The state dictionary.
         scale: The loss scale.
-        factor: What multiplies the gradients; 0 if there are none.
     """
-    numbers = {**numbers_of(scale), _OF_GRADIENTS: factor}
+    numbers = numbers_of(scale)
     if not saved.get("param_groups"):
         # The optimizer writes a format of its own.
         return {**saved, _PREFIX: numbers}
@@ -95,9 +96,35 @@ def without_numbers(
     return {**known, "param_groups": without}, checked_numbers(groups[0], scale)
 
 
-def has_loaded(inner: Optimizer) -> bool:
-    """Whether an optimizer itself has loaded the wrapper's state."""
-    return any(_PREFIX in group for group in inner.param_groups)
+def has_numbers(groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether parameter groups have the values of a loss scale."""
+    return any(_PREFIX in group for group in groups)
+
+
+def loaded_numbers(state_dict: Mapping[str, Any], scale: LossScale) -> dict[str, float]:
+    """The checked values in a state that an optimizer itself loads; empty if there are none."""
+    groups = [group for group in state_dict.get("param_groups", ()) if has_numbers([group])]
+    return checked_numbers(groups[0], scale) if groups else {}
+
+
+def watch_loads(inner: Optimizer, wrapper: LossScaleOptimizer) -> None:
+    """Has a wrapper, while it lives, check and take what its inner optimizer itself loads."""
+    # An object with the interface of an optimizer may have no hooks.
+    if not hasattr(inner, "_optimizer_load_state_dict_post_hooks"):
+        return
+    reference = weakref.ref(wrapper)
+
+    def check(_: Optimizer, state_dict: dict[str, Any]) -> None:
+        if (owner := reference()) is not None:
+            owner._check_load(state_dict)
+
+    def take(optimizer: Optimizer) -> None:
+        # The one that has loaded: a `MasterWeights` around it is in the middle of its own load.
+        if (owner := reference()) is not None:
+            owner._take_loaded(optimizer, by_hook=True)
+
+    inner.register_load_state_dict_pre_hook(check)
+    inner.register_load_state_dict_post_hook(take)
 
 
 def take_numbers(scale: LossScale, inner: Optimizer) -> dict[str, float]:
@@ -130,7 +157,7 @@ def checked_numbers(saved: Mapping[str, Any], scale: LossScale) -> dict[str, flo
         ArgumentError: If one of them is not a number.
     """
     checked = {}
-    for name, meant in (*scale.names.items(), (_OF_GRADIENTS, "of_gradients")):
+    for name, meant in scale.names.items():
         if saved.get(name) is None:
             continue
         try:

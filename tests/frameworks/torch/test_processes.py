@@ -11,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forks import Program
 from frameworks.torch import cases_of_processes as cases
+from frameworks.torch.support import parameter, sgd, wrapped
 from lossscale.errors import ArgumentTypeError
 from lossscale.torch import GradScaler, LossScaleOptimizer, engine
 from lossscale.torch.ranks import agreed, groups_of, local
@@ -152,3 +153,17 @@ def test_what_is_local_and_without_a_group_the_number_is_the_one_found(mesh):
     ):
         found, is_scaled = agreed(torch.tensor(overflow), has_gradients, False, ())
         assert (found.item(), is_scaled.item()) == (expected, 0.0)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("has_group", [False, True])
+@pytest.mark.usefixtures("mesh")
+def test_an_overflow_whose_gradients_were_cleared_is_a_step_of_the_loss_that_scaled(has_group, own):
+    """The generator's loss reaches the critic, which has had none of its own."""
+    ours, theirs = parameter(), parameter()
+    settings = {"process_group": distributed.group.WORLD if has_group else None}
+    generator, critic = wrapped(sgd(ours), **settings), wrapped(sgd(theirs), **settings)
+    (critic if own else generator).backward((ours * theirs).sum() * torch.inf)
+    theirs.grad = None
+    critic.step()
+    assert (critic.steps_skipped, critic.iterations) == (own, own)

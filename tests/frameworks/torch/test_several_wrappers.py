@@ -1,7 +1,7 @@
-"""Losses that reach the parameters of several wrappers, passes within passes, groups, row by row.
+"""Losses that reach the parameters of several wrappers and passes within passes, row by row.
 
-test_scaled_gradients.py has random programs of their calls. The oracle is plain training, or what
-is computed by hand.
+test_scaled_gradients.py has random programs of their calls, of groups and of deleted wrappers. The
+oracle is plain training, or what is computed by hand.
 """
 
 import gc
@@ -13,7 +13,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import lossscale
-from frameworks.torch.support import alone, derive, ends_as_without_scaling, parameter, sgd, wrapped
+from frameworks.torch.support import alone, derive, parameter, sgd, wrapped
+from lossscale.torch.gradient_record import GradientRecord
 
 WAYS = ["verb", "scale_loss"]
 each_way = pytest.mark.parametrize(
@@ -188,26 +189,6 @@ def test_a_step_that_is_left_out_after_an_overflow_lowers_the_scale_and_counts(
     assert other is None or int(other.steps_skipped) == 0
 
 
-# Groups that are added.
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("other_way", WAYS)
-@pytest.mark.parametrize("shares", [False, True])
-@ends_as_without_scaling
-def test_a_group_whose_gradients_another_wrapper_has_brought(wrap, shares, other_way, way):
-    """Its own loss is still scaled when the group comes."""
-    first, late, other = (parameter() for _ in range(3))
-    optimizer = wrap(sgd(first, lr=0.5))
-    another = wrap(sgd(other, *[late] * shares, lr=0.25), initial_scale=8.0)
-    derive(optimizer, (first * first).sum(), way)
-    optimizer.add_param_group({"params": [late]})
-    derive(another, (first * late * other).sum(), other_way)
-    optimizer.step()
-    another.step()
-    return [p.tolist() for p in (first, late, other)]
-
-
 # Backward passes within others.
 
 
@@ -241,46 +222,6 @@ def test_a_loss_within_the_backward_pass_of_another_is_right_or_refused(
         return
     with pytest.raises(lossscale.errors.GradientsError, match=r"still running|already scaled"):
         run(lambda inner: wrapped(inner, decide=decide))
-
-
-HOOKS = {
-    "step": lambda o, p: o.step(),
-    "unscale": lambda o, p: (o.unscale_(), o.step()),
-    "clip": lambda o, p: (o.unscale_(), torch.nn.utils.clip_grad_norm_([p], 0.25), o.step()),
-}
-
-
-@each_way
-@pytest.mark.parametrize("does", HOOKS)
-@pytest.mark.parametrize("clears", [False, True])
-@pytest.mark.parametrize("losses", [1, 2])
-def test_wrappers_of_each_parameter_that_step_in_the_backward_pass(
-    losses, clears, does, way, decide
-):
-    def run(wrap):
-        torch.manual_seed(0)
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-        optimizers = {p: wrap(sgd(p, lr=0.5, fused=True)) for p in model.parameters()}
-
-        def hook(p):
-            if hooked:
-                if wrap is alone:
-                    optimizers[p].unscale_ = lambda: None
-                HOOKS[does](optimizers[p], p)
-                if clears:
-                    optimizers[p].zero_grad()
-
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(hook)
-        first = next(iter(optimizers.values()))
-        for _ in range(3):
-            for number in range(losses):
-                hooked = number == losses - 1
-                derive(first, model(x).square().mean(), way)
-        return [p.tolist() for p in model.parameters()]
-
-    assert run(lambda inner: wrapped(inner, decide=decide)) == run(alone)
 
 
 def hooked(tensor, call):
@@ -346,16 +287,25 @@ CALLS = {
 @each_way
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("has_arrived", [False, True])
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_a_call_in_a_pass_before_all_gradients_have_arrived_is_refused(
-    accumulates, several, call, way, decide
+def test_a_call_of_its_optimizer_in_a_backward_pass_is_refused(
+    accumulates, has_arrived, several, call, way, decide
 ):
+    """Also if the gradient of its only parameter has arrived."""
     given = [parameter(), parameter()]
     optimizer = wrapped(sgd(*given[: 1 + several], lr=0.5, fused=True), decide=decide)
     if accumulates:
         derive(optimizer, given[0].sum(), way)
+    loss = given[0].square()
+    if has_arrived:
+        handle = given[0].register_post_accumulate_grad_hook(lambda _: CALLS[call](optimizer))
+    else:
+        loss = hooked(loss, lambda: CALLS[call](optimizer))
     with pytest.raises(lossscale.errors.CallOrderError, match="before all gradients have arrived"):
-        derive(optimizer, hooked(given[0].square(), lambda: CALLS[call](optimizer)).sum(), way)
+        derive(optimizer, loss.sum(), way)
+    if has_arrived:
+        handle.remove()
     assert [p.tolist() for p in given] == [[1.0, 1.0]] * 2
     optimizer.zero_grad()
     derive(optimizer, given[0].sum(), way)
@@ -364,36 +314,6 @@ def test_a_call_in_a_pass_before_all_gradients_have_arrived_is_refused(
 
 
 # Wrappers that come and go.
-
-
-@each_way
-@pytest.mark.parametrize("loads", [False, True])
-@pytest.mark.parametrize("order", ["deleted first", "made first"])
-@pytest.mark.parametrize("shares", [False, True])
-def test_a_wrapper_that_is_deleted_between_its_loss_and_its_step(shares, order, loads, way, decide):
-    def made(initial_scale):
-        inner = sgd(weight, lr=0.25, fused=True)
-        return wrapped(inner, decide=decide, initial_scale=initial_scale)
-
-    weight, own = parameter(), parameter()
-    optimizer = made(2.0**15)
-    other = wrapped(sgd(own, weight, lr=0.25, fused=True)) if shares else None
-    derive(optimizer, weight.sum(), way)
-    state = optimizer.state_dict()
-    gone = weakref.ref(optimizer._record)
-    if order == "deleted first":
-        del optimizer
-        assert gone() is None
-    optimizer = made(8.0)
-    assert gone() is None
-    if loads:
-        optimizer.load_state_dict(state)
-    derive(optimizer, weight.sum(), way)
-    optimizer.step()
-    assert weight.tolist() == [0.5, 0.5]
-    if other is not None:
-        other.step()
-        assert (weight.tolist(), own.tolist()) == ([0.0, 0.0], [1.0, 1.0])
 
 
 @pytest.mark.parametrize("other", ["none", "scales"])
@@ -407,6 +327,19 @@ def test_a_wrapper_made_over_gradients_of_different_scales_takes_each_as_it_is(o
     both = wrapped(sgd(*given, lr=0.5))
     both.step()
     assert [each.tolist() for each in given] == [[0.5, 0.5]] * 2
+
+
+def test_each_wrapper_of_a_parameter_that_is_deleted_divides_what_another_has_scaled():
+    """By the same number, which lasts from one step of the other to the next."""
+    given = [parameter(), parameter()]
+    first = wrapped(sgd(given[0]))
+    for _ in range(2):
+        second = wrapped(sgd(given[1]))
+        derive(first, sum(p.sum() for p in given), "scale_loss")
+        del second
+        assert given[1].grad.tolist() == [1.0, 1.0]
+        first.step()
+        given[1].grad = None
 
 
 def test_wrappers_that_are_deleted_at_the_same_time_divide_once():
@@ -477,3 +410,26 @@ def test_an_unseen_loss_that_adds_to_gradients_of_another_scale_is_refused():
     given[0].grad += second.scale_loss(torch.ones(2))
     with pytest.raises(lossscale.errors.GradientsError, match="Make one for both"):
         second.step()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_visits_no_record_of_wrappers_that_its_loss_does_not_reach(way, monkeypatch):
+    """So that its time does not grow with the wrappers that are alive."""
+    others = [wrapped(sgd(parameter())) for _ in range(20)]
+    weight, unowned = parameter(), parameter()
+    optimizer, partner = wrapped(sgd(weight, lr=0.5)), wrapped(sgd(weight, lr=0.5))
+    visited = []
+
+    class Seen(GradientRecord):
+        def __getattribute__(self, name):
+            visited.append(self)
+            return super().__getattribute__(name)
+
+    for each in (*others, partner):
+        each._record.__class__ = Seen
+    for factor in (1.0, unowned):
+        optimizer.zero_grad()
+        derive(optimizer, (weight * factor).sum(), way)
+        optimizer.step()
+    assert weight.tolist() == [0.0, 0.0]
+    assert set(map(id, visited)) == {id(partner._record)}

@@ -1,8 +1,8 @@
 """State dictionaries: into and out of the plain optimizer and other scalers, damaged, flattened."""
 
 import copy
-import itertools
 import json
+import pickle
 import warnings
 
 import pytest
@@ -26,14 +26,14 @@ from frameworks.torch.support import (
     parameters,
     scale_and_tracker,
     sgd,
-    snapshot,
     step,
     through_a_file,
     with_scaler,
     wrapped,
 )
-from lossscale import DynamicScale, FixedScale, LossScaleWarning
+from lossscale import FixedScale, LossScaleWarning
 from lossscale.errors import ArgumentError, CallOrderError, StateDictError
+from lossscale.torch import MasterWeights
 from lossscale.torch.grad_scaler import GradScaler
 
 PLAIN = torch.optim.Adam([torch.ones(1)]).param_groups[0]
@@ -65,66 +65,114 @@ def test_the_numbers_are_in_the_first_group_and_are_plain(decide):
         assert set(loaded.param_groups[0]) == set(PLAIN)
 
 
-VERBS_AFTER = {
-    "backward": lambda o, loss: o.backward(loss),
-    "scale_loss": lambda o, loss: o.scale_loss(loss),
-    "step": lambda o, loss: o.step(),
-    "unscale_": lambda o, loss: o.unscale_(),
-    "state_dict": lambda o, loss: o.state_dict(),
-    "loss_scale_state": lambda o, loss: o.loss_scale_state,
-    "copy": lambda o, loss: copy.deepcopy(o),
+class Hookless(torch.optim.Adam):
+    """Calls no hooks when it loads, as optimizers do that write their own method."""
+
+    def load_state_dict(self, state_dict):
+        self.param_groups[0].update({**state_dict["param_groups"][0], **self.param_groups[0]})
+
+
+LOADING = {
+    "SGD": lambda given: sgd(*given, momentum=0.5, fused=True),
+    "list": lambda given: [torch.optim.Adam([p], fused=True) for p in given],
+    "masters": lambda given: MasterWeights(torch.optim.AdamW(given, fused=True)),
+    "no hooks": lambda given: Hookless(given, fused=True),
 }
 
 
-@pytest.mark.parametrize("verb", VERBS_AFTER)
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("kind", LOADING)
+@pytest.mark.parametrize("is_copied", [False, True])
 @pytest.mark.parametrize("decide", ["host", "device"])
-def test_what_the_inner_optimizer_loads_is_taken_over_at_the_next_verb(verb, parts, decide):
+def test_a_loss_scale_that_the_inner_optimizer_itself_loads_is_taken_over(kind, is_copied, decide):
     def new():
         given = parameters(*SHAPES)
-        inner = [torch.optim.Adam(some, fused=True) for some in (given[:1], given[1:])]
-        inner = inner if parts == 2 else torch.optim.Adam(given, fused=True)
-        return given, wrapped(inner, decide=decide)
+        return given, wrapped(LOADING[kind](given), decide=decide)
 
     given, optimizer = new()
     step(optimizer, given, [g * torch.nan for g in ONES])
     step(optimizer, given, ONES)
     saved = through_a_file(optimizer.state_dict())
     given, loaded = new()
+    loaded = copy.deepcopy(loaded) if is_copied else loaded
+    given = [p for group in loaded.param_groups for p in group["params"]]
     loaded.inner_optimizer.load_state_dict(saved)
-    VERBS_AFTER[verb](loaded, sum(p.sum() for p in given))
-    assert float(loaded.loss_scale) == 2.0**14
-    assert (int(loaded.steps_skipped), int(loaded.iterations)) == (1, 2)
-    assert all(set(group) == set(PLAIN) for group in loaded.param_groups)
-    # Within a step it is an error, and the scale that multiplied the gradients stays.
-    loaded.backward(sum(p.sum() for p in given))
-    loaded.inner_optimizer.load_state_dict({**saved})
-    with pytest.raises(CallOrderError, match=r"load_state_dict\(\) of the LossScaleOptimizer"):
-        loaded.step()
+    is_taken = kind != "no hooks"
+    if not is_taken:
+        # The first of these calls warns, and takes the numbers out.
+        with pytest.warns(LossScaleWarning, match="not loaded.*Hookless calls no hooks"):
+            (loaded.step if is_copied else loaded.state_dict)()
+        loaded.state_dict()
+    assert float(loaded.loss_scale) == (2.0**14 if is_taken else 2.0**15)
+    assert (int(loaded.steps_skipped), int(loaded.iterations)) == ((1, 2) if is_taken else (0, 0))
+    assert not any(set(KEYS) & set(group) for group in loaded.param_groups)
+    if not is_taken:
+        return
+    # Between a scaled loss and its step it is refused, and changes nothing.
+    for way in ("verb", "scale_loss"):
+        derive(loaded, sum(p.sum() for p in given), way)
+        before = bits([loaded.inner_optimizer.state_dict(), [p.grad for p in given]])
+        with pytest.raises(CallOrderError, match=r"load_state_dict\(\) of the LossScaleOptimizer"):
+            loaded.inner_optimizer.load_state_dict(saved)
+        assert bits([loaded.inner_optimizer.state_dict(), [p.grad for p in given]]) == before
     loaded.load_state_dict(saved)
-    assert all(set(group) == set(PLAIN) for group in loaded.param_groups)
+    assert not any(set(KEYS) & set(group) for group in loaded.param_groups)
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(["wrap", "load", "assign"])))
-def test_an_optimizer_that_loads_a_state_saved_within_a_step_itself(order):
+COPIES = copy.copy, copy.deepcopy, pickle.dumps
+
+
+@pytest.mark.parametrize("decide", ["host", "device"])
+@pytest.mark.parametrize("way", ["verb", "scale_loss", "unscaled"])
+def test_states_and_copies_are_refused_while_gradients_are_scaled(way, decide):
     given = parameters(*SHAPES)
-    optimizer = wrapped(torch.optim.SGD(given, lr=0.5), initial_scale=8.0)
-    optimizer.scale_loss(sum(p.sum() for p in given)).backward()
-    saved, kept = copy.deepcopy((optimizer.state_dict(), [p.grad for p in given]))
-    given = parameters(*SHAPES)
-    before = [p.detach().clone() for p in given]
-    inner = resumed = torch.optim.SGD(given, lr=0.5)
-    for each in order:
-        if each == "wrap":
-            resumed = wrapped(inner)
-        elif each == "load":
-            inner.load_state_dict(saved)
-        else:
-            for p, gradient in zip(given, kept, strict=True):
-                p.grad = gradient
-    resumed.step()
-    assert bits(given) == bits([p - 0.5 for p in before])
-    assert float(resumed.loss_scale) == 8.0
+    optimizer = wrapped(sgd(*given, lr=0.5, fused=True), decide=decide, initial_scale=8.0)
+    for _ in range(2):
+        derive(optimizer, sum(p.sum() for p in given), way)
+        before = bits([p.grad for p in given])
+        for save in (*COPIES, lambda o: o.load_state_dict(copy.deepcopy(o.state_dict()))):
+            if way == "scale_loss":
+                with pytest.raises(
+                    CallOrderError, match=r"are not saved\. Call unscale_\(\) first"
+                ):
+                    save(optimizer)
+            else:
+                save(optimizer)
+            assert bits([p.grad for p in given]) == before
+        # The number of the loss scale is no gradient.
+        optimizer.loss_scale_state.load_state_dict(optimizer.loss_scale_state.state_dict())
+        optimizer.zero_grad()
+        for save in (*COPIES, lambda o: o.state_dict()):
+            save(optimizer)
+
+
+@pytest.mark.parametrize("adds", ["wrapper", "inner"])
+def test_a_copy_right_after_a_group_was_added_holds_no_scaled_gradients(adds):
+    """The group's tensor has gradients of another wrapper's scaled loss, which is not copied."""
+    a, b = (torch.ones(2, requires_grad=True) for _ in range(2))
+    first, second = (wrapped(sgd(own), initial_scale=8.0) for own in (a, b))
+    derive(first, a.sum(), "scale_loss")
+    (second if adds == "wrapper" else second.inner_optimizer).add_param_group({"params": [a]})
+    for given in ((first, second), first, second):
+        with pytest.raises(CallOrderError, match="are not saved"):
+            copy.deepcopy((given, a))
+    first.step()
+    assert [a.tolist(), b.tolist()] == [[0.0, 0.0], [1.0, 1.0]]
+
+
+def test_gradients_of_a_resumed_accumulation_are_checked_by_the_step():
+    """Nobody has scaled them then: the step warns, and the scale stays."""
+    given, optimizer = trained(steps=(True,))
+    optimizer.zero_grad()
+    for factor in (1.0, torch.inf):
+        derive(optimizer, sum(p.sum() for p in given) * factor)
+        saved, kept = copy.deepcopy((optimizer.state_dict(), [p.grad for p in given]))
+        _, resumed = trained(steps=())
+        resumed.load_state_dict(saved)
+        for p, gradient in zip(resumed.param_groups[0]["params"], kept, strict=True):
+            p.grad = gradient
+        with pytest.warns(LossScaleWarning, match="has scaled no loss"):
+            resumed.step()
+        assert (float(resumed.loss_scale), resumed.last_step_skipped) == (2.0**15, factor != 1.0)
 
 
 BATCH = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
@@ -137,12 +185,13 @@ def small():
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.filterwarnings("ignore:The optimizer has scaled no loss:lossscale.LossScaleWarning")
 @pytest.mark.parametrize("recipe", [False, True])
-@pytest.mark.parametrize("form", ["nested", "flat", "verb", "scale_loss", "unscaled"])
+@pytest.mark.parametrize("form", ["nested", "flat", "verb", "unscaled"])
 def test_torch_distributed_checkpoint_saves_the_scale(form, recipe, tmp_path):
     """In a nested dictionary with the optimizer; beside a flat one as the pages say.
 
-    Between a loss and its step, by three ways, the gradients are saved beside a nested one.
+    Between a loss and its step, by two ways, the unscaled gradients are saved beside a nested one.
     """
     flat, within = form == "flat", form not in ("nested", "flat")
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
@@ -208,55 +257,6 @@ def test_the_state_of_the_loss_scale_by_itself_and_a_fixed_scale_that_comes_from
     with warnings.catch_warnings(action="error"):
         fixed.load_state_dict(optimizer.state_dict())
     assert (float(fixed.loss_scale), fixed.iterations) == (8.0, 4)
-
-
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_a_state_with_gradients_of_another_scale_is_refused_before_anything_changes(order):
-    given, optimizer = trained(steps=(True,), rule=DynamicScale(8.0, growth_interval=1))
-    optimizer.zero_grad()
-    optimizer.scale_loss(sum(p.sum() for p in given)).backward()
-    saved, kept = copy.deepcopy(optimizer.state_dict()), [p.grad.clone() for p in given]
-    optimizer.step()
-    optimizer.zero_grad()
-    optimizer.scale_loss(sum(p.sum() for p in given)).backward()
-    before = snapshot(given, optimizer), bits(optimizer.state_dict())
-    with pytest.raises(CallOrderError, match=r"zero_grad\(\) before load_state_dict"):
-        optimizer.load_state_dict(saved)
-    assert (snapshot(given, optimizer), bits(optimizer.state_dict())) == before
-    optimizer.zero_grad()
-    for load in (False, True) if order == "before" else (True, False):
-        if load:
-            optimizer.load_state_dict(saved)
-            continue
-        for p, gradient in zip(given, kept, strict=True):
-            p.grad = gradient
-    optimizer.unscale_()
-    assert [p.grad.tolist() for p in given] == [torch.ones(shape).tolist() for shape in SHAPES]
-
-
-def test_a_state_says_what_multiplies_the_gradients_and_changes_none():
-    given = parameters(*SHAPES)
-    first, second = (wrapped(torch.optim.SGD(given, lr=0.5), initial_scale=s) for s in (8.0, 4.0))
-    third = wrapped(torch.optim.SGD([given[1]], lr=0.5), initial_scale=2.0)
-
-    def saved():
-        before = bits([p.grad for p in given])
-        states = [each.state_dict()["param_groups"][0] for each in (first, second, third)]
-        assert bits([p.grad for p in given]) == before
-        return [state["loss_scale_of_gradients"] for state in states]
-
-    assert saved() == [0.0, 0.0, 0.0]
-    first.scale_loss(given[0].sum()).backward()
-    # The third has no gradient yet.
-    assert saved() == [8.0, 8.0, 0.0]
-    second.scale_loss(given[1].sum()).backward()
-    assert saved() == [4.0, 4.0, 4.0]
-    first.backward(given[0].sum())
-    assert saved() == [1.0, 1.0, 1.0]
-    third.scale_loss(given[1].sum()).backward()
-    assert saved() == [2.0, 2.0, 2.0]
-    first.step()
-    assert saved() == [0.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("group", [0, 1])

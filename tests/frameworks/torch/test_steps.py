@@ -10,7 +10,10 @@ import warnings
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import lossscale
 from frameworks.torch.support import (
@@ -24,6 +27,7 @@ from frameworks.torch.support import (
     made,
     parameter,
     parameters,
+    raised_by,
     scaler,
     sgd,
     snapshot,
@@ -222,6 +226,34 @@ def test_a_kernel_does_not_divide_a_gradient_that_has_a_graph():
     gradient = weight.grad
     optimizer.step()
     assert (gradient.tolist(), weight.tolist()) == ([16.0, 16.0], [0.0, 0.0])
+
+
+REGISTER = {
+    "wrapper": lambda o: o.register_step_pre_hook,
+    "inner": lambda o: o.inner_optimizer.register_step_pre_hook,
+    "part": lambda o: o.inner_optimizer.optimizers[0].register_step_pre_hook,
+    "global": lambda o: register_optimizer_step_pre_hook,
+}
+
+
+@pytest.mark.parametrize("place", REGISTER)
+@pytest.mark.parametrize("kind", ["fixed", "float16", "masters"])
+def test_a_pre_hook_of_a_fused_optimizer_finds_unscaled_gradients(kind, place):
+    """So no kernel may divide them. Those of float16 parameters nothing else divides."""
+    dtype = torch.float32 if kind == "fixed" else torch.float16
+    weight, found = torch.nn.Parameter(torch.ones(2, dtype=dtype)), []
+    inner = torch.optim.SGD([weight], lr=0.5, fused=True)
+    inner = lossscale.torch.MasterWeights(inner) if kind == "masters" else inner
+    optimizer = wrapped([inner] if place == "part" else inner, rule=FixedScale(8.0))
+    optimizer.scale_loss(weight.float().sum()).backward()
+    handle = REGISTER[place](optimizer)(lambda *_: found.append(weight.grad.tolist()))
+    try:
+        error = raised_by(optimizer.step)
+    finally:
+        handle.remove()
+    is_refused = kind == "float16"
+    assert ("MasterWeights" in str(error)) == is_refused
+    assert (found, weight.tolist()) == (([], [1.0] * 2) if is_refused else ([[1.0] * 2], [0.5] * 2))
 
 
 class Raises(torch.optim.SGD):

@@ -313,6 +313,7 @@ def test_inner_methods_on_scaled_or_overflowed_gradients_are_an_error(name, seve
     a = leaf()
     inner = Methods([a])
     optimizer = wrapped([inner, Methods([leaf()])] if several else inner)
+    other, b = copy.deepcopy((optimizer, a))
     factor, way, words = (torch.inf, "verb", "overflowed") if overflows else (1, "scaled", "scale")
     derive(optimizer, (a * factor).sum(), way)
     with pytest.raises(CallOrderError, match=rf"{name}\(\) of .* would use gradients .*{words}"):
@@ -323,7 +324,7 @@ def test_inner_methods_on_scaled_or_overflowed_gradients_are_an_error(name, seve
         assert a.tolist() == [1.0, 2.0]
         return
     # A step by the inner name, on scaled gradients alone; of a copy, too.
-    other, b = copy.deepcopy((optimizer, a))
+    derive(other, b.sum(), way)
     for each, given in ((optimizer, a), (other, b)):
         one = each.optimizers[0] if several else each.inner_optimizer
         with pytest.raises(CallOrderError, match=r"step\(\) of Methods .*optimizer.backward\("):
@@ -393,37 +394,61 @@ def test_a_scaler_tells_optimizers_apart_that_are_equal_or_have_no_hash(cls, tog
     assert (a.tolist(), b.tolist()) == ([0.5, 1.5], [0.5, 1.5] if together else [0.0, 1.0])
 
 
+ROWS = {
+    **dict.fromkeys(("verb", "scale_loss", "unscaled"), wrapped),
+    "device": functools.partial(wrapped, decide="device"),
+    **dict.fromkeys(("scaler", "scaler, unscaled"), scaler),
+}
+
+
+def derive_by(kind, optimizer, loss):
+    derive(optimizer, loss, kind)
+    if kind == "scaler, unscaled":
+        optimizer.unscale()
+
+
+@pytest.mark.parametrize("clears", [None, "optimizer", "parameter"])
 @pytest.mark.parametrize("good", [0, 4])
-@pytest.mark.parametrize("kind", ["verb", "scale_loss", "device", "scaler"])
-def test_losses_without_a_gradient_are_warned_of_once(kind, good):
+@pytest.mark.parametrize("kind", ROWS)
+def test_three_losses_in_a_row_without_a_gradient_are_warned_of_once_in_each_row(
+    kind, good, clears
+):
+    """The losses are of another parameter, or the gradients are cleared before the step."""
     known, other, said = leaf(), leaf(), []
     inner = SGD([known], lr=0.5, fused=True)
-    by = {"scaler": scaler, "device": functools.partial(wrapped, decide="device")}
-    optimizer = by.get(kind, wrapped)(inner)
+    optimizer = ROWS[kind](inner)
     for number in range(22):
-        with warnings.catch_warnings(record=True, action="always") as caught:
-            train_step(optimizer, (known if number < good or number == 12 else other).sum(), kind)
-        said.append([str(each.message) for each in caught])
-    assert [number for number, each in enumerate(said) if each] == [good + 2]
-    assert "No parameter of SGD got a gradient from the last 3 losses" in said[good + 2][0]
-
-
-@pytest.mark.parametrize("clear", ["optimizer", "model"])
-@pytest.mark.parametrize("kind", ["verb", "unscaled", "scale_loss", "scaler"])
-def test_a_callback_that_clears_infinite_gradients_hides_no_overflow(kind, clear):
-    model, said = torch.nn.Linear(2, 1), []
-    inner = sgd(*model.parameters())
-    optimizer = scaler(inner) if kind == "scaler" else wrapped(inner)
-    for factor in (1.0, *[torch.inf] * 3):
+        is_good = number < good or number == 12
         optimizer.zero_grad()
         with warnings.catch_warnings(record=True, action="always") as caught:
-            derive(optimizer, model(torch.ones(1, 2)).sum() * factor, kind)
-            if factor != 1.0:
-                (optimizer if clear == "optimizer" else model).zero_grad()
+            derive_by(kind, optimizer, (known if is_good or clears else other).sum())
+            if not is_good and clears == "optimizer":
+                optimizer.zero_grad()
+            elif not is_good:
+                known.grad = None
             optimizer.step()
-        said += [str(each.message) for each in caught]
-    skipped = (optimizer.scaler if kind == "scaler" else optimizer).steps_skipped
-    assert (skipped, len(said)) == ((3, 0) if kind in ("verb", "unscaled") else (0, 1))
+        said += [(number, str(each.message)) for each in caught]
+    assert [number for number, _ in said] == [good + 2, 15]
+    for _, words in said:
+        assert "No parameter of SGD had a gradient after the last 3 losses" in words
+
+
+@pytest.mark.parametrize("clears", ["optimizer", "parameter"])
+@pytest.mark.parametrize("kind", ROWS)
+def test_an_overflow_that_was_known_when_its_gradients_were_cleared_is_a_skipped_step(kind, clears):
+    weight = leaf()
+    optimizer = ROWS[kind](SGD([weight], lr=0.5, fused=True))
+    is_known = kind in ("verb", "unscaled", "scaler, unscaled")
+    for factor in (1.0, torch.inf, torch.inf):
+        optimizer.zero_grad()
+        derive_by(kind, optimizer, weight.sum() * factor)
+        if factor != 1.0 and clears == "optimizer":
+            optimizer.zero_grad()
+        elif factor != 1.0:
+            weight.grad = None
+        optimizer.step()
+    skipped = getattr(optimizer, "scaler", optimizer).steps_skipped
+    assert (int(skipped), weight.tolist()) == (2 * is_known, [0.5, 1.5])
 
 
 def trained_critic_first(a, b):
@@ -465,6 +490,8 @@ PLACES = {
     "one tensor": lambda a, b: (a, a),
     "a view": lambda a, b: (a, a.view(a.shape)),
     "detached": lambda a, b: (a, a.detach()),
+    # As `torch.autograd.grad` returns that of a complex conjugate.
+    "negated": lambda a, b: (a, torch._neg_view(-b)),
     # Both share the rows in the middle.
     "overlap": lambda a, b: ((whole := torch.cat([a, b]))[: len(a)], whole[1 : len(a) + 1]),
 }
@@ -473,6 +500,7 @@ SETTINGS = {
     "device": {"decide": "device"},
     "fixed": {"rule": lossscale.FixedScale(8.0)},
     "needs": {"rule": lossscale.FixedScale(8.0, skip_nonfinite=True)},
+    "clips": {"clip_norm": 2.0**30},
 }
 SHARED = [
     *((name, place, way, "host", 0) for name in LOSSES for place in PLACES for way in WAYS),
@@ -481,7 +509,13 @@ SHARED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "place", "way", "settings", "first"), SHARED)
+# After `backward` nothing of a fixed scale reads them, and PyTorch's fused kernel refuses them.
+REFUSED = [("squared", "negated", "verb", "fixed", first) for first in (0, 6)]
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "way", "settings", "first"), [row for row in SHARED if row not in REFUSED]
+)
 def test_gradients_that_share_memory_or_are_views(name, place, way, settings, first):
     def run(wrap):
         a, b = torch.arange(6.0).reshape(2, 3).requires_grad_(), torch.ones(2, 3).requires_grad_()
@@ -491,6 +525,9 @@ def test_gradients_that_share_memory_or_are_views(name, place, way, settings, fi
             derive(optimizer, LOSSES[name](a, b), "scaled" if way == "unscaled" else way)
             if number >= first:
                 a.grad, b.grad = PLACES[place](a.grad, b.grad)
+            if wrap is alone:
+                # A fused kernel of PyTorch's cannot.
+                b.grad = b.grad.resolve_neg()
             if way == "unscaled" and wrap is not alone:
                 optimizer.unscale_()
             optimizer.step()
