@@ -428,7 +428,8 @@ def compressed(folder):
 def left_out(folder):
     """A batch that is bad on the last process, with the lines of docs/troubleshooting.md."""
     page = (pages.DOCS / "troubleshooting.md").read_text(encoding="utf-8")
-    [lines] = [block for block in re.findall(r"```py\n(.*?)```", page, re.S) if "all_reduce" in block]
+    blocks = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    [lines] = [block for block in blocks if "all_reduce" in block]
     loop = "for batch in batches:\n    loss = loss_of(batch)\n{}    train(loss)\n"
     program = loop.format(textwrap.indent(lines, "    "))
 
