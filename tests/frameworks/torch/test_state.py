@@ -389,7 +389,7 @@ BAD = {
     "none": (None, StateDictError, "dictionary"),
     "another kind": ({"state": {}, "param_groups": []}, StateDictError, "'state', 'param_groups'"),
     "the wrapper's": ({"loss_scale": 5.0}, StateDictError, NO_SCALER),
-    "no number": ({"scale": "high"}, StateDictError, "'scale'.*'high'"),
+    "no number": ({"scale": "high"}, ArgumentError, "`scale`.*'high'"),
     "growth": ({"scale": 2.0, "growth_factor": 0.5}, ArgumentError, "growth_factor"),
     "interval": ({"scale": 2.0, "growth_interval": 0}, ArgumentError, "growth_interval"),
     "wrapper, no number": (changed(loss_scale="high"), ArgumentError, NO_NUMBER),
