@@ -42,14 +42,6 @@ class InnerAttributes(Wrapper):
     state: Any = _of_inner("state")
     defaults: dict[str, Any] = _of_inner("defaults")
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group to the inner optimizer.
-
-        Args:
-            param_group: A dictionary with `params`, and settings for them.
-        """
-        self.inner_optimizer.add_param_group(param_group)
-
     def _check_no_setting(self, name: str) -> None:
         setting = "lr" if name == "learning_rate" else name
         if setting == "lr" or any(setting in group for group in self.param_groups):

@@ -11,17 +11,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 
 from lossscale.errors import GradientsError
-from lossscale.torch import gradients, ranks
-from lossscale.torch.gradient_record import (
-    BackwardPass,
-    GradientRecord,
-    all_records,
-    is_only_one,
-    owning,
-    put_on,
-    sharded_records,
-    sharing,
-)
+from lossscale.torch import gradient_record, gradients, ranks
+from lossscale.torch.gradient_record import BackwardPass, GradientRecord
 from lossscale.torch.ranks import ParameterInfo
 from lossscale.torch.scale import Multiplier
 
@@ -95,7 +86,7 @@ def prepare_backward(
         A function that ends the pass and unscales all that it has added to, for `backward`.
     """
     task = backward_pass.task
-    if task != -1 and is_only_one():
+    if task != -1 and gradient_record.is_only_one():
         # All gradients that this pass leaves scaled belong to this wrapper, or to no wrapper.
         records, unowned = [of_loss], list[Tensor]()
     else:
@@ -104,7 +95,7 @@ def prepare_backward(
         record.check_can_receive(multiplier, task)
     for record in records:
         record.account_for_last_step(multiplier)
-    put_on(records, multiplier)
+    gradient_record.put_on(records, multiplier)
     for record in records:
         record.receive(backward_pass, own=record is of_loss)
     # Those of a pass that leaves gradients scaled stay scaled, too.
@@ -135,17 +126,19 @@ def _reached(
     else:
         tensors, hidden = [inputs] if isinstance(inputs, Tensor) else list(inputs), False
     mine = of_loss.info.ids
-    records = [of_loss, *owning([id(t) for t in tensors if id(t) not in mine])]
-    reached = sharing(all_records() if hidden else records)
+    records = [of_loss, *gradient_record.owning([id(t) for t in tensors if id(t) not in mine])]
+    reached = gradient_record.sharing(gradient_record.all_records() if hidden else records)
     owned = mine.union(*(r.info.ids for r in reached))
     unowned = [t for t in tensors if id(t) not in owned]
     # `fully_shard` may compute with float16 copies of float32 parameters.
     is_alone = len(unowned) == len(tensors) and not (hidden or of_loss.info.is_sharded)
     if task == -1 and inputs is None and is_alone:
         _check_not_half(unowned)
-    if any(isinstance(t, Parameter) for t in unowned) and (sharded := sharded_records()):
+    if any(isinstance(t, Parameter) for t in unowned) and (
+        sharded := gradient_record.sharded_records()
+    ):
         # `fully_shard` computes with its own parameters, and moves their gradients.
-        reached = sharing([*reached, *sharded])
+        reached = gradient_record.sharing([*reached, *sharded])
         unowned = [t for t in unowned if not isinstance(t, Parameter)]
     return reached, unowned
 

@@ -14,7 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from lossscale.common.signatures import signature_of
 from lossscale.torch import ranks
-from lossscale.torch.optimizer_list import OuterOptimizer
+from lossscale.torch.optimizer_list import OuterOptimizer, parts_of, with_parts
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """PyTorch's optimizers with fused kernels, which read `grad_scale` and `found_inf`."""
@@ -35,14 +35,9 @@ def can_skip(inner: Optimizer) -> bool:
 
 def can_unscale(inner: Optimizer) -> bool:
     """Whether the kernel may unscale: nothing else reads `.grad` before it."""
-    if isinstance(inner, OuterOptimizer):
-        return not _has_pre_hooks(inner) and all(map(can_unscale, inner.optimizers))
-    return (
-        can_skip(inner)
-        and steps_as_torch(inner)
-        and not _has_pre_hooks(inner)
-        and not torch_optimizer._global_optimizer_pre_hooks
-    )
+    are_torchs = all(can_skip(part) and steps_as_torch(part) for part in parts_of(inner))
+    has_global_hooks = bool(torch_optimizer._global_optimizer_pre_hooks)
+    return are_torchs and not has_global_hooks and not any(map(_has_pre_hooks, with_parts(inner)))
 
 
 def _has_pre_hooks(inner: Optimizer) -> bool:
@@ -69,9 +64,7 @@ def _steps_of_torch() -> list[Callable[..., object]]:
 
 def expects_attributes(inner: Optimizer) -> bool:
     """Whether an optimizer may need both attributes."""
-    if isinstance(inner, OuterOptimizer):
-        return any(map(expects_attributes, inner.optimizers))
-    return can_skip(inner) and not steps_as_torch(inner)
+    return any(can_skip(part) and not steps_as_torch(part) for part in parts_of(inner))
 
 
 @contextlib.contextmanager

@@ -196,9 +196,7 @@ class GradScaler(torch.amp.GradScaler):
         *,
         min_scale: float | None = None,
         max_scale: float | None = None,
-        process_group: torch.distributed.ProcessGroup
-        | Sequence[torch.distributed.ProcessGroup]
-        | None = None,
+        process_group: ranks.Groups = None,
     ) -> None:
         if issubclass(type(device), (int, float)):
             raise ScalerArgumentError(
@@ -596,7 +594,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             StateDictError: If it is empty or of another kind; nothing changes then.
-            ScalerArgumentError: If a factor in it cannot be used.
+            ScalerArgumentError: If a number in it cannot be used; nothing changes then.
         """
         if not self._enabled:
             return

@@ -107,6 +107,8 @@ class GradientRecord:
     | a loss is about to add | `receive` | `has_own_loss` if own, `running` | `decision`, |
     | | | | `is_cleared` |
     | | `put_on` | `multiplier` | |
+    | | `account_for_last_step` | `left_behind` | `after_skip`; as `reset`, if checked gradients |
+    | | | | were cleared |
     | a loss is not seen | `note_unseen_loss` | `has_unseen_loss`, `has_own_loss` | `is_cleared` |
     | | its first use | `multiplier` | `has_unseen_loss` |
     | gradients are unscaled | `settle` | `last_check` | `multiplier` |

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from lossscale.torch.ranks import ParameterInfo, local
 from lossscale.torch.scaling import CPU, real_parts, scalar, unscaled, widened
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from lossscale.torch.scale import Multiplier
 
 _DTYPE = operator.attrgetter("dtype")
@@ -159,8 +161,10 @@ def _dense(parameter: Tensor, gradient: Tensor, allow_float16: bool, sums: bool)
     """The gradient of a parameter, and the dense tensor of real numbers that it is stored in."""
     if gradient.dtype in ranks.HALF and not allow_float16:
         parameter.grad = gradient = gradient.to(parameter.dtype)
-    if ranks.is_part_of_sum(gradient):
-        parameter.grad = gradient = ranks.added_up(gradient, parameter)
+    if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
+        # Finite summands may have an infinite sum, and the optimizer would add them up as well.
+        summands, to = cast("DTensor", gradient), cast("DTensor", parameter).placements
+        parameter.grad = gradient = summands.redistribute(placements=to)
     sums = sums or gradient.dtype in ranks.HALF
     if sums and gradient.layout == torch.sparse_coo and not gradient.is_coalesced():
         parameter.grad = gradient = gradient.coalesce()
@@ -177,9 +181,7 @@ def check_can_be_divided(info: ParameterInfo, optimizer: Optimizer | None = None
     """Checks that no gradient is in float16, where dividing it would flush it to zero."""
     for parameter in info.parameters:
         dtype = None if parameter.grad is None else parameter.grad.dtype
-        if dtype not in ranks.HALF:
-            continue
-        if ranks.is_widened(parameter):
+        if dtype not in ranks.HALF or ranks.is_widened(parameter):
             continue
         fix = "Set `parameter.grad_dtype = None`."
         if parameter.dtype == dtype:
@@ -218,7 +220,7 @@ def grad_norm(
     owners = [gradient for group in gradients.owners for gradient in group]
     for gradient, part in zip(owners, norms, strict=True):
         squares += part.to(device, torch.float64) ** 2 / info.copies(gradient)
-    return ranks.added(squares, info.groups).sqrt()
+    return ranks.reduced(squares, info.groups, "SUM").sqrt()
 
 
 def coefficient(norm: Tensor, clip_norm: float) -> Tensor:

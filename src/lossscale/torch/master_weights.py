@@ -39,9 +39,9 @@ from lossscale.torch.masters import (
     round_into,
     with_held,
 )
-from lossscale.torch.optimizer_list import OuterOptimizer, parts_of
+from lossscale.torch.optimizer_list import OuterOptimizer, parts_of, watch_step
 
-_KEY, _REFUSES = "master_weight", "masters"
+_KEY = "master_weight"
 _HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 _DTYPE, _KIND = operator.attrgetter("dtype"), operator.attrgetter("dtype", "device")
 _STATE = "inner_optimizer", "_grad_dtype", "_masters", "_kept"
@@ -399,10 +399,7 @@ class MasterWeights(OuterOptimizer):
                     "that one to a gradient scaler."
                 )
 
-        refuse.of_lossscale = _REFUSES  # type: ignore[attr-defined]  # of a function
-        # Lookahead has no hooks.
-        if hasattr(self.inner_optimizer, _HOOKS[0]):
-            self.inner_optimizer.register_step_pre_hook(refuse)
+        watch_step(self.inner_optimizer, refuse)
 
     # --- The methods of an optimizer ------------------------------------------------------------
 
@@ -414,7 +411,7 @@ class MasterWeights(OuterOptimizer):
         before, after = (list(hooks.get(name, {}).values()) for name in _HOOKS)
         # Its hooks see the parameters.
         for hook in before:
-            if getattr(hook, "of_lossscale", None) != _REFUSES:
+            if not hasattr(hook, "of_lossscale"):
                 hook(inner, (), more)
         try:
             with self._stepping(), fused.attributes([inner], *of_scaler):

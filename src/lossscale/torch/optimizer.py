@@ -19,17 +19,8 @@ from lossscale.errors import CallOrderError, UnsupportedError
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule
-from lossscale.torch import fused, gradients, ranks
+from lossscale.torch import arguments, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
-from lossscale.torch.arguments import (
-    check_backpropagated,
-    check_decide,
-    check_inner,
-    check_is_tensor,
-    check_not_scaled,
-    check_processes,
-    checked_clip_norm,
-)
 from lossscale.torch.attributes import InnerAttributes
 from lossscale.torch.backward import Inputs, is_seen, prepare_backward, remember_scaled, watch
 from lossscale.torch.closures import step_with_closure
@@ -122,9 +113,7 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
         *,
         rule: ScaleRule | None = None,
         clip_norm: float | None = None,
-        process_group: torch.distributed.ProcessGroup
-        | Sequence[torch.distributed.ProcessGroup]
-        | None = None,
+        process_group: ranks.Groups = None,
         decide: Literal["host", "device"] = "host",
         name: str | None = None,
     ) -> None:
@@ -132,13 +121,13 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
         rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
         if isinstance(inner_optimizer, (list, tuple)):
             for each in inner_optimizer:
-                check_inner(each)
+                arguments.check_inner(each)
             inner_optimizer = OptimizerList(list(inner_optimizer))
         inner = cast(Optimizer, inner_optimizer)
-        check_inner(inner)
-        check_processes(inner, process_group)
-        clip_norm = checked_clip_norm(clip_norm)
-        check_decide(decide, inner)
+        arguments.check_inner(inner)
+        arguments.check_processes(inner, process_group)
+        clip_norm = arguments.checked_clip_norm(clip_norm)
+        arguments.check_decide(decide, inner)
         scale = _new_scale(rule, inner, decide)
         state_dicts.restore(scale, state_dicts.take_numbers(scale, inner))
         self._start(Engine(inner, scale, clip_norm, process_group), name or "loss_scale_optimizer")
@@ -153,9 +142,8 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
             # That of a part may be a `MasterWeights`.
             if living_wrapper(each) is None:
                 remember_wrapper(each, self)
-        engine.record.watch_steps()
-        for each in parts_of(engine.inner):
             state_dicts.watch_loads(each, self)
+        engine.record.watch_steps()
 
     @property
     def inner_optimizer(self) -> Optimizer:
@@ -226,7 +214,7 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
         """
         record = self._record
         record.see_parameters()
-        check_backpropagated(loss, record.inner, record.info.has_half)
+        arguments.check_backpropagated(loss, record.inner, record.info.has_half)
         multiplier = self._engine.scale.multiplier
         finish = prepare_backward(loss, multiplier, record, BackwardPass(-1), inputs)
         try:
@@ -256,10 +244,10 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
             tensor(16., grad_fn=<MulBackward0>)
         """
         record, scale = self._record, self._engine.scale
-        check_is_tensor(loss)
+        arguments.check_is_tensor(loss)
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
-            check_not_scaled(loss)
+            arguments.check_not_scaled(loss)
         if not is_compiling and is_seen(loss):
             multiplier = scale.multiplier
             scaled = widened(loss) * multiplier.scale_on(loss.device)
@@ -523,12 +511,10 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
 
     @clip_norm.setter
     def clip_norm(self, value: float | None) -> None:
-        self._engine.clip_norm = checked_clip_norm(value)
+        self._engine.clip_norm = arguments.checked_clip_norm(value)
 
     @property
-    def process_group(
-        self,
-    ) -> torch.distributed.ProcessGroup | Sequence[torch.distributed.ProcessGroup] | None:
+    def process_group(self) -> ranks.Groups:
         """The process group that was given, or None."""
         return self._record.process_group
 
@@ -601,8 +587,10 @@ class LossScaleOptimizer(InnerAttributes, Optimizer):
             inner: The optimizer.
             by_hook: Whether a hook of the load calls this. Some optimizers call none.
         """
-        scale = self._engine.scale
-        if not state_dicts.has_numbers(inner.param_groups):
+        scale, whole = self._engine.scale, self._inner
+        # A list takes them by its own hook: one of its optimizers may still fail to load.
+        waits = inner is not whole and isinstance(whole, OptimizerList) and whole.is_loading
+        if waits or not state_dicts.has_numbers(inner.param_groups):
             return
         numbers = state_dicts.take_numbers(scale, inner)
         if by_hook:

@@ -15,9 +15,6 @@ from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.torch.closures import step_with_closure
 from lossscale.torch.scaling import uncompiled
 
-_WATCHES = "watches"
-"""The mark of the hook of `watch_step`."""
-
 
 class OuterOptimizer(Optimizer):
     """An optimizer that steps others; its own hooks run before and after them.
@@ -64,9 +61,14 @@ class OptimizerList(OuterOptimizer):
     Args:
         optimizers: The optimizers. No two share a parameter.
 
+    Attributes:
+        is_loading: Whether a state is loaded into one after the other.
+
     Raises:
         ArgumentError: If the list is empty, or two optimizers share a parameter.
     """
+
+    is_loading = False
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
         if not optimizers:
@@ -156,6 +158,7 @@ class OptimizerList(OuterOptimizer):
                 f"Expected groups with {sizes} parameters. Received: {theirs}."
             )
         before = [optimizer.state_dict() for optimizer in self.optimizers]
+        self.is_loading = True
         try:
             for number, optimizer in enumerate(self.optimizers):
                 mine = [groups.pop(0) for _ in optimizer.param_groups]
@@ -170,6 +173,8 @@ class OptimizerList(OuterOptimizer):
             for optimizer, saved_before in zip(self.optimizers, before, strict=True):
                 optimizer.load_state_dict(saved_before)
             raise
+        finally:
+            self.is_loading = False
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -219,17 +224,9 @@ def zero_grad(optimizer: Optimizer, set_to_none: bool) -> None:
 
 
 def watch_step(inner: Optimizer, hook: Callable[[Optimizer, object, object], None]) -> None:
-    """Calls a hook before each step of an optimizer and its parts, in place of an earlier one."""
-    hook.of_lossscale = _WATCHES  # type: ignore[attr-defined]  # of a function
+    """Calls a hook of ours, which may refuse it, before each step of an optimizer and its parts."""
+    hook.of_lossscale = True  # type: ignore[attr-defined]  # of a function
     for optimizer in with_parts(inner):
-        hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
-        # An object with the interface of an optimizer may have no hooks.
-        if hooks is None:
-            continue
-        for key in [key for key, each in hooks.items() if _watches(each)]:
-            del hooks[key]
-        optimizer.register_step_pre_hook(hook)
-
-
-def _watches(hook: object) -> bool:
-    return getattr(hook, "of_lossscale", None) == _WATCHES
+        # An object with the interface of an optimizer, such as Lookahead, may have no hooks.
+        if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            optimizer.register_step_pre_hook(hook)

@@ -17,7 +17,7 @@ import math
 import operator
 import sys
 from collections.abc import Iterable, Sequence, Set
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed
@@ -66,24 +66,6 @@ def is_spread(tensor: object) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor."""
     spread = _dtensor()
     return spread is not None and isinstance(tensor, spread)
-
-
-def is_part_of_sum(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether the processes hold summands of a tensor (`Partial`)."""
-    return any(placement.is_partial() for placement in getattr(tensor, "placements", ()))
-
-
-def added_up(gradient: DTensor, parameter: Tensor) -> DTensor:
-    """Adds up a `Partial` gradient, and shards it as its parameter.
-
-    Finite summands may have an infinite sum, so the sum must be checked. The optimizer would add
-    them up as well, in each of its operations.
-
-    Args:
-        gradient: A DTensor. All processes of its mesh call this.
-        parameter: Its parameter.
-    """
-    return gradient.redistribute(placements=cast("DTensor", parameter).placements)
 
 
 def has_half_gradients(tensor: Tensor) -> bool:
@@ -321,23 +303,21 @@ def agreed(
     scaled = torch.full_like(overflow, float(is_scaled))
     # Gradients that have overflowed may be gone.
     numbers = torch.stack([overflow if has_gradients else 2 * overflow - 1, scaled])
-    for group in groups:
-        sent = numbers.to(_device(numbers, group), copy=True)
-        distributed.all_reduce(sent, op=distributed.ReduceOp.MAX, group=group)
-        numbers = sent.to(numbers.device)
-    return numbers[0], numbers[1]
+    largest = reduced(numbers, groups, "MAX")
+    return largest[0], largest[1]
 
 
-def added(numbers: Tensor, groups: Sequence[Group]) -> Tensor:
-    """Returns the sums of numbers over the processes, the same in all of them.
+def reduced(numbers: Tensor, groups: Sequence[Group], op: Literal["MAX", "SUM"]) -> Tensor:
+    """Returns the sums or maxima of numbers over the processes, the same in all of them.
 
     Args:
-        numbers: float64 tensor, in which counts are exact.
+        numbers: A tensor; sums are of float64, in which counts are exact.
         groups: What `groups_of` returned.
+        op: The operation.
     """
     for group in groups:
         sent = numbers.to(_device(numbers, group), copy=True)
-        distributed.all_reduce(sent, group=group)
+        distributed.all_reduce(sent, op=getattr(distributed.ReduceOp, op), group=group)
         numbers = sent.to(numbers.device)
     return numbers
 

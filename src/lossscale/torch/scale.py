@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -273,11 +273,6 @@ class DeviceLossScale(LossScale):
         self._fill_scales()
 
 
-def is_torchs(rule: ScaleRule) -> TypeGuard[DynamicScale]:
-    """Whether a rule is the one of PyTorch's scaler, within limits."""
-    return type(rule) is DynamicScale and rule.overflows_before_backoff == 1
-
-
 def _moves_as_torch(rule: ScaleRule, state: ScaleState) -> bool:
     """Whether PyTorch's kernel and a clamp move a scale to the same bits as the rule.
 
@@ -286,7 +281,8 @@ def _moves_as_torch(rule: ScaleRule, state: ScaleState) -> bool:
     two that doubles.
     """
     return (
-        is_torchs(rule)
+        type(rule) is DynamicScale
+        and rule.overflows_before_backoff == 1
         and rule.powers_of_two
         and rule.growth_factor == 2.0
         and math.frexp(state.scale)[0] == 0.5

@@ -28,12 +28,8 @@ if TYPE_CHECKING:
 _PREFIX = "loss_scale"
 _OVERFLOWS = f"{_PREFIX}_overflows"
 """The key of a count that only some rules save. The others ignore it in a dictionary."""
-_OF_A_SCALER = {
-    "scale": _PREFIX,
-    "_growth_tracker": f"{_PREFIX}_good_steps",
-    "steps_skipped": f"{_PREFIX}_steps_skipped",
-}
-"""Keys of a gradient scaler's dictionary to those of the wrapper's."""
+_OF_A_SCALER = {f: f for f in ("scale", "steps_skipped")} | {"_growth_tracker": "good_steps"}
+"""The keys in a gradient scaler's dictionary, and what they stand for."""
 
 _SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 
@@ -80,7 +76,7 @@ def without_numbers(
     # The optimizer has a format of its own, in which the values have a key of theirs.
     if isinstance(known.get(_PREFIX), Mapping):
         of_inner = {name: value for name, value in known.items() if name != _PREFIX}
-        return of_inner, checked_numbers(known[_PREFIX], scale)
+        return of_inner, checked_numbers(known[_PREFIX], scale.names)
     if not known.get("param_groups"):
         # A state of such an optimizer that was saved without the values.
         if known and "param_groups" not in inner.state_dict():
@@ -93,7 +89,7 @@ def without_numbers(
         )
     groups = known["param_groups"]
     without = [{k: v for k, v in group.items() if k not in _names(scale)} for group in groups]
-    return {**known, "param_groups": without}, checked_numbers(groups[0], scale)
+    return {**known, "param_groups": without}, checked_numbers(groups[0], scale.names)
 
 
 def has_numbers(groups: Iterable[Mapping[str, Any]]) -> bool:
@@ -104,13 +100,13 @@ def has_numbers(groups: Iterable[Mapping[str, Any]]) -> bool:
 def loaded_numbers(state_dict: Mapping[str, Any], scale: LossScale) -> dict[str, float]:
     """The checked values in a state that an optimizer itself loads; empty if there are none."""
     groups = [group for group in state_dict.get("param_groups", ()) if has_numbers([group])]
-    return checked_numbers(groups[0], scale) if groups else {}
+    return checked_numbers(groups[0], scale.names) if groups else {}
 
 
 def watch_loads(inner: Optimizer, wrapper: LossScaleOptimizer) -> None:
     """Has a wrapper, while it lives, check and take what its inner optimizer itself loads."""
-    # An object with the interface of an optimizer may have no hooks.
-    if not hasattr(inner, "_optimizer_load_state_dict_post_hooks"):
+    # An object with the interface of an optimizer may have no hooks, and one of ours forwards them.
+    if "_optimizer_load_state_dict_post_hooks" not in vars(inner):
         return
     reference = weakref.ref(wrapper)
 
@@ -143,26 +139,30 @@ def take_numbers(scale: LossScale, inner: Optimizer) -> dict[str, float]:
                 "scale by these. Give them other names."
             )
     # Several optimizers may each have loaded a state; they share the first scale.
-    numbers = checked_numbers(found[0], scale) if found else {}
+    numbers = checked_numbers(found[0], scale.names) if found else {}
     for group in found:
         for name in _names(scale):
             group.pop(name, None)
     return numbers
 
 
-def checked_numbers(saved: Mapping[str, Any], scale: LossScale) -> dict[str, float]:
+def checked_numbers(saved: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:
     """The numbers of a loss scale in a dictionary, by what they stand for.
+
+    Args:
+        saved: The dictionary; other keys are ignored.
+        names: What each key stands for.
 
     Raises:
         ArgumentError: If one of them is not a number.
     """
     checked = {}
-    for name, meant in scale.names.items():
+    for name, meant in names.items():
         if saved.get(name) is None:
             continue
         try:
             checked[meant] = float(saved[name])
-        except (TypeError, ValueError, OverflowError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):
             raise ArgumentError(
                 f"`{name}` in the state must be a number. Received: {saved[name]!r} of type "
                 f"{type(saved[name]).__name__}."
@@ -227,9 +227,11 @@ class LossScaleState:
             ArgumentError: If one of them is not a number. Then nothing is changed.
         """
         is_own = isinstance(state_dict, Mapping) and state_dict.keys() & self._scale.names
-        if not is_own or "unskipped" in state_dict:
+        if is_own and "unskipped" not in state_dict:
+            numbers = checked_numbers(state_dict, self._scale.names)
+        else:
             scaler, rule = checked_scaler_state(state_dict), self._scale.rule
-            state_dict = {new: scaler[old] for old, new in _OF_A_SCALER.items() if old in scaler}
+            numbers = checked_numbers(scaler, _OF_A_SCALER)
             settings = {name: scaler[name] for name in _SETTINGS if name in scaler}
             others = {n: value for n, value in settings.items() if value != setting(rule, n)}
             if others:
@@ -238,7 +240,7 @@ class LossScaleState:
                     f"{', '.join(f'{n}={value!r}' for n, value in others.items())}. To train with "
                     "these, make the optimizer with rule=lossscale.DynamicScale(...)."
                 )
-        restore(self._scale, checked_numbers(state_dict, self._scale))
+        restore(self._scale, numbers)
 
     def scaler_state_dict(self) -> dict[str, Any]:
         """Returns the state in the format of `torch.amp.GradScaler`: Python numbers."""
@@ -293,15 +295,9 @@ def read_scaler_state(
     """
     values = checked_scaler_state(saved)
     rule = dataclasses.replace(rule, **{n: values[n] for n in _SETTINGS if n in values})
-    numbers: dict[str, float] = {}
-    if "scale" in values:
-        numbers["scale"] = _number_of("scale", values["scale"])
-    if "_growth_tracker" in values:
-        numbers["good_steps"] = _whole_number_of("_growth_tracker", values["_growth_tracker"])
-    restored = _restored(rule, state, numbers)
-    skipped = values.get("steps_skipped")
-    skipped = None if skipped is None else _whole_number_of("steps_skipped", skipped)
-    return rule, restored, skipped
+    numbers = checked_numbers(values, _OF_A_SCALER)
+    skipped = numbers.get("steps_skipped")
+    return rule, _restored(rule, state, numbers), None if skipped is None else int(skipped)
 
 
 def checked_scaler_state(saved: object) -> dict[str, Any]:
@@ -324,17 +320,3 @@ def checked_scaler_state(saved: object) -> dict[str, Any]:
             "scaler, load {'scale': its scale, '_growth_tracker': its finite steps}."
         )
     return dict(saved)
-
-
-def _number_of(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise StateDictError(
-            f"{name!r} of a scaler's state must be a number. Received: {value!r}."
-        ) from None
-
-
-def _whole_number_of(name: str, value: Any) -> int:
-    number = _number_of(name, value)
-    return int(number) if math.isfinite(number) else 0

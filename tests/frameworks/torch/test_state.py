@@ -118,6 +118,29 @@ def test_a_loss_scale_that_the_inner_optimizer_itself_loads_is_taken_over(kind, 
     assert not any(set(KEYS) & set(group) for group in loaded.param_groups)
 
 
+def test_a_list_of_which_one_cannot_load_keeps_its_scale_and_counts():
+    class Fails(torch.optim.SGD):
+        def load_state_dict(self, state_dict):
+            if state_dict["param_groups"][0]["lr"] == 0.25:
+                raise ValueError("refused")
+            super().load_state_dict(state_dict)
+
+    given = parameters(*SHAPES)
+    optimizer = wrapped([sgd(given[0]), Fails(given[1:], lr=0.5)])
+    step(optimizer, given, ONES)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0] |= {"loss_scale": 8.0, "loss_scale_iterations": 5}
+    saved["param_groups"][1]["lr"] = 0.25
+    before = bits(optimizer.state_dict())
+    for loads in (optimizer.inner_optimizer, optimizer):
+        with pytest.raises(ValueError, match="refused"):
+            loads.load_state_dict(saved)
+        assert bits(optimizer.state_dict()) == before
+    saved["param_groups"][1]["lr"] = 0.5
+    optimizer.inner_optimizer.load_state_dict(saved)
+    assert (float(optimizer.loss_scale), optimizer.iterations) == (8.0, 5)
+
+
 COPIES = copy.copy, copy.deepcopy, pickle.dumps
 
 
@@ -389,7 +412,7 @@ BAD = {
     "none": (None, StateDictError, "dictionary"),
     "another kind": ({"state": {}, "param_groups": []}, StateDictError, "'state', 'param_groups'"),
     "the wrapper's": ({"loss_scale": 5.0}, StateDictError, NO_SCALER),
-    "no number": ({"scale": "high"}, StateDictError, "'scale'.*'high'"),
+    "no number": ({"scale": "high"}, ArgumentError, "`scale`.*'high'"),
     "growth": ({"scale": 2.0, "growth_factor": 0.5}, ArgumentError, "growth_factor"),
     "interval": ({"scale": 2.0, "growth_interval": 0}, ArgumentError, "growth_interval"),
     "wrapper, no number": (changed(loss_scale="high"), ArgumentError, NO_NUMBER),
