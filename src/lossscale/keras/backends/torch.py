@@ -35,7 +35,6 @@ from lossscale.rules import ScaleRule
 from lossscale.torch import gradients as torch_gradients
 from lossscale.torch import scaling
 
-_LARGEST = torch.finfo(torch.float32).max
 _Saved = list[tuple[ft.Variable, Tensor]]
 """Variables, and their values at a time."""
 
@@ -74,15 +73,16 @@ def _check(step: Step, rule: ScaleRule, arrays: Arrays) -> tuple[bool, Step]:
     if not rule.checks_gradients:
         torch_gradients.unscale_(given, reciprocal.to)
         return True, unscaled
-    found = torch_gradients.unscale_and_check_(given, reciprocal.to)
-    found_inf = torch_gradients.any_overflow(found.values(), scale.device)
+    # The host reads one number: 1 after an overflow, otherwise minus the scale.
+    found = torch_gradients.unscale_and_check_(given, reciprocal.to, into=scale.neg())
+    overflow = torch_gradients.any_overflow(found.values(), scale.device)
     if others:
-        found_inf = found_inf + torch.logical_not(torch_gradients.all_finite(others)).to(found_inf)
-    # The host reads one number: the scale, or one below 0 after an overflow.
-    if 1.0 <= torch.sub(scale, found_inf, alpha=_LARGEST).item() < math.inf:
+        overflow = torch.where(torch_gradients.all_finite(others), overflow, 1.0)
+    read = overflow.item()
+    if -math.inf < read <= -1.0:
         return True, unscaled
     # Dividing by a scale below 1 can overflow, and an infinite one hides an overflow.
-    return bool(torch_gradients.all_finite(gradients)), unscaled
+    return read != 1.0 and bool(torch_gradients.all_finite(gradients)), unscaled
 
 
 def _branch(
