@@ -100,7 +100,7 @@ OF_TORCH = {
     "two ranks on one GPU, over gloo": "two_ranks_on_one_device",
 }
 OF_JAX = (
-    *("docstrings", "from_jmp", "jaxprs", "leaves", "loops", "monitor", "orders", "persistence"),
+    *("docstrings", "from_jmp", "leaves", "loops", "monitor", "orders", "persistence"),
     *("diagnose", "explain", "skipping", "state_form", "unless_skipped", "wrong_calls"),
 )
 IN_JAX = {

@@ -4,6 +4,7 @@ What `fit` calls is in tests/backends/test_fit.py, on each backend.
 """
 
 import abc
+import functools
 import importlib
 from typing import Generic, TypeVar
 
@@ -198,8 +199,8 @@ def test_a_subclass_sets_attributes_of_its_own_before_and_after_the_constructor(
 # --- Forms of constructors and bases -------------------------------------------------------------
 
 
-def written_as(form, base, optimizers, hooks):
-    """An object of a subclass in one of the forms that programs write."""
+def forms(base, optimizers, hooks):
+    """What makes an object, in each of the forms of a subclass that programs write."""
     more = ["dynamic"] if base is OLDER else []
 
     class Registry(abc.ABC):  # noqa: B024 - with a metaclass
@@ -238,47 +239,35 @@ def written_as(form, base, optimizers, hooks):
         def __init__(self, inner):
             super(self.__class__, self).__init__(inner, *more)
 
-    inner = optimizers.SGD(0.5)
-    teacher = FAMILIES[[*FAMILIES][-1]].SGD(0.25)
+    teacher, sgd = FAMILIES[[*FAMILIES][-1]].SGD(0.25), functools.partial(optimizers.SGD, 0.5)
     return {
         "makes inner": MakesInner,
         "makes inner with a number": lambda: MakesInner(0.5),
         "configuration": lambda: FromConfig({"learning_rate": 0.5}),
-        "second argument": lambda: Second(teacher, inner),
-        "by keyword": lambda: Second(inner=inner, teacher=teacher),
-        "ABC, hook, slots": lambda: Mixed(inner),
-        "grandchild": lambda: Grandchild(inner),
-        "generic": lambda: Typed[int](inner, *more),
-        "super of self.__class__": lambda: OldSuper(inner),
-        "type of an object": lambda: type(Mixed(optimizers.SGD()))(inner),
-        "subclass of that": lambda: type("X", (type(Mixed(optimizers.SGD())),), {})(inner),
-    }[form]()
-
-
-FORMS = [
-    *("makes inner", "makes inner with a number", "configuration", "second argument"),
-    *("by keyword", "ABC, hook, slots", "grandchild", "generic", "super of self.__class__"),
-    *("type of an object", "subclass of that"),
-]
+        "second argument": lambda: Second(teacher, sgd()),
+        "by keyword": lambda: Second(inner=sgd(), teacher=teacher),
+        "ABC, hook, slots": lambda: Mixed(sgd()),
+        "grandchild": lambda: Grandchild(sgd()),
+        "generic": lambda: Typed[int](sgd(), *more),
+        "super of self.__class__": lambda: OldSuper(sgd()),
+        "type of an object": lambda: type(Mixed(sgd()))(sgd()),
+        "subclass of that": lambda: type("X", (type(Mixed(sgd())),), {})(sgd()),
+    }
 
 
 @pytest.mark.parametrize("base", [CURRENT, OLDER])
-@pytest.mark.parametrize("form", FORMS)
-def test_a_subclass_in_every_form_belongs_to_the_family_of_its_inner_optimizer(
-    optimizers, form, base
-):
+def test_a_subclass_in_every_form_belongs_to_the_family_of_its_inner_optimizer(optimizers, base):
     hooks = []
-    optimizer, weight = written_as(form, base, optimizers, hooks), tf.Variable(1.0)
-    for cls in FAMILIES.values():
-        is_family = issubclass(optimizers.SGD, cls.Optimizer)
-        assert isinstance(optimizer, cls.Optimizer) is is_family
-    assert isinstance(optimizer, base)
+    for form, make in forms(base, optimizers, hooks).items():
+        optimizer, weight = make(), tf.Variable(1.0)
+        is_of = [isinstance(optimizer, family.Optimizer) for family in FAMILIES.values()]
+        assert is_of == [family is optimizers for family in FAMILIES.values()], form
+        assert isinstance(optimizer, base), form
+        optimizer.minimize(lambda weight=weight: weight * 1.0, [weight])
+        assert float(weight) == 0.5, form
+        assert optimizer.__class__.__name__ in repr(optimizer), form
     # A hook of the user's sees the classes that are written, once.
-    assert len(set(hooks)) == len(hooks)
-    assert {tag for _, tag in hooks} <= {"first", "second", "none"}
-    optimizer.minimize(lambda: weight * 1.0, [weight])
-    assert float(weight) == 0.5
-    assert optimizer.__class__.__name__ in repr(optimizer)
+    assert hooks == [("Mixed", "first"), ("Grandchild", "second"), ("X", "none")]
 
 
 @pytest.mark.parametrize("base", [CURRENT, OLDER])

@@ -57,13 +57,11 @@ class Arrays:
     # Returns the operation that does it in a graph of TensorFlow.
     branch: Callable[..., ft.Operation]
     # Runs a step of guarded models, and puts weights back if it was skipped. Takes
-    #   models, step, args: the models, their step, and the arguments of the step;
-    #   optimizers: the loss scale optimizers whose skips count;
+    #   models, step: the models, and their step with its arguments, a `functools.partial`;
+    #   counters: the numbers of skipped steps of the loss scale optimizers, variables;
     #   weights: the weights of the models to put back.
     # Returns what the step returns.
     run_guarded: Callable[..., ft.Structure]
-    # Makes the weights of a model as a call with these inputs would.
-    trace_call: Callable[[ft.Model, ft.Structure], None]
     # Returns what tracks overflows for a monitor.
     new_overflow_tracker: Callable[[], Any]
     # Returns whether the gradients of a step are finite, and the step, unscaled on the way; takes
@@ -77,6 +75,8 @@ class Arrays:
     # Returns what reads a scalar variable as a Python number, if the host may update the rule's
     # state with such numbers, which is faster in eager mode; None if tensors do.
     host_reader: Callable[[], Callable[[ft.Variable], Any] | None] = lambda: None
+    # Makes the weights of a model as a call with these inputs would; on JAX, Keras has made them.
+    trace_call: Callable[[ft.Model, ft.Structure], None] = lambda model, inputs: None
     # A context in which no gradient is recorded.
     no_gradients: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 

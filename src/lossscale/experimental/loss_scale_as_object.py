@@ -35,7 +35,6 @@ class LossScaleAsObject(_Wrapper):
     A mixin before the wrapper of Keras 3 or tf_keras.
     """
 
-    _name_of_inner = "optimizer"
     _takes_third = True
 
     def __init__(

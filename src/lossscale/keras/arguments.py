@@ -12,7 +12,7 @@ from lossscale import registry
 from lossscale.arguments import check_described
 from lossscale.common.wrapped import check_not_wrapped
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
-from lossscale.keras_common.state import deserialized
+from lossscale.keras_common.configs import deserialized
 from lossscale.old_formats import inner_config
 
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn, Self
 
 import lossscale.framework_types as ft
 from lossscale.arguments import arguments_from_config, check_config, config_from_rule
-from lossscale.errors import UnsupportedError
+from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.members import Wrapper
 
 
 class WithConfig(Wrapper):
     """Configurations, and what is written in place of a copy."""
 
-    # The constructor's argument for the inner optimizer.
-    _name_of_inner: ClassVar[str] = "inner_optimizer"
     # The module `keras` or `tf_keras`.
     _library: ClassVar[ft.Library]
     # How to give the state of an optimizer `old` to a `new` one.
@@ -76,15 +73,8 @@ class WithConfig(Wrapper):
 
     @classmethod
     def _made(cls, inner: ft.KerasOptimizer, **arguments: Any) -> Self:
-        """Returns an object of this class, or of a user's subclass with another constructor."""
-        by_name = {cls._name_of_inner: inner, **arguments}
-        try:
-            inspect.signature(cls.__init__).bind(None, **by_name)
-        except TypeError:
-            # A subclass may have another name for it.
-            return cls(inner, **arguments)
-        # As every optimizer of Keras is made of its configuration.
-        return cls(**by_name)
+        """Returns an object; the inner optimizer comes first, as in both libraries."""
+        return cls(inner, **arguments)
 
     @classmethod
     def _registered_name(cls, named: ft.Class) -> str:
@@ -100,3 +90,26 @@ class WithConfig(Wrapper):
         name = described.get("class_name") if isinstance(described, dict) else None
         registered = cls._library.saving.get_registered_object(name, custom_objects)
         return {**(custom_objects or {}), **({} if registered is None else {name: registered})}
+
+
+def deserialized(
+    library: ft.Library, name: str, config: ft.Config, custom_objects: Mapping[str, Any] | None
+) -> ft.KerasOptimizer:
+    """Returns the optimizer of a configuration that is not in its library's own list of names.
+
+    Args:
+        library: `keras` or `tf_keras`.
+        name: The value that the library returned in place of the optimizer.
+        config: The configuration.
+        custom_objects: Classes that the library does not know, by class name.
+
+    Raises:
+        ArgumentError: If its class is not known.
+    """
+    try:
+        return library.saving.deserialize_keras_object(config, custom_objects=custom_objects)
+    except TypeError as error:
+        raise ArgumentError(
+            f"The optimizer {name!r} in the configuration is not known. Pass its class in "
+            f"custom_objects={{{name!r}: ...}}."
+        ) from error

@@ -130,18 +130,19 @@ class GuardedStep:
             )
         # A fixed scale that checks nothing never skips.
         found = [each for each in found if each._rule.checks_gradients]
+        step = functools.partial(self.step, *args, **kwargs)
         if not found:
-            return self.step(*args, **kwargs)
-        run, step = found[0]._arrays, functools.partial(self.step, **kwargs)
+            return step()
+        arrays, counters = found[0]._arrays, [each._steps_skipped for each in found]
         is_built = all(layer.built for each in self.models for layer in each._flatten_layers())
         if args and len(self.models) == 1 and not is_built:
             # As its first step would, if that has the batch first. A model may not be callable on
             # its inputs alone: then the step makes the weights.
             with contextlib.suppress(Exception):
                 batch = args[0]
-                run.trace_call(self.models[0], batch[0] if isinstance(batch, tuple) else batch)
+                arrays.trace_call(self.models[0], batch[0] if isinstance(batch, tuple) else batch)
         weights = guarded_weights(self.models)
-        result = run.run_guarded(self.models, step, args, found, weights)
+        result = arrays.run_guarded(self.models, step, counters, weights)
         if len(guarded_weights(self.models)) > len(weights):
             name = getattr(self, "__name__", "step")
             warn(

@@ -99,31 +99,19 @@ class KerasCommonOptimizer(WithSlots, WithConfig):
     _is_variable: Callable[[object], bool]
     _flat_variables: Callable[[ft.Structure], list[ft.Variable]]
 
-    @abc.abstractmethod
-    def _construct(self, inner: ft.KerasOptimizer, rule: ScaleRule, name: str | None) -> None:
-        """Checks the optimizer to wrap, then makes all attributes."""
-
-    @abc.abstractmethod
-    def _prepared(self, step: Step) -> Step:
-        """Builds; returns the step with the gradients to check."""
-
-    @abc.abstractmethod
-    def _apply_inner(self, step: Step) -> object:
-        """Has the inner optimizer apply unscaled gradients."""
-
-    @abc.abstractmethod
-    def _changed_by(self, step: Step) -> list[ft.Variable]:
-        """Returns the variables that the inner optimizer may change in a step."""
-
-    @abc.abstractmethod
-    def _differentiated(
-        self, loss: ft.Loss, var_list: ft.VarList, grad_loss: ft.Tensor | None, tape: ft.Tape
-    ) -> tuple[list[ft.Gradient], list[ft.Variable]]:
-        """Returns the gradients of the scaled loss, and the variables they belong to."""
-
-    @abc.abstractmethod
-    def _symbolic(self, loss: ft.Tensor, variables: ft.Variables) -> list[ft.Gradient]:
-        """Returns the gradients of a scaled loss that is a tensor of the traced function."""
+    # Checks the optimizer to wrap, then makes all attributes.
+    _construct: Callable[[ft.KerasOptimizer, ScaleRule, str | None], None]
+    # Builds; returns the step with the gradients to check.
+    _prepared: Callable[[Step], Step]
+    # Has the inner optimizer apply the unscaled gradients of a step.
+    _apply_inner: Callable[[Step], object]
+    # Returns the variables that the inner optimizer may change in a step.
+    _changed_by: Callable[[Step], list[ft.Variable]]
+    # Returns the gradients of the scaled loss, and the variables they belong to. Takes the
+    # arguments of `minimize`: loss, var_list, grad_loss, tape.
+    _differentiated: Callable[..., tuple[list[ft.Gradient], list[ft.Variable]]]
+    # Returns the gradients of a scaled loss that is a tensor of the traced function.
+    _symbolic: Callable[[ft.Tensor, ft.Variables], list[ft.Gradient]]
 
     # Documented members.
 

@@ -22,18 +22,15 @@ Slots = Iterator[tuple[list[str], dict[Key, ft.Variable]]]
 class WithSlots(Wrapper):
     """Weights and slots, as TensorFlow documented them."""
 
-    # By the name of the slot and the key of its variable.
-    _added_slots: dict[tuple[str, Key], ft.Variable]
+    # By name, those that `add_slot` has made.
+    _added_slots: dict[str, dict[Key, ft.Variable]]
 
     # --- What a subclass for one Keras defines ------------------------------------------------
 
-    @abc.abstractmethod
-    def _inner_weights(self) -> list[ft.Variable]:
-        """The variables of the inner optimizer, as the documents list them."""
-
-    @abc.abstractmethod
-    def _assign(self, variables: ft.Variables, values: Sequence[ft.Array]) -> None:
-        """Sets variables."""
+    # Returns the variables of the inner optimizer, as the documents list them.
+    _inner_weights: Callable[[], list[ft.Variable]]
+    # Sets variables to arrays.
+    _assign: Callable[[ft.Variables, Sequence[ft.Array]], None]
 
     @property
     @abc.abstractmethod
@@ -189,7 +186,7 @@ class WithSlots(Wrapper):
         slot = self._find_slot(var, slot_name)
         if slot is None:
             slot = self._new_slot(var, slot_name, initializer)
-            self._added_slots[slot_name, self.inner_optimizer._var_key(var)] = slot
+            self._added_slots.setdefault(slot_name, {})[self.inner_optimizer._var_key(var)] = slot
         return slot
 
     def _find_slot(self, var: ft.Variable, slot_name: str) -> ft.Variable | None:
@@ -206,10 +203,7 @@ class WithSlots(Wrapper):
 
     def _slots(self) -> Slots:
         yield from self._slots_of_inner()
-        by_name: dict[str, dict[Key, ft.Variable]] = {}
-        for (name, key), slot in self._added_slots.items():
-            by_name.setdefault(name, {})[key] = slot
-        for name, slots in by_name.items():
+        for name, slots in self._added_slots.items():
             yield [name], slots
 
 

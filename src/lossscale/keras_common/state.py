@@ -9,7 +9,6 @@ import numpy as np
 
 import lossscale.framework_types as ft
 from lossscale.common.arrays import Arrays
-from lossscale.errors import ArgumentError
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule, changed_fields
 
@@ -109,26 +108,3 @@ def parts_of(attribute: object) -> list[Any]:
     if isinstance(attribute, dict):
         return list(attribute.values())
     return list(attribute) if isinstance(attribute, (list, tuple, set)) else [attribute]
-
-
-def deserialized(
-    library: ft.Library, name: str, config: ft.Config, custom_objects: Mapping[str, Any] | None
-) -> ft.KerasOptimizer:
-    """Returns the optimizer of a configuration that is not in its library's own list of names.
-
-    Args:
-        library: `keras` or `tf_keras`.
-        name: The value that the library returned in place of the optimizer.
-        config: The configuration.
-        custom_objects: Classes that the library does not know, by class name.
-
-    Raises:
-        ArgumentError: If its class is not known.
-    """
-    try:
-        return library.saving.deserialize_keras_object(config, custom_objects=custom_objects)
-    except TypeError as error:
-        raise ArgumentError(
-            f"The optimizer {name!r} in the configuration is not known. Pass its class in "
-            f"custom_objects={{{name!r}: ...}}."
-        ) from error

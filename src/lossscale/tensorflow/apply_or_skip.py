@@ -158,29 +158,24 @@ def _choosing_assignments(variable: tf.Variable, finite: ft.Tensor) -> dict[str,
 
 @do_not_convert
 def run_guarded(
-    models: Sequence[ft.Model],
-    step: ft.Function,
-    args: tuple[ft.Structure, ...],
-    optimizers: Sequence[ft.KerasOptimizer],
-    guarded: ft.Variables,
+    models: object, step: ft.Function, counters: ft.Variables, guarded: ft.Variables
 ) -> ft.Structure:
     """Runs a step of guarded models, and puts weights back if it was skipped.
 
     Args:
-        models: The models.
-        step: Their step.
-        args: The arguments of the step.
-        optimizers: The loss scale optimizers whose skips count.
+        models: The models, which are not needed here.
+        step: Their step, without arguments.
+        counters: The numbers of skipped steps of the loss scale optimizers.
         guarded: The weights to put back.
 
     Returns:
         The result of the step.
     """
     weights = _seen_here(guarded)
-    counters = _seen_here([optimizer._steps_skipped for optimizer in optimizers])
+    counters = _seen_here(counters)
     # A value that is read is not copied unless the variable is then written in place.
     before, counts = [tf.identity(w) for w in weights], [tf.identity(c) for c in counters]
-    result = translated(step)(*args)
+    result = translated(step)()
     skipped = tf.reduce_any([tf.not_equal(*each) for each in zip(counters, counts, strict=True)])
 
     def put_back() -> ft.Tensor:

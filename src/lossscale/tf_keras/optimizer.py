@@ -459,7 +459,7 @@ class LossScaleOptimizer(_Base):
     @classmethod
     def _made(cls, inner: ft.KerasOptimizer, **arguments: Any) -> Any:
         # A configuration may be of the other family than the object whose class was asked.
-        return super(LossScaleOptimizer, written_class(cls))._made(inner, **arguments)
+        return written_class(cls)(inner, **arguments)
 
     def _track_overflows(self, variables: ft.Variables = ()) -> None:
         if not tf.executing_eagerly():

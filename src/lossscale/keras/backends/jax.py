@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
@@ -16,16 +17,8 @@ from lossscale.common.gradient_arguments import scaled_value
 from lossscale.errors import UnsupportedError
 from lossscale.jax import gradients as jax_gradients
 from lossscale.jax.apply_or_skip import gated
-from lossscale.keras.backends import (
-    Backend,
-    add,
-    assign,
-    check_without_tape,
-    flat_variables,
-    trace_call,
-)
+from lossscale.keras.backends import Backend, add, assign, check_without_tape, flat_variables
 from lossscale.keras_common.step import Step
-from lossscale.members import Wrapper
 
 
 def _all_finite(
@@ -65,24 +58,19 @@ def _branch(
 
 
 def _run_guarded(
-    models: Sequence[ft.Model],
-    step: ft.Function,
-    args: tuple[ft.Structure, ...],
-    optimizers: Sequence[Wrapper],
-    weights: ft.Variables,
+    models: Sequence[ft.Model], step: partial[Any], counters: ft.Variables, weights: ft.Variables
 ) -> ft.Structure:
-    """Selects the weights in the state that a step returns."""
-    [model], state = models, args[0]
-    kept = set(map(id, weights))
-    counters = {id(optimizer._steps_skipped) for optimizer in optimizers}
+    """Selects the weights in the state that a `train_step` takes first and returns."""
+    [model], state = models, step.args[0]
+    kept, counts = set(map(id, weights)), set(map(id, counters))
     variables = getattr(model.optimizer, "variables", ())
-    places = [place for place, each in enumerate(variables) if id(each) in counters]
+    places = [place for place, each in enumerate(variables) if id(each) in counts]
     if not places:
         raise UnsupportedError(
             "On JAX, a guarded model must be compiled with the optimizer whose skips count. "
             "`fit` passes the variables of no other optimizer to `train_step`."
         )
-    logs, after = step(*args)
+    logs, after = step()
     moved = [state[2][place] != after[2][place] for place in places]
     skipped = jnp.any(jnp.stack(moved))
     chosen = [
@@ -245,7 +233,6 @@ BACKEND = Backend(
         is_on_host=_is_on_host,
         branch=_branch,
         run_guarded=_run_guarded,
-        trace_call=trace_call,
         new_overflow_tracker=_new_overflow_tracker,
         runs_now=lambda gradients: not _any_traced(gradients),
         # A key of the function that is being compiled, or None.

@@ -8,7 +8,7 @@ long, one of two hundred 1.07.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -30,12 +30,10 @@ from lossscale.keras.backends import (
     trace_call,
 )
 from lossscale.keras_common.step import Step, check, without_overwritten
-from lossscale.members import Wrapper
 from lossscale.rules import ScaleRule
 from lossscale.torch import gradients as torch_gradients
 from lossscale.torch import scaling
 
-_LARGEST = torch.finfo(torch.float32).max
 _Saved = list[tuple[ft.Variable, Tensor]]
 """Variables, and their values at a time."""
 
@@ -74,15 +72,16 @@ def _check(step: Step, rule: ScaleRule, arrays: Arrays) -> tuple[bool, Step]:
     if not rule.checks_gradients:
         torch_gradients.unscale_(given, reciprocal.to)
         return True, unscaled
-    found = torch_gradients.unscale_and_check_(given, reciprocal.to)
-    found_inf = torch_gradients.any_overflow(found.values(), scale.device)
+    # The host reads one number: 1 after an overflow, otherwise minus the scale.
+    found = torch_gradients.unscale_and_check_(given, reciprocal.to, into=scale.neg())
+    overflow = torch_gradients.any_overflow(found.values(), scale.device)
     if others:
-        found_inf = found_inf + torch.logical_not(torch_gradients.all_finite(others)).to(found_inf)
-    # The host reads one number: the scale, or one below 0 after an overflow.
-    if 1.0 <= torch.sub(scale, found_inf, alpha=_LARGEST).item() < math.inf:
+        overflow = torch.where(torch_gradients.all_finite(others), overflow, 1.0)
+    read = overflow.item()
+    if -math.inf < read <= -1.0:
         return True, unscaled
     # Dividing by a scale below 1 can overflow, and an infinite one hides an overflow.
-    return bool(torch_gradients.all_finite(gradients)), unscaled
+    return read != 1.0 and bool(torch_gradients.all_finite(gradients)), unscaled
 
 
 def _branch(
@@ -99,16 +98,11 @@ def _branch(
 
 
 def _run_guarded(
-    models: Sequence[ft.Model],
-    step: ft.Function,
-    args: tuple[ft.Structure, ...],
-    optimizers: Sequence[Wrapper],
-    weights: ft.Variables,
+    models: object, step: ft.Function, counters: ft.Variables, weights: ft.Variables
 ) -> ft.Structure:
     """Copies the weights before the step."""
-    before = _copied(weights)
-    counts = _copied([optimizer._steps_skipped for optimizer in optimizers])
-    result = step(*args)
+    before, counts = _copied(weights), _copied(counters)
+    result = step()
     _put_back_if_moved(counts, before)
     return result
 
@@ -123,10 +117,6 @@ def _put_back_if_moved(counts: _Saved, before: _Saved) -> None:
     if any(bool(counter.value != count) for counter, count in counts):
         for weight, value in before:
             weight.assign(value)
-
-
-def _new_overflow_tracker() -> Any:
-    return registry.package("lossscale.torch.monitor").OverflowTracker()
 
 
 # --- Scalar variables -----------------------------------------------------------------------------
@@ -200,7 +190,7 @@ BACKEND = Backend(
         branch=_branch,
         run_guarded=_run_guarded,
         trace_call=trace_call,
-        new_overflow_tracker=_new_overflow_tracker,
+        new_overflow_tracker=lambda: registry.package("lossscale.torch.monitor").OverflowTracker(),
         check=_check,
         runs_now=lambda gradients: not torch.compiler.is_compiling(),
         host_reader=_host_reader,
