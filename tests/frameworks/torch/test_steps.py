@@ -59,13 +59,20 @@ def test_the_front_makes_it_too_and_it_is_all_that_is_asked_for():
     assert repr(optimizer) == shown
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_hooks_run_once_and_only_on_applied_steps(kind):
-    given = parameters(*SHAPES)
-    optimizer = wrapped(torch.optim.Adam(given, **KINDS[kind]))
-    called = []
+@pytest.mark.parametrize("kind", [*KINDS, "device"])
+def test_hooks_run_on_applied_steps_and_find_and_change_unscaled_gradients(kind):
+    given, on_device = parameters(*SHAPES), kind == "device"
+    inner = torch.optim.Adam(given, **KINDS.get(kind, KINDS["fused"]))
+    optimizer = wrapped(inner, decide="device" if on_device else "host")
+    called, found = [], []
+
+    def clips(opt, *_):
+        called.append(("pre", opt))
+        found.append(bits([p.grad for p in given]))
+        given[0].grad[0] = 0.0
+
     handles = [
-        optimizer.register_step_pre_hook(lambda opt, *_: called.append(("pre", opt))),
+        optimizer.register_step_pre_hook(clips),
         optimizer.register_step_post_hook(lambda opt, *_: called.append(("post", opt))),
         register_optimizer_step_post_hook(lambda opt, *_: called.append(("global", opt))),
         optimizer.register_state_dict_post_hook(lambda *_: called.append("save")),
@@ -78,8 +85,20 @@ def test_hooks_run_once_and_only_on_applied_steps(kind):
     finally:
         for handle in handles:
             handle.remove()
-    inner = optimizer.inner_optimizer
-    assert called == [("pre", inner), ("post", inner), ("global", inner), "save", "load"]
+    # Where the device decides they run on a skipped step, too, after the first.
+    steps = [("pre", inner), ("post", inner), ("global", inner)] * (1 + on_device)
+    assert called == [*steps, "save", "load"]
+    assert found[0] == bits(ONES)
+    average = inner.state[given[0]]["exp_avg"]
+    assert average.tolist() == pytest.approx([0.0, 0.1, 0.1])
+
+
+def test_a_kernel_divides_no_gradients_that_a_hook_reads():
+    given, found = parameters(*SHAPES), []
+    optimizer = wrapped(torch.optim.Adam(given, fused=True), rule=FixedScale(8.0))
+    optimizer.register_step_pre_hook(lambda *_: found.append(bits([p.grad for p in given])))
+    step(optimizer, given, ONES)
+    assert found == [bits(ONES)]
 
 
 def test_a_step_whose_loss_nobody_scaled_hands_over_what_it_gets():
