@@ -215,6 +215,24 @@ def test_random_programs_equal_masters_by_hand(first):
         run_random_program(seed)
 
 
+def test_the_drop_in_may_skip_the_first_step():
+    """PyTorch's own scaler leaves uninitialized memory as the momentum of SGD."""
+    settings = {"lr": 0.05, "momentum": 0.9, "fused": True}
+    model = net()
+    inner = MasterWeights(torch.optim.SGD(model.parameters(), **settings))
+    scaler = GradScaler(DEVICE, init_scale=2.0**8)
+    before = everything(model, inner)
+    for factor in (INF, 1.0):
+        inner.zero_grad()
+        scaler.scale(loss_of(model, factor)).backward()
+        scaler.step(inner)
+        scaler.update()
+        assert (everything(model, inner) == before) == (factor == INF)
+    other = net()
+    step(other, MasterWeights(torch.optim.SGD(other.parameters(), **settings)))
+    assert list(map(bits, model.parameters())) == list(map(bits, other.parameters()))
+
+
 def test_what_trains_float32_parameters_trains_these():
     model, inner, optimizer = started(0)
     scheduler = guard(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), optimizer)
@@ -702,6 +720,21 @@ def test_states_of_plain_optimizers():
         plain.load_state_dict(inner.state_dict())
         step(wide, plain)
         assert plain.state[wide[0].weight]["step"] == steps + 1
+
+
+def test_masters_can_start_from_weights_that_were_never_rounded():
+    wide = net(F32)
+    model = copy.deepcopy(wide).half()
+    inner = MasterWeights(adamw(model))
+    weights = dict(wide.named_parameters())
+    inner.set_masters({p: weights[name] for name, p in model.named_parameters()})
+    other = MasterWeights(adamw(net()))
+    other.load_state_dict(through_a_file(inner.state_dict()))
+    for each in (inner, copy.deepcopy(inner)):
+        for master, parameter in pairs(each.masters.values(), wide.parameters()):
+            assert bits(master) == bits(parameter)
+    for master, parameter in pairs(other._masters.values(), wide.parameters()):
+        assert bits(master) == bits(parameter)
 
 
 def test_values_that_cannot_be_masters():
