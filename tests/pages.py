@@ -1,5 +1,6 @@
 """The programs that a page shows, and what they print and log; those in tabs included."""
 
+import doctest
 import pathlib
 import re
 import textwrap
@@ -20,6 +21,13 @@ def programs(page):
 def outputs(page):
     """Returns (source, output) pairs of the Python blocks that a text block follows."""
     return [(source, output) for source, output in _blocks(page) if output is not None]
+
+
+def examples_tried(module, names):
+    """Checks that the examples of a module print what they show; returns how many there are."""
+    found = doctest.testmod(module, globs=names, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert found.failed == 0
+    return found.attempted
 
 
 def _blocks(page):

@@ -59,9 +59,6 @@ IMPOSSIBLE = {
         f"{PROMISES}::{test}"
         for test in (
             "test_training_with_skipped_steps_is_training_without_them[tf_keras-new-xla-momentum]",
-            "test_powers_of_two_leave_the_weights_bit_identical[tf_keras-new-xla-0.125]",
-            "test_powers_of_two_leave_the_weights_bit_identical"
-            "[tf_keras-new-xla-1.152921504606847e+18]",
         )
     ],
 }

@@ -41,18 +41,17 @@ FEW = ("plain", "sgd", "momentum", "adam", "accumulation")
 WITH_STATE = ("momentum", "adam", "accumulation")
 """Those of them whose state a skipped step could touch."""
 
-_NO_HOOKS = "hooks of a fused optimizer run on every step where the device decides"
+_OF_TORCH = {
+    "accumulation": "PyTorch accumulates gradients in the loop",
+    "lion": "PyTorch has no Lion",
+    **dict.fromkeys(
+        ("adamw-clipnorm", "global_clipnorm", "clipvalue", "ema", "schedule"),
+        "a hook of PyTorch's optimizers does it: test_clipping.py, test_steps.py of PyTorch",
+    ),
+}
 MISSING = {
-    "torch": {
-        "accumulation": "PyTorch accumulates gradients in the loop",
-        "lion": "PyTorch has no Lion",
-    },
-    "torch-device": {
-        "accumulation": "PyTorch accumulates gradients in the loop",
-        "lion": "PyTorch has no Lion",
-        "ema": _NO_HOOKS,
-        "schedule": _NO_HOOKS,
-    },
+    "torch": _OF_TORCH,
+    "torch-device": _OF_TORCH,
     "tf_keras-new": {"accumulation": "tf_keras accumulates no gradients"},
     "tf_keras-legacy": {
         "accumulation": "tf_keras accumulates no gradients",

@@ -56,7 +56,7 @@ class KerasFit:
 class TorchLoop:
     """A loop of PyTorch with the wrapper."""
 
-    name, made, by = "weight", 0, "wrapper"
+    name, made, by, fused, settings = "weight", 0, "wrapper", False, {}
 
     def __init__(self):
         self.returned = []
@@ -66,7 +66,8 @@ class TorchLoop:
 
         self.model = torch.nn.Linear(2, 1, bias=False)
         torch.nn.init.zeros_(self.model.weight)
-        self.loop = OURS[self.by](torch.optim.SGD(self.model.parameters(), lr=0.0), rule=RULE)
+        inner = torch.optim.SGD(self.model.parameters(), lr=0.0, fused=self.fused)
+        self.loop = OURS[self.by](inner, rule=RULE, **self.settings)
 
     def run(self, batches, *args, **settings):
         import torch
@@ -78,13 +79,24 @@ class TorchLoop:
                 train_step(self.loop, loss := self.model(torch.full((1, 2), batch)).mean())
                 self.made += 1
                 self.returned.append(monitor.step(loss))
+                assert monitor.last_record is self.returned[-1] or self.returned[-1] is None
         return monitor
 
 
-class TorchScaler(TorchLoop):
-    """A loop of PyTorch with the drop-in."""
+def of_torch(kind, **settings):
+    """A loop of PyTorch with other settings, or with the drop-in."""
+    by = "scaler" if "scaler" in kind else "wrapper"
+    return type(kind, (TorchLoop,), {"by": by, "fused": "fused" in kind, "settings": settings})
 
-    by = "scaler"
+
+OF_TORCH = [
+    TorchLoop,
+    of_torch("clipping", clip_norm=1e3),
+    of_torch("fused"),
+    of_torch("fused, device", decide="device"),
+    of_torch("scaler"),
+    of_torch("scaler, fused"),
+]
 
 
 class OptaxLoop:
@@ -124,7 +136,7 @@ class OptaxLoop:
 # A process with Keras has the loops of its backend's library too, which are the same in each.
 FRONTS = [] if KERAS == "none" else [KerasFit]
 if KERAS != "tf_keras":
-    FRONTS += {"torch": [TorchLoop, TorchScaler], "jax": [OptaxLoop]}.get(BACKEND, [])
+    FRONTS += {"torch": OF_TORCH, "jax": [OptaxLoop]}.get(BACKEND, [])
 
 
 @pytest.fixture(params=FRONTS, ids=lambda front: front.__name__)

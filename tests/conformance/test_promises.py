@@ -215,20 +215,7 @@ def test_the_scale_follows_the_rule_bit_for_bit(wrapper, rule):
 # 4. Gradients are unscaled in float32 or wider, by the scale that multiplied the loss.
 
 
-@pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("scale", [2.0**-3, 2.0**60])
-def test_powers_of_two_leave_the_weights_bit_identical(wrapper, scale):
-    # With one optimizer; the rows of promise 1 have all of them, at 2**15.
-    rule = DynamicScale(scale, growth_interval=2, min_scale=min(1.0, scale))
-    scaled = wrapper.make(VALUES, "momentum", rule)
-    plain = wrapper.make_bare(VALUES, "momentum", rule)
-    for factor in (1.0, 0.5, -3.0, 0.75, 1.25):
-        gradients = [gradient * np.float32(factor) for gradient in GRADIENTS]
-        scaled.step(gradients)
-        plain.step(gradients)
-    assert scaled.scale() == 4 * scale
-    same_bits(scaled.parameters(), plain.parameters())
-    same_bits(scaled.inner_state(), plain.inner_state())
+# Powers of two leave the bits of the weights: test_random_programs.py, at every scale.
 
 
 def moved_by(inner, given):

@@ -1,8 +1,4 @@
-"""PyTorch's own optimizers as the conformance suite drives them.
-
-What Keras' optimizers do to gradients by themselves (clipping, averaging, a schedule) is done here
-by hooks of the optimizer inside, which a step that is skipped must not call.
-"""
+"""PyTorch's own optimizers as the conformance suite drives them."""
 
 from __future__ import annotations
 
@@ -18,43 +14,6 @@ import lossscale
 from conformance.harness import Harness, kind_of_device
 
 DEVICE = os.environ.get("LOSSSCALE_TEST_DEVICE", "cpu")
-# PyTorch 2.11 has none for a GPU.
-FUSED_ADAGRAD = DEVICE == "cpu" or torch.__version__ >= (2, 13)
-CLIPS = {"global_clipnorm": 1.0}
-"""What the wrapper itself clips, and without it a hook does."""
-
-
-def _clipping(clip: Callable[[list[Any]], Any]) -> Callable[[Any], Any]:
-    def added(optimizer: Any) -> Any:
-        def hook(inner: Any, *_: Any) -> None:
-            clip([p for group in inner.param_groups for p in group["params"]])
-
-        optimizer.register_step_pre_hook(hook)
-        return optimizer
-
-    return added
-
-
-def _each_norm(parameters: list[Any]) -> None:
-    for parameter in parameters:
-        torch.nn.utils.clip_grad_norm_([parameter], 1.0)
-
-
-def _averaged(optimizer: Any) -> Any:
-    def hook(inner: Any, *_: Any) -> None:
-        for group in inner.param_groups:
-            for p in group["params"]:
-                average = inner.state[p].setdefault("average", p.detach().clone())
-                average.lerp_(p.detach(), 0.5)
-
-    optimizer.register_step_post_hook(hook)
-    return optimizer
-
-
-def _scheduled(optimizer: Any) -> Any:
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    optimizer.register_step_post_hook(lambda *_: scheduler.step())
-    return optimizer
 
 
 def tensor(value: Any) -> Any:
@@ -69,37 +28,14 @@ def inner_optimizers(fused: bool) -> dict[str, Callable[[Sequence[Any]], Any]]:
     def sgd(rate: float, **settings: Any) -> Callable[[Sequence[Any]], Any]:
         return lambda parameters: torch.optim.SGD(parameters, lr=rate, **settings, **flag)
 
-    def adamw(parameters: Sequence[Any]) -> Any:
-        made = torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.01, **flag)
-        return _clipping(_each_norm)(made)
-
-    def clipping_values(parameters: Sequence[Any]) -> Any:
-        if not fused:
-            made: Any = torch.optim.RMSprop(parameters, lr=0.1)
-        elif FUSED_ADAGRAD:
-            made = torch.optim.Adagrad(parameters, lr=0.1, fused=True)
-        else:
-            made = torch.optim.Adam(parameters, lr=0.1, amsgrad=True, fused=True)
-        return _clipping(lambda given: torch.nn.utils.clip_grad_value_(given, 0.5))(made)
-
-    found = {
+    return {
         "plain": sgd(1.0),
         "sgd": sgd(0.5),
         "momentum": sgd(0.5, momentum=0.9, nesterov=True),
         "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1, **flag),
-        "adamw-clipnorm": adamw,
-        "global_clipnorm": sgd(0.5),
         "small-rate": sgd(2.0**-13),
         "large-rate": sgd(8.0),
         "small-momentum": sgd(2.0**-13, momentum=0.5),
-        "clipvalue": clipping_values,
-    }
-    if fused:
-        return found
-    return {
-        **found,
-        "ema": lambda parameters: _averaged(sgd(0.5, momentum=0.9)(parameters)),
-        "schedule": lambda parameters: _scheduled(sgd(0.5)(parameters)),
     }
 
 
@@ -112,15 +48,12 @@ class TorchNative(Harness):
     def __init__(self, values: Sequence[Any], inner: str, rule: Any = None) -> None:
         self.parameters_ = [torch.nn.Parameter(tensor(v)) for v in values]
         self.inner_optimizer = inner_optimizers(self.decide == "device")[inner](self.parameters_)
-        clip = CLIPS.get(inner)
         self.scales_loss = rule is not None
         self.optimizer = self.inner_optimizer
         if rule is not None:
             self.optimizer = lossscale.torch.LossScaleOptimizer(
-                self.inner_optimizer, rule=rule, clip_norm=clip, decide=self.decide
+                self.inner_optimizer, rule=rule, decide=self.decide
             )
-        elif clip is not None:
-            _clipping(lambda given: torch.nn.utils.clip_grad_norm_(given, clip))(self.optimizer)
 
     @staticmethod
     def optimizers() -> Any:

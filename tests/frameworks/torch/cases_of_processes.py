@@ -36,7 +36,16 @@ from torch.nn.parallel import DistributedDataParallel
 import lossscale
 import pages
 from frameworks.torch import cases_of_float16, cases_of_parallel
-from frameworks.torch.support import OURS, WithScaler, Wrapper, counted, theirs, train_step, wrapper
+from frameworks.torch.support import (
+    KINDS,
+    OURS,
+    WithScaler,
+    Wrapper,
+    counted,
+    theirs,
+    train_step,
+    wrapper,
+)
 from lossscale.torch import LossScaleOptimizer
 from lossscale.torch.installation import ShardedGradScaler as OurShardedGradScaler
 
@@ -45,10 +54,6 @@ INF = float("inf")
 
 def rank():
     return distributed.get_rank()
-
-
-def fused(weights):
-    return torch.optim.AdamW(weights, lr=0.1, fused=True)
 
 
 def is_last():
@@ -161,24 +166,21 @@ def explained(folder):
         assert trained(kind, True) == (*trained(kind, False)[:2], causes)
 
 
-# FSDP2: each process holds a part of each parameter.
+# FSDP2: each process holds a part of each parameter. PyTorch has no fused SGD for them.
 
-OPTIMIZERS = {
-    "adamw-fused": fused,
-    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
-    "sgd-single": lambda p: torch.optim.SGD(p, lr=0.1, foreach=False),
-    "sgd-momentum-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-}
-# PyTorch has no fused SGD for them.
-OF_DTENSORS = [name for name in OPTIMIZERS if name != "sgd-momentum-fused"]
+OPTIMIZERS = (
+    lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    lambda p: torch.optim.SGD(p, lr=0.1, foreach=False),
+)
 HALF = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
 
 
 def fsdp(folder):
     """They skip together, with one number sent for each step."""
-    for make, inner in itertools.product(OURS.values(), OF_DTENSORS):
+    for make, inner in itertools.product(OURS.values(), OPTIMIZERS):
         net = fully_shard(model(), mesh=mesh_of_all(), mp_policy=HALF)
-        run = make(OPTIMIZERS[inner](net.parameters()))
+        run = make(inner(net.parameters()))
         with counted() as reduced:
             for step in range(3):
                 run.zero_grad()
@@ -339,12 +341,7 @@ def clipped(folder):
     found = {}
     good = whole_gradients()
     large = [gradient * 1e30 for gradient in good]
-    kinds = {
-        "fused": {"fused": True},
-        "device": {"fused": True},
-        "foreach": {"foreach": True},
-        "single": {"foreach": False},
-    }
+    kinds = {**KINDS, "device": {"fused": True}}
     for (name, kind), by_hand in itertools.product(kinds.items(), (False, True)):
         weights = in_all_layouts()
         made = LossScaleOptimizer(

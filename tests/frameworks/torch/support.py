@@ -22,6 +22,7 @@ from lossscale.torch.grad_scaler import GradScaler
 DEVICE = os.environ.get("LOSSSCALE_TEST_DEVICE", "cpu")
 SHAPES = ((3,), (2, 2))
 ONES = [torch.ones(shape) for shape in SHAPES]
+pairs = functools.partial(zip, strict=True)
 KINDS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}
 
 
@@ -50,6 +51,12 @@ def run_page(source, prints=True):
     expected = re.search(r"^print\(.*\)  # (.*)$", source, re.MULTILINE)[1]
     assert not prints or printed.getvalue().strip().splitlines()[-1] == expected
     return names
+
+
+def drawn(seed, *shape):
+    """Numbers, the same on each device."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cpu").to(DEVICE)
 
 
 def parameters(*shapes, dtype=torch.float32):
@@ -230,6 +237,57 @@ COPIES = {
     "pickle": lambda it: pickle.loads(pickle.dumps(it)),
     "torch.save": lambda it: through_a_file(it, weights_only=False),
 }
+
+
+class ByHand:
+    """Float32 masters by hand.
+
+    Args:
+        model: A model whose parameters are narrow, which computes the gradients.
+        make: Makes the optimizer of the masters.
+    """
+
+    def __init__(self, model, make):
+        self.model = model
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.masters = [p.detach().float() for p in self.parameters]
+        self.optimizer = make(self.masters)
+
+    def adopt(self):
+        """What was written into a parameter, which is not the rounded master, becomes it."""
+        for parameter, master in pairs(self.parameters, self.masters):
+            rounded = master.to(parameter.dtype).flatten().tolist()
+            now = parameter.flatten().tolist()
+            wide = master.flatten().tolist()
+            kept = [w if r == n else n for w, r, n in pairs(wide, rounded, now)]
+            master.copy_(torch.tensor(kept).view_as(master))
+
+    def step(self, losses, scale, clip):
+        """Returns whether the step was applied."""
+        found = [
+            torch.autograd.grad(loss * scale, self.parameters, allow_unused=True) for loss in losses
+        ]
+        for master, *each in pairs(self.masters, *found):
+            given = [gradient.float() for gradient in each if gradient is not None]
+            master.grad = sum(given[1:], given[0]) / scale if given else None
+        if not all(m.grad.isfinite().all() for m in self.masters if m.grad is not None):
+            return False
+        if clip:
+            torch.nn.utils.clip_grad_norm_(self.masters, clip)
+        self.optimizer.step()
+        with torch.no_grad():
+            for parameter, master in pairs(self.parameters, self.masters):
+                parameter.copy_(master)
+        return True
+
+    def saved(self):
+        return copy.deepcopy([self.masters, self.parameters, self.optimizer.state_dict()])
+
+    @torch.no_grad()
+    def load(self, saved):
+        for tensor, value in pairs(self.masters + self.parameters, saved[0] + saved[1]):
+            tensor.copy_(value)
+        self.optimizer.load_state_dict(saved[2])
 
 
 # The wrapper and the scaler, where both are tried with the same calls.

@@ -4,22 +4,17 @@ The oracle averages float32 numbers by hand.
 """
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from frameworks.torch.test_master_weights import BF16, F16, F32, INF, X, adamw, bits, net, pairs
+from frameworks.torch.support import bits, pairs, scaler, theirs, train_step, wrapper
+from frameworks.torch.test_master_weights import BF16, F16, F32, INF, X, adamw, net
 from lossscale import errors
-from lossscale.torch import (
-    GradScaler,
-    LossScaleOptimizer,
-    MasterWeights,
-    float32_state_dict,
-    guard,
-    unguard,
-)
+from lossscale.torch import MasterWeights, float32_state_dict, guard, unguard
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.Tensor, "grad_dtype"), reason="PyTorch before 2.10"
@@ -52,23 +47,11 @@ class Adapted(nn.Module):
 def trainer(how, inner):
     """A function that trains by a loss, and what is passed as the optimizer."""
     if how in ("wrapper", "list"):
-        optimizer = LossScaleOptimizer([inner] if how == "list" else inner, initial_scale=4.0)
-
-        def train(loss):
-            optimizer.zero_grad()
-            optimizer.backward(loss)
-            optimizer.step()
-
-        return train, [optimizer] if how == "list" else optimizer
-    scaler = GradScaler("cpu", init_scale=4.0, enabled=how == "scaler")
-
-    def train(loss):
-        inner.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(inner)
-        scaler.update()
-
-    return train, inner if how == "alone" else scaler
+        run = wrapper([inner] if how == "list" else inner)
+    else:
+        run = scaler(inner, enabled=how == "scaler")
+    passed = {"list": [run.watched], "alone": inner}.get(how, run.watched)
+    return functools.partial(train_step, run), passed
 
 
 @pytest.mark.parametrize("name", AVERAGES)
@@ -217,16 +200,14 @@ def test_a_state_that_the_model_rounds_is_refused():
 
 
 def test_with_the_scaler_of_pytorch_an_average_takes_the_masters():
-    model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    model = net()
     inner, averaged = MasterWeights(adamw(model)), AveragedModel(net(F32))
+    run = theirs(inner)
     with pytest.raises(errors.ArgumentTypeError, match=r"pass the MasterWeights: guard\(averaged"):
-        guard(averaged, scaler)
+        guard(averaged, run.watched)
     averaged, seen = guard(averaged, inner), []
     for factor in (1.0, INF, 1.0):
-        inner.zero_grad()
-        scaler.scale(model(X.half()).float().square().mean() * factor).backward()
-        scaler.step(inner)
-        scaler.update()
+        train_step(run, model(X.half()).float().square().mean() * factor)
         averaged.update_parameters(model)
         seen.append([inner.masters[p].clone() for p in model.parameters()])
     for average, *masters in pairs(averaged.module.parameters(), *seen):

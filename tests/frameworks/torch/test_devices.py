@@ -12,14 +12,13 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lossscale
-from frameworks.torch.support import WithScaler, Wrapper, bits, scaled, train_step, wrapped
+from benchmarks.frameworks.torch_native import Way
+from frameworks.torch.support import DEVICE, KINDS, bits, train_step
 from lossscale import DynamicScale
 
-DEVICE = os.environ.get("LOSSSCALE_TEST_DEVICE", "cpu")
 ON_A_GPU = DEVICE != "cpu"
 
 STEPS, OVERFLOWS = 8, (2, 5)
-RULE = DynamicScale(2.0**10, growth_interval=2)
 # What the rule does in these steps: two finite ones double the scale, an overflow halves it.
 SCALES = [2.0**power for power in (10, 11, 10, 10, 11, 10, 10, 11)]
 INNER = {
@@ -27,7 +26,6 @@ INNER = {
     "adam": (torch.optim.Adam, {"lr": 0.01}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
 }
-FLAGS = {"single": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 SHAPES = ((3,), (33, 65), (4097,))
 
 
@@ -43,7 +41,7 @@ def parameters_on(device):
 def steps(run, parameters, numbers=range(STEPS)):
     """Steps with given gradients, times the scale if there is one; an overflow is one infinity."""
     for number in numbers:
-        factor = scaled(run, torch.ones((), device=parameters[0].device))
+        factor = run.scaled(torch.ones((), device=parameters[0].device))
         for parameter, gradient in zip(parameters, arrays(number + 1), strict=True):
             parameter.grad = gradient.to(parameter.device) * factor
         if number in OVERFLOWS:
@@ -56,39 +54,36 @@ def assert_like_the_plain(parameters, name, device=DEVICE):
     """As after the finite steps alone, of the plain optimizer on the CPU."""
     (cls, settings), plain = INNER[name], parameters_on("cpu")
     good = [number for number in range(STEPS) if number not in OVERFLOWS]
-    list(steps(cls(plain, **settings, foreach=False), plain, good))
+    list(steps(Way("bare", [cls(plain, **settings, foreach=False)]), plain, good))
     for found, expected in zip(parameters, plain, strict=True):
         assert found.device.type == torch.device(device).type
         # Fused kernels of a GPU may contract a product and a sum, which the plain one rounds apart.
         torch.testing.assert_close(found.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
 
 
-SCALER = {"init_scale": 2.0**10, "growth_interval": 2}
-WAYS = {
-    "PyTorch's scaler": lambda inner: WithScaler(inner, torch.amp.GradScaler(DEVICE, **SCALER)),
-    "the drop-in": lambda inner: WithScaler(inner, lossscale.torch.GradScaler(DEVICE, **SCALER)),
-    "the wrapper": lambda inner: Wrapper(wrapped(inner, rule=RULE)),
-    "device": lambda inner: Wrapper(wrapped(inner, rule=RULE, decide="device")),
-}
+WAYS = ("PyTorch's scaler", "drop-in", "scale_loss", "device")
 
 
-@pytest.mark.parametrize("flags", FLAGS)
+def way_of(name, inner):
+    return Way(name, [inner], interval=2, scale=SCALES[0], device=DEVICE)
+
+
+@pytest.mark.parametrize("flags", KINDS)
 @pytest.mark.parametrize("name", INNER)
 def test_each_way_ends_as_the_plain_optimizer_and_the_drop_in_as_pytorchs_scaler(name, flags):
     cls, settings = INNER[name]
     ends = {}
-    for way, make in WAYS.items():
+    for way in WAYS:
         if way == "device" and flags != "fused":
             # It does not skip by itself.
             continue
         parameters = parameters_on(DEVICE)
-        run = make(cls(parameters, **settings, **FLAGS[flags]))
-        assert [each.shown()[0] for each in steps(run, parameters)] == SCALES
-        if isinstance(run, Wrapper):
-            assert int(run.optimizer.steps_skipped) == len(OVERFLOWS)
+        run = way_of(way, cls(parameters, **settings, **KINDS[flags]))
+        assert [each.scales() for each in steps(run, parameters)] == [[scale] for scale in SCALES]
+        assert all(int(each.steps_skipped) == len(OVERFLOWS) for each in run.wrappers)
         assert_like_the_plain(parameters, name)
         ends[way] = bits([parameter.detach().cpu() for parameter in parameters])
-    assert ends["the drop-in"] == ends["PyTorch's scaler"]
+    assert ends["drop-in"] == ends["PyTorch's scaler"]
 
 
 def small_model():
@@ -109,34 +104,37 @@ def autocast_loss(model, x, y):
     return nn.functional.mse_loss(output.float(), y)
 
 
-@pytest.mark.parametrize("way", ["verb", "scale_loss"])
+@pytest.mark.parametrize("way", ["backward", "scale_loss"])
 def test_float16_training_is_that_of_pytorchs_scaler_bit_for_bit(way):
-    def losses(make, way):
+    def losses(way):
         model, found = small_model(), []
-        optimizer = make(torch.optim.AdamW(model.parameters(), lr=0.01))
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        run = Way(way, [inner], scale=2.0**16, device=DEVICE)
         for x, y in batches():
-            train_step(optimizer, loss := autocast_loss(model, x, y), way)
+            run.zero_grad()
+            run.backward(loss := autocast_loss(model, x, y))
+            run.step()
             found.append(float(loss.detach()))
         return found
 
-    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**16)
-    ours = losses(lambda inner: wrapped(inner, rule=DynamicScale(2.0**16)), way)
-    assert ours == losses(lambda inner: WithScaler(inner, scaler), "scale_loss")
+    ours = losses(way)
+    assert ours == losses("PyTorch's scaler")
     assert ours[-1] < ours[0] / 2
 
 
 def test_state_of_one_device_goes_on_on_the_other():
     parameters, on_the_cpu = parameters_on(DEVICE), parameters_on("cpu")
-    optimizer, other = (
-        wrapped(torch.optim.Adam(given, lr=0.01), rule=RULE) for given in (parameters, on_the_cpu)
+    run, other = (
+        way_of("scale_loss", torch.optim.Adam(given, lr=0.01)) for given in (parameters, on_the_cpu)
     )
-    list(steps(optimizer, parameters, range(4)))
+    list(steps(run, parameters, range(4)))
     with torch.no_grad():
         for to, of in zip(on_the_cpu, parameters, strict=True):
             to.copy_(of)
-    other.load_state_dict(optimizer.state_dict())
+    [resumed] = other.wrappers
+    resumed.load_state_dict(run.wrappers[0].state_dict())
     list(steps(other, on_the_cpu, range(4, STEPS)))
-    assert (float(other.loss_scale), int(other.steps_skipped)) == (SCALES[-1], len(OVERFLOWS))
+    assert (other.scales(), int(resumed.steps_skipped)) == (SCALES[-1:], len(OVERFLOWS))
     assert_like_the_plain(on_the_cpu, "adam", "cpu")
 
 

@@ -353,8 +353,9 @@ def test_without_cuda_they_disable_themselves_with_a_warning():
 
 
 # Each defect of PyTorch's scaler: what it does where that is cheap to show, and what ours does. D1,
-# overflows without end, is in test_the_scale_takes_the_way_of_the_rule; D4 and D5 need several
-# processes: test_processes.py; D23 is in test_compile.py.
+# overflows without end, is in test_the_scale_takes_the_way_of_the_rule; D2, a first fused step that
+# overflows, in test_every_optimizer.py; D4 and D5 need several processes: test_processes.py; D23 is
+# in test_compile.py.
 
 
 both = pytest.mark.parametrize(
@@ -364,27 +365,6 @@ both = pytest.mark.parametrize(
 
 def is_finite(weights):
     return all(bool(p.isfinite().all()) for p in weights)
-
-
-@both
-@pytest.mark.parametrize("unscale", [False, True])
-def test_d2_an_overflow_on_the_first_step_of_fused_sgd(make, mended, unscale):
-    right = []
-    for _ in range(4):
-        weights = [torch.nn.Parameter(torch.ones(4096))]
-        optimizer = OPTIMIZERS["sgd-fused"](weights)
-        scaler = make("cpu", init_scale=8.0)
-        scaler.scale((weights[0] * torch.inf).sum()).backward()
-        # Memory that was in use before: what is not written to is not zero.
-        used = [torch.full((4096,), torch.nan) for _ in range(8)]
-        if unscale:
-            scaler.unscale_(optimizer)
-        del used
-        scaler.step(optimizer)
-        scaler.update()
-        one_step(scaler, optimizer, weights)
-        right.append(torch.equal(weights[0].detach(), torch.full((4096,), 0.5)))
-    assert all(right) == mended
 
 
 @both

@@ -10,8 +10,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import lossscale
 from benchmarks.frameworks.torch_native import Way
-from frameworks.torch.support import DEVICE
-from frameworks.torch.test_master_weights import INF, adamw, bits, loss_of, net
+from frameworks.torch.support import DEVICE, bits
+from frameworks.torch.test_master_weights import INF, adamw, loss_of, net
 from lossscale.torch import MasterWeights, guard
 
 pytestmark = [

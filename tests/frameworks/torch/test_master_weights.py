@@ -6,7 +6,6 @@ and one rounding after each applied step.
 
 import collections
 import copy
-import functools
 import itertools
 import random
 import re
@@ -21,7 +20,17 @@ from torch.utils.checkpoint import checkpoint
 
 import lossscale
 from benchmarks.frameworks.torch_native import WAYS, Way
-from frameworks.torch.support import COPIES, DEVICE, Sam, through_a_file, train_step
+from frameworks.torch.support import (
+    COPIES,
+    DEVICE,
+    ByHand,
+    Sam,
+    bits,
+    drawn,
+    pairs,
+    through_a_file,
+    train_step,
+)
 from frameworks.torch.test_every_optimizer import CASES
 from lossscale import errors
 from lossscale.torch import GradScaler, LossScaleOptimizer, MasterWeights, float32_state_dict, guard
@@ -33,13 +42,6 @@ pytestmark = [
 ]
 INF, NAN = float("inf"), float("nan")
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-pairs = functools.partial(zip, strict=True)
-
-
-def drawn(seed, *shape):
-    """Numbers, the same on each device."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randn(*shape, generator=generator, device="cpu").to(DEVICE)
 
 
 X = drawn(3, 8, 6)
@@ -78,13 +80,6 @@ def started(steps=2, dtype=F16, make=adamw, decide="host", grad_dtype=F32):
     return model, inner, optimizer
 
 
-def bits(tensor):
-    """The bits of each number; each NaN has the same."""
-    tensor = tensor.detach()
-    whole = tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
-    return whole.masked_fill(tensor.isnan(), -1).tolist()
-
-
 def everything(model, inner):
     """All bits of parameters, masters and state."""
     state = [v for s in inner.state_dict()["state"].values() for v in s.values()]
@@ -96,56 +91,6 @@ def everything(model, inner):
 
 # SparseAdam takes no dense gradients.
 OPTIMIZERS = [c.values for c in CASES if c.values[0].__name__ != "SparseAdam"]
-
-
-class ByHand:
-    """Float32 masters by hand.
-
-    Args:
-        model: A model whose parameters are narrow, which computes the gradients.
-        make: Makes the optimizer of the masters.
-    """
-
-    def __init__(self, model, make):
-        self.model, self.parameters = model, list(model.parameters())
-        self.dtype, self.masters = (
-            self.parameters[0].dtype,
-            [p.detach().float() for p in self.parameters],
-        )
-        self.optimizer = make(self.masters)
-
-    def adopt(self):
-        """What was written into a parameter, which is not the rounded master, becomes it."""
-        for parameter, master in pairs(self.parameters, self.masters):
-            rounded = master.to(self.dtype).to(parameter).flatten().tolist()
-            now = parameter.flatten().tolist()
-            wide = master.flatten().tolist()
-            kept = [w if r == n else n for w, r, n in pairs(wide, rounded, now)]
-            master.copy_(torch.tensor(kept).view_as(master))
-
-    def step(self, losses, scale, clip):
-        """Returns whether the step was applied."""
-        found = [torch.autograd.grad(loss * scale, self.parameters) for loss in losses]
-        for master, *each in pairs(self.masters, *found):
-            master.grad = sum((g.float() for g in each[1:]), each[0].float()) / scale
-        if not all(torch.isfinite(master.grad).all() for master in self.masters):
-            return False
-        if clip:
-            nn.utils.clip_grad_norm_(self.masters, clip)
-        self.optimizer.step()
-        with torch.no_grad():
-            for parameter, master in pairs(self.parameters, self.masters):
-                parameter.copy_(master)
-        return True
-
-    def saved(self):
-        return copy.deepcopy([self.masters, self.parameters, self.optimizer.state_dict()])
-
-    @torch.no_grad()
-    def load(self, saved):
-        for tensor, value in pairs(self.masters + self.parameters, saved[0] + saved[1]):
-            tensor.copy_(value)
-        self.optimizer.load_state_dict(saved[2])
 
 
 @torch.no_grad()
@@ -326,8 +271,6 @@ def test_monitors_guards_and_explanations():
         model, lambda model, batch: loss_of(model, 1e6), [X], scale=1024
     )
     assert found.cause in ("scale", "loss"), found
-    report = lossscale.torch.diagnose(net(), lambda model, batch: loss_of(model), [X])
-    assert report.verdict
 
 
 class WritesData(torch.optim.Optimizer):
@@ -442,38 +385,20 @@ def test_optimizers_that_hold_others_are_saved_and_loaded():
 # --- What other code writes -----------------------------------------------------------------------
 
 
-def ema_there_and_back(model):
-    kept = copy.deepcopy(model.state_dict())
-    for parameter in model.parameters():
-        parameter.data.mul_(0.5)
-    model.load_state_dict(kept)
-
-
-EDITS = {
-    "EMA, there and back": ema_there_and_back,
-    "-0.0": lambda model: model[0].weight.data[0].fill_(-0.0),
-    "infinity": lambda model: model[0].weight.data[0].fill_(INF),
-    "NaN": lambda model: model[0].weight.data[0].fill_(NAN),
-    "other memory": lambda model: setattr(model[0].weight, "data", net(seed=5)[0].weight.data),
-}
-
-
+# Other numbers are in the random programs.
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-@pytest.mark.parametrize("name", EDITS)
-def test_what_is_written_between_steps_is_kept(name, dtype):
+@pytest.mark.parametrize("number", [-0.0, INF, NAN])
+def test_what_is_written_between_steps_is_kept(number, dtype):
     model, inner, _ = started(3, dtype)
     before = {p: (p.detach().clone(), m.clone()) for p, m in inner.masters.items()}
-    EDITS[name](model)
+    model[0].weight.data[0].fill_(number)
     written = {p: p.detach().clone() for p in before}
-    changed = 0
     for parameter, master in inner.masters.items():
         old, wide = before[parameter]
         now = parameter.detach()
         assert bits(now) == bits(written[parameter])
         is_same = now.view(torch.int16) == old.view(torch.int16)
-        changed += int((~is_same).sum())
         assert bits(master) == bits(torch.where(is_same, wide, now.float()))
-    assert bool(changed) == (name != "EMA, there and back")
 
 
 def test_a_write_into_the_state_alone_is_lost():
@@ -701,22 +626,6 @@ def resumed(model, optimizer, save, load):
         step(model, optimizer)
         step(other, twin)
     assert everything(model, optimizer.inner_optimizer) == everything(other, inner)
-
-
-def test_training_continues_to_the_bit():
-    model, inner, optimizer = started(3)
-    states = inner.state_dict()["state"].values()
-    assert all({"step", "exp_avg", "exp_avg_sq", "master_weight"} == set(each) for each in states)
-    for order in (1, -1):
-
-        def load(other, twin, saved, order=order):
-            for each, state in [(other, saved[0]), (twin, saved[1])][::order]:
-                each.load_state_dict(state)
-
-        def save(model, optimizer):
-            return through_a_file((model.state_dict(), optimizer.state_dict()))
-
-        resumed(model, optimizer, save, load)
 
 
 @pytest.mark.parametrize("flat", [False, True])

@@ -1,4 +1,7 @@
-"""A scale that the device moves."""
+"""A scale that the device moves, by PyTorch's kernel where that equals the rule, bit for bit.
+
+The oracle is the rule itself on NumPy's scalars.
+"""
 
 import math
 import random
@@ -9,11 +12,6 @@ import torch
 
 from lossscale import DynamicScale, FixedScale
 from lossscale.torch.scale import Counts, DeviceLossScale
-
-# A scale that the device moves, by PyTorch's kernel where that equals the rule, bit for bit.
-#
-# The oracle is the rule itself on NumPy's scalars.
-
 
 CPU = torch.device("cpu")
 DTYPES = {float: np.float32, int: np.int32}

@@ -253,18 +253,6 @@ def test_torch_distributed_checkpoint_saves_the_scale(form, recipe, tmp_path):
         assert bits(list(other.parameters())) == bits(list(model.parameters()))
 
 
-def test_a_plain_optimizer_loads_it_and_from_that_of_a_plain_one_the_scale_stays():
-    _, optimizer = trained()
-    plain = torch.optim.Adam(parameters(*SHAPES), fused=True)
-    _, other = trained(steps=(False, False))
-    other.load_state_dict(plain.state_dict())
-    assert float(other.loss_scale) == 2.0**13
-    plain.load_state_dict(optimizer.state_dict())
-    assert bits(plain.state_dict()["state"]) == bits(optimizer.state_dict()["state"])
-    other.load_state_dict(plain.state_dict())
-    assert float(other.loss_scale) == 2.0**14
-
-
 def test_the_state_of_the_loss_scale_by_itself_and_a_fixed_scale_that_comes_from_the_code():
     _, optimizer = trained()
     saved = optimizer.loss_scale_state.state_dict()

@@ -9,7 +9,6 @@ float16, and clip and log unscaled gradients.
 import copy
 import functools
 import inspect
-import os
 import re
 
 import pytest
@@ -17,12 +16,10 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 import lossscale.torch
-from frameworks.torch.support import COPIES, OPTIMIZERS, run_page, snapshot, train_step
+from frameworks.torch.support import DEVICE, OPTIMIZERS, run_page, snapshot
 from pages import programs
 from records import column, nonfinite
 
-# tools.gpu asks for a GPU.
-DEVICE = os.environ.get("LOSSSCALE_TEST_DEVICE", "cpu")
 ON_THE_CPU = DEVICE == "cpu"
 ACCELERATOR = "cpu" if ON_THE_CPU else "gpu"
 STEPS, SAVED = 6, 3
@@ -301,24 +298,6 @@ def test_what_accelerate_prepares_is_watched_and_it_is_told_of_a_skipped_step(tm
             assert not plain.step_was_skipped
     assert column(path, "scale") == [8.0, 8.0, 4.0, 4.0]
     assert nonfinite(path)[1] == [("weight", 2, 0)]
-
-
-@pytest.mark.parametrize("way", ["verb", "scale_loss"])
-def test_copies_that_trainers_make_keep_the_dtype_of_gradients(way):
-    """A copy of a parameter has lost its `grad_dtype`; None without masters is no way out."""
-    net, x = Net(torch.float16), data()[0].cpu()
-    inner = lossscale.torch.MasterWeights(OPTIMIZERS["sgd"](net.parameters()), grad_dtype=None)
-    for copied in COPIES.values():
-        model, other = copied((net, inner))
-        train_step(lossscale.torch.LossScaleOptimizer(other), model(x), way)
-        kinds = {(p.grad_dtype, p.grad.dtype) for p in model.parameters()}
-        assert kinds == {(None, torch.float32)}
-    model = Net(torch.float16)
-    for parameter in model.parameters():
-        parameter.grad_dtype = None
-    optimizer = lossscale.torch.LossScaleOptimizer(OPTIMIZERS["sgd"](model.parameters()))
-    with pytest.raises(lossscale.errors.GradientsError, match="MasterWeights"):
-        train_step(optimizer, model(x), way)
 
 
 # The recipes of docs/trainers.md for one process.
