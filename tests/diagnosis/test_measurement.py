@@ -23,7 +23,7 @@ from lossscale.diagnosis.measurement import (
 )
 from lossscale.diagnosis.report import Report, Verdict, recommend
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.explain.text import Facts, Failure, Origin, explained
+from lossscale.explain.text import Failure, Origin, explained
 
 OVERFLOW = Origin(Failure.TOO_LARGE, "square", "norm", largest_result=1e6)
 RNG = np.random.default_rng(0)
@@ -87,7 +87,7 @@ class Model:
     ],
 )
 def test_float16_holds_the_derivative_at_the_epsilon_that_is_advised(operation, derivative):
-    found = explained(Facts(Origin(Failure.ZERO, operation, "norm")))
+    found = explained(Origin(Failure.ZERO, operation, "norm"))
     epsilon = float(found.advice.partition("epsilon of ")[2].split()[0])
     assert derivative(epsilon) < 65504
 
@@ -224,7 +224,7 @@ class Explained(Model):
     """With a reason for what is wrong at every scale."""
 
     def explain(self, batch, scale, half):
-        return explained(Facts(OVERFLOW))
+        return explained(OVERFLOW)
 
 
 def test_a_gradient_of_ordinary_size_that_is_wrong_at_every_scale_is_no_noise():
@@ -244,7 +244,7 @@ class Hides(Model):
     """With an overflow that a later operation makes finite."""
 
     def explain(self, batch, scale, half):
-        return explained(Facts(hidden=OVERFLOW))
+        return explained(None, OVERFLOW)
 
 
 def test_an_overflow_that_is_made_finite_is_named_beside_inaccurate_gradients_alone():
@@ -258,7 +258,7 @@ def test_an_overflow_that_is_made_finite_is_named_beside_inaccurate_gradients_al
 def test_what_scaling_mends_is_no_reason_why_it_cannot_help():
     class OfTheScale(Model):
         def explain(self, batch, scale, half):
-            return explained(Facts(OVERFLOW._replace(in_backward=True), is_scaled=True))
+            return explained(OVERFLOW._replace(in_backward=True), is_scaled=True)
 
     verdict = recommend(OfTheScale({"w": spread(-6, 0)}, ends="the loss").measured())
     assert verdict.verdict is Verdict.CANNOT_HELP

@@ -472,7 +472,7 @@ def test_a_divisor_that_float16_rounds_to_0():
     call = Call("div", "div", "block", True, False, lambda change: [np.zeros(2)])
     given = np.zeros(2, np.float16), np.float32(3e-9)
     results = [np.full(2, math.nan, np.float16)]
-    (origin,) = Evaluation(TORCH, lambda value: "").origins(call, given, [None, None], results)
+    (origin,) = Evaluation(TORCH).origins(call, [(each, None) for each in given], results)
     assert (origin.failure, origin.operation) == (Failure.ZERO, "div")
 
 
