@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from lossscale.common.private_names import private_module, private_name
+from lossscale.common.private_names import private_name
 from lossscale.explain.operations import TENSORFLOW
 from lossscale.explain.origins import Call, Evaluation, Value, Watched, line_of
 from lossscale.framework_types import Library, Scalar, Structure, Tensor
@@ -21,7 +21,8 @@ from lossscale.framework_types import Library, Scalar, Structure, Tensor
 _loaded: Library = private_name(
     "tensorflow.python.framework", "function_def_to_graph", "explain a loop of TensorFlow 1"
 )
-_eager: Library = private_module("tensorflow.python.eager.execute", "evaluate operations by name")
+_execute: Library = private_name("tensorflow.python.eager.execute", "quick_execute", "explain")
+_context: Library = private_name("tensorflow.python.eager.context", "context", "explain")
 _BACKWARD = "gradient_tape/"
 _NARROW = (tf.float16, tf.bfloat16, tf.float32)
 
@@ -200,7 +201,7 @@ def _computed(operation: Operation, given: Sequence[Tensor], *, wide: bool = Fal
     for each in operation.op_def.attr:
         attributes += [each.name, wider(operation.get_attr(each.name))]
     call = operation.type, len(operation.outputs), inputs, tuple(attributes)
-    return list(_eager.quick_execute(*call, _eager.context.context()))
+    return list(_execute(*call, _context()))
 
 
 def _module(path: str) -> str:
