@@ -110,11 +110,10 @@ def ctc(_, x):
 
 
 IGNORED = "whose targets are all ignored, a mean over nothing"
-UNNAMED = torch.full((2, 1), -100, device=DEVICE)
+UNNAMED = torch.full((2,), -100, device=DEVICE)
 ADVICE = broken_blocks.ADVICE | {
     "a long label": ("zero_infinity=True", ctc),
-    "no class": (IGNORED, lambda _, x: functional.cross_entropy(x.float(), UNNAMED[:, 0])),
-    "no pixel": (IGNORED, lambda _, x: functional.cross_entropy(x.float()[..., None], UNNAMED)),
+    "no class": (IGNORED, lambda _, x: functional.cross_entropy(x.float(), UNNAMED)),
     "no number": (NOTHING, lambda _, x: functional.mse_loss(x[:0], x[:0])),
     "a variance of 0": (AWAY, lambda _, x: functional.layer_norm(x, (3,), eps=0.0)),
     "a norm of 0": (AWAY, lambda _, x: torch._weight_norm(x, x[:, :1] + 1)),
@@ -386,6 +385,10 @@ PROGRAMS = {
     ),
     "singular: or compute what Through takes in float32": (
         *(functools.partial(Through, lambda x, bias: (x.float() * bias).log()), square, ONES),
+    ),
+    # It adds a small number, which is no epsilon.
+    "singular: keep its input away from 0": (
+        *(two_layers, lambda m, x: (m(x) * 0).float().sqrt().sum() + square(m, x) / 1e9, ONES),
     ),
     # Also a part of the loss that has no gradient.
     "singular: line ": (two_layers, lambda m, x: square(m, x) + (x.sum() * 0).log(), ONES),
