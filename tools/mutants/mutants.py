@@ -377,7 +377,7 @@ tests/frameworks/torch/test_processes.py
     torch _groups_along: placement.is_replicate() -> not placement.is_shard()
         -k spread_over
 tests/frameworks/torch/test_explain.py
-    explain on torch _facts: found.is_finite and ... -> False  -k cannot_be_used
+    explain on torch explain: found.cause is Cause.UNKNOWN -> False  -k cannot_be_used
     explain on torch _watching: _is_torchs(h[1]) -> True  -k put_back
     explain on torch as_it_was: parameter.grad = gradient -> pass  -k put_back
     explain on torch _is_small: abs(inputs) < NEAR -> abs(inputs) >= 0  -k advised

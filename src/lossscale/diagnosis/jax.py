@@ -18,12 +18,12 @@ from jax.typing import ArrayLike
 from numpy.typing import NDArray
 
 from lossscale.checks import checked_scale
-from lossscale.diagnosis.measurement import Pass, checked_loss, measure
+from lossscale.diagnosis.measurement import Pass, checked_loss, explained_in_float16, measure
 from lossscale.diagnosis.report import Report
 from lossscale.errors import ArgumentError, ArgumentTypeError, first_names
 from lossscale.explain.jax import JaxprWatch
-from lossscale.explain.origins import explain_pass, facts_in_float16
-from lossscale.explain.text import Explanation, Facts, explained
+from lossscale.explain.origins import explain_pass
+from lossscale.explain.text import Explanation
 from lossscale.jax.apply_or_skip import ArrayTree
 from lossscale.optax.gating import is_gradient
 from lossscale.optax.overflow_tracking import named_leaves
@@ -154,10 +154,10 @@ class JaxGradientFunction:
         """Explains why a pass is not finite."""
         watch = functools.cache(functools.partial(self._watch, batch))
 
-        def facts(half: bool) -> Facts:
+        def explained(half: bool) -> Explanation:
             return explain_pass(lambda s: watch(half)(s), scale, lambda s: watch(False)(s))
 
-        return explained(facts_in_float16(facts) if half else facts(False))
+        return explained_in_float16(explained) if half else explained(False)
 
     def _watch(self, batch: ArrayTree, half: bool) -> JaxprWatch:
         compute, arrays, _ = self._function(batch, half)

@@ -23,10 +23,10 @@ from lossscale.checks import checked_count, checked_parameters
 from lossscale.common.overflow_tracker import unique_names
 from lossscale.common.private_names import private_name
 from lossscale.common.replaced_names import replace
-from lossscale.diagnosis.measurement import Pass, checked_loss, known_size
+from lossscale.diagnosis.measurement import Pass, checked_loss, explained_in_float16, known_size
 from lossscale.errors import ArgumentError
-from lossscale.explain.origins import Watched, explain_pass, facts_in_float16
-from lossscale.explain.text import Explanation, Facts, Failure, Origin, explained
+from lossscale.explain.origins import Watched, explain_pass, not_compared
+from lossscale.explain.text import Cause, Explanation
 from lossscale.framework_types import (
     Array,
     Layer,
@@ -111,21 +111,17 @@ class KerasGradientFunction:
 
     # JAX computes constants with NumPy, which warns of an overflow.
     @np.errstate(all="ignore")
-    def facts(self, batch: Structure, scale: float, half: bool = True) -> Facts:
-        """Returns what is not finite in a pass, and why."""
+    def explain(self, batch: Structure, scale: float, half: bool = True) -> Explanation:
+        """Explains why a pass is not finite."""
         batch = _mapped(keras.ops.convert_to_tensor, Batch(*batch))
         watch = functools.cache(functools.partial(self._watch, batch))
 
-        def facts(half: bool) -> Facts:
+        def explained(half: bool) -> Explanation:
             if keras.backend.backend() == "torch":
                 return self._on_torch(batch, scale, half)
             return explain_pass(lambda s: watch(half)(s), scale, lambda s: watch(False)(s))
 
-        return facts_in_float16(facts) if half else facts(False)
-
-    def explain(self, batch: Structure, scale: float, half: bool = True) -> Explanation:
-        """Explains why a pass is not finite."""
-        return explained(self.facts(batch, scale, half))
+        return explained_in_float16(explained) if half else explained(False)
 
     def _watch(self, batch: Batch, half: bool) -> Callable[[float], Watched]:
         make: Callable[..., Callable[[float], Watched]]
@@ -168,7 +164,7 @@ class KerasGradientFunction:
             replace(stack, keras.Layer, "__call__", called)
             yield
 
-    def _on_torch(self, batch: Batch, scale: float, half: bool) -> Facts:
+    def _on_torch(self, batch: Batch, scale: float, half: bool) -> Explanation:
         import torch
 
         from lossscale.explain.torch import examined
@@ -177,28 +173,24 @@ class KerasGradientFunction:
         count, given = len(self._trained), _own_arrays(batch)
 
         def in_float32(scale: float) -> Watched:
-            is_finite = self.facts(given, scale, False).is_finite
-            return Watched(None if is_finite else Origin(Failure.OTHER), None)
+            is_finite = self.explain(given, scale, False).cause is Cause.UNKNOWN
+            return Watched(None, None) if is_finite else not_compared(scale)
 
         batch = _own_arrays(given)
         with self._in_precision(half) as values:
             arrays = [each for each in keras.tree.flatten((values, batch)) if each is not None]
             named = list(zip(self._names_of(batch), arrays, strict=True))
             # It is the layers of Keras that have names, and not the modules of PyTorch.
-            weights = {name: value for (name, kind), value in named if kind}
-            watch = Watch(torch.nn.Module(), weights)
+            watch = Watch(torch.nn.Module())
             for (name, is_weight), value in named:
-                watch.mark(value, name, is_weight=is_weight)
+                watch.mark([(name, value)], is_weight=is_weight)
             with torch.enable_grad(), torch.random.fork_rng(), self._layers_within(watch.inside):
                 first = [value.detach().requires_grad_() for value in values[:count]]
-                try:
-                    with watch.forward():
-                        loss, _ = self._forward([*first, *values[count:]], batch)
-                except Exception as error:
-                    raised = watch.evaluation.watched_until(error)
-                    return explain_pass(lambda _: raised, scale)
-                wide = in_float32 if half else None
-                return examined(watch, loss, first, scale, in_float32=wide)
+                all_values = [*first, *values[count:]]
+                wide = in_float32 if half else not_compared
+                return examined(
+                    watch, lambda: self._forward(all_values, batch)[0], first, scale, wide
+                )
 
     def _names_of(self, batch: Batch) -> list[tuple[str, bool]]:
         """The names of all variables and of the arrays in a batch; whether each is a variable."""

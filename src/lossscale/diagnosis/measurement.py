@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lossscale.checks import checked_count
 from lossscale.common.random_states import kept_random_states
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError, first_line
-from lossscale.explain.text import LARGEST, Cause, Explanation
+from lossscale.explain.text import LARGEST, Cause, Explanation, not_explained
 from lossscale.framework_types import Array
 
 TOLERANCE = 0.1
@@ -42,6 +42,7 @@ _FAR = 36
 """The highest exponent to try if no gradient shows how large gradients are."""
 _SAME = 0.01
 """Float32 gradients whose difference between two loss scales is larger depend on the scale."""
+_NOT_IN_FLOAT16 = "the model does not run in float16 here"
 _RANDOM = "the loss draws different random numbers in each pass"
 
 Batch = TypeVar("Batch", contravariant=True)
@@ -101,6 +102,24 @@ def known_size(tensor: Array) -> int | None:
     # A dimension is None, or the rank.
     except (TypeError, ValueError):
         return None
+
+
+def explained_in_float16(explain: Callable[[bool], Explanation]) -> Explanation:
+    """Returns the explanation of a pass in float16, or why there is none if only float16 raises.
+
+    Args:
+        explain: Explains a pass in float16 if called with True, otherwise in float32.
+    """
+    try:
+        return explain(True)
+    except LossScaleError:
+        raise
+    # Frameworks and models raise many kinds of exceptions if float16 is not what they expect.
+    except Exception as error:
+        # Otherwise the program is wrong, and its author should see it.
+        explain(False)
+        line = f"{type(error).__name__}: {first_line(error, 200)}"
+        return not_explained(f"{_NOT_IN_FLOAT16}: {line}")
 
 
 _Key = tuple[str, int]
@@ -259,8 +278,7 @@ class _Batches(Generic[Batch]):
         # The model has run in float32, so the cause is float16; frameworks and models raise many
         # kinds of exceptions for that.
         except Exception as error:
-            unknown = f"the model does not run in float16 here: {first_line(error, 200)}"
-            return self._found(unknown=unknown)
+            return self._found(unknown=f"{_NOT_IN_FLOAT16}: {first_line(error, 200)}")
         if not narrow.targets_fit:
             return self._found(overflows_at=TARGETS)
         if not np.isfinite(narrow.losses).all():

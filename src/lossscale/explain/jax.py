@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from numpy.typing import NDArray
 
 from lossscale.explain.operations import JAX
 from lossscale.explain.origins import Call, Evaluation, Value, Watched, is_float, line_of
@@ -51,28 +52,22 @@ class JaxprWatch:
 
     def __call__(self, scale: float) -> Watched:
         """Evaluates it, and returns the origins of what is not finite."""
-        named = [(array, *name) for array, name in zip(self._arrays, self._names, strict=True)]
-        weights = {id(array): name for array, name, is_weight in named if is_weight}
-        self._evaluation = Evaluation(JAX, lambda value: weights.get(id(value), ""))
+        self._evaluation = Evaluation(JAX)
         # The equation that is evaluated, after those that call it.
         self._nested: list[JaxprEqn] = []
         self._forward: dict[int, JaxprEqn] = {}
         self._failed: dict[Origin, JaxprEqn] = {}
-        origin_of = self._evaluation.origin_of
-        inputs = [(array, origin_of(array, name, is_weight=kind)) for array, name, kind in named]
-        try:
-            # These would raise what is to be explained.
-            with jax.debug_nans(False), jax.debug_infs(False):
-                given = [*inputs, (np.float32(scale), None)]
-                (_, origin), *gradients = self._evaluate(self.closed, given)
-        except Exception as error:
-            return self._evaluation.watched_until(error)
-        first = next((each for _, each in gradients if each and not each.is_set), None)
-        if origin is None and first in self._failed and first not in self._evaluation.absorbed:
-            # The forward pass is finite, so it is a part of a derivative.
-            name = f"backward of {self._derived(self._failed[first])}"
-            first = first._replace(operation=name, in_backward=True)
-        return self._evaluation.watched(origin, first)
+        named = [(array, *name) for array, name in zip(self._arrays, self._names, strict=True)]
+        named.append((np.float32(scale), "", False))
+        # These would raise what is to be explained.
+        with jax.debug_nans(False), jax.debug_infs(False):
+            found = self._evaluation.evaluated(named, lambda g: self._evaluate(self.closed, g))
+        first = found.gradients
+        if found.loss or first not in self._failed or first in self._evaluation.absorbed:
+            return found
+        # The forward pass is finite, so it is a part of a derivative.
+        name = f"backward of {self._derived(self._failed[first])}"
+        return found._replace(gradients=first._replace(operation=name, in_backward=True))
 
     def _evaluate(self, closed: ClosedJaxpr, given: Sequence[Value]) -> list[Value]:
         """Returns the outputs of a jaxpr."""
@@ -99,7 +94,7 @@ class JaxprWatch:
 
     def _bound(self, jaxpr: Jaxpr, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
         """Evaluates an equation that calls nothing."""
-        given, taken = [value for value, _ in inputs], [origin for _, origin in inputs]
+        given = [value for value, _ in inputs]
         made = bind(jaxpr, equation, given)
         literals = [atom.val for atom in equation.invars if isinstance(atom, Literal)]
         name, in_backward = equation.primitive.name, "transpose(" in _scopes(self._nested)
@@ -113,7 +108,7 @@ class JaxprWatch:
             any(map(self._evaluation.origin_of, literals)),
             lambda: _widened(equation, given),
         )
-        found = self._evaluation.origins(call, given, taken, made)
+        found = self._evaluation.origins(call, inputs, made)
         for origin in filter(None, found):
             self._failed.setdefault(origin, equation)
         return list(zip(made, found, strict=True))
@@ -139,7 +134,6 @@ class JaxprWatch:
         """Evaluates a `while`."""
         tests, constants = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         carry = list(inputs[constants:])
-        select: ClosedJaxpr | None = None
 
         def evaluated(name: str, part: slice) -> list[Value]:
             return self._evaluate(params[name], [*inputs[part], *carry])
@@ -147,12 +141,14 @@ class JaxprWatch:
         while np.any(test := np.asarray(evaluated("cond_jaxpr", slice(tests))[0][0])):
             new = evaluated("body_jaxpr", slice(tests, constants))
             # Within `vmap`, each row has a test.
-            if test.ndim:
-                arrays = [[array for array, _ in each] for each in (new, carry)]
-                select = select or jax.make_jaxpr(_select)(test, *arrays)
-                new = self._evaluate(select, [(test, None), *new, *carry])
-            carry = new
+            carry = [self._selected(test, *each) for each in zip(new, carry, strict=True)]
         return carry
+
+    def _selected(self, test: NDArray[np.bool_], new: Value, old: Value) -> Value:
+        """The new result where a test is true, that of each row of a batch, else the old one."""
+        rows = test.reshape(test.shape + (1,) * (np.ndim(new[0]) - test.ndim))
+        chosen = jnp.where(rows, new[0], old[0]) if test.ndim else new[0]
+        return chosen, (new[1] or old[1]) if any(self._evaluation.flags_of(chosen)) else None
 
 
 def _called(equation: JaxprEqn) -> ClosedJaxpr | None:
@@ -163,16 +159,6 @@ def _called(equation: JaxprEqn) -> ClosedJaxpr | None:
         if isinstance(closed, ClosedJaxpr) and len(closed.jaxpr.invars) == len(equation.invars):
             return closed
     return None
-
-
-def _select(test: jax.Array, new: ArrayTree, old: ArrayTree) -> ArrayTree:
-    """The results for the rows of a batch for which a test is true, and the old ones for others."""
-
-    def chosen(one: Array, other: Array) -> jax.Array:
-        shape = test.shape + (1,) * (jnp.ndim(one) - test.ndim)
-        return jnp.where(test.reshape(shape), one, other)
-
-    return jax.tree.map(chosen, new, old)
 
 
 # --- Names --------------------------------------------------------------------------------------

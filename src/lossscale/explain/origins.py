@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import re
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lossscale.errors import LossScaleError, first_line
+from lossscale.errors import LossScaleError
 from lossscale.explain.operations import Operations
 from lossscale.explain.text import (
     LARGEST,
     LARGEST_OF_FLOAT64,
     NEAR,
     SMALLEST,
-    Facts,
+    Explanation,
     Failure,
     Origin,
+    explained,
 )
 from lossscale.framework_types import Array
 
@@ -31,13 +32,11 @@ _SMALL = 2.0**-14
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-Origins: TypeAlias = Sequence[Origin | None]
-"""Of several arrays: None for each that is finite, or that the program has set."""
 Value: TypeAlias = tuple[Array, Origin | None]
 """An array and its origin."""
 
 
-class UnrepeatableError(RuntimeError):
+class UnrepeatableError(LossScaleError):
     """Raised in place of a message to another process, and of drawing other random numbers."""
 
 
@@ -96,7 +95,6 @@ class Evaluation:
 
     Args:
         operations: The operations of the framework.
-        name_of: Returns the name of the parameter that a value is; "" if it is none.
 
     Attributes:
         constants: The constants of the program, and what it computes from them alone, by their ids.
@@ -105,25 +103,45 @@ class Evaluation:
         first: The first origin that is an operation; None if there is none.
     """
 
-    def __init__(self, operations: Operations, name_of: Callable[[Array], str]) -> None:
-        self._operations, self._name_of, self._in_float16 = operations, name_of, False
-        self._makers: dict[int, str] = {}
+    def __init__(self, operations: Operations) -> None:
+        self._operations, self._in_float16 = operations, False
+        # In words, by its memory and the place in it; a result by its memory alone.
+        self._sources: dict[object, str] = {}
         self.constants: dict[int, Array] = {}
         self.small: dict[str, float] = {}
         self.absorbed: dict[Origin, None] = {}
         self.first: Origin | None = None
 
+    def evaluated(
+        self,
+        named: Iterable[tuple[Array, str, bool]],
+        evaluate: Callable[[list[Value]], Sequence[Value]],
+    ) -> Watched:
+        """Evaluates a program that is one list of operations.
+
+        Args:
+            named: What it is given: arrays, their names, and whether each is a parameter.
+            evaluate: Returns its results: a loss and gradients.
+        """
+        given = [(each, self.origin_of(each, name, is_weight=kind)) for each, name, kind in named]
+        try:
+            (_, loss), *gradients = evaluate(given)
+        except Exception as error:
+            return self.watched_until(error)
+        return self.watched(loss, next((o for _, o in gradients if o and not o.is_set), None))
+
     def origins(
-        self, call: Call, given: Sequence[Array], taken: Origins, made: Sequence[Array]
+        self, call: Call, inputs: Sequence[Value], made: Sequence[Array]
     ) -> list[Origin | None]:
         """Returns the origins of the results of a call that are not finite.
 
         Args:
             call: The call.
-            given: Its inputs.
-            taken: Their origins; None for those that are finite, or that the program has set.
+            inputs: Its inputs, and their origins; None for those that are finite, or that the
+                program has set.
             made: Its results.
         """
+        given = [each for each, _ in inputs]
         constant = [each for each in given if id(each) in self.constants]
         if len(constant) == len(given) and (given or call.name == "const"):
             self.constants.update((id(each), each) for each in made)
@@ -137,11 +155,11 @@ class Evaluation:
                     self.small[call.module] = abs(float(each))
         self._in_float16 |= any(map(_is_float16, made))
         maker = Origin(Failure.OTHER, call.shown, call.module).where
-        self._makers |= dict.fromkeys(map(self.key_of, made), maker)
+        self._sources |= {self.place_of(each)[0]: f"the result of {maker}" for each in made}
         flags = list(map(self.flags_of, made))
         is_finite = not any(map(any, flags))
         infinite = []
-        for origin, each in zip(taken, given, strict=True):
+        for each, origin in inputs:
             kinds = self.flags_of(each) if origin or not is_finite else Flags()
             # A list of tensors in a graph of TensorFlow has no numbers itself.
             if any(kinds) or (origin and not is_float(each)):
@@ -160,13 +178,21 @@ class Evaluation:
 
     def watched_until(self, error: Exception) -> Watched:
         """Returns the first origin before an exception, such as that of a check; else raises it."""
-        if self.first is None or isinstance(error, (LossScaleError, UnrepeatableError)):
+        calls = traceback.walk_tb(error.__traceback__)
+        if any(frame.f_code is Evaluation.origins.__code__ for frame, _ in calls):
+            raise LossScaleError(
+                "explain() itself failed, which says nothing of the model. Please report it, with "
+                "the exception above."
+            ) from error
+        if self.first is None or isinstance(error, LossScaleError):
             raise error
         loss, gradients = (None, self.first) if self.first.in_backward else (self.first, None)
         return Watched(loss, gradients, small=self.small)
 
     def origin_of(self, value: Array, name: str = "", *, is_weight: bool = False) -> Origin | None:
         """Returns the origin of a value that a pass starts with; None if it is finite."""
+        if is_weight:
+            self._sources[self.place_of(value)] = f"the parameter {name}"
         if not any(self.flags_of(value)):
             return None
         array = self.on_host(value)
@@ -178,9 +204,9 @@ class Evaluation:
 
     # What arrays of other libraries than NumPy override.
 
-    def key_of(self, value: Array) -> int:
-        """The key of a value, which no other has while it lives."""
-        return id(value)
+    def place_of(self, value: Array) -> tuple[int, int]:
+        """The memory of a value, which no other has while it lives, and the place in it."""
+        return id(value), 0
 
     def on_host(self, value: Array) -> NDArray[np.float64]:
         """A value as a NumPy array of float64."""
@@ -219,9 +245,7 @@ class Evaluation:
         size = largest(floats[-1]) if is_cast else self._in_float64(call, meets_zero)
         if divisors and meets_zero and size is not None and size <= LARGEST:
             size = None
-        made_by = self._makers.get(self.key_of(given[-1]), "") if is_cast else ""
-        parameter = self._name_of(given[-1]) if is_cast else ""
-        source = f"the result of {made_by}" if made_by else "a number"
+        place = self.place_of(given[-1]) if is_cast else (0, 0)
         if any(origin.failure is Failure.BEYOND for origin, _ in infinite):
             failure = Failure.BEYOND
         elif infinite:
@@ -238,7 +262,7 @@ class Evaluation:
             call.in_backward,
             largest_input=max(map(largest, floats), default=0.0),
             largest_result=size,
-            source=f"the parameter {parameter}" if parameter else source,
+            source=self._sources.get(place) or self._sources.get(place[0], "a number"),
             is_narrow=is_narrow,
             in_float16=self._in_float16,
         )
@@ -347,60 +371,40 @@ def largest(array: NDArray[np.float64]) -> float:
     return float(np.abs(np.nan_to_num(array, nan=0, posinf=0, neginf=0)).max(initial=0))
 
 
+def not_compared(_: float) -> Watched:
+    """In place of a pass in float32, if there is none: all of it counts as not finite."""
+    return Watched(Origin(Failure.OTHER), None)
+
+
 def explain_pass(
     watch: Callable[[float], Watched],
     scale: float,
-    in_float32: Callable[[float], Watched] | None = None,
-) -> Facts:
-    """Returns what is not finite in a pass, and why.
+    in_float32: Callable[[float], Watched] = not_compared,
+) -> Explanation:
+    """Explains why a pass is not finite.
 
     Args:
         watch: Computes the pass at a loss scale, and watches it.
         scale: The loss scale.
-        in_float32: Does the same in float32; None if the program cannot set a number above the
-            largest float16 number, and the watch sees small numbers before they are rounded.
+        in_float32: Does the same in float32; not needed if the program cannot set a number above
+            the largest float16 number, and the watch sees small numbers before they are rounded.
     """
-
-    @functools.cache
-    def wide() -> Watched:
-        # If there is nothing to compare with, all of it counts as not finite.
-        return Watched(Origin(Failure.OTHER), None) if in_float32 is None else in_float32(scale)
-
-    def with_epsilon(origin: Origin) -> Origin:
-        epsilons = {**found.small, **wide().small} if origin.is_operation else {}
-        return origin._replace(epsilon=epsilons.get(origin.module, 0.0))
-
     found = watch(scale)
     origin = found.loss or found.gradients
-    if origin is None:
-        return Facts(hidden=found.hidden, scale=scale)
     hidden = None if found.hidden == origin else found.hidden
+    if origin is None:
+        return explained(None, hidden, scale=scale)
     if origin.failure in (Failure.SET, Failure.BEYOND, Failure.MASKED):
-        if origin.is_of_float16 and wide().is_finite:
+        if origin.is_of_float16 and in_float32(scale).is_finite:
             origin = origin._replace(failure=Failure.BEYOND)
-        return Facts(origin, hidden, scale)
+        return explained(origin, hidden)
     if origin.in_backward:
         # An operation that overflows at this scale may precede one that fails at every scale.
         lowest = watch(min(scale, SMALLEST)).gradients
         if lowest is None:
-            return Facts(origin, hidden, scale, is_scaled=True)
+            return explained(origin, hidden, scale=scale, is_scaled=True)
         origin = lowest if lowest.is_operation else origin
-    return Facts(with_epsilon(origin), hidden, scale)
-
-
-def facts_in_float16(facts: Callable[[bool], Facts]) -> Facts:
-    """Returns the facts of a pass in float16, or why there are none if only float16 raises.
-
-    Args:
-        facts: Returns the facts of a pass in float16 if called with True, otherwise in float32.
-    """
-    try:
-        return facts(True)
-    except LossScaleError:
-        raise
-    # Frameworks and models raise many kinds of exceptions if float16 is not what they expect.
-    except Exception as error:
-        # Otherwise the program is wrong, and its author should see it.
-        facts(False)
-        line = f"{type(error).__name__}: {first_line(error, 200)}"
-        return Facts(why_not=f"the model does not run in float16 here: {line}")
+    if origin.is_operation:
+        epsilons = {**found.small, **in_float32(scale).small}
+        origin = origin._replace(epsilon=epsilons.get(origin.module, 0.0))
+    return explained(origin, hidden)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -22,6 +21,8 @@ from lossscale.framework_types import Library, Scalar, Structure, Tensor
 _loaded: Library = private_name(
     "tensorflow.python.framework", "function_def_to_graph", "explain a loop of TensorFlow 1"
 )
+_execute: Library = private_name("tensorflow.python.eager.execute", "quick_execute", "explain")
+_context: Library = private_name("tensorflow.python.eager.context", "context", "explain")
 _BACKWARD = "gradient_tape/"
 _NARROW = (tf.float16, tf.bfloat16, tf.float32)
 
@@ -64,19 +65,12 @@ class GraphWatch:
     def __call__(self, scale: float) -> Watched:
         """Evaluates it, and returns the origins of what is not finite."""
         graph = self._traced.graph
-        read = [outer for outer, _ in graph.captures]
+        read = [tf.constant(scale, tf.float32), *(outer for outer, _ in graph.captures)]
         named = [(each, *self._names.get(id(each), ("", False))) for each in read]
-        weights = {id(each): name for each, name, is_weight in named if is_weight}
-        self._evaluation = Evaluation(TENSORFLOW, lambda value: weights.get(id(value), ""))
-        origin_of = self._evaluation.origin_of
-        inputs = [(each, origin_of(each, name, is_weight=kind)) for each, name, kind in named]
-        given = [(tf.constant(scale, tf.float32), None), *inputs]
-        try:
-            (_, origin), *gradients = self._evaluate(graph, given, self._outputs)
-        except Exception as error:
-            return self._evaluation.watched_until(error)
-        first = next((each for _, each in gradients if each and not each.is_set), None)
-        return self._evaluation.watched(origin, first)
+        self._evaluation = Evaluation(TENSORFLOW)
+        return self._evaluation.evaluated(
+            named, lambda given: self._evaluate(graph, given, self._outputs)
+        )
 
     def _evaluate(
         self,
@@ -106,21 +100,18 @@ class GraphWatch:
         if (inner := self._inner(nested, inputs)) is not None:
             return inner
         operation = nested[-1]
-        given, taken = [value for value, _ in inputs], [origin for _, origin in inputs]
+        given = [value for value, _ in inputs]
         made = _computed(operation, given)
         is_list = any(each.dtype == tf.variant for each in made)
-        found = next(filter(None, taken), None)
+        found = next((origin for _, origin in inputs if origin), None)
         if found and (is_list or operation.type.startswith("MaxPool")):
             # A list of tensors has numbers only once they are taken out of it, and the largest of
             # several NaN is the lowest number.
             return [(each, found) for each in made]
         in_backward = nested[0] in self._backward
-        module = self._plain(_module(operation.name)) or line_of(
-            [
-                (each.filename, each.lineno, each.name)
-                for each in reversed(operation.traceback or ())
-            ]
-        )
+        calls = reversed(operation.traceback or ())
+        line = line_of((each.filename, each.lineno, each.name) for each in calls)
+        module = self._plain(_module(operation.name)) or line
         call = Call(
             operation.type.lower(),
             f"backward of {_derived(operation)}" if in_backward else operation.type,
@@ -129,7 +120,7 @@ class GraphWatch:
             False,
             lambda: _computed(operation, given, wide=True),
         )
-        return list(zip(made, self._evaluation.origins(call, given, taken, made), strict=True))
+        return list(zip(made, self._evaluation.origins(call, inputs, made), strict=True))
 
     def _inner(
         self, nested: Sequence[Operation], inputs: Sequence[Value]
@@ -195,35 +186,22 @@ def _computed(operation: Operation, given: Sequence[Tensor], *, wide: bool = Fal
     if operation.type == "Const":
         return [tf.constant(tf.make_ndarray(operation.get_attr("value")))]
 
-    def wider(dtype: tf.DType) -> tf.DType:
-        return tf.float64 if wide and dtype in _NARROW else dtype
+    def wider(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(wider, value))
+        if isinstance(value, tf.DType):
+            return tf.float64 if wide and value in _NARROW else value
+        return tf.TensorShape(value) if hasattr(value, "unknown_rank") else value
 
     inputs = [
         tf.cast(each, wider(t.dtype)) if t.dtype.is_floating else each
         for each, t in zip(given, operation.inputs, strict=True)
     ]
-    arguments: dict[str, object] = {}
-    inferred = set()
-    for argument in operation.op_def.input_arg:
-        inferred |= {argument.type_attr, argument.number_attr, argument.type_list_attr}
-        count = None
-        if argument.number_attr:
-            count = operation.get_attr(argument.number_attr)
-        elif argument.type_list_attr:
-            count = len(operation.get_attr(argument.type_list_attr))
-        part = inputs[: 1 if count is None else count]
-        inputs = inputs[len(part) :]
-        arguments[argument.name] = part[0] if count is None else part
-    for attribute in operation.op_def.attr:
-        if attribute.name not in inferred:
-            value = operation.get_attr(attribute.name)
-            arguments[attribute.name] = wider(value) if isinstance(value, tf.DType) else value
-    function = getattr(tf.raw_ops, operation.type)
-    documented = [n for n in inspect.signature(function).parameters if n != "name"]
-    # Some arguments are documented under another name, in the same order.
-    renamed = iter([name for name in documented if name not in arguments])
-    by_name = {n if n in documented else next(renamed): a for n, a in arguments.items()}
-    return list(tf.nest.flatten(function(**by_name)))
+    attributes: list[object] = []
+    for each in operation.op_def.attr:
+        attributes += [each.name, wider(operation.get_attr(each.name))]
+    call = operation.type, len(operation.outputs), inputs, tuple(attributes)
+    return list(_execute(*call, _context()))
 
 
 def _module(path: str) -> str:

@@ -67,7 +67,7 @@ class Explanation:
             blame.
 
     Examples:
-        >>> print(explained(Facts(why_not="the model is sharded")))
+        >>> print(not_explained("the model is sharded"))
         Not explained: the model is sharded.
     """
 
@@ -235,46 +235,34 @@ class Origin(NamedTuple):
         return f"{self.module} ({self.operation})" if both else self.module or self.operation
 
 
-class Facts(NamedTuple):
-    """What is known of a pass: `explained` writes the explanation from it.
-
-    Attributes:
-        origin: The origin of its first infinity or NaN; None if everything in it is finite.
-        hidden: If so, the first operation that overflows, and whose result a later one made finite.
-        scale: The loss scale.
-        is_scaled: Whether the pass is finite at a low loss scale.
-        why_not: Why nothing is known; "" if something is.
-    """
-
-    origin: Origin | None = None
-    hidden: Origin | None = None
-    scale: float = 1.0
-    is_scaled: bool = False
-    why_not: str = ""
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether nothing was found."""
-        return self.origin is None
-
-
 # --- The text -----------------------------------------------------------------------------------
 
 
-def explained(facts: Facts) -> Explanation:
+def explained(
+    origin: Origin | None,
+    hidden: Origin | None = None,
+    *,
+    scale: float = 1.0,
+    is_scaled: bool = False,
+) -> Explanation:
     """Writes the explanation of a pass.
+
+    Args:
+        origin: The origin of its first infinity or NaN; None if everything in it is finite.
+        hidden: The first operation that overflows, and whose result a later one made finite.
+        scale: The loss scale.
+        is_scaled: Whether the pass is finite at a low loss scale.
 
     Examples:
         >>> failed = Origin(Failure.TOO_LARGE, "matmul", "head", largest_result=131008)
-        >>> str(explained(Facts(failed)).cause)
+        >>> str(explained(failed).cause)
         'forward overflow'
     """
-    hidden = facts.hidden
+    at = scale_in_words(scale)
     where = "" if hidden is None else hidden.where
     event = f"{where} overflows, and a later operation makes it finite again"
-    if facts.origin is not None:
-        origin = facts.origin
-        cause, reason, advice = _meaning(origin, facts)
+    if origin is not None:
+        cause, reason, advice = _meaning(origin, at if is_scaled else "")
         advice = f"{advice}. Before it, {event}" if hidden else advice
         named = origin.operation, origin.module, origin.in_backward, origin.is_of_float16
         return Explanation(cause, reason, advice, *named)
@@ -282,17 +270,21 @@ def explained(facts: Facts) -> Explanation:
         advice = "this is right before a tanh, and wrong in a norm: compute it in float32 if unsure"
         reason = f"the pass is finite, but {event}"
         return Explanation(Cause.UNKNOWN, reason, advice, hidden.operation, hidden.module)
-    at = scale_in_words(facts.scale)
-    finite = f"the forward and the backward pass are finite at a scale of {at}; with other random "
-    finite += "numbers or weights, as a step may have had, they may not be"
-    return Explanation(Cause.UNKNOWN, f"not explained: {facts.why_not or finite}")
+    return not_explained(
+        f"the forward and the backward pass are finite at a scale of {at}; with other random "
+        "numbers or weights, as a step may have had, they may not be"
+    )
 
 
-def _meaning(origin: Origin, facts: Facts) -> tuple[Cause, str, str]:
-    """The cause, the reason and the advice."""
+def not_explained(why: str) -> Explanation:
+    """The explanation of a pass of which nothing is known, for this reason."""
+    return Explanation(Cause.UNKNOWN, f"not explained: {why}")
+
+
+def _meaning(origin: Origin, at: str) -> tuple[Cause, str, str]:
+    """The cause, the reason, the advice; `at` is the scale if the pass is finite at a low one."""
     size = "" if origin.largest_result is None else f"{origin.largest_result:.3g}"
-    if facts.is_scaled:
-        at = scale_in_words(facts.scale)
+    if at:
         reason = f"at a loss scale of {at}, {origin.where} overflows in the backward pass"
         reason += f"{size and f' ({size})'}; at a low one, that pass is finite"
         return Cause.SCALE, reason, "this is normal: the scale falls by itself, down to min_scale"

@@ -23,8 +23,8 @@ from lossscale.checks import checked_parameters, checked_scale
 from lossscale.common.random_states import kept_random_states
 from lossscale.common.replaced_names import replace
 from lossscale.errors import ArgumentTypeError
-from lossscale.explain.origins import UnrepeatableError, Watched, explain_pass
-from lossscale.explain.text import Explanation, Facts, explained
+from lossscale.explain.origins import UnrepeatableError, Watched, explain_pass, not_compared
+from lossscale.explain.text import Cause, Explanation, not_explained
 from lossscale.explain.torch_watch import Watch, named_tensors
 from lossscale.torch.backward import leaves_of
 from lossscale.torch.ranks import has_others, is_spread
@@ -80,42 +80,30 @@ def explain(
     all_trained = (p for p in model.parameters() if p.requires_grad)
     trained = checked_parameters(parameters, all_trained)
     if why_not := _why_not(model):
-        return explained(Facts(why_not=why_not))
-    try:
-        with torch.inference_mode(False), as_it_was(model), _watching(model) as watch:
-            return explained(_facts(watch, model, loss_fn, copy.deepcopy(batch), trained, scale))
-    except UnrepeatableError as error:
-        return explained(Facts(why_not=str(error)))
-
-
-def _facts(
-    watch: Watch,
-    model: Module,
-    loss_fn: Callable[[Any, Any], Any],
-    batch: Any,
-    trained: Sequence[Tensor],
-    scale: float,
-) -> Facts:
-    """Computes a pass, and returns what is not finite in it."""
+        return not_explained(why_not)
     device = next((p.device.type for p in model.parameters()), "cpu")
-    for name, tensor in named_tensors({"batch": batch}):
-        watch.mark(tensor, name)
-    with watch.forward():
-        try:
-            with torch.autocast(device, torch.float16, enabled=needs_autocast(model)):
-                loss = loss_fn(model, batch)
-        except Exception as error:
-            raised = watch.evaluation.watched_until(error)
-            return explain_pass(lambda _: raised, scale)
+    outputs: list[Tensor] = []
+
+    def computed() -> Tensor:
+        with torch.autocast(device, torch.float16, enabled=needs_autocast(model)):
+            loss = loss_fn(model, given)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ArgumentTypeError(
                 f"`loss_fn` must return a tensor with one element. Received: {loss!r}."
             )
-        output = scaled(loss.reshape(()), 1.0)
-    found = examined(watch, output, trained, scale)
-    leaves, _ = leaves_of(output)
-    if found.is_finite and set(map(id, leaves)).isdisjoint(map(id, trained)):
-        return Facts(why_not="the loss is finite, and no trained parameter has a gradient of it")
+        outputs.append(scaled(loss.reshape(()), 1.0))
+        return outputs[0]
+
+    try:
+        with torch.inference_mode(False), as_it_was(model), _watching(model) as watch:
+            given = copy.deepcopy(batch)
+            watch.mark(named_tensors({"batch": given}))
+            found = examined(watch, computed, trained, scale)
+    except UnrepeatableError as error:
+        return not_explained(str(error))
+    leaves = leaves_of(outputs[0])[0] if found.cause is Cause.UNKNOWN else trained
+    if set(map(id, leaves)).isdisjoint(map(id, trained)):
+        return not_explained("the loss is finite, and no trained parameter has a gradient of it")
     return found
 
 
@@ -123,7 +111,7 @@ def _facts(
 def _watching(model: Module) -> Iterator[Watch]:
     """Within it, the user's hooks on modules do not run; `as_it_was` puts them back."""
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    watch, registered = Watch(model, tensors), set(map(id, tensors.values()))
+    watch, registered = Watch(model), set(map(id, tensors.values()))
     for path, module in model.named_modules():
         for name, tensor in named_tensors(vars(module), path):
             if id(tensor) not in registered:
@@ -131,8 +119,7 @@ def _watching(model: Module) -> Iterator[Watch]:
         for name, value in list(vars(module).items()):
             if name.endswith("_hooks") and isinstance(value, OrderedDict):
                 vars(module)[name] = OrderedDict(h for h in value.items() if _is_torchs(h[1]))
-    for name, tensor in tensors.items():
-        watch.mark(tensor, name, is_weight=True)
+    watch.mark(tensors.items(), is_weight=True)
     with warnings.catch_warnings(action="ignore"):
         yield watch
 
@@ -179,21 +166,26 @@ def _why_not(model: Module) -> str:
 
 def examined(
     watch: Watch,
-    output: Tensor,
+    compute: Callable[[], Tensor],
     roots: Sequence[Tensor],
     scale: float,
-    *,
-    in_float32: Callable[[float], Watched] | None = None,
-) -> Facts:
-    """Returns what is not finite in a loss, or in its gradients.
+    in_float32: Callable[[float], Watched] = not_compared,
+) -> Explanation:
+    """Explains why a loss or its gradients are not finite.
 
     Args:
-        watch: Has watched the forward pass.
-        output: The unscaled loss.
+        watch: Knows what the pass is given.
+        compute: Computes the unscaled loss.
         roots: The tensors to differentiate by.
         scale: The loss scale.
         in_float32: As for `explain_pass`.
     """
+    try:
+        with watch.forward():
+            output = compute()
+    except Exception as error:
+        raised = watch.evaluation.watched_until(error)
+        return explain_pass(lambda _: raised, scale)
 
     def watched(lower: float) -> Watched:
         origin = watch.origin([output], masks=True)

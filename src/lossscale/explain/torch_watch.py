@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import re
 import sys
 import traceback
-import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
@@ -29,9 +29,9 @@ from lossscale.torch.scaling import is_finite, stored
 
 _UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_")
 _MESSAGES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
+_GLOBAL_HOOKS = [name for name in vars(module_hooks) if re.match(r"_global_(for|back)ward_", name)]
 _KEY = -1
 """The key of a hook, which a hook of a module, whose own are from 0 on, never has."""
-_HOLDERS = (types.SimpleNamespace, torch.distributions.Distribution)
 # PyTorch's annotation leaves out None, outside of a node.
 _current_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current_autograd_node
 _WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
@@ -42,20 +42,17 @@ class Watch(TorchDispatchMode):
 
     Args:
         model: The model, for the names of its modules.
-        tensors: Tensors by name: the parameters and buffers.
 
     Attributes:
         in_backward: Whether it watches a backward pass.
         evaluation: What it has seen.
     """
 
-    def __init__(self, model: Module, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of PyTorch
         root = type(model).__name__
         self._paths = {id(m): name or root for name, m in model.named_modules()}
-        # Several may lie in one storage.
-        named = {(_key(t), t.data_ptr()): name for name, t in tensors.items()}
-        self.evaluation = _Evaluation(TORCH, lambda t: named.get((_key(t), t.data_ptr()), ""))
+        self.evaluation = _Evaluation(TORCH)
         self._calling = [""]
         self._origins: dict[int, Origin] = {}
         # The module or line, and the name, of what is differentiated, by the number of its node.
@@ -67,16 +64,14 @@ class Watch(TorchDispatchMode):
     def forward(self) -> Iterator[None]:
         """Watches a forward pass. The user's hooks do not run."""
         with contextlib.ExitStack() as stack:
-            hooks = {
-                "_global_forward_pre_hooks": OrderedDict({_KEY: self._enter}),
-                "_global_forward_hooks": OrderedDict({_KEY: self._leave}),
-                "_global_forward_hooks_always_called": OrderedDict({_KEY: True}),
-                "_global_forward_hooks_with_kwargs": OrderedDict(),
-                "_global_backward_hooks": OrderedDict(),
-                "_global_backward_pre_hooks": OrderedDict(),
+            own = {
+                "_global_forward_pre_hooks": self._enter,
+                "_global_forward_hooks": self._leave,
+                "_global_forward_hooks_always_called": True,
             }
-            for name, value in hooks.items():
-                replace(stack, module_hooks, name, value)
+            for name in _GLOBAL_HOOKS:
+                hooks = OrderedDict({_KEY: own[name]} if name in own else {})
+                replace(stack, module_hooks, name, hooks)
             stack.enter_context(self)
             yield
 
@@ -95,10 +90,11 @@ class Watch(TorchDispatchMode):
     def _leave(self, *_: object) -> None:
         self._calling.pop()
 
-    def mark(self, tensor: Tensor, name: str, *, is_weight: bool = False) -> None:
-        """Remembers that a tensor comes from outside, if it is not finite."""
-        if origin := self.evaluation.origin_of(tensor, name, is_weight=is_weight):
-            self._origins[_key(tensor)] = origin
+    def mark(self, named: Iterable[tuple[str, Tensor]], *, is_weight: bool = False) -> None:
+        """Remembers which tensors come from outside, and are not finite."""
+        for name, tensor in named:
+            if origin := self.evaluation.origin_of(tensor, name, is_weight=is_weight):
+                self._origins[_key(tensor)] = origin
 
     def origin(self, tensors: Iterable[Tensor], *, masks: bool = False) -> Origin | None:
         """Returns the origin of the first tensor that is not finite.
@@ -127,7 +123,7 @@ class Watch(TorchDispatchMode):
             raise UnrepeatableError("processes communicate in this pass")
         name = func._schema.name.partition("::")[2]
         inputs = list(tensors_in((args, kwargs)))
-        module, shown = self._place(name)
+        module, shown = self._caller(name)
         before = _before_writes(func, args, kwargs)
         result = func(*args, **kwargs)
         if name in _UNSET or func.is_view:
@@ -137,9 +133,8 @@ class Watch(TorchDispatchMode):
         sets = not all(map(math.isfinite, numbers))
         widened = functools.partial(_widened, func, (args, kwargs), before)
         call = Call(name.rstrip("_"), shown, module, self.in_backward, sets, widened, numbers)
-        given = [before.get(id(tensor), tensor) for tensor in inputs]
-        taken = [self._origins.get(_key(tensor)) for tensor in inputs]
-        origins = self.evaluation.origins(call, given, taken, made)
+        given = [(before.get(id(each), each), self._origins.get(_key(each))) for each in inputs]
+        origins = self.evaluation.origins(call, given, made)
         for tensor, origin in zip(made, origins, strict=True):
             if origin is not None:
                 self._origins[_key(tensor)] = origin
@@ -148,7 +143,7 @@ class Watch(TorchDispatchMode):
                 self._origins.pop(_key(tensor), None)
         return result
 
-    def _place(self, name: str) -> tuple[str, str]:
+    def _caller(self, name: str) -> tuple[str, str]:
         """Returns the module or line that calls an operation, and the name to show for it.
 
         In a backward pass, those of the operation that is differentiated.
@@ -174,8 +169,9 @@ class Watch(TorchDispatchMode):
 class _Evaluation(Evaluation):
     """An evaluation of tensors, of which only those are copied to the host that matter."""
 
-    def key_of(self, value: Tensor) -> int:
-        return _key(value)
+    def place_of(self, value: Tensor) -> tuple[int, int]:
+        # Several may lie in one storage.
+        return _key(value), value.data_ptr() if value.layout == torch.strided else 0
 
     def on_host(self, value: Tensor) -> numpy.ndarray[Any, Any]:
         return stored(value.detach()).cpu().double().numpy()
@@ -228,9 +224,7 @@ def _widened(
 
 
 def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a nest, also in dataclasses, such as the outputs of Transformers, and in
-    distributions.
-    """
+    """The tensors in a nest, also in dataclasses, such as the outputs of Transformers."""
     if isinstance(value, Tensor):
         yield name, value
         return
@@ -239,7 +233,7 @@ def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]
         items = value.items()
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
-    elif isinstance(value, _HOLDERS) or (is_dataclass(value) and not isinstance(value, type)):
+    elif is_dataclass(value) and not isinstance(value, type):
         items = vars(value).items()
     for key, item in items:
         yield from named_tensors(item, f"{name}.{key}".lstrip("."))

@@ -67,10 +67,9 @@ class LoopMonitor:
         Returns:
             The record of the last step; None if it was not read.
         """
-        end = self._position + steps
-        sampled = self._is_first or self._recorder.settings.samples(self._position, end)
-        self._position = end
-        if sampled:
+        every, before = self._recorder.settings.every, self._position
+        self._position += steps
+        if self._is_first or self._position // every > before // every:
             return self._sample(read)
         self._unread = read
         return None

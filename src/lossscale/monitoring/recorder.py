@@ -45,10 +45,6 @@ class MonitorSettings:
         if self.log is not None and not callable(self.log):
             raise ArgumentTypeError(f"`log` must be a function. Received: log={self.log!r}.")
 
-    def samples(self, before: int, step: int) -> bool:
-        """Whether to sample one of the steps after `before`, up to `step`."""
-        return step // self.every > before // self.every
-
 
 class SkippedStep(NamedTuple):
     """A skipped step that may be recorded later.
@@ -145,15 +141,8 @@ class Recorder:
             self._add(earlier, stats.steps_skipped)
         elif skip is not None and stats.skipped:
             nonfinite = skip.nonfinite
-        last = StepRecord(
-            stats.step,
-            stats.scale,
-            stats.skipped,
-            stats.next_scale,
-            stats.loss,
-            nonfinite=nonfinite,
-        )
-        return self._add(last, stats.steps_skipped)
+        known = stats.step, stats.scale, stats.skipped, stats.next_scale, stats.loss
+        return self._add(StepRecord(*known, nonfinite=nonfinite), stats.steps_skipped)
 
     def _add(self, record: StepRecord, steps_skipped: int) -> StepRecord:
         """Completes a record, passes it on, and returns it."""

@@ -58,10 +58,6 @@ def loop_of_rows(np, h, gain):
     return jnp.log(jnp.minimum(h, 0)) + 1 / grown[:, None]
 
 
-def normed(x):
-    return x / jnp.sqrt((x * x).sum(-1, keepdims=True))
-
-
 def hidden_in_a_loop(np, h, gain):
     def of_row(x):
         return jax.lax.while_loop(
@@ -89,12 +85,6 @@ OWN = {
     "a loop that diverges": Fault(newton, OVERFLOW, "mul"),
     "a loop within vmap": Fault(loop_of_rows, "singular", "log"),
     "a branch": Fault(branch, "singular", "log"),
-    "a kernel of far points": Fault(
-        lambda np, h, gain: h / 4096 + gain * jnp.exp(-(h * h) * jnp.asarray(1e-3, h.dtype)),
-        "unknown",
-        scale=1.0,
-        size=800,
-    ),
     "a norm that would be negative from 65,504": Fault(
         lambda np, h, gain: gain / jnp.sqrt((h * 0 + 400) ** 2 - 2 * (h * 0 + 244) ** 2),
         OVERFLOW,
@@ -102,23 +92,11 @@ OWN = {
         scale=1.0,
     ),
     "a norm in a loop within vmap": Fault(hidden_in_a_loop, "unknown", "pow mul square", scale=1.0),
-    "a division by what an overflow makes 0": Fault(
-        lambda np, h, gain: normed(normed(h * 0 + 1000)),
-        "singular",
-        "div",
-        words="Before it, block (mul) overflows",
-    ),
     "an overflow that changes nothing": Fault(
         lambda np, h, gain: h * gain + 1 / (1 + h * h), "unknown", scale=2.0**-10, size=800
     ),
     "a deviation of 0 beside an epsilon": Fault(
         lambda np, h, gain: (x := h * 0 + gain) / (jnp.std(x) + 4e-3), BROKEN_GRADIENT, "of sqrt"
-    ),
-    "a logarithm in float32": Fault(
-        lambda np, h, gain: jnp.log(h.astype(jnp.float32) * 0).astype(h.dtype),
-        "singular",
-        "log",
-        words="compute what block takes in float32",
     ),
     "a gradient that is divided by 0": Fault(
         lambda np, h, gain: divided(h), BROKEN_GRADIENT, "div"
@@ -184,12 +162,7 @@ def test_of_several_operations_in_a_line_that_of_the_gradient_is_named(name, aro
 
 
 # Optax' losses, and means, consist of small operations.
-ADVICE = {
-    **broken_blocks.ADVICE,
-    "no numbers": (AWAY, lambda _, x: x[:0].mean()),
-    "ignored numbers": (AWAY, lambda _, x: x.mean(where=x > 0)),
-    "another function": ("check its input", lambda _, x: jax.lax.lgamma(x)),
-}
+ADVICE = {**broken_blocks.ADVICE, "no numbers": (AWAY, lambda _, x: x[:0].mean())}
 
 
 @pytest.mark.parametrize("name", ADVICE)
@@ -209,48 +182,6 @@ def test_a_ctc_loss_of_a_long_label_is_finite():
         return optax.ctc_loss(logits, jnp.zeros((1, 2)), jnp.ones((1, 3), int), jnp.zeros((1, 3)))
 
     assert explain(loss_fn, {"w": jnp.ones((3, 3))}, X).cause == Cause.UNKNOWN
-
-
-def of_rows(params, x, dtype):
-    """The mean of the norms of rows, and the logarithm of the last number, without a gradient."""
-    h = x.astype(dtype) @ params["w"].astype(dtype)
-    norms = jnp.sqrt((h.astype(jnp.float32) ** 2).sum(-1))
-    return norms.mean() + jax.lax.stop_gradient(jnp.log(x[-1, -1]))
-
-
-STEPS = {
-    "batch: The argument batch of the model contains infinities or NaN.": jnp.nan,
-    "singular: (log) has no finite result for its input in the forward pass": 0.0,
-    "forward overflow: overflows in the forward pass: its input reaches 3e+04": 3e4,
-}
-
-
-@pytest.mark.filterwarnings("ignore:The loss of step")
-@pytest.mark.parametrize("name", STEPS)
-def test_a_loop_explains_the_step_whose_record_is_a_skip_or_has_a_broken_loss(name):
-    """It gets the weights of a skipped step as it returns them; others from before the step."""
-    cause, words = name.split(": ", 1)
-    params, texts = {"w": jnp.ones((4, 4))}, []
-    tx = lossscale.optax.loss_scaled(optax.sgd(1e-3), initial_scale=8, track_overflows=True)
-    opt_state = tx.init(params)
-
-    @jax.jit
-    def train_step(params, opt_state, x):
-        loss, grads = lossscale.optax.value_and_grad(of_rows)(opt_state, params, x, jnp.float16)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    healthy = jnp.ones((2, 4))
-    with lossscale.optax.Monitor(tx, params, opt_state) as monitor:
-        for x in (healthy, healthy.at[-1].set(STEPS[name]), healthy):
-            before = params
-            params, opt_state, loss = train_step(params, opt_state, x)
-            record = monitor.step(opt_state, loss)
-            if record.skipped or not np.isfinite(record.loss):
-                weights = params if record.skipped else before
-                texts.append(explain(of_rows, weights, x, scale=record.scale))
-    [found] = texts
-    assert (found.cause, words in found.text) == (cause, True), found.text
 
 
 def test_only_the_named_parameters_are_differentiated():
