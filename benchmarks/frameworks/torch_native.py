@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -123,10 +122,13 @@ class _Step(Step):
 
     def prepare(self) -> None:
         super().prepare()
-        gradient_record._records.clear()
+        for known in (gradient_record._records, gradient_record._owners, gradient_record._shared):
+            known.clear()
         record = getattr(self._owner, "_record", None)
         if record is not None:
-            gradient_record._records.add(weakref.ref(record))
+            gradient_record._records.add(record._reference)
+            own = {each: {record._reference} for each in record.info.ids}
+            gradient_record._owners.update(own)
 
 
 class _Filled(torch.autograd.Function):
