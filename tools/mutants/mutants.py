@@ -391,7 +391,7 @@ tests/frameworks/torch/test_wrong_calls.py
     torch InnerAttributes.__setattr__: self._check_no_setting(name) -> pass  -k mistakes
     torch InnerAttributes.__getattr__: name in _INSTEAD -> False  -k mistakes
     torch _dense: not gradient.is_coalesced() -> False  -k one_index
-    torch collect: any(map(_IS_NEGATED, grads)) -> False  -k share_memory
+    torch collect: any(map(Tensor.is_neg, grads)) -> False  -k share_memory
     torch LossScaleOptimizer._unscale_: if decision.empty: return decision
         -> pass  -k before_there_are_gradients
 lossscale-migration/tests/test_checkpoints.py -k what_the_rule_has

@@ -86,7 +86,7 @@ def prepare_backward(
         A function that ends the pass and unscales all that it has added to, for `backward`.
     """
     task = backward_pass.task
-    if task != -1 and gradient_record.is_only_one():
+    if task != -1 and len(gradient_record.all_records()) == 1:
         # All gradients that this pass leaves scaled belong to this wrapper, or to no wrapper.
         records, unowned = [of_loss], list[Tensor]()
     else:

@@ -46,11 +46,6 @@ def _living(references: Iterable[weakref.ref[GradientRecord]]) -> list[GradientR
     return [record for each in list(references) if (record := each()) is not None]
 
 
-def is_only_one() -> bool:
-    """Whether there is one record."""
-    return len(_records) == 1
-
-
 def all_records() -> list[GradientRecord]:
     """The records of all optimizers."""
     return _living(_records)

@@ -28,12 +28,10 @@ if TYPE_CHECKING:
     from lossscale.torch.scale import Multiplier
 
 _DTYPE = operator.attrgetter("dtype")
-_IS_NEGATED = Tensor.is_neg
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _PLAIN_TYPES = frozenset({Tensor, Parameter})
 _ONE = functools.partial(scalar, 1.0)
 _IN_PLACE = frozenset({torch.float32, torch.float64, torch.bfloat16})
-_BFLOAT16 = frozenset({torch.bfloat16})
 
 Stamps: TypeAlias = tuple[list[int], list[int]]
 """What `stamps` returns: the ids and the versions of gradients."""
@@ -87,8 +85,8 @@ def collect(
         with ranks.UNSEEN():
             dtypes = set(map(_DTYPE, grads))
             fit = _IN_PLACE | {torch.float16} if allow_float16 else _IN_PLACE
-            are_ready = len(dtypes) == 1 and dtypes <= fit and not any(map(_IS_NEGATED, grads))
-        if dtypes == _BFLOAT16 and not allow_float16:
+            are_ready = len(dtypes) == 1 and dtypes <= fit and not any(map(Tensor.is_neg, grads))
+        if dtypes == {torch.bfloat16} and not allow_float16:
             are_ready = are_ready and not any(map(ranks.is_widened, info.parameters))
         if are_ready and not share_memory(grads, info):
             return Gradients(grads, [grads], [grads])

@@ -239,8 +239,11 @@ class MasterWeights(OuterOptimizer):
         """
         if self._is_stepping:
             return
+        has_changed = self._facts_now() != self._facts
+        if not (has_changed or any(map(self._has_other_gradient, self._masters))):
+            return
         with torch.inference_mode(False), torch.no_grad():
-            if self._facts_now() != self._facts:
+            if has_changed:
                 self._make_masters()
                 self._facts = self._facts_now()
             for parameter in filter(self._has_other_gradient, self._masters):
@@ -284,8 +287,10 @@ class MasterWeights(OuterOptimizer):
                 state["sum"].fill_(inner.defaults["initial_accumulator_value"])
 
     def _check_is_newest(self) -> None:
-        newer = (each._masters for number, each in LIVING.items() if number > self._number)
-        if not all(map(self._masters.keys().isdisjoint, newer)):
+        references = reversed(LIVING.valuerefs())
+        newer = itertools.takewhile(lambda each: each.key > self._number, references)
+        masters = (other._masters for each in newer if (other := each()) is not None)
+        if not all(map(self._masters.keys().isdisjoint, masters)):
             raise CallOrderError(
                 "A MasterWeights that was made later has a parameter of this one, and its master. "
                 "For several models or rates, make one optimizer with several parameter groups. "
