@@ -58,8 +58,8 @@ def guard(model: Any, *optimizers: Any, step: Any = None) -> Any:
 
     Raises:
         TypeError: If `model` is not a model, one of `optimizers` not a loss scale optimizer, or
-            `step` not callable.
-        ValueError: If there is a `step` without optimizers, or on JAX.
+            `step` not callable or given without optimizers.
+        NotImplementedError: If there is a `step` on JAX.
 
     Examples:
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization()])

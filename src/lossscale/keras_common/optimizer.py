@@ -16,9 +16,9 @@ from typing import Any, ClassVar, ParamSpec
 import lossscale.framework_types as ft
 from lossscale.arguments import rule_from_arguments
 from lossscale.common.arrays import Arrays, Location
+from lossscale.common.floor_warning import warned_at_floor
 from lossscale.common.gradient_arguments import check_named, checked_pairs, listed, with_gradient
 from lossscale.common.private_names import do_not_convert
-from lossscale.common.step_warnings import warned_at_floor
 from lossscale.common.wrapped import remember_wrapper
 from lossscale.errors import ArgumentError, GradientsError
 from lossscale.keras_common.configs import WithConfig

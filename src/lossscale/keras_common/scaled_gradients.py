@@ -22,7 +22,6 @@ from typing import ClassVar
 import lossscale.framework_types as ft
 from lossscale.common.arrays import Location
 from lossscale.common.private_names import do_not_convert
-from lossscale.common.step_warnings import NOT_UNSCALED
 from lossscale.errors import GradientsError
 from lossscale.packages import warn
 
@@ -31,6 +30,12 @@ _NOTHING_SCALED = (
     "they are, which is correct for float32; float16 gradients may have flushed to zero before. "
     "Scale the loss with get_scaled_loss() and unscale the gradients with "
     "get_unscaled_gradients(), or call minimize(), which does both."
+)
+_NOT_UNSCALED = (
+    "get_scaled_loss() was called, and get_unscaled_gradients() was not, before "
+    "apply_gradients(). The gradients are applied as they are: if nothing else divided them by "
+    "the loss scale, this step is too large by that factor. Pass them through "
+    "get_unscaled_gradients() first."
 )
 _AGAIN = (
     "apply_gradients() was called again for variables that it had already been called for since "
@@ -241,7 +246,7 @@ class ScaleLedger:
             if not record.verbs and self._left_by_another(location, len(variables)):
                 return "of another"
             self._check_not_of_another(location, "apply_gradients")
-            self._warn_once(NOT_UNSCALED if record.verbs else _NOTHING_SCALED)
+            self._warn_once(_NOT_UNSCALED if record.verbs else _NOTHING_SCALED)
         return next(iter(kinds), None)
 
     def check_apply(self, location: Location) -> None:

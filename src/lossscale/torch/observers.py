@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lossscale.common.step_warnings import warned_at_floor
+from lossscale.common.floor_warning import warned_at_floor
 from lossscale.torch.scale import Flag
 
 if TYPE_CHECKING:

@@ -1,18 +1,10 @@
-"""Warnings of a step: its gradients may be scaled still; it is skipped at the minimum scale."""
+"""The warning of a step that is skipped at the minimum scale."""
 
 from __future__ import annotations
 
 from lossscale.monitoring.record import advice_at_floor
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule
-
-NOT_UNSCALED = (
-    "get_scaled_loss() was called, and get_unscaled_gradients() was not, before "
-    "apply_gradients(). The gradients are applied as they are: if nothing else divided them by "
-    "the loss scale, this step is too large by that factor. Pass them through "
-    "get_unscaled_gradients() first."
-)
-"""The warning of an `apply_gradients` whose gradients may still be scaled."""
 
 
 def warned_at_floor(rule: ScaleRule, scale: float, *, takes_rules: bool = True) -> bool:
