@@ -134,9 +134,8 @@ def _reached(
     is_alone = len(unowned) == len(tensors) and not (hidden or of_loss.info.is_sharded)
     if task == -1 and inputs is None and is_alone:
         _check_not_half(unowned)
-    if any(isinstance(t, Parameter) for t in unowned) and (
-        sharded := gradient_record.sharded_records()
-    ):
+    sharded = gradient_record.sharded_records()
+    if sharded and any(isinstance(t, Parameter) for t in unowned):
         # `fully_shard` computes with its own parameters, and moves their gradients.
         reached = gradient_record.sharing([*reached, *sharded])
         unowned = [t for t in unowned if not isinstance(t, Parameter)]

@@ -169,6 +169,7 @@ class GradientRecord:
         if sys.is_finalizing() or not hasattr(self, "_reference"):
             return
         self._own(frozenset())
+        _sharded.discard(self._reference)
         if multiplier is None:
             return
         others = [r for r in _multiplied_by(multiplier) if r is not self]
