@@ -5,7 +5,7 @@ import math
 import keras
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import lossscale
@@ -127,6 +127,7 @@ rules = st.builds(
 
 
 @settings(deadline=None)
+@example(lossscale.DynamicScale(), -1.0, 0, True, False)  # 1.0 marks an overflow.
 @given(rules, any_scale, counts, st.booleans(), st.booleans())
 def test_the_host_moves_the_state_as_the_rule_does(rule, scale, good_steps, finite, last_skipped):
     optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(1.0), rule=rule)

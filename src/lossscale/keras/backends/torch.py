@@ -72,8 +72,8 @@ def _check(step: Step, rule: ScaleRule, arrays: Arrays) -> tuple[bool, Step]:
     if not rule.checks_gradients:
         torch_gradients.unscale_(given, reciprocal.to)
         return True, unscaled
-    # The host reads one number: 1 after an overflow, otherwise minus the scale.
-    found = torch_gradients.unscale_and_check_(given, reciprocal.to, into=scale.neg())
+    # The host reads one number: 1 after an overflow, otherwise the scale, which is made negative.
+    found = torch_gradients.unscale_and_check_(given, reciprocal.to, into=scale.copysign(-1.0))
     overflow = torch_gradients.any_overflow(found.values(), scale.device)
     if others:
         overflow = torch.where(torch_gradients.all_finite(others), overflow, 1.0)
