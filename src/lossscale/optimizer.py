@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import lossscale.registry as registry
 from lossscale.errors import ArgumentTypeError
-from lossscale.members import Wrapper
 from lossscale.rules import ScaleRule
+from lossscale.wrapper import Wrapper
 
 if TYPE_CHECKING:
     import torch

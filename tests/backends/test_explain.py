@@ -7,9 +7,9 @@ import types
 import numpy as np
 import pytest
 
-import broken_blocks
+import float16_faults
 import keras_cases as cases
-from broken_blocks import FAULTS, NOTHING, OVERFLOW, SHARED, Fault
+from float16_faults import FAULTS, NOTHING, OVERFLOW, SHARED, Fault
 from keras_cases import keras, layers, ops
 from kerases import assert_same
 from lossscale.diagnosis import diagnose, explain
@@ -89,7 +89,7 @@ def test_a_block_is_named(name):
         y = model(batch[0], training=True)
         return fault.loss(NUMPY, ops.cast(y, "float32"))
 
-    broken_blocks.check(
+    float16_faults.check(
         fault,
         lambda scale: explain(model, fault.batch, loss_fn=loss_fn, scale=scale),
         lambda: diagnose(model, fault.batch, loss_fn=loss_fn),
@@ -97,7 +97,7 @@ def test_a_block_is_named(name):
     assert_same(before, model.get_weights())
 
 
-ADVICE = {**broken_blocks.ADVICE, "no numbers": (NOTHING, lambda _, x: ops.mean(x[:0]))}
+ADVICE = {**float16_faults.ADVICE, "no numbers": (NOTHING, lambda _, x: ops.mean(x[:0]))}
 
 
 @pytest.mark.skipif(cases.BACKEND != "tensorflow", reason="the tests of JAX and PyTorch have it")
@@ -111,7 +111,7 @@ def test_what_is_advised_fits_the_operation(name):
     def loss_fn(model, batch):
         return tf.reduce_sum(tf.cast(function(NUMPY, model(batch[0]) * 0), "float32"))
 
-    broken_blocks.check_advice(advice, explain(model, np.ones((2, 3)), loss_fn=loss_fn))
+    float16_faults.check_advice(advice, explain(model, np.ones((2, 3)), loss_fn=loss_fn))
 
 
 @pytest.mark.skipif(cases.BACKEND == "torch", reason="it is infinite, and named")

@@ -20,8 +20,8 @@ ARROWS = {
     "rules": "errors checks",
     "registry": "errors packages",
     "arguments": "errors checks rules",
-    "members": "errors arguments rules",
-    "optimizer": "errors members registry rules",
+    "wrapper": "errors arguments rules",
+    "optimizer": "errors wrapper registry rules",
     "diagnosis": "errors checks rules common explain jax keras torch optax *keras *jax *torch "
     "*tensorflow **any",
     "explain": "errors checks common jax torch *jax *torch *tensorflow",
@@ -30,14 +30,14 @@ ARROWS = {
     "common": "errors packages rules monitoring",
     "jax": "common monitoring *jax",
     "tensorflow": "errors registry common monitoring *tensorflow",
-    "keras_common": "errors packages rules arguments members old_formats common",
-    "torch": "errors checks packages registry rules arguments members optimizer common monitoring "
+    "keras_common": "errors packages rules arguments wrapper old_formats common",
+    "torch": "errors checks packages registry rules arguments wrapper optimizer common monitoring "
     "*torch",
     "optax": "errors checks packages registry rules arguments common jax monitoring *jax *optax",
     # A backend of Keras imports its own framework as well.
-    "keras": "errors packages rules registry members arguments optimizer old_formats common "
+    "keras": "errors packages rules registry wrapper arguments optimizer old_formats common "
     "keras_common tensorflow jax torch callbacks *keras",
-    "tf_keras": "errors rules registry members arguments optimizer old_formats common "
+    "tf_keras": "errors rules registry wrapper arguments optimizer old_formats common "
     "keras_common tensorflow callbacks *tf_keras *tensorflow",
     "experimental": "errors checks rules registry arguments optimizer keras_common keras "
     "tf_keras *keras *tf_keras",

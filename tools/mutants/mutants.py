@@ -176,7 +176,7 @@ tests/diagnosis/test_measurement.py
     diagnosis recommend: min((lowest + highest) // 2, first) -> (lowest + highest) // 2
     diagnosis recommend: first - _BELOW -> first
     diagnosis Measurement.ranked: -each.excess_error(0) -> each.excess_error(0)
-tests/documents/test_documented_members.py
+tests/documented_interface/test_documented_members.py
     arguments rule_from_arguments: min(1.0, settings['initial_scale']) -> 1.0  -k floor
     tensorflow widened: tf.cast(tensor, tf.float32) -> tensor  -k float32_or_wider
     tensorflow unscaled: divided(gradient.values) -> gradient.values  -k indexed_slices

@@ -25,9 +25,9 @@ from lossscale.keras_common.optimizer import KerasCommonOptimizer
 from lossscale.keras_common.scaled_gradients import ScaleLedger
 from lossscale.keras_common.slots import Slots
 from lossscale.keras_common.step import Step
-from lossscale.members import VariableList
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.rules import ScaleRule
+from lossscale.wrapper import VariableList
 
 _no_automatic_dependency_tracking: ft.Function = private_name(
     "keras.src.utils.tracking",

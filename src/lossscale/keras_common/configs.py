@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NoReturn, Self
 import lossscale.framework_types as ft
 from lossscale.arguments import arguments_from_config, check_config, config_from_rule
 from lossscale.errors import ArgumentError, UnsupportedError
-from lossscale.members import Wrapper
+from lossscale.wrapper import Wrapper
 
 
 class WithConfig(Wrapper):

@@ -12,8 +12,8 @@ from lossscale.common.private_names import do_not_convert
 from lossscale.errors import ArgumentTypeError, UnsupportedError
 from lossscale.keras_common.optimizer import KerasCommonOptimizer
 from lossscale.keras_common.state import parts_of
-from lossscale.members import Wrapper
 from lossscale.packages import warn
+from lossscale.wrapper import Wrapper
 
 Model = TypeVar("Model")
 StepFunction = TypeVar("StepFunction", bound=Callable[..., object])

@@ -10,8 +10,8 @@ import numpy as np
 
 import lossscale.framework_types as ft
 from lossscale.errors import ArgumentError, UnknownSlotError
-from lossscale.members import VariableList, Wrapper
 from lossscale.old_formats import kind_of, names_for
+from lossscale.wrapper import VariableList, Wrapper
 
 Key: TypeAlias = Any
 """What an optimizer knows a variable by."""

@@ -21,7 +21,6 @@ from lossscale.keras_common.optimizer import KerasCommonOptimizer
 from lossscale.keras_common.scaled_gradients import ScaleLedger
 from lossscale.keras_common.slots import Slots
 from lossscale.keras_common.step import Step
-from lossscale.members import VariableList
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.rules import ScaleRule
 from lossscale.tensorflow import replicas, tracing
@@ -38,6 +37,7 @@ from lossscale.tf_keras.state import (
     TFKerasScaleVariables,
     new_variable,
 )
+from lossscale.wrapper import VariableList
 
 _DelegatingTrackableMixin: ft.Class = private_name(
     "tensorflow",

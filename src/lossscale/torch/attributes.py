@@ -7,8 +7,8 @@ import inspect
 from typing import Any
 
 from lossscale.errors import UnknownSettingError
-from lossscale.members import Wrapper
 from lossscale.torch.optimizer_list import OptimizerList, with_parts
+from lossscale.wrapper import Wrapper
 
 
 def _of_inner(name: str) -> Any:

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-import broken_blocks
+import float16_faults
 import lossscale.optax
-from broken_blocks import AWAY, BROKEN_GRADIENT, FAULTS, OVERFLOW, SHARED, Fault
+from float16_faults import AWAY, BROKEN_GRADIENT, FAULTS, OVERFLOW, SHARED, Fault
 from lossscale.errors import ArgumentError
 from lossscale.monitoring import Cause
 
@@ -115,7 +115,7 @@ def test_a_block_is_named(name):
             h = fault.block(NUMPY, h, params["gain"])
         return fault.loss(NUMPY, (h @ params["head"]).astype(jnp.float32))
 
-    broken_blocks.check(
+    float16_faults.check(
         fault,
         lambda scale: explain(loss_fn, fault.weights, fault.batch, scale=scale),
         lambda: lossscale.optax.diagnose(loss_fn, fault.weights, [fault.batch]),
@@ -162,7 +162,7 @@ def test_of_several_operations_in_a_line_that_of_the_gradient_is_named(name, aro
 
 
 # Optax' losses, and means, consist of small operations.
-ADVICE = {**broken_blocks.ADVICE, "no numbers": (AWAY, lambda _, x: x[:0].mean())}
+ADVICE = {**float16_faults.ADVICE, "no numbers": (AWAY, lambda _, x: x[:0].mean())}
 
 
 @pytest.mark.parametrize("name", ADVICE)
@@ -173,7 +173,7 @@ def test_what_is_advised_fits_the_operation(name):
         zeros = batch.astype(dtype) @ params["w"].astype(dtype) * 0
         return jnp.sum(function(NUMPY, zeros).astype(jnp.float32))
 
-    broken_blocks.check_advice(advice, explain(loss_fn, {"w": jnp.ones((3, 3))}, X))
+    float16_faults.check_advice(advice, explain(loss_fn, {"w": jnp.ones((3, 3))}, X))
 
 
 def test_a_ctc_loss_of_a_long_label_is_finite():

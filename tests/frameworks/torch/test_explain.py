@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-import broken_blocks
+import float16_faults
 import lossscale
-from broken_blocks import AWAY, FAULTS, NOTHING, SHARED
+from float16_faults import AWAY, FAULTS, NOTHING, SHARED
 from frameworks.torch.support import DEVICE, bits
 from lossscale.explain.operations import TORCH
 from lossscale.explain.origins import Call, Evaluation
@@ -94,7 +94,7 @@ def test_a_block_is_named(name):
     def loss_fn(model, x):
         return fault.loss(NUMPY, model(x).float())
 
-    broken_blocks.check(
+    float16_faults.check(
         fault,
         lambda scale: explain(model, loss_fn, x, scale=scale),
         lambda: lossscale.torch.diagnose(model, loss_fn, [x]),
@@ -102,7 +102,7 @@ def test_a_block_is_named(name):
     assert values(model) == before
     assert all(p.grad is None for p in model.parameters())
     # The loss function is not a part of the model.
-    if fault.block is broken_blocks.plain and "loss" in fault.causes:
+    if fault.block is float16_faults.plain and "loss" in fault.causes:
         assert "line " in explain(model, loss_fn, x).text
 
 
@@ -113,7 +113,7 @@ def ctc(_, x):
 
 IGNORED = "whose targets are all ignored, a mean over nothing"
 UNNAMED = torch.full((2,), -100, device=DEVICE)
-ADVICE = broken_blocks.ADVICE | {
+ADVICE = float16_faults.ADVICE | {
     "a long label": ("zero_infinity=True", ctc),
     "no class": (IGNORED, lambda _, x: functional.cross_entropy(x.float(), UNNAMED)),
     "no number": (NOTHING, lambda _, x: functional.mse_loss(x[:0], x[:0])),
@@ -131,7 +131,7 @@ def test_what_is_advised_fits_the_operation(name):
     advice, function = ADVICE[name]
     model, x = nn.Linear(4, 3, bias=False), torch.ones(2, 4)
     found = explain(model, lambda model, x: function(NUMPY, model(x) * 0).float().sum(), x)
-    broken_blocks.check_advice(advice, found)
+    float16_faults.check_advice(advice, found)
 
 
 # --- It changes nothing --------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Members of the wrappers of all frameworks."""
+"""`Wrapper`: what the wrappers of all frameworks have in common, as TensorFlow documented it."""
 
 from __future__ import annotations
 
