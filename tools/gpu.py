@@ -219,7 +219,8 @@ def run(part: Part, device: str, seconds: float) -> dict[str, Any]:
         if part.is_tests:
             # What another release of a framework warns of is no failure here.
             options = ["-q", "-W", "default", "-p", "no:cacheprovider"]
-            if len(part.arguments) > 1 and importlib.util.find_spec("xdist") is not None:
+            is_long = device == "cuda" and len(part.arguments) > 1
+            if is_long and importlib.util.find_spec("xdist") is not None:
                 options += ["-n", "4"]
             command = [sys.executable, "-m", "pytest", *options, *part.arguments]
         if part.is_benchmarks:
