@@ -1,9 +1,12 @@
 """What the tests of both Kerases read of an optimizer and of variables."""
 
+import contextlib
+import warnings
 from typing import NamedTuple
 
 import numpy as np
 
+import lossscale
 from conformance.harness import array
 
 INF, NAN = float("inf"), float("nan")
@@ -52,3 +55,14 @@ def status(optimizer):
         iterations=number(optimizer.iterations),
         applied=number(optimizer.inner_optimizer.iterations),
     )
+
+
+@contextlib.contextmanager
+def loss_scale_warnings():
+    """Collects the messages of our warnings in a list, and lets no warning stop the test."""
+    messages = []
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        yield messages
+    for warning in caught:
+        if issubclass(warning.category, lossscale.LossScaleWarning):
+            messages.append(str(warning.message))

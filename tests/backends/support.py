@@ -1,22 +1,15 @@
 """Models and data that every backend of Keras can use."""
 
 import keras
-import numpy as np
 
 import lossscale
 from forks import Program
-from kerases import Status, assert_same, number, status
+from kerases import Status, assert_same, data, number, status
 from kerases import values as arrays
 from seeding import seed
 
-__all__ = ["Status", "arrays", "assert_same", "number", "status"]
+__all__ = ["Status", "arrays", "assert_same", "data", "number", "status"]
 BACKEND = keras.backend.backend()
-
-
-def data(rows=64, seed=0):
-    """Returns inputs of shape (rows, 4) and targets of shape (rows, 1), float32."""
-    x = np.random.default_rng(seed).normal(size=(rows, 4)).astype("float32")
-    return x, x[:, :1] - x[:, 1:2]
 
 
 def model_with(optimizer, **compile_arguments):

@@ -1,25 +1,34 @@
 """Scaled or unscaled: each order of the calls moves each variable by its gradient, once."""
 
-import warnings
-
 import keras
 import pytest
+import tensorflow as tf
 
 import lossscale
 from backends.programs import PROGRAMS, WITH_MINIMIZE, expected, made
+from backends.support import BACKEND
+from kerases import loss_scale_warnings
+
+FIXED = lossscale.FixedScale(2.0**15)
+on_tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="about its functions")
 
 
+@pytest.mark.parametrize("way", ["eager", pytest.param("traced", marks=on_tensorflow)])
 @pytest.mark.parametrize(("program", "warning"), (PROGRAMS | WITH_MINIMIZE).items())
-def test_a_program_applies_each_gradient_once(program, warning):
-    run = made()
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        # One that does not warn does the same when it runs again.
-        for times in range(1, 2 if warning else 4):
-            run.calls(program)
+def test_a_program_applies_each_gradient_once(program, warning, way):
+    # A step that branches takes several times as long to trace, and no rule is asked here.
+    run = made(**({"rule": FIXED} if way == "traced" else {}))
+
+    def step():
+        run.calls(program)
+
+    if way == "traced":
+        step = tf.function(step, autograph=False)
+    with loss_scale_warnings() as messages:
+        # One that does not warn does the same when it runs again, and so does a graph.
+        for times in range(1, 2 if warning and way == "eager" else 4):
+            step()
             assert run.gone() == expected(program, times)
-    messages = [
-        str(w.message) for w in caught if issubclass(w.category, lossscale.LossScaleWarning)
-    ]
     assert len(messages) == (warning is not None)
     assert all(warning in message for message in messages)
 
@@ -117,3 +126,91 @@ def test_a_gradient_of_none_uses_nothing_up():
     run.optimizer.apply_gradients([(run.of_scaled["a"], a), (None, b)])
     run.optimizer.apply_gradients([(None, a), (run.of_scaled["b"], b)])
     assert run.gone() == {"a": -1.0, "b": 0.25}
+
+
+# --- Halves of a step in functions and graphs of their own ----------------------------------------
+
+
+def plain(function):
+    return function
+
+
+# Where gradients are computed, where they are applied, and what runs both.
+PLACES = {
+    "apply_outside": (tf.function, plain, plain),
+    "apply_inside": (plain, tf.function, plain),
+    "two_functions": (tf.function, tf.function, plain),
+    "computed_in_a_nested_function": (tf.function, plain, tf.function),
+    "applied_in_a_nested_function": (plain, tf.function, tf.function),
+    "nested_functions": (tf.function, tf.function, tf.function),
+}
+EAGER = (plain, plain, plain)
+
+
+def split(run, program, places):
+    """Returns a step whose halves, parted by a bar, run in these places."""
+    first, second, both = places
+    before, _, after = program.partition("|")
+
+    @first
+    def derive():
+        run.calls(before)
+        return [{**run.of_scaled}, {**run.divided}]
+
+    def each(call):
+        def apply(of_scaled, divided):
+            run.of_scaled, run.divided = of_scaled, divided
+            run.calls(call)
+
+        return second(apply)
+
+    appliers = [each(call) for call in after.split()]
+
+    def step():
+        found = derive()
+        for apply in appliers:
+            apply(*found)
+
+    return both(step)
+
+
+GROUPED = ["scale | apply:a apply:b", "hand unscale:ab | unscaled:a unscaled:b"]
+
+
+@on_tensorflow
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("program", GROUPED)
+def test_groups_are_applied_in_other_graphs_than_their_loss_was_scaled_in(program, place):
+    run = made(rule=FIXED)
+    step = split(run, program, PLACES[place])
+    with loss_scale_warnings() as messages:
+        for _ in range(3):
+            step()
+    assert run.gone() == expected(program.replace("|", ""), 3)
+    assert messages == []
+
+
+# Gradients of one kind come out of a tf.function, which notes nothing on later steps.
+UNKNOWN = {
+    "scaled_after_unscaled_ones": ("hand unscale:ab | unscaled:a", "scale apply:b"),
+    "unscaled_after_scaled_ones": ("scale | apply:a", "hand unscale:b unscaled:b"),
+    "both_out_of_functions": ("scale | apply:a", "hand unscale:b | unscaled:b"),
+    "left_by_a_function_that_applies": ("scale apply:a |", "plain:b"),
+}
+
+
+@on_tensorflow
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_gradients_of_either_kind_beside_a_traced_half_are_an_error_that_says_what_to_write(case):
+    first, second = UNKNOWN[case]
+    run = made(rule=FIXED)
+    step = split(run, first, PLACES["apply_outside"])
+    for _ in range(2):
+        step()
+    gone = run.gone()
+    second = split(run, second, PLACES["apply_outside"] if "|" in second else EAGER)
+    with pytest.raises(ValueError, match=r"cannot tell.*Call apply_gradients\(\) inside"):
+        second()
+    assert run.gone() == gone == {"a": -2.0, "b": 0.0}
+    run.calls("minimize:ab")
+    assert run.gone() == {"a": -3.0, "b": 0.25}

@@ -152,6 +152,9 @@ tests/backends/test_handover.py
     keras_common ScaleLedger._check_not_of_another: ... and is_here and not is_ready
         -> False
     keras_common ScaleLedger._left_by_another: (None, self._last_at_apply) -> (None,)
+    keras_common _Record.is_elsewhere: self.graph is not None and graph is None -> False
+        -k groups
+    keras_common ScaleLedger._scaled_or_unscaled: len(kinds) > 1 -> False  -k says_what_to_write
 tests/backends/test_files.py
     keras load_own_variables: numbered[4:] -> numbered  -k keras_own_class
     keras load_own_variables: not any(...) -> True  -k several_optimizers
@@ -201,10 +204,6 @@ tests/frameworks/keras/test_training.py
         -k one_device
     keras_common without_overwritten: getattr(variable, 'overwrite_with_gradient', False)
         -> False  -k overwritten
-tests/frameworks/keras/test_handover.py
-    keras_common _Record.is_elsewhere: self.graph is not None and graph is None -> False
-        -k groups
-    keras_common ScaleLedger._scaled_or_unscaled: len(kinds) > 1 -> False  -k says_what_to_write
 tests/conformance/test_page_matrix.py -k iterations_count
     keras StepCounter.assign: ops.minimum(self._skipped.value, value) -> self._skipped.value
     keras StepCounter.assign: value - skipped -> value

@@ -1,17 +1,24 @@
 """What the tests of Keras 3 share."""
 
-import contextlib
-import warnings
-
 import keras
 import numpy as np
 import tensorflow as tf
 
 import lossscale
-from kerases import INF, NAN, Status, assert_same, data, number, status, values
+from kerases import INF, NAN, Status, assert_same, data, loss_scale_warnings, number, status, values
 from seeding import seed
 
-__all__ = ["INF", "NAN", "Status", "assert_same", "data", "number", "status", "values"]
+__all__ = [
+    "INF",
+    "NAN",
+    "Status",
+    "assert_same",
+    "data",
+    "loss_scale_warnings",
+    "number",
+    "status",
+    "values",
+]
 
 
 def wrapped(inner=None, **arguments):
@@ -104,14 +111,3 @@ def small_model(inputs=4, units=8):
             keras.layers.Dense(1, dtype="float32", name="out"),
         ]
     )
-
-
-@contextlib.contextmanager
-def loss_scale_warnings():
-    """Collects the messages of our warnings in a list, and lets no warning stop the test."""
-    messages = []
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        yield messages
-    for warning in caught:
-        if issubclass(warning.category, lossscale.LossScaleWarning):
-            messages.append(str(warning.message))
