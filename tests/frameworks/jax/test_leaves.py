@@ -11,7 +11,6 @@ from frameworks.jax.support import bits, signature
 from lossscale import DynamicScale, FixedScale
 from lossscale.optax import loss_scaled
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 ROUNDED = pytest.mark.filterwarnings("ignore:float16 parameters are rounded")
 
 
