@@ -4,7 +4,6 @@ And the reports on them.
 """
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,11 +17,9 @@ from lossscale.diagnosis.measurement import (
     GradientAccuracy,
     Measurement,
     Pass,
-    checked_loss,
     measure,
 )
 from lossscale.diagnosis.report import Report, Verdict, recommend
-from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.explain.text import Failure, Origin, explained
 
 OVERFLOW = Origin(Failure.TOO_LARGE, "square", "norm", largest_result=1e6)
@@ -361,26 +358,6 @@ def test_what_cannot_be_measured_has_a_reason(case):
     verdict = recommend(model.measured())
     assert verdict.verdict is Verdict.UNKNOWN
     assert words in verdict.reason
-
-
-@pytest.mark.parametrize("batches", [np.ones((2, 6)), (np.ones((2, 6)),), {"x": 1}, 3])
-def test_one_batch_is_no_iterable_of_batches(batches):
-    with pytest.raises(ArgumentTypeError, match=r"one batch is \[batch\]"):
-        measure(Model({}), batches)
-
-
-def test_there_must_be_a_batch_and_a_loss():
-    with pytest.raises(ArgumentError, match="`batches` must contain at least one batch"):
-        measure(Model({}), [])
-    for loss, message in (
-        ([1.0], r"a list\. Return the loss alone"),
-        (SimpleNamespace(loss=1.0), r"`output\.loss`"),
-        (1.0, "a float"),
-        (np.ones((2, 1)), r"shape \(2, 1\) .*Take the mean"),
-        (np.array(3), "dtype int64"),
-    ):
-        with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
-            checked_loss(loss, lambda each: isinstance(each, np.ndarray))
 
 
 # --- The report ---------------------------------------------------------------------------------

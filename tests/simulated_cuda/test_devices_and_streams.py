@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.frameworks.torch_native import SCALERS, WAYS, Way
+from benchmarks.frameworks.torch_native import FLAGS, SCALERS, WAYS, Way
 from simulated_cuda import device
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it needs two GPUs")
 
-FLAGS = {"single": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 STEPS, OVERFLOW = 5, 2
 
 

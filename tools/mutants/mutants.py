@@ -226,7 +226,6 @@ tests/frameworks/jax/test_state_form.py
     jax _gated_equation: jax.lax.cond(finite, run, silent) -> run()  -k callbacks
     jax state_dtype: new.dtype if _kind(new) > _kind(old) else old.dtype -> old.dtype
     optax form_change: before.get(path) != after.get(path) -> False  -k cannot_be_kept
-    optax _untraced: np.zeros(...) -> leaf  -k float0
 tests/frameworks/jax/test_skipping.py
     optax skipped_like: complex(-0.0, -0.0) if ... else -0.0 -> 0.0  -k momentum
     jax gated: set(wanted.values()) -> set(old_values)  -k adamw_clip
@@ -259,6 +258,7 @@ tests/frameworks/jax/test_devices.py
         -> varying_axes(scale) - varying_axes(finite)
         -k would_part
 tests/frameworks/jax/test_leaves.py
+    optax _untraced: np.zeros(...) -> leaf  -k masked
     optax LossScaled.update: gating.has_elements(gradients) -> True  -k without_a_gradient
     optax _narrowed: all(map(gating.is_narrow, here)) -> True  -k rounded_last
     optax LossScaled.init: self._widened(params) -> params

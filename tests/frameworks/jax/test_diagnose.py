@@ -20,9 +20,6 @@ LOSES = 2.0**-22
 X = np.random.default_rng(0).normal(size=(12, 6)).astype(np.float32)
 
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
 def drawn(*shape):
     return np.random.default_rng(len(shape) + sum(shape)).normal(size=shape).astype(np.float32)
 

@@ -11,7 +11,6 @@ from frameworks.jax.support import bits, signature
 from lossscale import DynamicScale, FixedScale
 from lossscale.optax import loss_scaled
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 ROUNDED = pytest.mark.filterwarnings("ignore:float16 parameters are rounded")
 
 
@@ -33,9 +32,13 @@ def test_a_step_without_a_gradient_never_grows_the_scale(empty):
         assert bits(after) == bits(before)
 
 
-def test_integers_and_what_is_masked_are_left_alone():
+@pytest.mark.parametrize("compiles", [False, True])
+def test_integers_and_what_is_masked_are_left_alone(compiles):
+    """Also by a transformation that compiles its update itself."""
     params = {"w": jnp.ones(3), "steps": jnp.int32(7)}
-    tx = small(optax.masked(optax.sgd(0.5), {"w": True, "steps": False}))
+    inner = optax.masked(optax.sgd(0.5), {"w": True, "steps": False})
+    update = jax.jit(inner.update) if compiles else inner.update
+    tx = small(optax.GradientTransformation(inner.init, update))
 
     def loss(params):
         return params["w"].sum() * params["steps"]
@@ -46,7 +49,8 @@ def test_integers_and_what_is_masked_are_left_alone():
     assert gradients["w"].tolist() == [56.0] * 3
     updates, state = tx.update(gradients, state, params)
     assert updates["w"].tolist() == [-3.5] * 3
-    assert updates["steps"] is gradients["steps"]
+    assert updates["steps"].dtype == jax.dtypes.float0
+    assert compiles or updates["steps"] is gradients["steps"]
     # Inside a compiled function the gradients are made there.
     updates = jax.jit(
         lambda state, params: tx.update(

@@ -14,8 +14,6 @@ import lossscale.optax
 from frameworks.jax.support import bits
 from lossscale.errors import ArgumentError, ArgumentTypeError
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 RULE = lossscale.DynamicScale(initial_scale=8, growth_interval=4)
 PARAMS = {"dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)}}
 BARE = lossscale.optax.loss_scaled(optax.adam(0.1), rule=RULE)

@@ -408,10 +408,15 @@ MISTAKES = {
     "a list": (loss(lambda m, b: [m(b).mean()]), TYPE, "a list. Return the loss alone"),
     "outputs": (loss(lambda m, b: types.SimpleNamespace(loss=m(b))), TYPE, r"`output\.loss`"),
     "no mean": (loss(lambda m, b: m(b)), VALUE, r"shape \(2, 1\) .*Take the mean"),
+    "a number": (loss(lambda m, b: 1.0), TYPE, "a float"),
+    "integers": (loss(lambda m, b: (m(b) > 0).sum()), VALUE, "dtype torch.int64"),
     "detached": (loss(lambda m, b: m(b).mean().detach()), VALUE, "no trainable parameter"),
     "of another": (loss(lambda m, b: nn.Linear(6, 1)(b).mean()), VALUE, "depends on no train"),
-    "one batch": (given(ONE[0]), TYPE, r"one batch is \[batch\]"),
-    "no batch": (given([]), VALUE, "at least one batch"),
+    **{
+        f"one batch, {type(each).__name__}": (given(each), TYPE, r"one batch is \[batch\]")
+        for each in (ONE[0], (ONE[0],), {"x": ONE[0]}, 3, np.ones((2, 6)))
+    },
+    "no batch": (given([]), VALUE, "`batches` must contain at least one batch"),
     "no module": (lambda: diagnose(loss_fn, LINEAR, ONE), TYPE, r"must be a torch\.nn\.Module"),
     "no function": (lambda: diagnose(LINEAR, 1, ONE), TYPE, "`loss_fn` must be a function"),
     "Keras'": (lambda: lossscale.diagnosis.diagnose(LINEAR, ONE), TYPE, r"torch\.diagnose\(model"),

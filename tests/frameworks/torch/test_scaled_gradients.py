@@ -44,43 +44,42 @@ WEIGHTS = {
 Move = collections.namedtuple("Move", "name number way parts overflow seed")
 
 
-class Program:
-    """What is drawn from a seed: the wrappers' parameters and settings, and the calls."""
+Program = collections.namedtuple("Program", "owned settings moves tensors", defaults=[COUNT])
 
-    tensors = COUNT
 
-    def __init__(self, seed):
-        self.random = draw = random.Random(seed)
-        wrappers = 1 if seed % 2 else draw.choice([2, 2, 3])
-        # One tensor belongs to no wrapper.
-        self.owned = [
-            sorted({*draw.sample(range(COUNT - 1), draw.randint(1, 4)), *draw.choice([[0], []])})
-            for _ in range(wrappers)
-        ]
-        if seed % 10 == 4:
-            self.owned = self.owned[:1] * wrappers
-        self.settings = [
-            {
-                "inner": draw.choice(["SGD", "momentum", "AdamW"]),
-                "decide": draw.choice(["host", "host", "device"]),
-                "scale": 2.0 ** draw.choice([4, 10, 15]),
-                "interval": draw.choice([1, 2, 1000]),
-            }
-            for _ in range(wrappers)
-        ]
-        self.moves = [self.move() for _ in range(draw.randint(4, 24))]
+def drawn(seed):
+    """A random program: the wrappers' parameters and settings, and the calls."""
+    draw = random.Random(seed)
+    wrappers = 1 if seed % 2 else draw.choice([2, 2, 3])
+    # One tensor belongs to no wrapper.
+    owned = [
+        sorted({*draw.sample(range(COUNT - 1), draw.randint(1, 4)), *draw.choice([[0], []])})
+        for _ in range(wrappers)
+    ]
+    if seed % 10 == 4:
+        owned = owned[:1] * wrappers
+    settings = [
+        {
+            "inner": draw.choice(["SGD", "momentum", "AdamW"]),
+            "decide": draw.choice(["host", "host", "device"]),
+            "scale": 2.0 ** draw.choice([4, 10, 15]),
+            "interval": draw.choice([1, 2, 1000]),
+        }
+        for _ in range(wrappers)
+    ]
+    return Program(owned, settings, [drawn_move(draw, owned) for _ in range(draw.randint(4, 24))])
 
-    def move(self):
-        draw = self.random
-        (name,) = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))
-        number = draw.randrange(len(self.owned))
-        own = self.owned[number]
-        parts = set(draw.sample(own, draw.randint(1, len(own))))
-        if name != "turn" and draw.random() < 0.4:
-            parts |= set(draw.sample(range(COUNT), draw.randint(0, 3)))
-        overflow = draw.choice(sorted(parts)) if draw.random() < 0.12 else None
-        way = draw.choice(["verb", "scale_loss"])
-        return Move(name, number, way, sorted(parts), overflow, draw.randrange(10**6))
+
+def drawn_move(draw, owned):
+    (name,) = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))
+    number = draw.randrange(len(owned))
+    own = owned[number]
+    parts = set(draw.sample(own, draw.randint(1, len(own))))
+    if name != "turn" and draw.random() < 0.4:
+        parts |= set(draw.sample(range(COUNT), draw.randint(0, 3)))
+    overflow = draw.choice(sorted(parts)) if draw.random() < 0.12 else None
+    way = draw.choice(["verb", "scale_loss"])
+    return Move(name, number, way, sorted(parts), overflow, draw.randrange(10**6))
 
 
 # Fused, so that the device may decide.
@@ -89,6 +88,11 @@ INNER = {
     "momentum": lambda given: torch.optim.SGD(given, lr=2.0**-6, momentum=0.5, fused=True),
     "AdamW": lambda given: torch.optim.AdamW(given, lr=2.0**-6, fused=True),
 }
+
+
+@functools.cache
+def weights_of(seed):
+    return torch.randn(COUNT, 2, generator=torch.Generator().manual_seed(seed)).unbind()
 
 
 class Side:
@@ -118,10 +122,12 @@ class Side:
         rule = lossscale.DynamicScale(settings["scale"], growth_interval=settings["interval"])
         return lossscale.torch.LossScaleOptimizer(inner, rule=rule, decide=settings["decide"])
 
+    def terms(self, move):
+        """A term of a loss for each tensor that the call names."""
+        return {i: (self.tensors[i] * weights_of(move.seed)[i]).tanh().sum() for i in move.parts}
+
     def loss(self, move):
-        generator = torch.Generator().manual_seed(move.seed)
-        weights = torch.randn(COUNT, 2, generator=generator)
-        terms = {i: (self.tensors[i] * weights[i]).tanh().sum() for i in move.parts}
+        terms = self.terms(move)
         if move.overflow is not None:
             terms[move.overflow] = terms[move.overflow] * torch.inf
         loss, optimizer = sum(terms.values()), self.optimizers[move.number]
@@ -165,9 +171,7 @@ class Side:
         if self.wraps:
             for each in self.optimizers:
                 each.unscale_()
-        generator = torch.Generator().manual_seed(move.seed)
-        weights = torch.randn(COUNT, 2, generator=generator)
-        sum((self.tensors[i] * weights[i]).tanh().sum() for i in move.parts).backward()
+        sum(self.terms(move).values()).backward()
 
     def state(self, move):
         """Loads a state, into the wrapper itself or into new objects, around their gradients."""
@@ -340,7 +344,7 @@ def compare(ours, plain, move):
 @functools.cache
 def outcome_of(seed):
     with warnings.catch_warnings(action="ignore", category=lossscale.LossScaleWarning):
-        return outcome(Program(seed))
+        return outcome(drawn(seed))
 
 
 # The last two were wrong once: a state loaded beside a decision, and a copy of a mark.
@@ -361,13 +365,14 @@ def test_most_programs_run_to_their_end_and_many_skip():
 
 def written(moves, decide="host", interval=1, owned=((0, 1), (2, 0))):
     """A program of calls that are written down: a name, a wrapper, a way, parts, an overflow."""
-    made = Program(0)
-    made.owned, made.tensors = owned, 3
     settings = {"inner": "SGD", "decide": decide, "interval": interval}
-    made.settings = [{**settings, "scale": scale} for scale in (2.0**10, 2.0**4)]
     blank = ("step", 0, "verb", (), None)
-    made.moves = [Move(*move, *blank[len(move) :], seed) for seed, move in enumerate(moves)]
-    return made
+    return Program(
+        owned,
+        [{**settings, "scale": scale} for scale in (2.0**10, 2.0**4)],
+        [Move(*move, *blank[len(move) :], seed) for seed, move in enumerate(moves)],
+        tensors=3,
+    )
 
 
 def check(moves, **settings):
