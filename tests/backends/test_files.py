@@ -9,7 +9,6 @@ import keras
 import numpy as np
 import pytest
 
-import lossscale
 from backends.support import (
     BACKEND,
     Status,
@@ -103,58 +102,3 @@ def test_training_resumes_where_it_was(written, format_):
         # Other backends, and other compilers of JAX, round otherwise.
         tolerance = {"rtol": 0} if is_exact else {"rtol": 2e-4, "atol": 1e-6}
         np.testing.assert_allclose(value, saved, **tolerance)
-
-
-def trained(optimizer):
-    model = model_with(optimizer)
-    model.fit(*data(), batch_size=8, verbose=0)
-    return model
-
-
-@pytest.mark.parametrize("made", [keras.optimizers.Adam, keras.optimizers.SGD])
-def test_a_file_of_keras_own_class_is_read(tmp_path, made):
-    own = keras.optimizers.LossScaleOptimizer(
-        made(0.01), initial_scale=2.0**10, dynamic_growth_steps=3
-    )
-    trained(own).save_weights(tmp_path / "own.weights.h5")
-    model = model_with(wrapped(made(0.01)))
-    model.optimizer.build(model.trainable_variables)
-    model.load_weights(tmp_path / "own.weights.h5")
-    ours = model.optimizer
-    assert status(ours) == Status(
-        scale=2.0**12, counter=2, skipped=0, last=False, iterations=8, applied=8
-    )
-    assert_same(arrays(ours.inner_optimizer.variables), arrays(own.inner_optimizer.variables))
-
-
-def test_several_optimizers_without_loss_scaling_are_not_taken_for_keras_own_class(tmp_path):
-    # Their file has numbers of the same kinds.
-    each = [keras.optimizers.SGD(0.01) for _ in range(2)]
-    several = keras.optimizers.MultiOptimizer(
-        keras.optimizers.OptimizerMap(each[0], {"b": each[1]})
-    )
-    trained(several).save_weights(tmp_path / "several.weights.h5")
-    model = model_with(wrapped(keras.optimizers.SGD(0.01)))
-    before = status(model.optimizer)
-    with pytest.warns(lossscale.LossScaleWarning, match="has no arrays"):
-        model.load_weights(tmp_path / "several.weights.h5")
-    assert status(model.optimizer) == before
-
-
-def test_set_weights_takes_all_variables():
-    optimizer, other = (wrapped(keras.optimizers.Adam(0.01)) for _ in range(2))
-    model = trained(optimizer)
-    other.build(model.trainable_variables)
-    other.set_weights(arrays(optimizer.variables))
-    assert status(other) == status(optimizer)
-    assert_same(arrays(other.variables), arrays(optimizer.variables))
-
-
-def test_set_weights_does_not_take_the_variables_of_keras_own_class():
-    own = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01))
-    model, other = trained(own), wrapped(keras.optimizers.Adam(0.01))
-    other.build(model.trainable_variables)
-    before = arrays(other.variables)
-    with pytest.raises(ValueError, match=r"Expected 9 weights, or all 15 variables.*14 arrays"):
-        other.set_weights(arrays(own.variables))
-    assert_same(arrays(other.variables), before)

@@ -155,9 +155,9 @@ tests/backends/test_handover.py
     keras_common _Record.is_elsewhere: self.graph is not None and graph is None -> False
         -k groups
     keras_common ScaleLedger._scaled_or_unscaled: len(kinds) > 1 -> False  -k says_what_to_write
-tests/backends/test_files.py
-    keras load_own_variables: numbered[4:] -> numbered  -k keras_own_class
-    keras load_own_variables: not any(...) -> True  -k several_optimizers
+tests/conformance/test_keras_files.py
+    keras load_own_variables: numbered[4:] -> numbered  -k what_fits
+    keras load_own_variables: not any(...) -> True  -k layers_are_loaded
     keras_common WithSlots.set_weights: len(values) == len(weights) -> True
         -k set_weights
 tests/diagnosis/test_measurement.py
@@ -190,11 +190,11 @@ tests/conformance/test_page_matrix.py
         -> self._apply_unscaled(location, pairs[:0], None)  -k gradients_are_returned
     keras_common KerasCommonOptimizer.get_gradients: callable(loss) -> True
         -k gradients_of_a_tensor
-tests/frameworks/keras/test_persistence.py
+tests/conformance/test_keras_files.py
     keras CounterOfPlain._restore_from_tensors: sum(restored_tensors.values()) > 0 -> False
         -k without_loss_scaling
     keras LossScaleOptimizer._trackable_children: saving.named_variables(self) -> {}
-        -k every_field
+        -k brings_all
 tests/frameworks/keras/test_distribution.py
     tensorflow all_replicas_finite: ... < 0.5 -> ... < 1.5  -k overflow_on_one_replica
     keras_common KerasCommonOptimizer.apply_gradients: all(asked) -> True  -k summed

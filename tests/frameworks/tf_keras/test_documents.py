@@ -138,3 +138,10 @@ def test_a_weight_that_a_subclass_adds_is_saved(optimizers, var, base, tmp_path)
     loss_scale.extra.assign(9)
     checkpoint.restore(path)
     assert int(loss_scale.extra) == 2
+
+
+def test_the_learning_rate_of_old_programs_is_that_of_the_schedule():
+    schedule = tf_keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
+    optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(schedule))
+    assert float(optimizer._decayed_lr(tf.float32)) == 0.5
+    assert optimizer._get_hyper("learning_rate") is schedule
