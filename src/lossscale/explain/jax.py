@@ -6,6 +6,7 @@ and in branches, is evaluated equation by equation.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,17 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from numpy.typing import NDArray
 
-from lossscale.explain.operations import JAX
 from lossscale.explain.origins import Call, Evaluation, Value, Watched, is_float, line_of
 from lossscale.explain.text import Origin
 from lossscale.framework_types import Array
 from lossscale.jax.apply_or_skip import ArrayTree, bind
 
 _TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "rematted_computation"}
+_CORE = os.path.join("jax", "_src", "core.py")
 _NARROW = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
@@ -52,7 +52,7 @@ class JaxprWatch:
 
     def __call__(self, scale: float) -> Watched:
         """Evaluates it, and returns the origins of what is not finite."""
-        self._evaluation = Evaluation(JAX)
+        self._evaluation = Evaluation()
         # The equation that is evaluated, after those that call it.
         self._nested: list[JaxprEqn] = []
         self._forward: dict[int, JaxprEqn] = {}
@@ -96,18 +96,11 @@ class JaxprWatch:
         """Evaluates an equation that calls nothing."""
         given = [value for value, _ in inputs]
         made = bind(jaxpr, equation, given)
-        literals = [atom.val for atom in equation.invars if isinstance(atom, Literal)]
         name, in_backward = equation.primitive.name, "transpose(" in _scopes(self._nested)
         if not in_backward:
             self._forward.setdefault(id(equation), equation)
-        call = Call(
-            name,
-            name,
-            self._plain(_module(self._nested)),
-            in_backward,
-            any(map(self._evaluation.origin_of, literals)),
-            lambda: _widened(equation, given),
-        )
+        module = self._plain(_module(self._nested))
+        call = Call(name, name, module, in_backward, lambda: _widened(equation, given))
         found = self._evaluation.origins(call, inputs, made)
         for origin in filter(None, found):
             self._failed.setdefault(origin, equation)
@@ -174,13 +167,15 @@ def _module(nested: Sequence[JaxprEqn]) -> str:
     # What is computed again for the backward pass has its scopes twice.
     scopes = re.sub(r"transpose\(jvp\((.*?)\)\)/jvp\(\1\)", r"\1", _scopes(nested))
     path = "/".join(each for each in re.findall(r"[^/()]+", scopes) if each not in _TRANSFORMS)
-    return path or next(filter(None, map(_line, reversed(nested))), "")
+    lines = (line_of(_frames(each)) for each in reversed(nested))
+    return path or next(filter(None, lines), "")
 
 
-def _line(equation: JaxprEqn) -> str:
-    calls = source_info_util.summarize(equation.source_info, 99).splitlines()
-    parts = [re.fullmatch(r"(.*?):(\d+)(?::\d+)? \((.*)\)", each) for each in reversed(calls)]
-    return line_of([(each[1], int(each[2]), each[3]) for each in parts if each])
+def _frames(equation: JaxprEqn) -> list[tuple[str, int, str]]:
+    """The file, the line and the function of each call, the innermost first."""
+    # It may be None, unlike its annotation.
+    traceback: Any = equation.source_info.traceback
+    return [(f.file_name, f.line_num, f.function_name) for f in getattr(traceback, "frames", ())]
 
 
 def _call(equation: JaxprEqn) -> object:
@@ -188,17 +183,11 @@ def _call(equation: JaxprEqn) -> object:
 
     Derivatives are made within the call of the operation that is derived, or get its traceback.
     """
-    # It may be None, unlike its annotation.
-    traceback: Any = equation.source_info.traceback
-    if traceback is None:
-        return id(equation)
-    frames = [(f.file_name, f.function_name, f.line_num) for f in reversed(traceback.frames)]
-    binds = (n for n, (file, function, _) in enumerate(frames) if _is_bind(file, function))
-    return tuple(frames[: next(binds, None)])
 
+    def is_outside(frame: tuple[str, int, str]) -> bool:
+        return not (frame[2].endswith("bind") and frame[0].endswith(_CORE))
 
-def _is_bind(file: str, function: str) -> bool:
-    return function.endswith("bind") and file.endswith(os.path.join("jax", "_src", "core.py"))
+    return tuple(itertools.takewhile(is_outside, reversed(_frames(equation)))) or id(equation)
 
 
 def _widened(equation: JaxprEqn, given: Sequence[Array]) -> list[Array]:
@@ -208,9 +197,8 @@ def _widened(equation: JaxprEqn, given: Sequence[Array]) -> list[Array]:
         is_dtype = isinstance(value, np.dtype) and value in _NARROW
         return np.dtype(np.float64) if is_dtype else value
 
-    enable: Any = getattr(jax, "enable_x64", None)
-    if enable is None:
-        enable = jax.experimental.enable_x64  # type: ignore[attr-defined]  # in earlier releases
+    # It has moved.
+    enable: Any = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
     params: Mapping[str, Any] = {name: wider(value) for name, value in equation.params.items()}
     with enable(True):
         inputs = [

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import re
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -14,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossscale.errors import LossScaleError
-from lossscale.explain.operations import Operations
 from lossscale.explain.text import (
     LARGEST,
     LARGEST_OF_FLOAT64,
@@ -30,7 +30,38 @@ from lossscale.framework_types import Array
 _SMALL = 2.0**-14
 """The smallest float16 number with all digits."""
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_INSTALLED = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages")
+"""Parts of the paths of code that is not the program's."""
 
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Operations of all frameworks, in lower case and without a `_` at the end.
+_CASTS = _names("_to_copy copy cast convert_element_type")
+_SETTERS = _names(
+    "full full_like new_full fill scalar_tensor masked_fill where constant_pad_nd lift_fresh "
+    "lift_fresh_copy const broadcastto select selectv2 padv2"
+)
+"""They may put an infinity of the program into an array."""
+_ADDING = _names("add addv2 biasadd clamp clamp_min max maximum")
+"""They may add an epsilon."""
+_DIVIDING = _names(
+    "div divnonan floordiv floormod fmod mod realdiv rem remainder truncatemod xdivy xlogy"
+)
+"""They divide by a later argument, or take its logarithm."""
+_SINGULAR = _DIVIDING | _names(
+    "cbrt integer_pow inv invgrad log log2 log10 pow reciprocal reciprocalgrad rsqrt rsqrtgrad "
+    "sqrt sqrtgrad"
+)
+"""An epsilon keeps their input away from 0, where they are singular or have no result."""
+# Parts of the names of others.
+_NORMS = ("batch_norm", "batchnorm", "layer_norm", "group_norm", "weight_norm", "rms_norm")
+_LOSSES = {"ctc": Failure.LONG_LABEL, "nll_loss": Failure.IGNORED}
+_RANGED = ("acos", "asin", "atanh", "erfinv", "erf_inv", "log1p", "logit")
+_GROWING = ("exp", "sinh", "cosh", "prod", "mul", "square")
+"""They overflow in float64, too."""
 
 Value: TypeAlias = tuple[Array, Origin | None]
 """An array and its origin."""
@@ -76,7 +107,6 @@ class Call(NamedTuple):
         shown: The name for texts.
         module: The path of its module, or the line of the program if it is in none.
         in_backward: Whether it is in the backward pass.
-        sets: Whether the program gives it an infinity.
         widened: Computes its results again, in float64; it may raise.
         numbers: The numbers that it takes beside arrays.
     """
@@ -85,16 +115,12 @@ class Call(NamedTuple):
     shown: str
     module: str
     in_backward: bool
-    sets: bool
     widened: Callable[[], Sequence[Array]]
     numbers: Sequence[float] = ()
 
 
 class Evaluation:
     """The origins of what is not finite in one pass, whose operations are called one by one.
-
-    Args:
-        operations: The operations of the framework.
 
     Attributes:
         constants: The constants of the program, and what it computes from them alone, by their ids.
@@ -103,8 +129,8 @@ class Evaluation:
         first: The first origin that is an operation; None if there is none.
     """
 
-    def __init__(self, operations: Operations) -> None:
-        self._operations, self._in_float16 = operations, False
+    def __init__(self) -> None:
+        self._in_float16 = False
         # In words, by its memory and the place in it; a result by its memory alone.
         self._sources: dict[object, str] = {}
         self.constants: dict[int, Array] = {}
@@ -124,11 +150,12 @@ class Evaluation:
             evaluate: Returns its results: a loss and gradients.
         """
         given = [(each, self.origin_of(each, name, is_weight=kind)) for each, name, kind in named]
-        try:
+
+        def watched() -> Watched:
             (_, loss), *gradients = evaluate(given)
-        except Exception as error:
-            return self.watched_until(error)
-        return self.watched(loss, next((o for _, o in gradients if o and not o.is_set), None))
+            return self.watched(loss, next((o for _, o in gradients if o and not o.is_set), None))
+
+        return self.until_error(watched)
 
     def origins(
         self, call: Call, inputs: Sequence[Value], made: Sequence[Array]
@@ -145,7 +172,7 @@ class Evaluation:
         constant = [each for each in given if id(each) in self.constants]
         if len(constant) == len(given) and (given or call.name == "const"):
             self.constants.update((id(each), each) for each in made)
-        if call.name in self._operations.adding:
+        if call.name in _ADDING:
             # What is added in float32 is not rounded to 0.
             is_rounded = not call.in_backward and any(map(_is_float16, given[:1]))
             numbers = call.numbers if is_rounded else ()
@@ -176,18 +203,24 @@ class Evaluation:
         """Returns the origins of a loss and of a gradient, with what else was seen."""
         return Watched(loss, gradients, next(iter(self.absorbed), None), self.small)
 
-    def watched_until(self, error: Exception) -> Watched:
-        """Returns the first origin before an exception, such as that of a check; else raises it."""
-        calls = traceback.walk_tb(error.__traceback__)
-        if any(frame.f_code is Evaluation.origins.__code__ for frame, _ in calls):
-            raise LossScaleError(
-                "explain() itself failed, which says nothing of the model. Please report it, with "
-                "the exception above."
-            ) from error
-        if self.first is None or isinstance(error, LossScaleError):
-            raise error
-        loss, gradients = (None, self.first) if self.first.in_backward else (self.first, None)
-        return Watched(loss, gradients, small=self.small)
+    def until_error(self, watched: Callable[[], Watched]) -> Watched:
+        """Watches a pass; of one that raises, as by a check, the first origin before that counts.
+
+        Without an origin, the exception is raised.
+        """
+        try:
+            return watched()
+        except Exception as error:
+            calls = traceback.walk_tb(error.__traceback__)
+            if any(frame.f_code is Evaluation.origins.__code__ for frame, _ in calls):
+                raise LossScaleError(
+                    "explain() itself failed, which says nothing of the model. Please report it, "
+                    "with the exception above."
+                ) from error
+            if self.first is None or isinstance(error, LossScaleError):
+                raise
+            loss, gradients = (None, self.first) if self.first.in_backward else (self.first, None)
+            return Watched(loss, gradients, small=self.small)
 
     def origin_of(self, value: Array, name: str = "", *, is_weight: bool = False) -> Origin | None:
         """Returns the origin of a value that a pass starts with; None if it is finite."""
@@ -230,13 +263,12 @@ class Evaluation:
         """The origin of a result that is not finite, of which it has the flags."""
         if old := self._passed_on(call, infinite, made):
             return old._replace(module=old.module or call.module) if old.is_set else old
-        known, name = self._operations, call.name
-        is_cast = name in known.casts
+        is_cast = call.name in _CASTS
         floats = [self.on_host(each) for each in given if is_cast or is_float(each)]
-        # A count that a sum is divided by is an integer.
-        divides = name in known.dividing
-        divisors = [self.on_host(each) for each in given[1:]] if divides else []
-        divisors += list(map(np.asarray, call.numbers)) if divides else []
+        divisors = []
+        if call.name in _DIVIDING:
+            # A count that a sum is divided by is an integer.
+            divisors = [*map(self.on_host, given[1:]), *map(np.asarray, call.numbers)]
         inputs = divisors or floats[:1]
         is_narrow = any(map(_is_float16, (*given, *results)))
         # What is rounded to 0; CUDA rounds a divisor without dimensions, which may be float32.
@@ -275,37 +307,35 @@ class Evaluation:
         size: float | None,
     ) -> Failure:
         """Why a result is not finite, given what may be 0 and the largest result in float64."""
-        known, name = self._operations, call.name
-        is_singular = name in known.singular
+        name, is_singular = call.name, call.name in _SINGULAR
         is_small = is_singular and any(_is_small(each, ~np.isfinite(result)) for each in inputs)
         if size is not None:
             # A derivative of them, at any scale.
-            of_them = call.shown.removeprefix("backward of ") in known.singular
+            of_them = call.shown.removeprefix("backward of ") in _SINGULAR
             is_small |= call.in_backward and of_them
             return Failure.SMALL_INPUT if is_small else Failure.TOO_LARGE
         if not any(each.size for each in inputs):
             return Failure.NOTHING
-        if lost := next((why for part, why in known.losses.items() if part in name), None):
+        if lost := next((why for part, why in _LOSSES.items() if part in name), None):
             return lost
-        if is_small or any(part in name for part in known.norms):
+        if is_small or any(part in name for part in _NORMS):
             return Failure.ZERO
-        is_ranged = is_singular or any(part in name for part in known.ranged)
+        is_ranged = is_singular or any(part in name for part in _RANGED)
         return Failure.OUT_OF_RANGE if is_ranged else Failure.OTHER
 
     def _in_float64(self, call: Call, meets_zero: bool) -> float | None:
         """The largest magnitude that a call computes in float64, as in `Origin`."""
-        known, name = self._operations, call.name
+        name = call.name
         with contextlib.suppress(Exception):
             made = [self.on_host(each) for each in call.widened() if is_float(each)]
             if all(np.isfinite(each).all() for each in made):
                 return max(map(largest, made), default=0.0)
             is_power = "pow" in name and not meets_zero
-            grows = is_power or any(part in name for part in known.growing)
+            grows = is_power or any(part in name for part in _GROWING)
             is_nan = any(np.isnan(each).any() for each in made)
             return LARGEST_OF_FLOAT64 if grows and not is_nan else None
         # Not every operation exists in every dtype.
-        is_singular = name in known.singular
-        return None if is_singular or any(part in name for part in known.ranged) else math.inf
+        return None if name in _SINGULAR or any(part in name for part in _RANGED) else math.inf
 
     def _passed_on(
         self, call: Call, taken: Sequence[tuple[Origin, Flags]], made: Flags
@@ -315,8 +345,9 @@ class Evaluation:
         if real:
             # A skipped step may have left NaN in statistics, which a norm takes but does not read.
             return next((origin for origin in real if origin.is_operation), real[0])
-        if call.sets or (call.name in self._operations.setters and not taken):
-            is_beyond = bool(call.numbers) and not call.sets
+        sets = not all(map(math.isfinite, call.numbers))
+        if sets or (call.name in _SETTERS and not taken):
+            is_beyond = bool(call.numbers) and not sets
             return Origin(Failure.BEYOND if is_beyond else Failure.SET)
         if taken and not call.in_backward and (not made.nan or any(f.nan for _, f in taken)):
             return taken[0][0]
@@ -352,13 +383,14 @@ def line_of(frames: Iterable[tuple[str, int, str]]) -> str:
         frames: The file, the line and the name of the function, of each call, the innermost first.
 
     Examples:
-        >>> line_of([("site-packages/torch/functional.py", 7, "norm"), ("train.py", 30, "loss_fn")])
+        >>> installed = "/usr/lib/python3/dist-packages/torch/functional.py", 7, "norm"
+        >>> line_of([installed, ("train.py", 30, "loss_fn")])
         'loss_fn, line 30'
     """
     for file, line, function in frames:
         if file.startswith(_HERE):
             return "loss"
-        if "site-packages" not in file:
+        if not any(part in file for part in _INSTALLED):
             # TensorFlow has no name for a lambda that it traces as a function.
             names = [name for name in function.split(".<locals>.") if name and name[0] != "<"]
             place = f"line {line}"

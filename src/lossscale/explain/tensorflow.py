@@ -14,9 +14,8 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from lossscale.common.private_names import private_name
-from lossscale.explain.operations import TENSORFLOW
 from lossscale.explain.origins import Call, Evaluation, Value, Watched, line_of
-from lossscale.framework_types import Library, Scalar, Structure, Tensor
+from lossscale.framework_types import Library, Operation, Scalar, Structure, Tensor
 
 _loaded: Library = private_name(
     "tensorflow.python.framework", "function_def_to_graph", "explain a loop of TensorFlow 1"
@@ -28,8 +27,6 @@ _NARROW = (tf.float16, tf.bfloat16, tf.float32)
 
 Graph: TypeAlias = Any
 """A `tf.Graph`."""
-Operation: TypeAlias = Any
-"""A `tf.Operation`."""
 
 
 class GraphWatch:
@@ -67,7 +64,7 @@ class GraphWatch:
         graph = self._traced.graph
         read = [tf.constant(scale, tf.float32), *(outer for outer, _ in graph.captures)]
         named = [(each, *self._names.get(id(each), ("", False))) for each in read]
-        self._evaluation = Evaluation(TENSORFLOW)
+        self._evaluation = Evaluation()
         return self._evaluation.evaluated(
             named, lambda given: self._evaluate(graph, given, self._outputs)
         )
@@ -112,14 +109,9 @@ class GraphWatch:
         calls = reversed(operation.traceback or ())
         line = line_of((each.filename, each.lineno, each.name) for each in calls)
         module = self._plain(_module(operation.name)) or line
-        call = Call(
-            operation.type.lower(),
-            f"backward of {_derived(operation)}" if in_backward else operation.type,
-            module,
-            in_backward,
-            False,
-            lambda: _computed(operation, given, wide=True),
-        )
+        shown = f"backward of {_derived(operation)}" if in_backward else operation.type
+        widened = functools.partial(_computed, operation, given, wide=True)
+        call = Call(operation.type.lower(), shown, module, in_backward, widened)
         return list(zip(made, self._evaluation.origins(call, inputs, made), strict=True))
 
     def _inner(

@@ -180,31 +180,27 @@ def examined(
         scale: The loss scale.
         in_float32: As for `explain_pass`.
     """
-    try:
+    evaluation = watch.evaluation
+
+    @functools.cache
+    def computed() -> Tensor:
         with watch.forward():
-            output = compute()
-    except Exception as error:
-        raised = watch.evaluation.watched_until(error)
-        return explain_pass(lambda _: raised, scale)
+            return compute()
 
     def watched(lower: float) -> Watched:
+        output = computed()
         origin = watch.origin([output], masks=True)
         if origin is not None or not output.requires_grad or not roots:
-            return watch.evaluation.watched(origin)
-        watch.in_backward = True
+            return evaluation.watched(origin)
+        watch.in_backward, evaluation.first = True, None
         # Anomaly detection would raise what is to be explained.
         with torch.autograd.set_detect_anomaly(False), watch:
-            watch.evaluation.first = None
-            try:
-                gradients = torch.autograd.grad(
-                    output, roots, output.new_tensor(lower), retain_graph=True, allow_unused=True
-                )
-            except Exception as error:
-                return watch.evaluation.watched_until(error)
-            first = watch.origin(g for g in gradients if g is not None)
-            return watch.evaluation.watched(None, first)
+            gradients = torch.autograd.grad(
+                output, roots, output.new_tensor(lower), retain_graph=True, allow_unused=True
+            )
+        return evaluation.watched(None, watch.origin(g for g in gradients if g is not None))
 
-    return explain_pass(watched, scale, in_float32)
+    return explain_pass(lambda s: evaluation.until_error(lambda: watched(s)), scale, in_float32)
 
 
 # --- The model as it was -------------------------------------------------------------------------
@@ -224,10 +220,11 @@ def as_it_was(model: Module) -> Iterator[None]:
     # A pass changes only the mode of scripted modules, whose other attributes are in C++.
     modes = [(module, module.training) for module in model.modules()]
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    dictionaries = [
-        each for m in modules for each in (vars(m), m._parameters, m._buffers, m._modules)
+    entries = [
+        (now, dict(now))
+        for m in modules
+        for now in (vars(m), m._parameters, m._buffers, m._modules)
     ]
-    before = [dict(each) for each in dictionaries]
     devices = {tensor.device for tensor, _ in tensors if tensor.device.type != "cpu"}
     try:
         with (
@@ -244,9 +241,9 @@ def as_it_was(model: Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-        for now, entries in zip(dictionaries, before, strict=True):
+        for now, before in entries:
             now.clear()
-            now.update(entries)
+            now.update(before)
         for parameter, gradient in gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient

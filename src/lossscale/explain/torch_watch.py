@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import re
 import sys
 import traceback
@@ -22,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from lossscale.common.replaced_names import replace
-from lossscale.explain.operations import TORCH
 from lossscale.explain.origins import Call, Evaluation, Flags, UnrepeatableError, line_of
 from lossscale.explain.text import Failure, Origin
 from lossscale.torch.scaling import is_finite, stored
@@ -52,7 +50,7 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # of PyTorch
         root = type(model).__name__
         self._paths = {id(m): name or root for name, m in model.named_modules()}
-        self.evaluation = _Evaluation(TORCH)
+        self.evaluation = _Evaluation()
         self._calling = [""]
         self._origins: dict[int, Origin] = {}
         # The module or line, and the name, of what is differentiated, by the number of its node.
@@ -130,9 +128,8 @@ class Watch(TorchDispatchMode):
             return result
         made = list(tensors_in(result))
         numbers = [value for value in args if type(value) in (int, float)]
-        sets = not all(map(math.isfinite, numbers))
         widened = functools.partial(_widened, func, (args, kwargs), before)
-        call = Call(name.rstrip("_"), shown, module, self.in_backward, sets, widened, numbers)
+        call = Call(name.rstrip("_"), shown, module, self.in_backward, widened, numbers)
         given = [(before.get(id(each), each), self._origins.get(_key(each))) for each in inputs]
         origins = self.evaluation.origins(call, given, made)
         for tensor, origin in zip(made, origins, strict=True):

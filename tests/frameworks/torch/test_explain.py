@@ -19,7 +19,6 @@ import float16_faults
 import lossscale
 from float16_faults import AWAY, FAULTS, NOTHING, SHARED
 from frameworks.torch.support import DEVICE, bits
-from lossscale.explain.operations import TORCH
 from lossscale.explain.origins import Call, Evaluation
 from lossscale.explain.text import Failure
 from lossscale.monitoring import Cause, Explanation
@@ -461,10 +460,10 @@ def test_a_pass_that_draws_other_random_numbers_may_be_finite_and_the_text_says_
 
 def test_a_divisor_that_float16_rounds_to_0():
     """CUDA does so with a divisor without dimensions, a CPU does not."""
-    call = Call("div", "div", "block", True, False, lambda change: [np.zeros(2)])
+    call = Call("div", "div", "block", True, lambda: [np.zeros(2)])
     given = np.zeros(2, np.float16), np.float32(3e-9)
     results = [np.full(2, math.nan, np.float16)]
-    (origin,) = Evaluation(TORCH).origins(call, [(each, None) for each in given], results)
+    (origin,) = Evaluation().origins(call, [(each, None) for each in given], results)
     assert (origin.failure, origin.operation) == (Failure.ZERO, "div")
 
 
