@@ -10,6 +10,7 @@ import tf_keras
 
 import lossscale
 from frameworks.tf_keras.support import small_model, status, wrapped
+from kerases import data
 
 FIXTURES = pathlib.Path(__file__).parents[3] / "lossscale-migration" / "tests" / "fixtures"
 
@@ -94,6 +95,7 @@ def test_a_class_that_is_registered_after_its_first_object_is_found(optimizers, 
     model.compile(Late(optimizers.SGD(0.1, momentum=0.9), initial_scale=8), "mse")
     # Under another name in each case, so that none finds the class of another.
     tf_keras.saving.register_keras_serializable(form, optimizers.__name__)(Late)
+    model.fit(*data(), verbose=0)
     model.save(tmp_path / form)
     loaded = tf_keras.models.load_model(tmp_path / form).optimizer
     assert loaded.__class__ is Late
