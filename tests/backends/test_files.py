@@ -102,3 +102,13 @@ def test_training_resumes_where_it_was(written, format_):
         # Other backends, and other compilers of JAX, round otherwise.
         tolerance = {"rtol": 0} if is_exact else {"rtol": 2e-4, "atol": 1e-6}
         np.testing.assert_allclose(value, saved, **tolerance)
+
+
+def test_set_weights_takes_all_variables():
+    optimizer, other = (wrapped(keras.optimizers.Adam(0.01)) for _ in range(2))
+    model = model_with(optimizer)
+    model.fit(*data(), verbose=0)
+    other.build(model.trainable_variables)
+    other.set_weights(arrays(optimizer.variables))
+    assert status(other) == status(optimizer)
+    assert_same(arrays(other.variables), arrays(optimizer.variables))

@@ -158,6 +158,7 @@ tests/backends/test_handover.py
 tests/conformance/test_keras_files.py
     keras load_own_variables: numbered[4:] -> numbered  -k what_fits
     keras load_own_variables: not any(...) -> True  -k layers_are_loaded
+tests/backends/test_files.py
     keras_common WithSlots.set_weights: len(values) == len(weights) -> True
         -k set_weights
 tests/diagnosis/test_measurement.py
