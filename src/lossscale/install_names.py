@@ -17,12 +17,11 @@ import tensorflow as tf
 from lossscale import experimental, registry
 from lossscale.common.private_names import private_module
 from lossscale.common.replaced_names import replace
-from lossscale.common.wrapped import living_wrapper
 from lossscale.errors import ArgumentError
 from lossscale.experimental.loss_scale import get as get_loss_scale
-from lossscale.experimental.optimizer import class_for
 from lossscale.framework_types import Function, KerasOptimizer, Library, Scalar
 from lossscale.optimizer import LossScaleOptimizer
+from lossscale.wrapper import living_wrapper
 
 _COMPILE = "let `compile` make the documented class under lossscale.install()"
 # Below `tf.keras`, if that is tf_keras.
@@ -120,12 +119,13 @@ def _put_into_mixed_precision(
     """
     replace(stack, module, "LossScaleOptimizer", framework.wrapper())
     policy = _policy_class(policies.Policy)
+    experimental_keras = registry.package(f"lossscale.experimental.{framework.root}")
 
     def set_policy(given: Any) -> None:
         policies.set_global_policy(policy(given) if isinstance(given, str) else given)
 
     names = {
-        "LossScaleOptimizer": class_for(framework),
+        "LossScaleOptimizer": experimental_keras.LossScaleOptimizer,
         "Policy": policy,
         "global_policy": policies.global_policy,
         "set_policy": set_policy,

@@ -41,14 +41,14 @@ ARROWS = {
     "keras_common tensorflow callbacks *tf_keras *tensorflow",
     "experimental": "errors checks rules registry arguments optimizer keras_common keras "
     "tf_keras *keras *tf_keras",
-    "install_names": "errors registry optimizer common experimental keras *tensorflow **any",
+    "install_names": "errors registry wrapper optimizer common experimental keras *tensorflow "
+    "**any",
     "installation": "registry common",
     "lossscale": "errors registry rules optimizer installation",
 }
 # `diagnose` is one of their names for users, and monitors repeat a step as it does: both import it
 # when it is asked for.
-OFFER_A_DIAGNOSIS = ("lossscale.optax", "lossscale.torch")
-OFFER_A_DIAGNOSIS += ("lossscale.optax.monitor", "lossscale.keras.monitor")
+OFFER_A_DIAGNOSIS = ("lossscale.optax", "lossscale.torch", "lossscale.optax.monitor")
 
 
 def violations(name, source):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import lossscale.keras as wrapper
-from lossscale.experimental import optimizer
+from lossscale import experimental
 from lossscale.experimental.loss_scale_as_object import LossScaleAsObject
 
 
-@optimizer.LossScaleOptimizer.register
+@experimental.LossScaleOptimizer.register
 @wrapper.LossScaleOptimizer._library.saving.register_keras_serializable(
     package="lossscale.experimental"
 )

@@ -93,11 +93,6 @@ class Watched(NamedTuple):
     hidden: Origin | None = None
     small: Mapping[str, float] = {}
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether everything is finite."""
-        return self.loss is None and self.gradients is None
-
 
 class Call(NamedTuple):
     """A call of an operation.
@@ -427,7 +422,8 @@ def explain_pass(
     if origin is None:
         return explained(None, hidden, scale=scale)
     if origin.failure in (Failure.SET, Failure.BEYOND, Failure.MASKED):
-        if origin.is_of_float16 and in_float32(scale).is_finite:
+        # Neither a loss nor a gradient there has an origin.
+        if origin.is_of_float16 and not any(in_float32(scale)[:2]):
             origin = origin._replace(failure=Failure.BEYOND)
         return explained(origin, hidden)
     if origin.in_backward:

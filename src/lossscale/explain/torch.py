@@ -181,11 +181,7 @@ def examined(
         in_float32: As for `explain_pass`.
     """
     evaluation = watch.evaluation
-
-    @functools.cache
-    def computed() -> Tensor:
-        with watch.forward():
-            return compute()
+    computed = functools.cache(lambda: watch.forward(compute))
 
     def watched(lower: float) -> Watched:
         output = computed()

@@ -58,9 +58,8 @@ class Watch(TorchDispatchMode):
         self._first_number = torch._C._autograd._get_sequence_nr()
         self.in_backward = False
 
-    @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """Watches a forward pass. The user's hooks do not run."""
+    def forward(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Computes a forward pass, and watches it. The user's hooks do not run."""
         with contextlib.ExitStack() as stack:
             own = {
                 "_global_forward_pre_hooks": self._enter,
@@ -71,7 +70,7 @@ class Watch(TorchDispatchMode):
                 hooks = OrderedDict({_KEY: own[name]} if name in own else {})
                 replace(stack, module_hooks, name, hooks)
             stack.enter_context(self)
-            yield
+            return compute()
 
     @contextlib.contextmanager
     def inside(self, module: str) -> Iterator[None]:
@@ -242,7 +241,5 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _key(tensor: Tensor) -> int:
-    if tensor.layout != torch.strided:
-        return id(tensor)
-    pointer: int = tensor.untyped_storage().data_ptr()
-    return pointer
+    is_strided = tensor.layout == torch.strided
+    return int(tensor.untyped_storage().data_ptr()) if is_strided else id(tensor)

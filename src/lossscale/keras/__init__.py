@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from lossscale import registry
+from lossscale import callbacks, registry
 
 with registry.naming_missing_packages("keras"):
     import keras
@@ -23,7 +21,7 @@ for _name in ("LossScaleOptimizer", "LossScaleOptimizerV1", "LossScaleOptimizerV
 
 __all__ = ["LossScaleMonitor", "LossScaleOptimizer", "guard"]
 
-if TYPE_CHECKING:
-    from lossscale.keras.monitor import LossScaleMonitor as LossScaleMonitor
-else:
-    __getattr__ = registry.imported_late(__name__, LossScaleMonitor=f"{__name__}.monitor")
+
+class LossScaleMonitor(callbacks.LossScaleMonitor, keras.callbacks.Callback):
+    __doc__ = callbacks.LossScaleMonitor.__doc__
+    _library = keras

@@ -10,10 +10,10 @@ from keras import ops
 import lossscale.framework_types as ft
 from lossscale import registry
 from lossscale.arguments import check_described
-from lossscale.common.wrapped import check_not_wrapped
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
 from lossscale.keras_common.configs import deserialized
 from lossscale.old_formats import inner_config
+from lossscale.wrapper import check_not_wrapped
 
 
 def check_inner(inner: object) -> None:

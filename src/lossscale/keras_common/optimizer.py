@@ -19,7 +19,6 @@ from lossscale.common.arrays import Arrays, Location
 from lossscale.common.floor_warning import warned_at_floor
 from lossscale.common.gradient_arguments import check_named, checked_pairs, listed, with_gradient
 from lossscale.common.private_names import do_not_convert
-from lossscale.common.wrapped import remember_wrapper
 from lossscale.errors import ArgumentError, GradientsError
 from lossscale.keras_common.configs import WithConfig
 from lossscale.keras_common.scaled_gradients import ScaleLedger
@@ -28,6 +27,7 @@ from lossscale.keras_common.state import ScaleVariables
 from lossscale.keras_common.step import Parts, Step, take, with_overwritten, without_overwritten
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule
+from lossscale.wrapper import remember_wrapper
 
 _P = ParamSpec("_P")
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from lossscale import registry
+from lossscale import callbacks, registry
 
 with registry.naming_missing_packages("tf_keras", "tensorflow"):
+    import tf_keras
+
     from lossscale.keras_common.guard import guard
     from lossscale.tf_keras.optimizer import LossScaleOptimizer
 
 __all__ = ["LossScaleMonitor", "LossScaleOptimizer", "guard"]
 
-if TYPE_CHECKING:
-    from lossscale.tf_keras.monitor import LossScaleMonitor as LossScaleMonitor
-else:
-    __getattr__ = registry.imported_late(__name__, LossScaleMonitor=f"{__name__}.monitor")
+
+class LossScaleMonitor(callbacks.LossScaleMonitor, tf_keras.callbacks.Callback):
+    __doc__ = callbacks.LossScaleMonitor.__doc__
+    _library = tf_keras

@@ -10,9 +10,9 @@ import tf_keras
 import lossscale.framework_types as ft
 from lossscale.arguments import check_described
 from lossscale.common.private_names import private_name
-from lossscale.common.wrapped import check_not_wrapped
 from lossscale.errors import AlreadyWrappedError
 from lossscale.keras_common.configs import deserialized
+from lossscale.wrapper import check_not_wrapped
 
 BaseLossScaleOptimizer: ft.Class = private_name(
     "tf_keras.src.mixed_precision.loss_scale_optimizer",

@@ -1,4 +1,4 @@
-"""The loss scale optimizer for tf_keras; `current` and `legacy` have what differs by family."""
+"""The loss scale optimizer for tf_keras; `families` has what differs by its inner optimizer."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from lossscale.tensorflow import replicas, tracing
 from lossscale.tensorflow.arrays import ARRAYS, recorded
 from lossscale.tf_keras.arguments import check_inner, inner_from_config
 from lossscale.tf_keras.classes import join_family, written_class
-from lossscale.tf_keras.current import CurrentFamily
-from lossscale.tf_keras.legacy import LegacyFamily
+from lossscale.tf_keras.families import CurrentFamily, LegacyFamily
 from lossscale.tf_keras.state import (
     CheckpointChildren,
     LossScaleNode,

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lossscale.checks import checked_above_zero
-from lossscale.common.wrapped import check_not_wrapped
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError, UnsupportedError
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.registry import not_an_optimizer
@@ -18,6 +17,7 @@ from lossscale.torch.closures import check_needs_no_closure
 from lossscale.torch.gradient_record import ONE_FOR_SEVERAL
 from lossscale.torch.masters import in_float32
 from lossscale.torch.optimizer_list import parts_of
+from lossscale.wrapper import check_not_wrapped
 
 
 def check_inner(inner: object) -> None:

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lossscale.common.wrapped import check_not_wrapped, remember_wrapper
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, CallOrderError
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.torch import fused, gradients, ranks
@@ -40,6 +39,7 @@ from lossscale.torch.masters import (
     with_held,
 )
 from lossscale.torch.optimizer_list import OuterOptimizer, parts_of, watch_step
+from lossscale.wrapper import check_not_wrapped, remember_wrapper
 
 _KEY = "master_weight"
 _HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lossscale.arguments import rule_from_arguments
-from lossscale.common.wrapped import living_wrapper, remember_wrapper
 from lossscale.errors import CallOrderError, UnsupportedError
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
@@ -36,6 +35,7 @@ from lossscale.torch.optimizer_list import (
 )
 from lossscale.torch.scale import DeviceLossScale, LossScale, Multiplier
 from lossscale.torch.scaling import CPU, WIDE, scalar, uncompiled, widened
+from lossscale.wrapper import living_wrapper, remember_wrapper
 
 _NOTHING_SCALED = (
     "The optimizer has scaled no loss since its last step, and takes the gradients as they are. "
