@@ -127,20 +127,13 @@ def test_sampling_reads_every_nth_step_and_the_last_skip_before_it(tmp_path, opt
     assert nonfinite(path) == [[], spoiled, [], spoiled, []]
 
 
-def test_nothing_is_read_on_steps_that_are_not_sampled(monkeypatch):
-    model, monitor, read = net(), LossScaleMonitor(every=4), []
-    status = type(monitor)._stats
-
-    def counted(self):
-        read.append(len(steps))
-        return status(self)
-
-    monkeypatch.setattr(type(monitor), "_stats", counted)
-    steps = []
-    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(1))
-    fit(model, rows(8), [monitor, count])
-    # Before step 1, after steps 1, 4 and 8, and at the end of the epoch.
-    assert read == [0, 0, 3, 7, 8]
+def test_the_logs_of_a_step_that_is_not_sampled_have_the_numbers_of_the_last_sample():
+    skips = []
+    seen = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: skips.append(logs["steps_skipped"])
+    )
+    fit(net(), rows(8, spoiled=range(8)), [LossScaleMonitor(every=4), seen])
+    assert skips == [1, 1, 1, 4, 4, 4, 4, 8]
 
 
 def test_logs_have_the_scale_and_the_skips(tmp_path, capsys):

@@ -6,7 +6,8 @@ import tensorflow as tf
 import tf_keras
 
 import lossscale
-from frameworks.tf_keras.support import INF, step, wrapped
+from frameworks.tf_keras.support import step, wrapped
+from kerases import INF
 from lossscale import experimental
 
 CLASSES = {
