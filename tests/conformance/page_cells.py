@@ -424,8 +424,9 @@ def a_missing_gradient_is_a_value_error(at):
 def losses_are_scaled(at):
     optimizer = at.new(scale=2.0**15)
     half = at.tensor(3.0, "float16")
-    for loss in (at.tensor(3.0), half, 3, 3.0, np.float16(3), np.array(3), [3.0, 3.0]):
-        scaled = at.array(at.step(lambda loss=loss: optimizer.get_scaled_loss(loss))())
+    losses = (at.tensor(3.0), half, 3, 3.0, np.float16(3), np.array(3), [3.0, 3.0])
+    found = at.step(lambda: [optimizer.get_scaled_loss(loss) for loss in losses])()
+    for loss, scaled in zip(losses, map(at.array, found), strict=True):
         assert (scaled.dtype, scaled.shape) == (np.float32, np.shape(loss))
         assert (scaled == 3 * 2.0**15).all()
     optimizer, var, _ = at.case()

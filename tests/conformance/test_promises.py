@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import inspect
 import itertools
 import pathlib
 import re
@@ -50,6 +49,7 @@ def test_a_non_finite_step_changes_no_parameter_and_no_optimizer_state(wrapper, 
 def test_every_kind_of_non_finite_value_is_found_in_every_tensor(wrapper):
     harness = wrapper.make(VALUES, "momentum", DynamicScale(2.0**8, growth_interval=2))
     harness.step(GRADIENTS)
+    first = harness.traces
     for skipped, (value, tensor) in enumerate(itertools.product(NON_FINITE, (0, 1)), start=1):
         parameters = harness.parameters()
         harness.step(spoiled(value, tensor))
@@ -58,6 +58,10 @@ def test_every_kind_of_non_finite_value_is_found_in_every_tensor(wrapper):
         assert harness.counters() == (0, skipped, True, 2 * skipped), (value, tensor)
         harness.step(GRADIENTS)
         assert harness.counters() == (1, skipped, False, 2 * skipped + 1), (value, tensor)
+    # 7. The second step neither traces again nor compiles again. Keras' variables are made on the
+    # first trace of a tf.function, which then runs once more.
+    assert first <= 2 or not wrapper.compiles
+    assert harness.traces == first or not wrapper.compiles
 
 
 def test_a_non_finite_value_is_found_in_a_gradient_of_another_dtype(wrapper):
@@ -79,46 +83,26 @@ def test_training_with_skipped_steps_is_training_without_them(wrapper, inner):
             same_training(wrapper, step.scaled.state, step.plain.state)
 
 
-def test_reading_changes_nothing_that_a_step_does(wrapper):
-    if not wrapper.is_an_object:
-        pytest.skip("a state is an array")
-    ends = []
-    for reads in (False, True):
-        harness = wrapper.make(VALUES, "momentum", DynamicScale(2.0**8, growth_interval=2))
-        for step in (GRADIENTS, spoiled(np.inf, 0), GRADIENTS, GRADIENTS):
-            if reads:
-                read_everything(harness.optimizer)
-            harness.step(step)
-        ends.append(
-            (harness.parameters(), harness.inner_state(), harness.scale(), harness.counters())
-        )
-    (parameters, state, *numbers), (others, other_state, *other_numbers) = ends
-    same_bits(parameters, others)
-    same_bits(state, other_state)
-    assert numbers == other_numbers
-
-
-def read_everything(optimizer):
-    """What a debugger shows of an object: its `repr` and its properties."""
-    assert "\n" not in repr(optimizer)
-    for name, member in inspect.getmembers_static(type(optimizer)):
-        if isinstance(member, property) and not name.startswith("_"):
-            with contextlib.suppress(Exception):
-                getattr(optimizer, name)
-
-
 # 2. The scale stays a normal number, and no sequence of steps spoils a parameter.
 
 
 @pytest.mark.parametrize("min_scale", [1.0, 2.0**-126])
-def test_no_number_of_overflows_takes_the_scale_below_its_floor(wrapper, min_scale):
-    rule = DynamicScale(min_scale * 2.0**8, min_scale=min_scale)
+def test_no_number_of_overflows_or_growths_takes_the_scale_out_of_its_bounds(wrapper, min_scale):
+    rule = DynamicScale(min_scale * 2.0**8, growth_interval=1, min_scale=min_scale)
     harness = wrapper.make(VALUES, "momentum", rule)
     for _ in range(8 + 9):
         harness.step(spoiled(np.inf))
     assert harness.scale() == np.float32(min_scale)
     for _ in range(2):
         harness.step(GRADIENTS)
+    harness.set_scale(2.0**118)
+    tiny = [gradient * np.float32(2.0**-20) for gradient in GRADIENTS]
+    for _ in range(8 + 9):
+        harness.step(tiny)
+    assert harness.scale() == np.float32(2.0**126)
+    assert harness.counters()[1] == 8 + 9
+    harness.step(spoiled(np.inf))
+    assert harness.scale() == np.float32(2.0**125)
     assert all(np.isfinite(value).all() for value in harness.parameters())
 
 
@@ -159,18 +143,6 @@ def test_a_step_that_is_skipped_at_the_floor_is_said_once_where_the_host_knows(w
         assert not pathlib.Path(one.filename).is_relative_to(package)
 
 
-def test_no_number_of_growths_takes_the_scale_above_its_ceiling(wrapper):
-    harness = wrapper.make(VALUES, "momentum", DynamicScale(2.0**118, growth_interval=1))
-    tiny = [gradient * np.float32(2.0**-20) for gradient in GRADIENTS]
-    for _ in range(8 + 9):
-        harness.step(tiny)
-    assert harness.scale() == np.float32(2.0**126)
-    assert harness.counters()[1] == 0
-    harness.step(spoiled(np.inf))
-    assert harness.scale() == np.float32(2.0**125)
-    assert all(np.isfinite(value).all() for value in harness.parameters())
-
-
 def test_a_gradient_that_unscaling_makes_infinite_is_skipped(wrapper):
     # With a scale below 1 unscaling multiplies, and a large finite gradient can overflow.
     rule = DynamicScale(2.0**-8, min_scale=2.0**-10)
@@ -186,14 +158,12 @@ def test_a_gradient_that_unscaling_makes_infinite_is_skipped(wrapper):
 # 3. The same sequence of steps gives the same scales everywhere, bit for bit.
 
 RULES = {
-    "default": DynamicScale(),
     "reference": DynamicScale(1.0, growth_interval=2),
     "factors": DynamicScale(
         100.0, growth_interval=3, growth_factor=1.7, backoff_factor=0.3, min_scale=0.01
     ),
     "multiplier": DynamicScale(100.0, growth_interval=3, growth_factor=1.7, backoff_factor=1 / 1.7),
-    "capped": DynamicScale(4.0, growth_interval=1, max_scale=20.0),
-    "waiting": DynamicScale(2.0**10, growth_interval=2, overflows_before_backoff=2),
+    "capped": DynamicScale(4.0, growth_interval=1, max_scale=20.0, overflows_before_backoff=2),
 }
 SEQUENCE = [True, True, True, False, True, True, False, False, False, *[True] * 7, False, True]
 
@@ -297,26 +267,7 @@ def test_a_scaled_float16_loss_does_not_overflow(wrapper):
 #    the clipping, decaying, averaging and accumulating rows of promise 1.
 
 
-# 6. State survives save and load exactly.
-
-
-def test_a_loaded_optimizer_goes_on_as_the_saved_one(wrapper, tmp_path):
-    if wrapper.name.endswith("-xla"):
-        pytest.skip("what was loaded is read as in a function that XLA does not compile")
-    rule = DynamicScale(2.0**10, growth_interval=3)
-    saved = wrapper.make(VALUES, "adam", rule)
-    for spoil in (False, False, True, False, False):
-        saved.step(spoiled(np.inf) if spoil else GRADIENTS)
-    saved.save(tmp_path / "state.weights.h5")
-    loaded = wrapper.make(ZEROS, "adam", rule)
-    loaded.load(tmp_path / "state.weights.h5")
-    for _ in range(2):
-        assert loaded.scale() == saved.scale()
-        assert loaded.counters() == saved.counters()
-        same_bits(loaded.parameters(), saved.parameters())
-        same_bits(loaded.inner_state(), saved.inner_state())
-        for harness in (saved, loaded):
-            harness.step(GRADIENTS)
+# 6. State survives save and load exactly: test_random_programs.py, test_keras_files.py.
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -342,22 +293,6 @@ def test_a_count_of_overflows_goes_through_files_both_ways(wrapper, saves, loads
     assert loaded.scale() == scales[0]
     loaded.step(spoiled(np.inf))
     assert loaded.scale() == (2.0 if keeps else scales[1])
-
-
-# 7. The second step neither traces again nor compiles again.
-
-
-def test_one_trace_serves_all_steps(wrapper):
-    if not wrapper.compiles:
-        pytest.skip("this wrapper compiles nothing")
-    harness = wrapper.make(VALUES, "adam", DynamicScale(8.0, growth_interval=2))
-    harness.step(GRADIENTS)
-    first = harness.traces
-    for spoil in (False, True, False, False):
-        harness.step(spoiled(np.nan) if spoil else GRADIENTS)
-    # Keras' variables are made on the first trace of a tf.function, which then runs once more.
-    assert first <= 2
-    assert harness.traces == first
 
 
 # 8. None passes, and a step without any gradient is no step.

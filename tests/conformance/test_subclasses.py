@@ -295,3 +295,57 @@ def test_an_object_keeps_its_family(optimizers, base):
     assert {name: vars(optimizer)[name] for name in before} == before
     optimizer.minimize(lambda: weight * 1.0, [weight])
     assert float(weight) == 0.5
+
+
+# --- Subclasses of what is wrapped ---------------------------------------------------------------
+
+
+def knowing_few_arguments(base):
+    """A subclass as averaging optimizers were written, whose verbs know few arguments."""
+
+    class KnowingFewArguments(base):
+        def apply_gradients(self, grads_and_vars, name=None):
+            return super().apply_gradients(grads_and_vars, name)
+
+        def _compute_gradients(self, loss, var_list, grad_loss=None, tape=None):
+            return super()._compute_gradients(loss, var_list, grad_loss, tape)
+
+    return KnowingFewArguments
+
+
+of_tf_keras = pytest.mark.skipif(KERAS == "keras", reason="whose optimizers are called otherwise")
+
+
+@of_tf_keras
+def test_an_inner_optimizer_need_not_know_arguments_that_nobody_gives(optimizers):
+    inner, weight = knowing_few_arguments(optimizers.SGD), tf.Variable(1.0)
+    optimizer = CURRENT(inner(0.5))
+    optimizer.minimize(lambda: weight * 1.0, [weight])
+    tf.function(lambda: optimizer.minimize(lambda: weight * 1.0, [weight]))()
+    assert float(weight) == 0.0
+    model = KERAS_MODULE.Sequential([KERAS_MODULE.Input((1,)), KERAS_MODULE.layers.Dense(1)])
+    model.compile(CURRENT(inner(0.5)), "mse", run_eagerly=True)
+    model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0)
+    assert int(model.optimizer.inner_optimizer.iterations) == 1
+    unsummed = {"experimental_aggregate_gradients": False}
+    with pytest.raises(ValueError, match=r"apply_gradients\(\) does not take `"):
+        optimizer.apply_gradients([(tf.constant(1.0), weight)], **unsummed)
+    assert float(weight) == 0.0
+
+
+@of_tf_keras
+def test_it_sums_the_gradients_of_replicas_itself(optimizers, two_replicas):
+    with two_replicas.scope():
+        optimizer = CURRENT(knowing_few_arguments(optimizers.SGD)(0.5))
+        weight = tf.Variable(1.0)
+
+    @tf.function
+    def run(values):
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        scaled = optimizer.get_scaled_loss(tf.gather(values, replica))
+        optimizer.apply_gradients([(optimizer.get_unscaled_gradients([scaled])[0], weight)])
+
+    # In the second step one replica overflows, and both skip.
+    for skipped, values in enumerate(([1.0, 2.0], [1.0, np.inf])):
+        two_replicas.run(run, args=(tf.constant(values),))
+        assert (weight.numpy(), int(optimizer.steps_skipped)) == (-0.5, skipped)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from conformance.recordings import GRADIENTS, VALUES
+from conformance.recordings import GRADIENTS, VALUES, spoiled
 from lossscale.rules import ScaleRule
 from recording_rule import RecordingRule
 
@@ -19,19 +19,12 @@ class Following(RecordingRule):
         return noted._replace(scale=xp.where(finite, state.scale * 2.0, noted.scale))
 
 
-def spoiled(value):
-    gradients = [np.array(gradient) for gradient in GRADIENTS]
-    if value is not None:
-        gradients[1][0, 1] = value
-    return gradients
-
-
 @pytest.mark.parametrize("checks", [True, False])
 def test_a_custom_rule_is_told_whether_gradients_are_finite(wrapper, checks):
     harness = wrapper.make(VALUES, "sgd", Following(checks_gradients=checks))
     scale, finite_steps = 8.0, 0
     for number, spoil in enumerate((None, 2.0**10, np.inf, -np.inf, np.nan, None), 1):
-        harness.step(spoiled(spoil))
+        harness.step(GRADIENTS if spoil is None else spoiled(spoil, tensor=1))
         # Without a check every step is applied, and is finite to the rule.
         finite = not checks or spoil is None or bool(np.isfinite(spoil))
         scale, finite_steps = scale * (2.0 if finite else 0.5), finite_steps + finite

@@ -88,7 +88,7 @@ tests/conformance/test_promises.py -k tf_keras-new-function
     keras_common check: not rule.checks_gradients -> False
     keras_common on tf_keras _counted: arrays.add(parts.steps_skipped, skipped) -> None
     keras_common on tf_keras take: state.update(finite) -> None
-tests/conformance/test_promises.py -k 'tf_keras-new-eager and loaded'
+tests/conformance/test_random_programs.py -k tf_keras-new-eager
     tf_keras LossScaleNode._restore_from_tensors: self._extras[name].assign(...) -> tf.no_op()
 tests/conformance/test_promises.py -k tf_keras-legacy-eager
     keras_common on tf_keras _counted: arrays.assign(parts.last_step_skipped, skipped) -> None

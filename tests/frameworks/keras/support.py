@@ -5,20 +5,6 @@ import numpy as np
 import tensorflow as tf
 
 import lossscale
-from kerases import INF, NAN, Status, assert_same, data, loss_scale_warnings, number, status, values
-from seeding import seed
-
-__all__ = [
-    "INF",
-    "NAN",
-    "Status",
-    "assert_same",
-    "data",
-    "loss_scale_warnings",
-    "number",
-    "status",
-    "values",
-]
 
 
 def wrapped(inner=None, **arguments):
@@ -38,13 +24,6 @@ def gradients_for(targets, steps, seed=0):
         [random.normal(size=tuple(v.shape)).astype("float32") for v in targets]
         for _ in range(steps)
     ]
-
-
-def spoiled(gradients, value=INF):
-    """Returns a copy of one step's gradients with one bad element in the last of them."""
-    copies = [np.array(gradient) for gradient in gradients]
-    copies[-1].flat[0] = value
-    return copies
 
 
 def loss_with_gradients(targets, gradients):
@@ -99,15 +78,3 @@ STEPS = {
 def plain_step(optimizer, targets, gradients):
     """One step of an optimizer without loss scaling."""
     optimizer.apply_gradients(zip(taken(targets, gradients), targets, strict=True))
-
-
-def small_model(inputs=4, units=8):
-    """Returns a network with the same weights every time."""
-    seed(7)
-    return keras.Sequential(
-        [
-            keras.Input((inputs,)),
-            keras.layers.Dense(units, activation="relu", name="hidden"),
-            keras.layers.Dense(1, dtype="float32", name="out"),
-        ]
-    )

@@ -7,18 +7,8 @@ import tensorflow as tf
 
 import lossscale
 from backends.programs import Run, made
-from frameworks.keras.support import (
-    INF,
-    NAN,
-    STEPS,
-    Status,
-    assert_same,
-    loss_scale_warnings,
-    number,
-    plain_step,
-    status,
-    wrapped,
-)
+from frameworks.keras.support import STEPS, plain_step, wrapped
+from kerases import INF, NAN, Status, assert_same, loss_scale_warnings, number, status
 from lossscale import experimental
 from lossscale.errors import UnsupportedError
 

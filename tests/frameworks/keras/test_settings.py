@@ -6,15 +6,13 @@ import tensorflow as tf
 
 import lossscale
 from frameworks.keras.support import (
-    INF,
-    assert_same,
     gradients_for,
     plain_step,
     step_by_scale_loss,
-    values,
     variables,
     wrapped,
 )
+from kerases import INF, assert_same, values
 from lossscale import DynamicScale
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam

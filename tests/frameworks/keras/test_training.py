@@ -6,17 +6,14 @@ import pytest
 import tensorflow as tf
 
 from frameworks.keras.support import (
-    INF,
-    assert_same,
     gradients_for,
-    loss_scale_warnings,
     loss_with_gradients,
     plain_step,
     step_by_apply,
-    values,
     variables,
     wrapped,
 )
+from kerases import INF, assert_same, loss_scale_warnings, values
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 

@@ -8,9 +8,7 @@ import tf_keras
 from tf_keras.src import backend
 
 import lossscale
-from kerases import INF, NAN, Status, assert_same, data, status, values
-
-__all__ = ["INF", "NAN", "Status", "assert_same", "data", "status", "values"]
+from kerases import INF
 
 
 def wrapped(inner, **arguments):

@@ -6,7 +6,8 @@ import tensorflow as tf
 import tf_keras
 
 import lossscale
-from frameworks.tf_keras.support import assert_same, step, trained, wrapped
+from frameworks.tf_keras.support import step, trained, wrapped
+from kerases import assert_same
 from lossscale import experimental
 
 

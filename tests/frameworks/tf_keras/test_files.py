@@ -9,8 +9,8 @@ import tensorflow as tf
 import tf_keras
 
 import lossscale
-from frameworks.tf_keras.support import small_model, status, wrapped
-from kerases import data
+from frameworks.tf_keras.support import small_model, wrapped
+from kerases import data, status
 
 FIXTURES = pathlib.Path(__file__).parents[3] / "lossscale-migration" / "tests" / "fixtures"
 

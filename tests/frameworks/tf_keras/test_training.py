@@ -6,7 +6,8 @@ import tensorflow as tf
 import tf_keras
 
 import lossscale
-from frameworks.tf_keras.support import INF, NAN, data, small_model, status, wrapped
+from frameworks.tf_keras.support import small_model, wrapped
+from kerases import INF, NAN, data, status
 from lossscale import experimental
 
 
