@@ -6,6 +6,8 @@ it adds to a step without loss scaling.
 
 import pytest
 import torch
+from torch import distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lossscale
 from benchmarks import pages
@@ -175,8 +177,17 @@ def test_what_makes_the_drop_in_wait(before, waits):
     assert len(found.waits) == waits
 
 
+@pytest.fixture
+def of_two_processes():
+    """The arguments of the first of two processes. Nothing that is sent arrives anywhere."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield {"settings": {"process_group": distributed.group.WORLD}}
+    distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("optimizer", ["SGD fused", "AdamW fused"])
-@pytest.mark.parametrize("name", ["drop-in", "device"])
-def test_the_host_decides_on_a_first_step_without_state(name, optimizer):
-    way, loss = prepared(name, optimizer, SMALL[:4], None)
+@pytest.mark.parametrize("name", ["drop-in", "device", "device, of two processes"])
+def test_the_host_decides_on_a_first_step_without_state(name, optimizer, of_two_processes):
+    name, _, more = name.partition(", ")
+    way, loss = prepared(name, optimizer, SMALL[:4], None, **(of_two_processes if more else {}))
     assert [len(step(way, loss)) for _ in range(3)] == [1, 0, 0]

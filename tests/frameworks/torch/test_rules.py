@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from frameworks.torch.support import parameter, sgd, wrapped
 from lossscale import DynamicScale, FixedScale
-from lossscale.torch.scale import Counts, DeviceLossScale
 
-CPU = torch.device("cpu")
 DTYPES = {float: np.float32, int: np.int32}
 
 
@@ -27,14 +26,13 @@ def updated(rule, state, finite):
         return type(state)(*map(lambda before, value: type(before)(value), state, found))
 
 
-def bits(state):
-    return [np.asarray(value).tobytes() for value in state]
-
-
 def rules():
     """Rules of all kinds: those that the kernel equals, and those that it does not."""
+    for no_power_of_two in ({"backoff_factor": 0.7}, {"min_scale": 3.0}, {"max_scale": 100.0}):
+        yield DynamicScale(8.0, growth_interval=1, **no_power_of_two)
+    yield DynamicScale(8.0, growth_interval=1, growth_factor=4.0, max_scale=64.0)
     chosen = random.Random(0)
-    for _ in range(40):
+    for _ in range(30):
         yield DynamicScale(
             8.0,
             growth_interval=chosen.choice([1, 2, 5]),
@@ -48,60 +46,53 @@ def rules():
     yield FixedScale(8.0, skip_nonfinite=True)
 
 
-def kernel_calls(monkeypatch):
-    calls, kernel = [], torch._amp_update_scale_
+def on_device(rule):
+    """An optimizer, and a step of it."""
+    weight = parameter()
+    optimizer = wrapped(sgd(weight, fused=True), rule=rule, decide="device")
 
-    def counted(*args):
-        calls.append(args)
-        return kernel(*args)
+    def step(finite=False):
+        optimizer.scale_loss(torch.ones(()))
+        weight.grad = torch.full((2,), 0.0 if finite else torch.nan)
+        optimizer.step()
 
-    monkeypatch.setattr(torch, "_amp_update_scale_", counted)
-    return calls
+    return optimizer, step
 
 
+@pytest.mark.filterwarnings("ignore:The saved loss scale:lossscale.LossScaleWarning")
 @pytest.mark.parametrize("rule", list(rules()))
-def test_any_rule_moves_as_on_numpy_also_after_a_load(rule, monkeypatch):
-    calls, chosen = kernel_calls(monkeypatch), random.Random(1)
-    scale = DeviceLossScale(rule, [CPU])
+def test_any_rule_moves_as_on_numpy_also_after_a_load(rule):
+    chosen, (optimizer, step) = random.Random(1), on_device(rule)
     state, skipped, kinds = as_numpy(rule.init()), 0, list(map(type, rule.init()))
-    for number in range(400):
-        finite = chosen.random() < 0.7
-        if number % 50 == 49:
+    for number in range(120):
+        finite = chosen.random() < 0.8
+        if number % 15 == 14:
             # PyTorch's kernel cannot go on from all that a file may have.
-            loaded = state._replace(scale=chosen.choice([math.inf, 48.0, 2.0**20, 0.25]))
-            start = rule.restored(type(state)(*(float(each) for each in loaded)))
-            start = type(state)(*(kind(each) for kind, each in zip(kinds, start, strict=True)))
-            state = as_numpy(start)
-            scale.restore(start, Counts(number, skipped, False))
-        overflow = torch.tensor(float(not finite))
-        scale.update(overflow)
-        scale.count(overflow)
-        state, skipped = updated(rule, state, finite), skipped + (not finite)
-        assert bits(each.numpy() for each in scale.state) == bits(state), number
-        assert float(scale.tensor) == float(state.scale) or np.isnan(state.scale)
-    assert scale.counts.iterations.dtype == torch.int64
-    assert scale.counts.last_step_skipped.dtype == torch.bool
-    assert bool(scale.counts.last_step_skipped) == (not finite)
-    doubles = (
-        isinstance(rule, DynamicScale)
-        and rule.powers_of_two
-        and (rule.growth_factor, rule.overflows_before_backoff) == (2.0, 1)
-    )
-    # Up to the first load, at least.
-    assert len(calls) >= 49 if doubles else calls == []
+            scale = chosen.choice([math.inf, 48.0, 2.0**20, 0.25])
+            good_steps = chosen.choice([0, 7])
+            start = rule.restored(state._replace(scale=scale, good_steps=float(good_steps)))
+            state = as_numpy(type(state)(*map(lambda kind, each: kind(each), kinds, start)))
+            saved = optimizer.loss_scale_state
+            numbers = {"loss_scale": scale, "loss_scale_good_steps": good_steps}
+            saved.load_state_dict(saved.state_dict() | numbers)
+        step(finite)
+        state = updated(rule, state, finite)
+        skipped += rule.checks_gradients and not finite
+        assert np.float32(optimizer.loss_scale).tobytes() == state.scale.tobytes(), number
+        assert isinstance(rule, FixedScale) or optimizer.dynamic_counter == state.good_steps, number
+    assert (optimizer.iterations, optimizer.steps_skipped) == (120, skipped)
 
 
-def test_a_subclass_of_a_rule_moves_as_it_says(monkeypatch):
+def test_a_subclass_of_a_rule_moves_as_it_says_and_counts_pass_what_32_bits_hold():
     class Stays(DynamicScale):
         def update(self, state, finite, *, xp):
             return state
 
-    calls = kernel_calls(monkeypatch)
-    scale = DeviceLossScale(Stays(8.0), [CPU])
-    scale.update(torch.tensor(1.0))
-    assert (float(scale.tensor), calls) == (8.0, [])
-    # Its counts pass what 32 bits hold.
-    scale.restore(scale.first, Counts(2**40, 2**35, True))
-    scale.count(torch.tensor(1.0))
-    numbers = {"iterations": 2**40 + 1, "steps_skipped": 2**35 + 1, "last_step_skipped": True}
-    assert scale.numbers() == {"scale": 8.0, "good_steps": 0, **numbers}
+    optimizer, step = on_device(Stays(8.0))
+    step()
+    assert optimizer.loss_scale == 8.0
+    saved = optimizer.loss_scale_state
+    large = {"loss_scale_iterations": 2**40, "loss_scale_steps_skipped": 2**35}
+    saved.load_state_dict(saved.state_dict() | large)
+    step()
+    assert (int(optimizer.iterations), int(optimizer.steps_skipped)) == (2**40 + 1, 2**35 + 1)
