@@ -1,4 +1,4 @@
-"""The list of mutants keeps up with the sources, and other programs with the names of tests."""
+"""The list of mutants keeps up with the sources and with the names of tests."""
 
 import functools
 import pathlib
@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from tools import versions
 from tools.mutants import mutants
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -34,10 +33,3 @@ def test_a_mutant_fits_the_sources(mutant):
         # Shorter words are in the names of parameters.
         words = re.findall(r"\w+_\w+_\w+", selected)
         assert [word for word in words if word not in text_of((ROOT / files[0]).parent)] == []
-
-
-def test_what_old_releases_cannot_do_are_tests():
-    """Pytest leaves out what it does not find, and says nothing."""
-    for node in (node for nodes in versions.IMPOSSIBLE.values() for node in nodes):
-        path, name = node.split("::")
-        assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(encoding="utf-8")

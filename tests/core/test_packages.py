@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from lossscale.packages import EXTRAS as EXTRA_OF
+from tools import versions
 
-PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 
 
@@ -117,6 +119,13 @@ def test_an_attribute_that_needs_a_missing_package_is_none_that_hasattr_finds():
 
 
 def test_every_warning_goes_through_the_one_function_that_finds_the_users_line():
-    sources = (Path(__file__).parents[2] / "src").rglob("*.py")
+    sources = (ROOT / "src").rglob("*.py")
     direct = [path.name for path in sources if "warnings.warn(" in path.read_text("utf-8")]
     assert direct == ["packages.py"]
+
+
+def test_what_old_releases_cannot_do_are_tests():
+    """Pytest leaves out what it does not find, and says nothing."""
+    for node in (node for nodes in versions.IMPOSSIBLE.values() for node in nodes):
+        path, name = node.split("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(encoding="utf-8")
