@@ -461,6 +461,8 @@ class GradScaler(torch.amp.GradScaler):
         if number is None:
             self._move()
         else:
+            if self._scale is not None:
+                self._check_scale_growth_tracker("update")
             self._set_scale(number)
         self._skips.add(skipped)
         if left_out is not False:
@@ -564,8 +566,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._scale is None and self._process_group is not None:
             # Another process may have scaled a loss.
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
-        now: tuple[Tensor, Tensor] = super()._check_scale_growth_tracker(funcname)
-        return now
+        return super()._check_scale_growth_tracker(funcname)
 
     def _limit_growth_tracker(self) -> None:
         # PyTorch tests equality, so a count beyond the interval would never reach it.

@@ -383,6 +383,7 @@ calls = st.one_of(
 @hypothesis.example(
     [("backward", 0, "both"), ("keep",), ("restore", "scaler")], ["sgd"], SETTINGS, logging
 )
+@hypothesis.example([("backward", 0, "both"), ("update", 0, 0.5)], ["sgd"], SETTINGS, logging)
 @hypothesis.example(
     [("add_group", 0), ("backward", 0, "sparse"), ("step", 0, 0), ("step", 0, 0)],
     ["sgd-fused"],
