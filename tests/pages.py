@@ -25,7 +25,8 @@ def outputs(page):
 
 def examples_tried(module, names):
     """Checks that the examples of a module print what they show; returns how many there are."""
-    found = doctest.testmod(module, globs=names, optionflags=doctest.NORMALIZE_WHITESPACE)
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    found = doctest.testmod(module, globs=names, optionflags=options)
     assert found.failed == 0
     return found.attempted
 

@@ -72,10 +72,15 @@ def test_every_stored_count_is_taken_up_as_the_oracle_does(rule, finite_steps, s
     scale=st.floats(width=32),
     good_steps=st.integers(0, LONGEST_INTERVAL - 1),
 )
-def test_a_skipped_step_ends_in_the_range_from_any_float32_number(rule, scale, good_steps):
+@example(rule=DynamicScale(8, min_scale=4, max_scale=16), scale=math.inf, good_steps=1)
+@example(rule=DynamicScale(8, min_scale=4), scale=math.nan, good_steps=1)
+def test_one_skipped_step_brings_back_a_scale_that_was_set_out_of_range(rule, scale, good_steps):
+    lowest, highest = oracle.float32(rule.min_scale), oracle.float32(rule.ceiling)
+    lowered = oracle.float32(scale * oracle.float32(rule.backoff_factor))
+    # A scale of NaN starts again from the lowest.
+    expected = min(lowered, highest) if lowered > lowest else lowest
     state = next_state(rule, ScaleState(np.float32(scale), np.int32(good_steps)), False)
-    assert np.float32(rule.min_scale) <= state.scale <= np.float32(rule.ceiling)
-    assert state.good_steps == 0
+    assert state == (expected, 0)
 
 
 @given(rule=rules, scale=st.floats(), good_steps=st.integers())

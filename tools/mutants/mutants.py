@@ -38,8 +38,9 @@ class Mutant(Edit):
 # all of these tests are needed. What is indented further goes on with the line above. Statements
 # after one another have a `;` between them.
 KILLED_BY = """
-tests/core/test_rules.py
+tests/core/test_rules_properties.py
     rules DynamicScale.update: xp.where(lowered < self.ceiling, lowered, self.ceiling) -> lowered
+tests/core/test_rules.py
     rules DynamicScale.restored: math.isfinite(scale) and scale > 0 -> math.isfinite(scale)
     rules DynamicScale.restored: min(max(scale, self.min_scale), self.ceiling)
         -> max(scale, self.min_scale)
