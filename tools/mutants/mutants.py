@@ -196,7 +196,7 @@ tests/conformance/test_keras_files.py
         -k without_loss_scaling
     keras LossScaleOptimizer._trackable_children: saving.named_variables(self) -> {}
         -k brings_all
-tests/frameworks/keras/test_distribution.py
+tests/conformance/test_replicas.py
     tensorflow all_replicas_finite: ... < 0.5 -> ... < 1.5  -k overflow_on_one_replica
     keras_common KerasCommonOptimizer.apply_gradients: all(asked) -> True  -k summed
 tests/frameworks/keras/test_training.py

@@ -5,15 +5,9 @@ import pytest
 import tensorflow as tf
 
 import lossscale
-from frameworks.keras.support import (
-    gradients_for,
-    plain_step,
-    step_by_scale_loss,
-    variables,
-    wrapped,
-)
 from kerases import INF, assert_same, values
 from lossscale import DynamicScale
+from tensorflow_steps import gradients_for, plain_step, step_by_scale_loss, variables, wrapped
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 
