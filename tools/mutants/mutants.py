@@ -158,9 +158,9 @@ tests/backends/test_handover.py
 tests/conformance/test_keras_files.py
     keras load_own_variables: numbered[4:] -> numbered  -k what_fits
     keras load_own_variables: not any(...) -> True  -k layers_are_loaded
-tests/backends/test_files.py
+tests/conformance/test_random_programs.py
     keras_common WithSlots.set_weights: len(values) == len(weights) -> True
-        -k set_weights
+        -k keras-tensorflow-eager
 tests/diagnosis/test_measurement.py
     diagnosis on tensorflow _Batches._explained: hidden and found.operation -> False
         -k made_finite
