@@ -731,7 +731,6 @@ def test_a_checkpoint_has_the_step_counter_by_itself(tmp_path, is_built, place):
 FAMILIES = [keras.optimizers, *([] if IS_KERAS_3 else [keras.optimizers.legacy])]
 
 
-@pytest.mark.parametrize("optimizers", FAMILIES)
 @pytest.mark.parametrize(
     "arguments",
     [

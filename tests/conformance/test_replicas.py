@@ -89,11 +89,6 @@ class Loop:
         return same_on_both([self.weight, *state_of(inner).values()], self.strategy)
 
 
-@pytest.fixture(params=["new", *([] if IS_KERAS_3 else ["legacy"])])
-def optimizers(request):
-    return keras.optimizers if request.param == "new" else keras.optimizers.legacy
-
-
 @pytest.fixture(params=[False, True], ids=["eager", "function"])
 def in_function(request):
     return request.param

@@ -37,11 +37,6 @@ if KERAS == "tf_keras":
     CALLS["compute_gradients"] = HALVES
 
 
-@pytest.fixture(params=FAMILIES)
-def optimizers(request):
-    return FAMILIES[request.param]
-
-
 def recording_calls(base):
     """A subclass that records which of its methods are called."""
 
