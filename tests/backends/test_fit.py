@@ -50,22 +50,6 @@ def test_a_multi_optimizer_works_with_a_learning_rate_schedule():
     assert [round(number(part.learning_rate), 6) for part in inner.optimizers] == [0.0025] * 2
 
 
-@pytest.mark.parametrize("policy", ["float16", "mixed_float16", "bfloat16"])
-def test_float16_variables_that_are_trained_are_named_once(policy, recwarn):
-    dense = keras.layers.Dense(1, dtype=policy)
-    dense.build((None, 3))
-    kernel, bias = dense.trainable_variables
-    bias.trainable = False
-    frozen, optimizer = keras.layers.Dense(1, dtype="float16"), wrapped(keras.optimizers.SGD())
-    frozen.build((None, 3))
-    frozen.trainable = False
-    optimizer.build([kernel, bias, *frozen.variables])
-    optimizer.build([kernel])
-    found = [str(each.message) for each in recwarn if "float16 variables" in str(each.message)]
-    assert len(found) == (policy == "float16")
-    assert all('Set the policy "mixed_float16"' in message for message in found)
-
-
 # --- Verbs that a subclass has written anew -------------------------------------------------------
 
 

@@ -27,6 +27,13 @@ def array(value: Any) -> Any:
     return np.array(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value)))
 
 
+def native(variable: Any) -> Any:
+    """Returns what the framework itself has behind a variable of Keras 3."""
+    value = getattr(variable, "value", variable)
+    # That of a variable of TensorFlow is a method.
+    return variable if callable(value) else value
+
+
 def kind_of_device(tensor: Any) -> str:
     """Returns "cpu" or "gpu" for a tensor of PyTorch, JAX or TensorFlow."""
     # TensorFlow's is a path, such as "/job:localhost/replica:0/task:0/device:GPU:0".
@@ -188,9 +195,7 @@ class KerasHarness(Harness):
         return [array(variable) for variable in self.variables]
 
     def device(self) -> str:
-        value = getattr(self.variables[0], "value", None)
-        # That of a variable of TensorFlow is a method.
-        return kind_of_device(self.variables[0] if value is None or callable(value) else value)
+        return kind_of_device(native(self.variables[0]))
 
     def inner_state(self) -> list[Any]:
         found = self.inner_optimizer.variables

@@ -1,9 +1,12 @@
 """What is asked of a wrapper by another name, or cannot be set, is answered with what to write."""
 
+import importlib
+
 import numpy as np
 import pytest
 
 from conformance.recordings import VALUES
+from conformance.wrappers import KERAS
 from lossscale import DynamicScale, FixedScale
 
 RULE = DynamicScale(8.0)
@@ -37,7 +40,12 @@ def test_what_can_only_be_read_says_how_it_is_set(wrapper):
         "dynamic_growth_steps": 2,
         "dynamic_counter": 0,
         "inner_optimizer": wrapper.make(VALUES, "sgd").inner_optimizer,
+        "dynamic_scale": 4.0,
+        "step_counter": 0,
     }.items():
+        # Keras 3 alone has the last two, variables.
+        if not hasattr(optimizer, name):
+            continue
         with pytest.raises(AttributeError, match=f"{name}.*(no setter|cannot be replaced)"):
             setattr(optimizer, name, value)
     assert (harness.scale(), optimizer.rule) == (before, RULE)
@@ -63,3 +71,22 @@ def test_a_repr_shows_the_scale_and_the_skips(wrapper):
         state = "loss scale on the device"
     shown = f"{inner.__name__}, {rule.__name__}: {state}"
     assert repr(harness.optimizer) == f"<LossScaleOptimizer around {shown}>"
+
+
+@pytest.mark.parametrize("policy", ["float16", "mixed_float16", "bfloat16"])
+def test_float16_variables_that_are_trained_are_named_once(wrapper, policy, recwarn):
+    if wrapper.is_native:
+        pytest.skip("about the policies of Keras")
+    keras = importlib.import_module(KERAS)
+    dense, frozen = (keras.layers.Dense(1, dtype=name) for name in (policy, "float16"))
+    for layer in (dense, frozen):
+        layer.build((None, 3))
+    frozen.trainable = False
+    optimizer = wrapper.wrap(wrapper.harness.new_inner("sgd"))
+    # A frozen layer of tf_keras has variables that could be trained.
+    others = frozen.variables if KERAS == "keras" else []
+    for _ in range(2):
+        optimizer.build([dense.kernel, *others])
+    found = [str(each.message) for each in recwarn if "float16 variables" in str(each.message)]
+    assert len(found) == (policy == "float16")
+    assert all('Set the policy "mixed_float16"' in message for message in found)

@@ -103,15 +103,10 @@ def trained(model):
     )
 
 
-FAMILIES = {"new": keras.optimizers}
-if not IS_KERAS_3:
-    FAMILIES["legacy"] = keras.optimizers.legacy
-each_family = pytest.mark.parametrize("optimizers", FAMILIES.values(), ids=FAMILIES)
 on_tensorflow = pytest.mark.skipif(BACKEND in ("jax", "torch"), reason="of TensorFlow")
 
 
 @pytest.mark.usefixtures("optimized")
-@each_family
 def test_sampling_reads_every_nth_step_and_the_last_skip_before_it(tmp_path, optimizers):
     path, results = tmp_path / "run.jsonl", []
     for callbacks in ([], [LossScaleMonitor(path, every=4)]):
@@ -202,7 +197,6 @@ def test_fits_of_one_model_are_one_file_also_from_a_checkpoint_on(tmp_path):
 
 
 @pytest.mark.skipif(BACKEND == "torch", reason="PyTorch executes one step at a time")
-@each_family
 def test_several_steps_per_execution(tmp_path, optimizers):
     path = tmp_path / "run.jsonl"
     model = net(optimizers.SGD(0.01), steps_per_execution=3)
@@ -289,7 +283,6 @@ def two_parts(optimizers=keras.optimizers):
 WHICH = np.float32([[0], [1], [2], [2]])
 
 
-@each_family
 def test_each_of_several_optimizers_has_a_monitor(tmp_path, optimizers):
     model = two_parts(optimizers)
     paths = [tmp_path / name for name in "dg"]
@@ -315,7 +308,6 @@ def test_a_monitor_does_not_search_the_attributes_of_a_model(tmp_path):
 
 
 @on_tensorflow
-@each_family
 def test_what_replicas_have_is_counted_together_and_once(two_replicas, tmp_path, optimizers):
     # Of a batch of 8 rows each replica gets four: after a step without an overflow there is one on
     # the first, one on the second, and one on both.
@@ -335,7 +327,6 @@ def test_what_replicas_have_is_counted_together_and_once(two_replicas, tmp_path,
 
 
 @on_tensorflow
-@each_family
 def test_tensorflow_saves_what_it_saves_of_a_run_without_a_monitor(tmp_path, optimizers):
     import tensorflow as tf
 

@@ -30,7 +30,6 @@ OWN = PUBLIC.LossScaleOptimizer
 of_keras_3 = pytest.mark.skipif(not IS_KERAS_3, reason="of Keras 3")
 of_tf_keras = pytest.mark.skipif(IS_KERAS_3, reason="of tf_keras")
 FAMILIES = [keras.optimizers] if IS_KERAS_3 else [keras.optimizers, keras.optimizers.legacy]
-each_family = pytest.mark.parametrize("optimizers", FAMILIES)
 
 # Every documented name and what it leads to.
 ROOTS = ["tf", "tf.compat.v1", "tf.compat.v2"]
@@ -284,7 +283,6 @@ def test_what_compile_leaves_alone(wrap, policy, arguments):
             assert compiled(optimizer, **arguments).optimizer is optimizer
 
 
-@each_family
 def test_a_model_that_is_compiled_again_keeps_its_loss_scale(optimizers):
     optimizer = optimizers.SGD() if IS_KERAS_3 else [optimizers.SGD(), optimizers.Adam()]
     with lossscale.install():
@@ -319,7 +317,6 @@ def test_models_go_on_after_it_is_undone_and_their_files_load_under_it(tmp_path)
 
 @of_tf_keras
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
-@each_family
 @pytest.mark.parametrize("form", ["old.h5", "saved_model", "old.keras"])
 def test_what_tf_keras_own_class_wrote_is_read_into_ours(optimizers, form, tmp_path):
     if optimizers is not keras.optimizers and form == "old.keras":

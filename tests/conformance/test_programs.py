@@ -25,7 +25,6 @@ assert len(PROGRAMS) >= 6
 IS_KERAS_3 = KERAS == "keras"
 FRAMEWORK = importlib.import_module(KERAS)
 PACKAGE = importlib.import_module(f"lossscale.{KERAS}")
-FAMILIES = [FRAMEWORK.optimizers, *([] if IS_KERAS_3 else [FRAMEWORK.optimizers.legacy])]
 
 _LOGGED_BY_OTHERS = (
     "mixed_float16 may run slowly",
@@ -68,7 +67,6 @@ def translated_functions():
 
 
 @pytest.mark.parametrize("verbs", ["minimize", "by hand"])
-@pytest.mark.parametrize("optimizers", FAMILIES)
 def test_only_the_users_functions_are_translated(optimizers, verbs):
     """The user's loss and update are; of ours at most `minimize`, which calls what users write."""
     stacks, weight = [], tf.Variable(1.0)

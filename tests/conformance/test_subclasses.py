@@ -37,11 +37,6 @@ if KERAS == "tf_keras":
     CALLS["compute_gradients"] = HALVES
 
 
-@pytest.fixture(params=FAMILIES)
-def optimizers(request):
-    return FAMILIES[request.param]
-
-
 def recording_calls(base):
     """A subclass that records which of its methods are called."""
 
@@ -313,10 +308,7 @@ def knowing_few_arguments(base):
     return KnowingFewArguments
 
 
-of_tf_keras = pytest.mark.skipif(KERAS == "keras", reason="whose optimizers are called otherwise")
-
-
-@of_tf_keras
+@pytest.mark.skipif(KERAS == "keras", reason="whose optimizers are called otherwise")
 def test_an_inner_optimizer_need_not_know_arguments_that_nobody_gives(optimizers):
     inner, weight = knowing_few_arguments(optimizers.SGD), tf.Variable(1.0)
     optimizer = CURRENT(inner(0.5))
@@ -331,21 +323,3 @@ def test_an_inner_optimizer_need_not_know_arguments_that_nobody_gives(optimizers
     with pytest.raises(ValueError, match=r"apply_gradients\(\) does not take `"):
         optimizer.apply_gradients([(tf.constant(1.0), weight)], **unsummed)
     assert float(weight) == 0.0
-
-
-@of_tf_keras
-def test_it_sums_the_gradients_of_replicas_itself(optimizers, two_replicas):
-    with two_replicas.scope():
-        optimizer = CURRENT(knowing_few_arguments(optimizers.SGD)(0.5))
-        weight = tf.Variable(1.0)
-
-    @tf.function
-    def run(values):
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        scaled = optimizer.get_scaled_loss(tf.gather(values, replica))
-        optimizer.apply_gradients([(optimizer.get_unscaled_gradients([scaled])[0], weight)])
-
-    # In the second step one replica overflows, and both skip.
-    for skipped, values in enumerate(([1.0, 2.0], [1.0, np.inf])):
-        two_replicas.run(run, args=(tf.constant(values),))
-        assert (weight.numpy(), int(optimizer.steps_skipped)) == (-0.5, skipped)

@@ -159,9 +159,9 @@ tests/backends/test_handover.py
 tests/conformance/test_keras_files.py
     keras load_own_variables: numbered[4:] -> numbered  -k what_fits
     keras load_own_variables: not any(...) -> True  -k layers_are_loaded
-tests/backends/test_files.py
+tests/conformance/test_random_programs.py
     keras_common WithSlots.set_weights: len(values) == len(weights) -> True
-        -k set_weights
+        -k keras-tensorflow-eager
 tests/diagnosis/test_measurement.py
     diagnosis on tensorflow _Batches._explained: hidden and found.operation -> False
         -k made_finite
@@ -197,7 +197,7 @@ tests/conformance/test_keras_files.py
         -k without_loss_scaling
     keras LossScaleOptimizer._trackable_children: saving.named_variables(self) -> {}
         -k brings_all
-tests/frameworks/keras/test_distribution.py
+tests/conformance/test_replicas.py
     tensorflow all_replicas_finite: ... < 0.5 -> ... < 1.5  -k overflow_on_one_replica
     keras_common KerasCommonOptimizer.apply_gradients: all(asked) -> True  -k summed
 tests/frameworks/keras/test_training.py

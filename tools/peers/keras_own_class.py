@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 import two_devices
-from frameworks.keras.support import step_by_scale_loss, variables
 from kerases import INF
+from tensorflow_steps import step_by_scale_loss, variables
 
 two_devices.split_cpu()
 KerasOwn = keras.optimizers.LossScaleOptimizer

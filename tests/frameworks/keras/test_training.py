@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from frameworks.keras.support import (
+from kerases import INF, assert_same, loss_scale_warnings, values
+from tensorflow_steps import (
     gradients_for,
     loss_with_gradients,
     plain_step,
@@ -13,7 +14,6 @@ from frameworks.keras.support import (
     variables,
     wrapped,
 )
-from kerases import INF, assert_same, loss_scale_warnings, values
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 

@@ -6,9 +6,10 @@ import tensorflow as tf
 import tf_keras
 
 import lossscale
-from frameworks.tf_keras.support import step, trained, wrapped
-from kerases import assert_same
+from kerases import INF, assert_same
 from lossscale import experimental
+from tensorflow_steps import step_by_documented_calls as step
+from tensorflow_steps import wrapped
 
 
 @pytest.fixture
@@ -44,8 +45,16 @@ def test_settings_read_and_write_those_of_the_inner_optimizer(optimizers):
         _ = optimizer.momentun
 
 
+def after_three_steps(inner, var):
+    """Our optimizer, after a step and two that were skipped."""
+    optimizer = wrapped(inner)
+    for gradient in (0.5, INF, INF):
+        step(optimizer, [var], [[gradient, 0.0]])
+    return optimizer
+
+
 def test_iterations_serve_as_a_variable(optimizers, var):
-    optimizer = trained(wrapped(optimizers.Adam(0.1)), [var], [False, True, True])
+    optimizer = after_three_steps(optimizers.Adam(0.1), var)
     steps = optimizer.iterations
     assert isinstance(steps, tf.Variable)
     assert (steps.numpy(), tf_keras.backend.get_value(steps), int(steps + 1)) == (3, 3, 4)
@@ -59,7 +68,7 @@ def test_iterations_serve_as_a_variable(optimizers, var):
 
 
 def test_iterations_are_read_as_an_array_and_saved_by_themselves(optimizers, var, tmp_path):
-    steps = trained(wrapped(optimizers.SGD(0.1)), [var], [False, True, True]).iterations
+    steps = after_three_steps(optimizers.SGD(0.1), var).iterations
     for array in (np.asarray(steps), np.array(steps, "f8"), np.arange(9)[steps]):
         assert array == 3
     # What a variable of TensorFlow saves and restores.

@@ -9,8 +9,8 @@ import tensorflow as tf
 import tf_keras
 
 import lossscale
-from frameworks.tf_keras.support import small_model, wrapped
 from kerases import data, status
+from tensorflow_steps import wrapped
 
 FIXTURES = pathlib.Path(__file__).parents[3] / "lossscale-migration" / "tests" / "fixtures"
 
@@ -91,7 +91,7 @@ def test_a_class_that_is_registered_after_its_first_object_is_found(optimizers, 
     class Late(lossscale.tf_keras.LossScaleOptimizer):
         pass
 
-    model = small_model()
+    model = tf_keras.Sequential([tf_keras.Input((4,)), tf_keras.layers.Dense(1)])
     model.compile(Late(optimizers.SGD(0.1, momentum=0.9), initial_scale=8), "mse")
     # Under another name in each case, so that none finds the class of another.
     tf_keras.saving.register_keras_serializable(form, optimizers.__name__)(Late)

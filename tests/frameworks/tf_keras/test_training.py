@@ -1,4 +1,4 @@
-"""compile, fit, loops of one's own, graphs of TensorFlow 1 and replicas."""
+"""Loops of one's own and graphs of TensorFlow 1."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,9 @@ import tensorflow as tf
 import tf_keras
 
 import lossscale
-from frameworks.tf_keras.support import small_model, wrapped
-from kerases import INF, NAN, data, status
+from kerases import INF, data
 from lossscale import experimental
+from tensorflow_steps import wrapped
 
 
 @pytest.mark.parametrize("verb", ["compute_gradients", "_compute_gradients"])
@@ -31,7 +31,7 @@ def test_a_graph_and_a_session(verb, make):
     with tf.Graph().as_default():
         inner = tf_keras.optimizers.legacy.SGD(0.5, momentum=0.9)
         if make == "current":
-            optimizer = wrapped(inner)
+            optimizer = wrapped(inner, initial_scale=8)
         else:
             scale = experimental.DynamicLossScale(8, 2)
             optimizer = experimental.LossScaleOptimizer(inner, scale)
@@ -96,53 +96,7 @@ def test_update_returns_what_moves_it_in_a_graph_and_none_elsewhere(make):
         assert session.run(loss_scale()) == (4.0 if moves else 8.0)
 
 
-@pytest.mark.parametrize(
-    ("aggregate", "graph"),
-    [(True, False), (True, True), (False, True)],
-    ids=["summed-eager", "summed-function", "unsummed-function"],
-)
-def test_a_nan_on_one_replica_skips_the_step_on_all(two_replicas, optimizers, aggregate, graph):
-    with two_replicas.scope():
-        variable = tf.Variable(1.0)
-        optimizer = wrapped(optimizers.SGD(1.0, momentum=0.9))
-    # Wrappers of legacy optimizers take it as the third argument as well.
-    is_legacy = optimizers is tf_keras.optimizers.legacy
-    third = (None, aggregate) if is_legacy else ()
-    named = {} if is_legacy else {"experimental_aggregate_gradients": aggregate}
-
-    def replica_step(gradient):
-        (unscaled,) = optimizer.get_unscaled_gradients([gradient * optimizer.loss_scale])
-        optimizer.apply_gradients([(unscaled, variable)], *third, **named)
-
-    def run(gradients):
-        two_replicas.run(replica_step, args=(gradients,))
-
-    if graph:
-        run = tf.function(run)
-
-    after_one = 0.5 if aggregate else 0.75
-    for skipped, gradients in enumerate(((0.25, 0.25), (NAN, 1.0), (1.0, NAN))):
-        run(
-            two_replicas.experimental_distribute_values_from_function(
-                lambda context: tf.constant(gradients[context.replica_id_in_sync_group])  # noqa: B023
-            )
-        )
-        local = [float(v) for v in two_replicas.experimental_local_results(variable)]
-        assert local == [after_one, after_one]
-        assert status(optimizer).skipped == skipped
-        assert status(optimizer).applied == 1
-        assert float(optimizer.loss_scale) == 8.0 / 2**skipped
-
-
-def test_one_device_is_supported_and_central_storage_is_refused(optimizers):
-    with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
-        wrapped(optimizers.SGD(1.0))
-    central = tf.distribute.experimental.CentralStorageStrategy()
-    with central.scope(), pytest.raises(ValueError, match=r"CentralStorageStrategy.*Supported"):
-        wrapped(optimizers.SGD(1.0))
-
-
 def test_a_diagnosis_is_refused_with_what_to_write_instead():
-    x, y = data()
+    model, (x, y) = tf_keras.Sequential([tf_keras.layers.Dense(1)]), data()
     with pytest.raises(lossscale.errors.ArgumentTypeError, match=r"new_model\.set_weights\(model"):
-        lossscale.diagnosis.diagnose(small_model(), x, y)
+        lossscale.diagnosis.diagnose(model, x, y)

@@ -1,10 +1,15 @@
-"""What the tests of Keras 3 share."""
+"""Steps on TensorFlow in each way to take one, of both Kerases, with gradients that are given."""
 
-import keras
+import importlib
+
 import numpy as np
 import tensorflow as tf
 
 import lossscale
+from conformance.harness import native
+from conformance.wrappers import KERAS
+
+keras = importlib.import_module(KERAS)
 
 
 def wrapped(inner=None, **arguments):
@@ -14,7 +19,8 @@ def wrapped(inner=None, **arguments):
 
 def variables(*values):
     """Returns float32 variables of these values."""
-    return [keras.Variable(np.asarray(value, "float32")) for value in values]
+    new = getattr(keras, "Variable", tf.Variable)
+    return [new(np.asarray(value, "float32")) for value in values]
 
 
 def gradients_for(targets, steps, seed=0):
@@ -28,33 +34,28 @@ def gradients_for(targets, steps, seed=0):
 
 def loss_with_gradients(targets, gradients):
     """Returns a loss whose gradient with respect to each variable is the one given, exactly."""
-    products = [tf.reduce_sum(v.value * g) for v, g in zip(targets, gradients, strict=True)]
+    products = [tf.reduce_sum(native(v) * g) for v, g in zip(targets, gradients, strict=True)]
     return tf.add_n(products)
-
-
-def native(targets):
-    """Returns the TensorFlow variables behind Keras variables."""
-    return [v.value for v in targets]
 
 
 def taken(targets, gradients, scale=lambda loss: loss):
     """Returns the gradients of a scaled loss whose own gradients are given."""
     with tf.GradientTape() as tape:
         loss = scale(loss_with_gradients(targets, gradients))
-    return tape.gradient(loss, native(targets))
+    return tape.gradient(loss, list(map(native, targets)))
 
 
-def step_by_scale_loss(optimizer, targets, gradients, **arguments):
-    """One step in the way of Keras' trainer, with arguments of `apply_gradients`."""
+def step_by_scale_loss(optimizer, targets, gradients, *third, **arguments):
+    """One step in the way of Keras' trainer, with more arguments of `apply_gradients`."""
     found = taken(targets, gradients, optimizer.scale_loss)
-    optimizer.apply_gradients(zip(found, targets, strict=True), **arguments)
+    optimizer.apply_gradients(zip(found, targets, strict=True), *third, **arguments)
 
 
-def step_by_documented_calls(optimizer, targets, gradients, **arguments):
-    """One step in the way of TensorFlow's pages, with arguments of `apply_gradients`."""
+def step_by_documented_calls(optimizer, targets, gradients, *third, **arguments):
+    """One step in the way of TensorFlow's pages, with more arguments of `apply_gradients`."""
     found = taken(targets, gradients, optimizer.get_scaled_loss)
     found = optimizer.get_unscaled_gradients(found)
-    optimizer.apply_gradients(zip(found, targets, strict=True), **arguments)
+    optimizer.apply_gradients(zip(found, targets, strict=True), *third, **arguments)
 
 
 def step_by_minimize(optimizer, targets, gradients):
@@ -65,14 +66,6 @@ def step_by_minimize(optimizer, targets, gradients):
 def step_by_apply(optimizer, targets, gradients):
     """One step in the way of Keras 3's other training entry."""
     optimizer.apply(taken(targets, gradients, optimizer.scale_loss), targets)
-
-
-STEPS = {
-    "scale_loss": step_by_scale_loss,
-    "documented": step_by_documented_calls,
-    "minimize": step_by_minimize,
-    "apply": step_by_apply,
-}
 
 
 def plain_step(optimizer, targets, gradients):
