@@ -103,8 +103,8 @@ elif BACKEND == "torch":
         ],
         ids=lambda value: getattr(value, "__name__", value),
     )
-    def test_a_program_of_pytorch(program, decide, tmp_path):
+    def test_a_program_of_pytorch(program, decide):
         batches, good = batches_of(torch.from_numpy, PROGRAMS[program])
-        found = program(Scaling(decide), batches, tmp_path)
-        expected = program(Scaling(None), good, tmp_path)
+        found = program(Scaling(decide), batches)
+        expected = program(Scaling(None), good)
         assert_same([p.detach() for p in found], [p.detach() for p in expected])
