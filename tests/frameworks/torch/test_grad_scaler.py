@@ -137,6 +137,26 @@ def test_skips_of_several_optimizers_before_one_update_count_once(first, second)
     assert counts == (1, 1, 1, 2, 3, 3, 3, 3)
 
 
+def test_optimizers_may_step_in_the_backward_pass():
+    """One for each parameter, in a hook, as soon as its gradient is there."""
+    weights, scaler = weights_of(2), GradScaler("cpu", init_scale=8.0)
+    optimizers = {weight: OPTIMIZERS["sgd-momentum"]([weight]) for weight in weights}
+
+    def hook(weight):
+        scaler.step(optimizers[weight])
+        optimizers[weight].zero_grad()
+
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(hook)
+    for factor in (1.0, torch.inf, 1.0):
+        scaler.scale(sum((weight * factor).sum() for weight in weights)).backward()
+        scaler.update()
+    # By 0.5, and by 0.5 * 1.9 with the momentum.
+    assert weights[0].tolist() == pytest.approx([1.0 - 1.45] * 3)
+    assert weights[1].tolist() == pytest.approx([2.0 - 1.45] * 3)
+    assert (scaler.get_scale(), scaler.steps_skipped) == (4.0, 1)
+
+
 def test_the_tensors_are_changed_in_place():
     weights, optimizer, scaler = with_scaler(init_scale=8.0, growth_interval=1)
     one_step(scaler, optimizer, weights)
