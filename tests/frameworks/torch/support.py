@@ -143,13 +143,6 @@ def train_step(optimizer, loss, way="scale_loss"):
     optimizer.step()
 
 
-def spoiled(value, place):
-    """`ONES`, of which one has another last element."""
-    gradients = [gradient.clone() for gradient in ONES]
-    gradients[place].view(-1)[-1] = value
-    return gradients
-
-
 class Sam(torch.optim.Optimizer):
     """Sharpness-aware minimization, as its repositories write it: with a closure, or two calls."""
 

@@ -12,7 +12,6 @@ import torch
 
 import lossscale
 from frameworks.torch.support import (
-    Sam,
     alone,
     bits,
     derive,
@@ -115,19 +114,6 @@ def test_only_the_last_gradient_is_kept_until_the_step():
     optimizer.step()
     given[1].grad = None
     assert gradients[1]() is None
-
-
-@pytest.mark.parametrize("scale", [2.0**15, 2.0**126])
-@ends_as_without_scaling
-def test_sam_by_its_two_calls(wrap, scale):
-    net = model()
-    optimizer = wrap(Sam(net.parameters(), rho=0.5), initial_scale=scale)
-    for number in range(3):
-        for call in (optimizer.first_step, optimizer.second_step):
-            optimizer.zero_grad()
-            derive(optimizer, net(batch(number)).square().mean())
-            call()
-    return bits(list(net.parameters()))
 
 
 # Steps with a closure.

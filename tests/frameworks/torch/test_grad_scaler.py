@@ -103,25 +103,18 @@ def test_nests_of_losses():
     assert fresh._scale is None
 
 
-def test_a_step_returns_what_the_optimizer_returns_and_which_was_skipped_is_counted():
+def test_a_step_passes_arguments_on_and_returns_what_the_optimizer_returns():
     class Returning(torch.optim.SGD):
         def step(self, word, *, closure=None, number):
             super().step(closure)
             return word, number
 
-    good, bad = weights_of(2)
-    first, second = Returning([good], lr=1.0), OPTIMIZERS["adamw-fused"]([bad])
-    scaler = GradScaler("cpu", init_scale=8.0)
-    assert not scaler.last_step_skipped
-    scaler.scale(good.sum() + (bad * torch.inf).sum()).backward()
-    scaler.step(second)
-    assert scaler.last_step_skipped
-    assert scaler.step(first, "word", number=3) == ("word", 3)
-    scaler.update()
-    assert (scaler.last_step_skipped, scaler.steps_skipped) == (False, 1)
-    good.grad.fill_(torch.inf)
-    assert scaler.step(first, "word", number=3) is None
-    assert (scaler.last_step_skipped, scaler.steps_skipped) == (True, 2)
+    weights, scaler = weights_of(1), GradScaler("cpu", init_scale=8.0)
+    optimizer = Returning(weights, lr=1.0)
+    for factor, returned in ((1.0, ("word", 3)), (torch.inf, None)):
+        scaler.scale((weights[0] * factor).sum()).backward()
+        assert scaler.step(optimizer, "word", number=3) == returned
+        scaler.update()
 
 
 @pytest.mark.parametrize("first", ["sgd", "adamw-fused"])
@@ -142,6 +135,26 @@ def test_skips_of_several_optimizers_before_one_update_count_once(first, second)
     flags, counts = zip(*seen, strict=True)
     assert flags == (True, True, False, True, True, False, False, False)
     assert counts == (1, 1, 1, 2, 3, 3, 3, 3)
+
+
+def test_optimizers_may_step_in_the_backward_pass():
+    """One for each parameter, in a hook, as soon as its gradient is there."""
+    weights, scaler = weights_of(2), GradScaler("cpu", init_scale=8.0)
+    optimizers = {weight: OPTIMIZERS["sgd-momentum"]([weight]) for weight in weights}
+
+    def hook(weight):
+        scaler.step(optimizers[weight])
+        optimizers[weight].zero_grad()
+
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(hook)
+    for factor in (1.0, torch.inf, 1.0):
+        scaler.scale(sum((weight * factor).sum() for weight in weights)).backward()
+        scaler.update()
+    # By 0.5, and by 0.5 * 1.9 with the momentum.
+    assert weights[0].tolist() == pytest.approx([1.0 - 1.45] * 3)
+    assert weights[1].tolist() == pytest.approx([2.0 - 1.45] * 3)
+    assert (scaler.get_scale(), scaler.steps_skipped) == (4.0, 1)
 
 
 def test_the_tensors_are_changed_in_place():
@@ -214,8 +227,6 @@ REFUSED = {
     "number": (lambda s, a, b: s.scale(3), "tensor"),
     "two scales": (lambda s, a, b: s.update(torch.ones(2)), "new_scale"),
     "gradient": (lambda s, a, b: s.update(torch.ones(1, requires_grad=True)), "new_scale"),
-    "empty state": (lambda s, a, b: s.load_state_dict({}), "empty"),
-    "no growth": (lambda s, a, b: type(s)("cpu", growth_factor=1.0), "growth_factor"),
 }
 ONLY_OURS = {
     "closure by place": (lambda s, a, b: s.step(a, lambda: 1.0), "no closure"),

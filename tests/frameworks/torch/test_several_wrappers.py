@@ -246,21 +246,6 @@ def test_a_loss_that_was_scaled_before_the_pass_that_it_runs_in_is_refused(way, 
 
 
 @each_way
-def test_a_pass_that_fails_is_no_pass_that_runs(way, decide):
-    given, (first, second) = three(decide)
-
-    def fail():
-        raise ArithmeticError
-
-    with pytest.raises(ArithmeticError):
-        derive(first, (hooked(given[1], fail) * given[0]).sum(), way)
-    clear("by hand", given, ())
-    derive(second, given[0].sum(), way)
-    second.step()
-    assert given[0].tolist() == [0.5, 0.5]
-
-
-@each_way
 @pytest.mark.parametrize("other_way", WAYS)
 def test_gradients_of_an_earlier_pass_in_another_one_that_has_the_same_number(
     other_way, way, decide

@@ -31,7 +31,6 @@ from frameworks.torch.support import (
     scaler,
     sgd,
     snapshot,
-    spoiled,
     step,
     train_step,
     wrapped,
@@ -53,10 +52,6 @@ def test_the_front_makes_it_too_and_it_is_all_that_is_asked_for():
     assert optimizer.loss_scale == torch.tensor(8.0)
     assert (optimizer.initial_scale, optimizer.dynamic_growth_steps) == (8.0, 2000)
     assert optimizer.dynamic
-    # A repr does not read what the device decides.
-    optimizer = wrapped(torch.optim.Adam(given, fused=True), decide="device")
-    shown = "<LossScaleOptimizer around Adam, DynamicScale: loss scale on the device>"
-    assert repr(optimizer) == shown
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "device"])
@@ -80,7 +75,7 @@ def test_hooks_run_on_applied_steps_and_find_and_change_unscaled_gradients(kind)
     ]
     try:
         for finite in (False, True, False):
-            step(optimizer, given, ONES if finite else spoiled(torch.nan, 1))
+            step(optimizer, given, ONES if finite else [g * torch.nan for g in ONES])
         optimizer.load_state_dict(optimizer.state_dict())
     finally:
         for handle in handles:
@@ -103,7 +98,7 @@ def test_a_step_whose_loss_nobody_scaled_hands_over_what_it_gets():
     for p in given:
         p.grad = torch.ones_like(p)
     expected = [p.detach() - 0.5 for p in given]
-    with pytest.warns(LossScaleWarning, match="has scaled no loss") as warned:
+    with pytest.warns(LossScaleWarning, match="has scaled no loss.*unless a GradScaler") as warned:
         optimizer.step()
     # And not a line of PyTorch or of the library.
     assert warned[0].filename == __file__
@@ -349,20 +344,6 @@ def test_others_that_take_a_verdict_are_handed_one():
     step(wrapped(Own(given)), given, ONES)
     assert seen == [(1.0, 0.0)]
     assert bits([p.grad for p in given]) == bits(ONES)
-
-
-def test_copies_and_pickles_share_groups_with_the_optimizer_inside():
-    given, optimizer = made(rule=DynamicScale(8.0, growth_interval=2))
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    step(optimizer, given, ONES)
-    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert other.param_groups is other.inner_optimizer.param_groups
-        assert other.param_groups[0]["params"][0] is not given[0]
-        assert bits(other.state_dict()) == bits(optimizer.state_dict())
-        step(other, other.param_groups[0]["params"], ONES)
-        assert (float(other.loss_scale), float(optimizer.loss_scale)) == (16.0, 8.0)
-        with pytest.raises(TypeError, match="already wraps this"):
-            lossscale.LossScaleOptimizer(other.inner_optimizer)
 
 
 class Counting(lossscale.torch.LossScaleOptimizer):

@@ -27,7 +27,7 @@ from frameworks.torch.support import (
     wrapped,
     wrapper,
 )
-from lossscale import LossScaleWarning, errors
+from lossscale import errors
 from lossscale.errors import CallOrderError, UnsupportedError
 from lossscale.torch import MasterWeights
 from lossscale.torch.grad_scaler import GradScaler
@@ -96,14 +96,6 @@ def test_unscaling_before_there_are_gradients_divides_nothing(inner, by, is_fact
         return snapshot(given, run.optimizer), bits(run.saved())
 
     assert run(early=True) == run(early=False)
-
-
-def test_a_scaler_of_pytorch_that_is_given_the_wrapper():
-    given, optimizer = made()
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(loss_of(given)).backward()
-    with pytest.warns(LossScaleWarning, match="unless a GradScaler"):
-        scaler.step(optimizer)
 
 
 # Sparse gradients with several values at one index.
@@ -267,9 +259,9 @@ def test_a_model_that_is_cast_after_it_was_wrapped(wrap, inner, dtype):
 # Strange optimizers and gradients: the oracle is plain training, or an error is what is wanted.
 
 
-def leaf(*values, dtype=torch.float32):
+def leaf(*values):
     """A tensor to train. A copy of an `nn.Parameter` would lose its gradient."""
-    return torch.tensor(values or (1.0, 2.0), dtype=dtype, requires_grad=True)
+    return torch.tensor(values or (1.0, 2.0), requires_grad=True)
 
 
 # Methods of the inner optimizer.
