@@ -291,11 +291,6 @@ SIZES = {"RR": 5, "RS": 3, "SR": 1, "SS": 6}
 """Some processes hold nothing of some of them."""
 
 
-def whole_gradients():
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(size, generator=generator) * 3 for size in SIZES.values()]
-
-
 def spoiled(gradients):
     """An overflow that only the last process sees."""
     *others, last = gradients
@@ -339,7 +334,8 @@ def as_given(folder):
 def clipped(folder):
     """The norm of all gradients, on a mesh as in one process; the gradients that are applied."""
     found = {}
-    good = whole_gradients()
+    generator = torch.Generator().manual_seed(0)
+    good = [torch.randn(size, generator=generator) * 3 for size in SIZES.values()]
     large = [gradient * 1e30 for gradient in good]
     kinds = {**KINDS, "device": {"fused": True}}
     for (name, kind), by_hand in itertools.product(kinds.items(), (False, True)):
