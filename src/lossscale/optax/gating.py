@@ -142,8 +142,8 @@ def skipped_like(update: Array) -> Array:
 def is_array(leaf: object) -> bool:
     """Whether a leaf is an array or a number.
 
-    Gradients with respect to integers are float0 arrays, which no operation accepts. An Equinox
-    model passed as the parameters contains functions.
+    Gradients with respect to integers are float0 arrays, which no operation accepts. A model of
+    Equinox or a state of Flax may contain functions.
     """
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
