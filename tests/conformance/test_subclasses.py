@@ -149,6 +149,23 @@ def test_gradients_of_rewritten_verbs_are_known_to_be_unscaled(optimizers, scale
     assert float(variable) == 0.25
 
 
+@pytest.mark.skipif(KERAS != "keras", reason="scale_loss is of Keras 3")
+def test_gradients_that_an_overridden_verb_unscales_are_counted_once(optimizers):
+    class Passing(CURRENT):
+        def get_unscaled_gradients(self, grads):
+            return super().get_unscaled_gradients(grads)
+
+    optimizer = Passing(optimizers.SGD(1.0))
+    weights = tf.Variable(1.0), tf.Variable(1.0)
+    optimizer.build(weights)
+    scaled = optimizer.scale_loss(tf.constant(0.25))
+    for weight, given in zip(
+        weights, (*optimizer.get_unscaled_gradients([scaled]), scaled), strict=True
+    ):
+        optimizer.apply_gradients([(given, weight)])
+        assert float(weight) == 0.75
+
+
 def demanding(base, name):
     """Sets attributes in every order, and takes an argument that no other wrapper has."""
 

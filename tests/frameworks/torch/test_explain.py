@@ -242,8 +242,10 @@ def test_arguments_that_cannot_be_used():
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             call()
-    found = explain(model.requires_grad_(False), square, ONES)
-    assert "no trained parameter" in found.text
+    of_other = {"parameters": model[1].parameters()}
+    found = explain(model, lambda model, x: square(model[0], x), ONES, **of_other)
+    frozen = explain(model.requires_grad_(False), square, ONES)
+    assert all("no trained parameter" in each.text for each in (found, frozen))
     for reason, text in (("the pass", "The pass."), ("t (add) fails", "t (add) fails.")):
         assert Explanation(Cause.SCALE, reason, operation="add", module="t").text == text
 
