@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from frameworks.torch.support import bits, pairs, scaler, theirs, train_step, wrapper
+from frameworks.torch.support import bits, pairs, scaler, train_step, wrapper
 from frameworks.torch.test_master_weights import BF16, F16, F32, INF, X, adamw, net
 from lossscale import errors
 from lossscale.torch import MasterWeights, float32_state_dict, guard, unguard
@@ -146,6 +146,8 @@ def test_what_has_no_float32_weights():
         float32_state_dict(model, inner)
     with pytest.raises(errors.ArgumentTypeError, match="With PyTorch's GradScaler, pass the"):
         float32_state_dict(model, torch.amp.GradScaler("cpu"))
+    with pytest.raises(errors.ArgumentTypeError, match=r"pass the MasterWeights: guard\(averaged"):
+        guard(AveragedModel(net(F32)), torch.amp.GradScaler("cpu"))
     both = [inner, MasterWeights(adamw(model[3]))]
     assert {v.dtype for v in float32_state_dict(model, both).values()} == {F32}
 
@@ -197,18 +199,3 @@ def test_a_state_that_the_model_rounds_is_refused():
     with pytest.raises(errors.ArgumentError, match=r"'weight' of model.state_dict\(\) is torch.fl"):
         float32_state_dict(model, inner)
     assert model.weight is weight
-
-
-def test_with_the_scaler_of_pytorch_an_average_takes_the_masters():
-    model = net()
-    inner, averaged = MasterWeights(adamw(model)), AveragedModel(net(F32))
-    run = theirs(inner)
-    with pytest.raises(errors.ArgumentTypeError, match=r"pass the MasterWeights: guard\(averaged"):
-        guard(averaged, run.watched)
-    averaged, seen = guard(averaged, inner), []
-    for factor in (1.0, INF, 1.0):
-        train_step(run, model(X.half()).float().square().mean() * factor)
-        averaged.update_parameters(model)
-        seen.append([inner.masters[p].clone() for p in model.parameters()])
-    for average, *masters in pairs(averaged.module.parameters(), *seen):
-        assert torch.allclose(average, sum(masters) / 3, rtol=0, atol=1e-6)

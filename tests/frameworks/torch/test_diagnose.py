@@ -311,15 +311,6 @@ def test_checkpoints_within_the_model_change_nothing(reentrant):
     assert diagnose(model, loss, batches).measurement.gradients == expected
 
 
-class Ensemble(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weights = nn.Parameter(torch.randn(3, 1, 6))
-
-    def forward(self, x):
-        return torch.vmap(lambda weight: nn.functional.linear(x, weight))(self.weights)
-
-
 class Nested(nn.Module):
     def __init__(self, layout):
         super().__init__()
@@ -331,7 +322,6 @@ class Nested(nn.Module):
 
 
 WITHIN = {
-    "an ensemble": (Ensemble, lambda m, b: m(b)),
     "weights": (
         lambda: nn.Linear(6, 1),
         lambda m, b: torch.vmap(lambda weight: m(b) * weight)(torch.ones(3)),

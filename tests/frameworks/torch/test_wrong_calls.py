@@ -23,7 +23,6 @@ from frameworks.torch.support import (
     scaler,
     sgd,
     snapshot,
-    train_step,
     wrapped,
     wrapper,
 )
@@ -237,23 +236,6 @@ def test_mistakes_are_answered_before_anything_changes(case):
         call(optimizer)
     assert (snapshot(given, optimizer), bits(optimizer.state_dict())) == before
     assert (optimizer.decide, optimizer.process_group, optimizer.clip_norm) == ("host", None, None)
-
-
-# Mistakes that PyTorch allows end as they do there.
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@each_inner
-@ends_as_without_scaling
-def test_a_model_that_is_cast_after_it_was_wrapped(wrap, inner, dtype):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 1)
-    optimizer = wrap(INNER[inner](model.parameters()))
-    model.to(dtype)
-    for _ in range(3):
-        # bfloat16 divides as exactly, for the scale is a power of two.
-        train_step(optimizer, model(torch.ones(2, 3, dtype=dtype)).square().sum())
-    return snapshot(model.parameters(), optimizer)
 
 
 # Strange optimizers and gradients: the oracle is plain training, or an error is what is wanted.
