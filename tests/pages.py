@@ -1,6 +1,7 @@
 """The programs that a page shows, and what they print and log; those in tabs included."""
 
 import doctest
+import functools
 import pathlib
 import re
 import textwrap
@@ -25,10 +26,16 @@ def outputs(page):
 
 def examples_tried(module, names):
     """Checks that the examples of a module print what they show; returns how many there are."""
-    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    found = doctest.testmod(module, globs=names, optionflags=options)
-    assert found.failed == 0
-    return found.attempted
+    find = functools.partial(doctest.DocTestFinder().find, globs=names)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    found = {test.name: test for test in find(module)}
+    # A class may name another module than the one that its methods are written in.
+    for name, member in vars(module).items():
+        if isinstance(member, type) and member.__module__ == module.__name__:
+            found |= {test.name: test for test in find(member, f"{module.__name__}.{name}", False)}
+    for test in found.values():
+        assert runner.run(test).failed == 0
+    return runner.summarize().attempted
 
 
 def _blocks(page):

@@ -37,7 +37,7 @@ ONE_PART = "--xla_cpu_parallel_codegen_split_count=1"
 EMITTERS = {"XLA_FLAGS": f"--xla_cpu_use_fusion_emitters=false {ONE_PART}"}
 # What runs on TensorFlow is in few parts: each process imports its framework anew, which takes as
 # long as many tests.
-EACH_BACKEND = ("tests/conformance", "tests/backends", "tests/strangers", *PROGRAMS)
+EACH_BACKEND = ("tests/conformance", "tests/backends", *PROGRAMS)
 KERAS_3 = ("tests/frameworks/keras", "tests/documented_interface")
 # These run in processes that never import Keras, which a test in each shows.
 JAX_ALONE, TORCH_ALONE = "tests/frameworks/jax", "tests/frameworks/torch"

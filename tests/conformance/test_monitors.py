@@ -72,9 +72,9 @@ class TorchLoop:
     def run(self, batches, *args, **settings):
         import torch
 
-        from frameworks.torch.support import train_step
+        from frameworks.torch.support import train_step, watched
 
-        with lossscale.torch.Monitor(self.loop.watched, self.model, *args, **settings) as monitor:
+        with lossscale.torch.Monitor(watched(self.loop), self.model, *args, **settings) as monitor:
             for batch in batches:
                 train_step(self.loop, loss := self.model(torch.full((1, 2), batch)).mean())
                 self.made += 1

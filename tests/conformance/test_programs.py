@@ -1,6 +1,5 @@
 """Old programs run unedited on both Kerases; what AutoGraph translates; examples in docstrings."""
 
-import doctest
 import importlib
 import logging
 import pathlib
@@ -22,7 +21,6 @@ import tensorflow as tf
 FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "old_programs"
 PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py"))
 assert len(PROGRAMS) >= 6
-IS_KERAS_3 = KERAS == "keras"
 FRAMEWORK = importlib.import_module(KERAS)
 PACKAGE = importlib.import_module(f"lossscale.{KERAS}")
 
@@ -117,8 +115,8 @@ MODULES = [PACKAGE.__name__] + [
     if ".backends." not in found.name
 ]
 WITH_EXAMPLES = {
-    "keras": {"lossscale.keras", "lossscale.keras.arguments"},
-    "tf_keras": {"lossscale.tf_keras"},
+    "keras": {"lossscale.keras": 10, "lossscale.keras.arguments": 1},
+    "tf_keras": {"lossscale.tf_keras": 10, "lossscale.tf_keras.state": 5},
 }[KERAS]
 
 
@@ -126,14 +124,6 @@ WITH_EXAMPLES = {
 def test_the_examples_print_what_they_show(name):
     module = importlib.import_module(name)
     names = {**vars(module), **NAMES}
-    assert (examples_tried(module, names) > 0) == (name in WITH_EXAMPLES)
-
-
-@pytest.mark.skipif(not IS_KERAS_3, reason="that of tf_keras is found above")
-def test_the_examples_of_the_wrappers_own_verbs_print_what_they_show():
-    # Its methods are in another module than the class says, where doctest looks for none.
-    found = doctest.DocTestFinder(exclude_empty=True)
-    examples = found.find(PACKAGE.LossScaleOptimizer, module=False, globs=NAMES)
-    results = [doctest.DocTestRunner().run(each) for each in examples]
-    assert sum(each.attempted for each in results) >= 10
-    assert not any(each.failed for each in results)
+    tried = examples_tried(module, names)
+    assert tried >= WITH_EXAMPLES.get(name, 0)
+    assert (tried > 0) == (name in WITH_EXAMPLES)

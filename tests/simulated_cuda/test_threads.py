@@ -8,19 +8,13 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import lossscale
 from lossscale.errors import GradientsError
 from lossscale.torch import LossScaleOptimizer
-
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it needs two GPUs")
-
-
-def ones(at="cuda"):
-    return nn.Parameter(torch.ones(4, device=at))
+from simulated_cuda.test_devices_and_streams import ones, two_gpus
 
 
 def wrapped(*parameters, scale=8.0, lr=0.5):

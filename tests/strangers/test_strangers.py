@@ -9,10 +9,6 @@ import os
 
 import numpy as np
 import pytest
-
-if os.environ["KERAS_BACKEND"] != "tensorflow":
-    pytest.skip("loops of TensorFlow", allow_module_level=True)
-
 import tensorflow as tf
 
 import lossscale

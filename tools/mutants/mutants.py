@@ -344,7 +344,7 @@ tests/frameworks/torch/test_state.py
     torch take_numbers: group.pop(name, None) -> pass  -k taken_over
     torch LossScaleOptimizer._check_load: not self._record.no_loss_scaled() -> False
         -k taken_over
-    torch checked_scaler_state: 'growth_tracker' in saved -> False  -k another_scaler
+    torch checked_scaler_state: 'growth_tracker' in saved -> False  -k cannot_be_loaded
 tests/frameworks/torch/test_beside_torch.py
     torch GradScaler._move: super().update() -> pass  -k four_calls
     torch GradScaler._step_that_skips_by_itself: entry['stage'] = OptState.STEPPED; return result

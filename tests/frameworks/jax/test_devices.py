@@ -317,9 +317,7 @@ def restored(tx, run, mesh, folder):
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize(
-    ("tx", "given"), [(optimizer(), True), (optax.adamw(1e-2), True), (optax.adamw(1e-2), False)]
-)
+@pytest.mark.parametrize(("tx", "given"), [(optimizer(), True), (optax.adamw(1e-2), False)])
 def test_a_run_continues_bit_for_bit_with_its_shardings_and_plain_optax_not_without(
     tx, given, tmp_path
 ):

@@ -21,11 +21,12 @@ from frameworks.torch.support import (
     OURS,
     ByHand,
     WithScaler,
-    Wrapper,
     bits,
     counted,
+    shown,
     through_a_file,
     train_step,
+    watched,
     wrapped,
 )
 from lossscale.errors import GradientsError, UnsupportedError
@@ -144,7 +145,7 @@ class Run:
             self.by = WithScaler(inner, scalers[self.way]("cpu", init_scale=SCALE))
         else:
             more = self.told.get("more", {})
-            self.by = Wrapper(LossScaleOptimizer(inner, initial_scale=SCALE, **more))
+            self.by = LossScaleOptimizer(inner, initial_scale=SCALE, **more)
 
     def wrap(self):
         self.called = DistributedDataParallel(self.net, **self.told.get("ddp", {}))
@@ -166,14 +167,14 @@ class Run:
                 with self.called.no_sync() if waits else contextlib.nullcontext():
                     loss = self.called(next(mine)) / passes
                     if self.way == "verb":
-                        self.by.watched.backward(loss)
+                        self.by.backward(loss)
                     else:
                         self.by.scale_loss(loss).backward()
                     if self.way == "unscaled":
-                        self.by.unscale()
+                        self.by.unscale_()
             if self.row["clip"] == "by hand":
                 if self.way != "verb":
-                    self.by.unscale()
+                    self.by.unscale_()
                 clip_grad_norm_(self.net.parameters(), 0.1)
             self.by.step()
         return self
@@ -186,9 +187,9 @@ class Run:
         if distributed.get_rank() == 0:
             net, expected, skips = trained_by_hand(size(), **self.row)
             torch.testing.assert_close(weights, expected, **CLOSE)
-            assert self.by.shown()[0] == SCALE / 2**skips
+            assert self.by.loss_scale == SCALE / 2**skips
             torch.testing.assert_close(list(self.net.buffers()), list(net.buffers()), **CLOSE)
-        return repr(bits([weights, *self.net.parameters(), self.by.shown()]))
+        return repr(bits([weights, *self.net.parameters(), shown(self.by)]))
 
 
 def as_one(folder, row):
@@ -214,7 +215,7 @@ def flushed(folder):
 
 
 def by_file(run, other, folder):
-    parts = [[each.net, each.inner, each.by.watched] for each in (run, other)]
+    parts = [[each.net, each.inner, watched(each.by)] for each in (run, other)]
     saved = through_a_file([part.state_dict() for part in parts[0]])
     for part, state in zip(parts[1], saved, strict=True):
         part.load_state_dict(state)
@@ -222,11 +223,11 @@ def by_file(run, other, folder):
 
 def by_dcp(run, other, folder):
     # The other has not stepped yet.
-    saved, (model, optimizer) = (get_state_dict(r.called, r.by.watched) for r in (run, other))
+    saved, (model, optimizer) = (get_state_dict(r.called, watched(r.by)) for r in (run, other))
     checkpoint.save(dict(zip("mo", saved, strict=True)), checkpoint_id=folder)
     checkpoint.load({"m": model, "o": optimizer}, checkpoint_id=folder)
     states = {"model_state_dict": model, "optim_state_dict": optimizer}
-    set_state_dict(other.called, other.by.watched, **states)
+    set_state_dict(other.called, watched(other.by), **states)
 
 
 def resumed(folder, row, how, step):
@@ -277,7 +278,7 @@ def refused(folder, way):
     def scales(inner, loss, make):
         run = make(inner, **group)
         run.scale_loss(loss).backward()
-        run.unscale()
+        run.unscale_()
 
     for call in (
         *(functools.partial(scales, make=make) for make in OURS.values()),

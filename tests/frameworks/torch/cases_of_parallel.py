@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from frameworks.torch.support import OURS, bits, wrapped
+from frameworks.torch.support import OURS, bits, watched, wrapped
 from lossscale.torch import gradients, ranks
 from pages import programs
 
@@ -321,9 +321,9 @@ def recipes(folder):
 
 WAYS = {
     "step": lambda run: run.step(),
-    "unscale": lambda run: (run.unscale(), run.step()),
-    "twice": lambda run: (run.unscale(), run.unscale(), run.step()),
-    "left out": lambda run: run.step() if run.unscale() else run.zero_grad(),
+    "unscale": lambda run: (run.unscale_(), run.step()),
+    "twice": lambda run: (run.unscale_(), run.unscale_(), run.step()),
+    "left out": lambda run: run.step() if run.unscale_() else run.zero_grad(),
 }
 OF_SCALERS = ("step", "unscale")
 SCALED_ON = ((0, 1), (0,), (1,), ())
@@ -353,10 +353,10 @@ def orders(folder, by="wrapper"):
             WAYS[ways[rank]](run)
         skips = overflow_on is not None and overflow_on != lacking
         case = ways, scaled_on, overflow_on, lacking, clip_norm
-        assert run.shown()[0] == (4.0 if skips and scaled_on else 8.0), case
-        assert run.watched.steps_skipped == skips, case
+        assert run.loss_scale == (4.0 if skips and scaled_on else 8.0), case
+        assert watched(run).steps_skipped == skips, case
         assert weight.tolist() == [-1.0 * (not skips and rank != lacking)] * 2, case
-        assert is_scaler or run.optimizer.iterations == 1, case
+        assert is_scaler or run.iterations == 1, case
 
 
 def orders_of_scalers(folder):

@@ -40,8 +40,8 @@ from frameworks.torch.support import (
     KINDS,
     OURS,
     WithScaler,
-    Wrapper,
     counted,
+    shown,
     theirs,
     train_step,
     wrapper,
@@ -191,7 +191,7 @@ def fsdp(folder):
                     net[2].weight.grad._local_tensor.fill_(INF)
                     net[0].weight.grad._local_tensor[-1, -1] = INF
                 run.step()
-                assert run.shown() == [4.0, step]
+                assert shown(run) == [4.0, step]
                 is_same = before == total(net.parameters())
                 assert is_same == (step == 0) or (step and rank() > 0)
         assert math.isfinite(total(net.parameters()))
@@ -251,9 +251,9 @@ def mesh_2x2(folder):
             with counted() as reduced:
                 run.step()
             if make is theirs:
-                theirs_shown.append(run.shown()[0])
+                theirs_shown.append(float(run.loss_scale))
             else:
-                assert (run.shown()[0], len(reduced)) == (4.0, 2), (order, bad)
+                assert (float(run.loss_scale), len(reduced)) == (4.0, 2), (order, bad)
     assert is_last() or 8.0 in theirs_shown
 
 
@@ -280,7 +280,7 @@ def partial(folder):
             before = whole([parameter])
             run.step()
             applied = whole([parameter]) != before
-            trace.append([run.shown()[0], whole([parameter.grad]) if applied else []])
+            trace.append([float(run.loss_scale), whole([parameter.grad]) if applied else []])
         # Skipped twice. Then the two parts of 2, divided by a scale of 2, are a gradient of 2.
         assert trace == [[4.0, []], [2.0, []], [2.0, [2.0] * 4], [2.0, [2.0] * 4]]
 
@@ -346,20 +346,20 @@ def clipped(folder):
             clip_norm=1,
             decide="device" if name == "device" else "host",
         )
-        run, trace = Wrapper(made), []
+        trace = []
         # Where the device decides, no norm is read, so that an overflow of its own is not seen.
         later = ([None] * 4, *(() if name == "device" else (large,)))
         for gradients in (good, [None, *good[1:]], spoiled(good), *later):
-            give(run, weights, gradients)
+            give(made, weights, gradients)
             if by_hand:
                 made.unscale_()
-            run.step()
+            made.step()
             skipped = bool(made.last_step_skipped)
             applied = [] if skipped else whole(weight.grad for weight in weights)
             # Without a gradient nothing is done; else all are clipped to a norm of 1.
             norm = sum(number**2 for number in applied) ** 0.5
             assert not applied or abs(norm - 1) < 1e-5
-            trace.append([*run.shown(), skipped, applied])
+            trace.append([*shown(made), skipped, applied])
         assert [step[2] for step in trace[:3]] == [False, False, True]
         # A step without any gradient moves nothing.
         assert trace[3][:2] == trace[2][:2] == [4.0, 0]
@@ -371,12 +371,12 @@ def clipped(folder):
 def sharded_scaler(folder):
     """D4: FSDP1's scaler with a fused optimizer, its own and the one that `install` puts there."""
     theirs_shown = [4.0, 0] if rank() == 0 else [8.0, 1]
-    for make, shown in ((ShardedGradScaler, theirs_shown), (OurShardedGradScaler, [4.0, 0])):
+    for make, expected in ((ShardedGradScaler, theirs_shown), (OurShardedGradScaler, [4.0, 0])):
         weight = torch.nn.Parameter(torch.ones(2))
         run = WithScaler(torch.optim.AdamW([weight], fused=True), make("cpu", init_scale=8.0))
         run.scale_loss((weight * (INF if rank() == 0 else 1.0)).sum()).backward()
         run.step()
-        assert run.shown() == shown
+        assert shown(run) == expected
 
 
 def averaged_by_hand(folder):

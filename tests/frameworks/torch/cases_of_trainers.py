@@ -26,7 +26,7 @@ class Module(lightning.LightningModule):
         self.net, self.run = run.net, run
 
     def configure_optimizers(self):
-        return self.run.by.watched
+        return self.run.by
 
     def backward(self, loss):
         self.optimizers().backward(loss)
@@ -49,7 +49,7 @@ def by_lightning(run, folder):
 def by_accelerate(run, folder):
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     loader = DataLoader(run.given(), collate_fn=FIRST)
-    model, optimizer, loader = accelerator.prepare(run.net, run.by.watched, loader)
+    model, optimizer, loader = accelerator.prepare(run.net, run.by, loader)
     for x in loader:
         with accelerator.accumulate(model):
             accelerator.backward(run.by.scale_loss(model(x)))
@@ -64,8 +64,8 @@ def by_transformers(run, folder):
 
         def training_step(self, *args, **more):
             loss = super().training_step(*args, **more)
-            run.by.unscale()
-            return loss / run.by.watched.loss_scale
+            run.by.unscale_()
+            return loss / run.by.loss_scale
 
     quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no"}
     quiet |= {"dataloader_pin_memory": False, "remove_unused_columns": False}
@@ -73,7 +73,7 @@ def by_transformers(run, folder):
     sizes |= {"num_train_epochs": 1, "max_grad_norm": 0.1, "lr_scheduler_type": "constant"}
     sizes |= {"train_sampling_strategy": "sequential", "use_cpu": True}
     arguments = transformers.TrainingArguments(str(folder), **quiet, **sizes)
-    more = {"data_collator": FIRST, "optimizers": (run.by.watched, None)}
+    more = {"data_collator": FIRST, "optimizers": (run.by, None)}
     Trainer(run.net, arguments, train_dataset=[{"x": x} for x in run.given()], **more).train()
 
 

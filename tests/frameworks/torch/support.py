@@ -119,7 +119,7 @@ def derive(optimizer, loss, way="verb", **arguments):
         optimizer.backward(loss, **arguments)
     else:
         optimizer.scale_loss(loss).backward(**arguments)
-        if way == "unscaled":
+        if way.endswith("unscaled"):
             optimizer.unscale_()
 
 
@@ -287,45 +287,31 @@ class ByHand:
 
 
 class WithScaler:
-    """An optimizer and a gradient scaler, with the calls that a wrapper has."""
+    """An optimizer and a gradient scaler, with the names that a wrapper has."""
 
     def __init__(self, optimizer, scaler):
-        self.optimizer, self.scaler, self.watched = optimizer, scaler, scaler
+        self.optimizer, self.scaler = optimizer, scaler
+        self.scale_loss, self.state_dict = scaler.scale, scaler.state_dict
+        self.zero_grad = optimizer.zero_grad
 
-    def scale_loss(self, loss):
-        return self.scaler.scale(loss)
+    loss_scale = property(lambda self: self.scaler.get_scale())
+    dynamic_counter = property(lambda self: self.scaler._get_growth_tracker())
 
     def step(self):
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def unscale(self):
+    def unscale_(self):
         self.scaler.unscale_(self.optimizer)
 
-    def zero_grad(self):
-        self.optimizer.zero_grad()
 
-    def shown(self):
-        return [self.scaler.get_scale(), self.scaler._get_growth_tracker()]
-
-    def saved(self):
-        return self.scaler.state_dict()
+def watched(run):
+    """The scaler, or the wrapper itself."""
+    return getattr(run, "scaler", run)
 
 
-class Wrapper:
-    """The wrapper, as the one above."""
-
-    def __init__(self, optimizer):
-        self.optimizer = self.watched = optimizer
-        self.scale_loss, self.unscale = optimizer.scale_loss, optimizer.unscale_
-        self.zero_grad, self.saved = optimizer.zero_grad, optimizer.state_dict
-
-    def step(self):
-        # A scheduler replaces it.
-        self.optimizer.step()
-
-    def shown(self):
-        return [float(self.optimizer.loss_scale), int(self.optimizer.dynamic_counter)]
+def shown(run):
+    return [float(run.loss_scale), int(run.dynamic_counter)]
 
 
 def theirs(optimizer):
@@ -341,7 +327,7 @@ def scaler(optimizer, *, rule=None, **arguments):
 
 def wrapper(optimizer, **arguments):
     first = {} if "rule" in arguments else {"initial_scale": 8.0}
-    return Wrapper(wrapped(optimizer, **{**first, **arguments}))
+    return wrapped(optimizer, **{**first, **arguments})
 
 
 OURS = {"scaler": scaler, "wrapper": wrapper}

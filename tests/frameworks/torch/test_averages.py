@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from frameworks.torch.support import bits, pairs, scaler, train_step, wrapper
+from frameworks.torch.support import bits, pairs, scaler, train_step, watched, wrapper
 from frameworks.torch.test_master_weights import BF16, F16, F32, INF, X, adamw, net
 from lossscale import errors
 from lossscale.torch import MasterWeights, float32_state_dict, guard, unguard
@@ -50,7 +50,7 @@ def trainer(how, inner):
         run = wrapper([inner] if how == "list" else inner)
     else:
         run = scaler(inner, enabled=how == "scaler")
-    passed = {"list": [run.watched], "alone": inner}.get(how, run.watched)
+    passed = {"list": [run], "alone": inner}.get(how, watched(run))
     return functools.partial(train_step, run), passed
 
 

@@ -46,6 +46,8 @@ def test_the_examples_print_what_they_show(name):
 def test_the_examples_are_found_and_all_that_is_public_has_some():
     with_examples = {name.rpartition(".")[2] for name, tried in TRIED.items() if tried}
     assert with_examples >= {"installation", "guarding", "state_dict", "scale", "torch", "ranks"}
+    # Those of the methods are found, too.
+    assert TRIED[PACKAGE.__name__] >= 40
     for name, member in PUBLIC.items():
         assert ">>>" in (member.__doc__ or ""), name
     assert len(BLOCKS) >= 4

@@ -16,6 +16,7 @@ from frameworks.torch.support import (
     one_step,
     parameters,
     step,
+    watched,
     with_scaler,
     wrapped,
 )
@@ -115,7 +116,8 @@ def test_without_a_guard_there_is_no_false_warning_on_a_first_step_that_is_skipp
 def test_a_copy_follows_what_is_copied_with_it(before, how, by):
     given = parameters(*SHAPES)
     run = OURS[by](torch.optim.SGD(given, lr=0.5))
-    scheduler = lossscale.torch.guard(lr_scheduler.StepLR(run.optimizer, 1, 0.5), run.watched)
+    stepped = getattr(run, "optimizer", run)
+    scheduler = lossscale.torch.guard(lr_scheduler.StepLR(stepped, 1, 0.5), watched(run))
     for _ in range(before):
         step(run, given, GOOD)
         scheduler.step()

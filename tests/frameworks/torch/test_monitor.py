@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lossscale
-from frameworks.torch.support import OURS, bits, parameter, sgd, train_step
+from frameworks.torch.support import OURS, bits, parameter, sgd, shown, train_step, watched
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
 from records import column
 
@@ -24,7 +24,7 @@ class Loop:
         self.named = [("layer.a", self.a), ("layer.b", self.b)]
         inner = sgd(self.a, self.b, lr=0.5, momentum=0.9)
         self.run = OURS[how](inner)
-        self.inner, self.watched = inner, self.run.watched
+        self.inner, self.watched = inner, watched(self.run)
 
     def step(self, slope):
         loss = self.a.sum() + (self.b * torch.tensor([slope, 1.0, 0.0])).sum()
@@ -32,7 +32,7 @@ class Loop:
         return 0.25 if slope == torch.inf else loss
 
     def kept(self):
-        return bits([self.a, self.b, self.run.shown(), self.inner.state_dict()["state"]])
+        return bits([self.a, self.b, shown(self.run), self.inner.state_dict()["state"]])
 
 
 @pytest.mark.parametrize("how", OURS)

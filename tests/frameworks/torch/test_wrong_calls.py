@@ -23,6 +23,7 @@ from frameworks.torch.support import (
     scaler,
     sgd,
     snapshot,
+    watched,
     wrapped,
     wrapper,
 )
@@ -89,10 +90,10 @@ def test_unscaling_before_there_are_gradients_divides_nothing(inner, by, is_fact
         scaled = run.scale_loss(torch.ones(()) if is_factor else loss_of(given))
         loss = scaled * loss_of(given) if is_factor else scaled
         # The wrapper returns the decision: nothing has overflowed.
-        assert not early or run.unscale() in (True, None)
+        assert not early or run.unscale_() in (True, None)
         loss.backward()
         run.step()
-        return snapshot(given, run.optimizer), bits(run.saved())
+        return snapshot(given, run), bits(run.state_dict())
 
     assert run(early=True) == run(early=False)
 
@@ -375,12 +376,6 @@ ROWS = {
 }
 
 
-def derive_by(kind, optimizer, loss):
-    derive(optimizer, loss, kind)
-    if kind == "scaler, unscaled":
-        optimizer.unscale()
-
-
 @pytest.mark.parametrize("clears", [None, "optimizer", "parameter"])
 @pytest.mark.parametrize("good", [0, 4])
 @pytest.mark.parametrize("kind", ROWS)
@@ -395,7 +390,7 @@ def test_three_losses_in_a_row_without_a_gradient_are_warned_of_once_in_each_row
         is_good = number < good or number == 12
         optimizer.zero_grad()
         with warnings.catch_warnings(record=True, action="always") as caught:
-            derive_by(kind, optimizer, (known if is_good or clears else other).sum())
+            derive(optimizer, (known if is_good or clears else other).sum(), kind)
             if not is_good and clears == "optimizer":
                 optimizer.zero_grad()
             elif not is_good:
@@ -415,13 +410,13 @@ def test_an_overflow_that_was_known_when_its_gradients_were_cleared_is_a_skipped
     is_known = kind in ("verb", "unscaled", "scaler, unscaled")
     for factor in (1.0, torch.inf, torch.inf):
         optimizer.zero_grad()
-        derive_by(kind, optimizer, weight.sum() * factor)
+        derive(optimizer, weight.sum() * factor, kind)
         if factor != 1.0 and clears == "optimizer":
             optimizer.zero_grad()
         elif factor != 1.0:
             weight.grad = None
         optimizer.step()
-    skipped = getattr(optimizer, "scaler", optimizer).steps_skipped
+    skipped = watched(optimizer).steps_skipped
     assert (int(skipped), weight.tolist()) == (2 * is_known, [0.5, 1.5])
 
 
