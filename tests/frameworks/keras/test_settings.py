@@ -134,8 +134,6 @@ def test_a_rule_is_found_among_those_that_keras_knows_or_named_in_an_error():
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"clipnorm": 1.0}, ValueError, "arguments: `clipnorm`"),
-        ({"loss_scale_factor": 8}, ValueError, "loss_scale_factor"),
         ({"rule": 128}, TypeError, "must be a scaling rule"),
         ({"rule": lossscale.DynamicScale}, TypeError, "must be a scaling rule"),
         ({"rule": DynamicScale(), "initial_scale": 8}, ValueError, "`rule` excludes `dynamic`"),
