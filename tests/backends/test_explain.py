@@ -147,16 +147,6 @@ class Nested(layers.Layer):
         return self.inner[0].call(x)
 
 
-class Subclassed(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.dense = layers.Dense(8, name="dense")
-        self.nested = Nested(Logarithm(name="log"), name="nested")
-
-    def call(self, x):
-        return self.nested(self.dense(x))
-
-
 def dense(name):
     return layers.Dense(8, name=name)
 
@@ -185,13 +175,6 @@ def test_the_innermost_layer_is_named(words):
     assert words in found.text
     assert found.module.endswith(("log", "last"))
     assert "sequential" not in found.text
-
-
-def test_a_layer_of_a_subclassed_model_has_the_same_path_on_each_backend():
-    model, x = Subclassed(), np.ones((2, 8), np.float32)
-    model.compile("sgd", "mse")
-    model(x)
-    assert explain(model, x, x).module == "nested/chain/log"
 
 
 def test_an_operation_of_a_loss_of_keras_is_at_no_line_of_the_program():

@@ -181,27 +181,30 @@ def test_gradients_out_of_a_compiled_function_are_scaled_on_every_call():
 TWO_DEVICES = """
 import json
 import keras, numpy as np
-from backends.support import arrays, data, model_with, status, wrapped
+import lossscale
+from backends.support import arrays, data, status, wrapped
 
 devices = keras.distribution.list_devices("cpu")
 keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
 optimizer = wrapped(keras.optimizers.Adam(0.01))
-model = model_with(optimizer)
+layers = [keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+model = lossscale.keras.guard(keras.Sequential(layers))
+model.compile(optimizer, loss="mse", jit_compile=True)
 x, y = data()
 x[13] = np.nan  # one row, on one of the devices
 model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-state = [v.value for v in model.trainable_variables + list(optimizer.variables)]
+state = [v.value for v in model.weights + list(optimizer.variables)]
 copies = [np.array([np.array(s.data) for s in value.addressable_shards]) for value in state]
 print(json.dumps({
     "devices": len(devices),
     "same": all((copy[0] == copy[1]).all() for copy in copies),
-    "finite": all(np.isfinite(w).all() for w in arrays(model.trainable_variables)),
+    "finite": all(np.isfinite(w).all() for w in arrays(model.weights)),
     **status(optimizer)._asdict(),
 }))
 """
 
 
-def test_an_overflow_on_one_of_two_devices_skips_the_step_on_both():
+def test_an_overflow_on_one_of_two_devices_skips_the_guarded_step_on_both():
     printed = run(TWO_DEVICES, "jax", XLA_FLAGS="--xla_force_host_platform_device_count=2")
     assert json.loads(printed.strip().splitlines()[-1]) == {
         "devices": 2,

@@ -7,7 +7,7 @@ import pytest
 
 from conformance.recordings import VALUES
 from conformance.wrappers import KERAS
-from lossscale import DynamicScale, FixedScale
+from lossscale import DynamicScale, FixedScale, LossScaleOptimizer
 
 RULE = DynamicScale(8.0)
 
@@ -50,6 +50,34 @@ def test_what_can_only_be_read_says_how_it_is_set(wrapper):
             setattr(optimizer, name, value)
     assert (harness.scale(), optimizer.rule) == (before, RULE)
     assert optimizer.inner_optimizer is inner
+
+
+SETTINGS = [
+    ("SGD", {"momentum": 0.5}, 0.25),
+    ("Adam", {"beta_1": 0.75}, 0.5),
+    ("Adam", {"epsilon": 0.5}, 0.25),
+    ("Adam", {"clipnorm": 0.5}, None),
+    ("Adam", {"clipnorm": None}, 0.5),
+]
+if KERAS == "keras":
+    SETTINGS += [
+        ("AdamW", {"weight_decay": 0.5}, 0.25),
+        ("Adam", {"use_ema": True}, False),
+        ("Adam", {"gradient_accumulation_steps": 2}, 4),
+    ]
+
+
+@pytest.mark.skipif(KERAS == "none", reason="about the settings of Keras")
+@pytest.mark.parametrize(("cls", "settings", "after"), SETTINGS, ids=str)
+def test_settings_read_and_write_through(optimizers, cls, settings, after):
+    optimizer = LossScaleOptimizer(getattr(optimizers, cls)(**settings))
+    [(name, before)] = settings.items()
+    assert getattr(optimizer, name) == before
+    setattr(optimizer, name, after)
+    assert getattr(optimizer, name) == getattr(optimizer.inner_optimizer, name) == after
+    assert name not in vars(optimizer)
+    with pytest.raises(AttributeError, match="has an attribute 'momentun'"):
+        _ = optimizer.momentun
 
 
 def test_what_is_offered_for_completion_is_there(wrapper):

@@ -15,7 +15,6 @@ import pytest
 import lossscale
 from conformance.harness import array
 from conformance.wrappers import BACKEND, KERAS
-from forks import Program
 from kerases import assert_same, status, values
 from lossscale.errors import ArgumentTypeError, LossScaleWarning
 from seeding import seed
@@ -175,28 +174,6 @@ def test_a_skip_of_the_first_step_of_all():
 
 def _native(variable):
     return getattr(variable, "_value", variable)
-
-
-TWO_DEVICES = """
-import json, keras, numpy as np
-from conformance import test_guard as here
-keras.mixed_precision.set_global_policy("mixed_float16")
-devices = keras.distribution.list_devices()
-keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
-data = here.rows()
-found, expected = (
-    here.fit(here.guard(here.small()), given) for given in (data, here.without(*data))
-)
-here.assert_same(found, expected)
-print(len(devices))
-"""
-
-
-@pytest.mark.skipif(BACKEND != "jax", reason="of JAX")
-def test_data_parallel_on_jax():
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "KERAS_BACKEND": "jax"}
-    done = Program(TWO_DEVICES, environment=flags).finished()
-    assert done.stdout.split()[-1:] == ["2"], done.stderr
 
 
 # --- Several optimizers ---------------------------------------------------------------------------

@@ -143,8 +143,6 @@ def test_the_first_of_several_installations_removes_all_names_and_the_others_non
 IMPORTS = {
     "keras.mixed_precision import LossScaleOptimizer as it": CURRENT,
     "keras.mixed_precision.experimental import LossScaleOptimizer as it": OLDER,
-    "keras.mixed_precision import experimental; it = experimental.LossScaleOptimizer": OLDER,
-    "keras import mixed_precision as m; it = m.experimental.LossScaleOptimizer": OLDER,
     "compat.v1 import keras; it = keras.mixed_precision.LossScaleOptimizer": CURRENT,
     "mixed_precision.experimental import FixedLossScale as it": experimental.FixedLossScale,
 }

@@ -166,10 +166,14 @@ def test_gradients_that_an_overridden_verb_unscales_are_counted_once(optimizers)
         assert float(weight) == 0.75
 
 
-def demanding(base, name):
-    """Sets attributes in every order, and takes an argument that no other wrapper has."""
+NAMES_OF_A_USER = ("early", "_early", "late", "_late", "count", "_rate", "_only_later")
 
+
+@pytest.mark.parametrize("base", [CURRENT, OLDER])
+def test_a_subclass_sets_attributes_of_its_own_before_and_after_the_constructor(optimizers, base):
     class Demanding(base):
+        """Takes an argument that no other wrapper has."""
+
         count, _rate, momentums = 0, 0.0, None
 
         def __init__(self, inner, *arguments, demanded):
@@ -181,20 +185,8 @@ def demanding(base, name):
             self.rate = float(self.learning_rate)
             return super().apply_gradients(grads_and_vars)
 
-    Demanding.__name__ = Demanding.__qualname__ = name
-    return Demanding
-
-
-Demanding, DemandingOlder = demanding(CURRENT, "Demanding"), demanding(OLDER, "DemandingOlder")
-
-
-NAMES_OF_A_USER = ("early", "_early", "late", "_late", "count", "_rate", "_only_later")
-
-
-@pytest.mark.parametrize("cls", [Demanding, DemandingOlder])
-def test_a_subclass_sets_attributes_of_its_own_before_and_after_the_constructor(optimizers, cls):
-    arguments = [True, 8.0] if cls is Demanding else [experimental.DynamicLossScale(8)]
-    optimizer = cls(optimizers.SGD(0.5, momentum=0.5), *arguments, demanded=1)
+    arguments = [True, 8.0] if base is CURRENT else [experimental.DynamicLossScale(8)]
+    optimizer = Demanding(optimizers.SGD(0.5, momentum=0.5), *arguments, demanded=1)
     weight = tf.Variable(1.0)
     for factor in (1.0, np.inf):
         optimizer.minimize(lambda factor=factor: weight * factor, [weight])

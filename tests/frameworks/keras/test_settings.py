@@ -60,26 +60,6 @@ def test_an_optimizer_of_several_has_the_slots_and_the_counters_of_its_parts():
     assert int(optimizer.iterations) == 7
 
 
-SETTINGS = [
-    (SGD, {"momentum": 0.5}, 0.25),
-    (Adam, {"epsilon": 0.5}, 0.25),
-    (Adam, {"clipnorm": 0.5}, None),
-    (Adam, {"clipnorm": None}, 0.5),
-    (keras.optimizers.AdamW, {"weight_decay": 0.5}, 0.25),
-    (Adam, {"use_ema": True}, False),
-    (Adam, {"gradient_accumulation_steps": 2}, 4),
-]
-
-
-@pytest.mark.parametrize(("cls", "settings", "after"), SETTINGS, ids=str)
-def test_settings_read_and_write_through(cls, settings, after):
-    optimizer, (*_, name) = wrapped(cls(**settings)), settings
-    assert getattr(optimizer, name) == settings[name]
-    setattr(optimizer, name, after)
-    assert getattr(optimizer, name) == getattr(optimizer.inner_optimizer, name) == after
-    assert name not in vars(optimizer)
-
-
 def test_loss_scale_factor_is_none_and_cannot_be_set():
     optimizer = wrapped()
     assert optimizer.loss_scale_factor is None
@@ -154,8 +134,6 @@ def test_a_rule_is_found_among_those_that_keras_knows_or_named_in_an_error():
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"clipnorm": 1.0}, ValueError, "arguments: `clipnorm`"),
-        ({"loss_scale_factor": 8}, ValueError, "loss_scale_factor"),
         ({"rule": 128}, TypeError, "must be a scaling rule"),
         ({"rule": lossscale.DynamicScale}, TypeError, "must be a scaling rule"),
         ({"rule": DynamicScale(), "initial_scale": 8}, ValueError, "`rule` excludes `dynamic`"),

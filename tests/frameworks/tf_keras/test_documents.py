@@ -29,22 +29,6 @@ def test_slots_and_weights_that_are_added_are_in_a_checkpoint(optimizers, var, t
     assert_same([slot.numpy(), seen.numpy()], [np.ones(2, np.float32), np.int64(0)])
 
 
-def test_settings_read_and_write_those_of_the_inner_optimizer(optimizers):
-    inner = optimizers.Adam(0.5, beta_1=0.75, epsilon=1e-3, clipnorm=1.0)
-    optimizer = wrapped(inner)
-    assert float(optimizer.beta_1) == 0.75
-    assert optimizer.epsilon == inner.epsilon == 1e-3
-    assert optimizer.clipnorm == 1.0
-    optimizer.lr = 0.25
-    optimizer.beta_1 = 0.5
-    optimizer.clipnorm = 2.0
-    assert float(inner.learning_rate) == float(optimizer.learning_rate) == 0.25
-    assert float(inner.beta_1) == 0.5
-    assert inner.clipnorm == 2.0
-    with pytest.raises(AttributeError, match="has an attribute 'momentun'"):
-        _ = optimizer.momentun
-
-
 def after_three_steps(inner, var):
     """Our optimizer, after a step and two that were skipped."""
     optimizer = wrapped(inner)
