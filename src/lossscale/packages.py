@@ -62,4 +62,4 @@ def warn(message: str, category: type[Warning] = LossScaleWarning) -> None:
     frame, level = inspect.currentframe(), 0
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _SKIPPED_FRAMES:
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level + 1)
+    warnings.warn(message, category, stacklevel=level + 1)  # noqa: TID251

@@ -118,12 +118,6 @@ def test_an_attribute_that_needs_a_missing_package_is_none_that_hasattr_finds():
     check_asked(program, ATTRIBUTES, "AttributeError")
 
 
-def test_every_warning_goes_through_the_one_function_that_finds_the_users_line():
-    sources = (ROOT / "src").rglob("*.py")
-    direct = [path.name for path in sources if "warnings.warn(" in path.read_text("utf-8")]
-    assert direct == ["packages.py"]
-
-
 def test_what_old_releases_cannot_do_are_tests():
     """Pytest leaves out what it does not find, and says nothing."""
     for node in (node for nodes in versions.IMPOSSIBLE.values() for node in nodes):
