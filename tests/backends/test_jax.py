@@ -186,19 +186,27 @@ from backends.support import arrays, data, status, wrapped
 
 devices = keras.distribution.list_devices("cpu")
 keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
-optimizer = wrapped(keras.optimizers.Adam(0.01))
-layers = [keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
-model = lossscale.keras.guard(keras.Sequential(layers))
-model.compile(optimizer, loss="mse", jit_compile=True)
+
+
+def trained(x, y):
+    keras.utils.set_random_seed(0)
+    layers = [keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    model = lossscale.keras.guard(keras.Sequential(layers))
+    model.compile(wrapped(keras.optimizers.Adam(0.01)), loss="mse", jit_compile=True)
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    return model, model.optimizer
+
+
 x, y = data()
 x[13] = np.nan  # one row, on one of the devices
-model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+model, optimizer = trained(x, y)
+without, _ = trained(*(np.delete(each, slice(8, 16), 0) for each in (x, y)))
 state = [v.value for v in model.weights + list(optimizer.variables)]
 copies = [np.array([np.array(s.data) for s in value.addressable_shards]) for value in state]
 print(json.dumps({
     "devices": len(devices),
     "same": all((copy[0] == copy[1]).all() for copy in copies),
-    "finite": all(np.isfinite(w).all() for w in arrays(model.weights)),
+    "as_without": all(map(np.array_equal, arrays(model.weights), arrays(without.weights))),
     **status(optimizer)._asdict(),
 }))
 """
@@ -209,7 +217,7 @@ def test_an_overflow_on_one_of_two_devices_skips_the_guarded_step_on_both():
     assert json.loads(printed.strip().splitlines()[-1]) == {
         "devices": 2,
         "same": True,
-        "finite": True,
+        "as_without": True,
         "scale": 2.0**11,
         "counter": 0,
         "skipped": 1,
