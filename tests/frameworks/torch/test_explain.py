@@ -264,6 +264,19 @@ def test_only_the_given_parameters_are_differentiated():
     assert not model.training
 
 
+@pytest.mark.parametrize(
+    ("dtype", "cause"), [(torch.float16, "forward overflow"), (torch.float32, "unknown")]
+)
+def test_a_float16_model_is_explained_without_autocast(dtype, cause):
+    model = nn.Linear(4, 4).to(dtype)
+
+    def of_products(model, x):
+        # Autocast multiplies 20 * 20 * 20 * 20 in float32.
+        return (model(x) * 0 + 20).prod(1).float().mean()
+
+    assert explain(model, of_products, ONES.to(dtype), scale=1.0).cause == cause
+
+
 # --- Programs of which each has an explanation of its own ----------------------------------------
 
 
