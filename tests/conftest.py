@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import importlib
 import logging
 import os
 import tempfile
@@ -71,6 +72,16 @@ def compiled_quickly(request):
 @pytest.fixture
 def optimized():
     """What promises bits has them of programs that are optimized as a user's are."""
+
+
+_FAMILIES = ["new", "legacy"] if os.environ.get("LOSSSCALE_TEST_KERAS") == "tf_keras" else ["new"]
+
+
+@pytest.fixture(params=_FAMILIES)
+def optimizers(request):
+    """Each family of optimizers of this process' Keras in turn."""
+    keras = importlib.import_module(os.environ.get("LOSSSCALE_TEST_KERAS", "keras"))
+    return keras.optimizers if request.param == "new" else keras.optimizers.legacy
 
 
 @pytest.fixture

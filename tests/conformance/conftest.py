@@ -1,5 +1,4 @@
 import contextlib
-import importlib
 
 import pytest
 
@@ -21,10 +20,3 @@ def wrapper(request):
     is_optimized = "optimized" in request.fixturenames and has_programs_of_its_own
     with contextlib.nullcontext() if is_optimized else compiling_quickly():
         yield row
-
-
-@pytest.fixture(params=["new", "legacy"] if KERAS == "tf_keras" else ["new"])
-def optimizers(request):
-    """Each family of optimizers of this process' Keras in turn."""
-    new = importlib.import_module(KERAS).optimizers
-    return new if request.param == "new" else new.legacy
