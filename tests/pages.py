@@ -32,7 +32,8 @@ def examples_tried(module, names):
     # A class may name another module than the one that its methods are written in.
     for name, member in vars(module).items():
         if isinstance(member, type) and member.__module__ == module.__name__:
-            found |= {test.name: test for test in find(member, f"{module.__name__}.{name}", False)}
+            tests = find(member, f"{module.__name__}.{name}", module=False)
+            found |= {test.name: test for test in tests}
     for test in found.values():
         assert runner.run(test).failed == 0
     return runner.summarize().attempted

@@ -182,32 +182,32 @@ TWO_DEVICES = """
 import json
 import keras, numpy as np
 import lossscale
-from backends.support import arrays, data, status, wrapped
+from backends.support import arrays, data, seed, status, wrapped
 
 devices = keras.distribution.list_devices("cpu")
 keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
 
 
 def trained(x, y):
-    keras.utils.set_random_seed(0)
+    seed(0)
     layers = [keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
     model = lossscale.keras.guard(keras.Sequential(layers))
     model.compile(wrapped(keras.optimizers.Adam(0.01)), loss="mse", jit_compile=True)
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    return model, model.optimizer
+    return model
 
 
 x, y = data()
 x[13] = np.nan  # one row, on one of the devices
-model, optimizer = trained(x, y)
-without, _ = trained(*(np.delete(each, slice(8, 16), 0) for each in (x, y)))
-state = [v.value for v in model.weights + list(optimizer.variables)]
+model = trained(x, y)
+without = trained(*(np.delete(each, slice(8, 16), 0) for each in (x, y)))
+state = [v.value for v in model.weights + list(model.optimizer.variables)]
 copies = [np.array([np.array(s.data) for s in value.addressable_shards]) for value in state]
 print(json.dumps({
     "devices": len(devices),
     "same": all((copy[0] == copy[1]).all() for copy in copies),
     "as_without": all(map(np.array_equal, arrays(model.weights), arrays(without.weights))),
-    **status(optimizer)._asdict(),
+    **status(model.optimizer)._asdict(),
 }))
 """
 

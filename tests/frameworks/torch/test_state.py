@@ -404,10 +404,11 @@ BAD = {
 )
 def test_a_state_that_cannot_be_loaded_changes_nothing(case, by):
     state, error, message = BAD[case]
-    loads = used(GradScaler)[0] if by == "scaler" else trained()[1].loss_scale_state
     if callable(state):
         _, loads = trained()
         state = state(loads)
+    else:
+        loads = used(GradScaler)[0] if by == "scaler" else trained()[1].loss_scale_state
     before = bits(loads.state_dict())
     with pytest.raises(error, match=message) as caught:
         loads.load_state_dict(state)
